@@ -1,0 +1,5 @@
+"""`python -m tcpstore_async`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,104 @@
+"""How a value is kept: in the form in which a reply costs least.
+
+Knows: the forms a stored value may take, and how to turn each into the bytes of a reply and back into plain bytes.
+Must not know: keys, commands, who stores or sends it.
+Invariant: a blob never changes once it is stored, so it may be sent later without a copy; `Growing` is the one
+exception and never leaves the keyspace.
+
+* `bytes` or `bytearray`: the value with its u64 length before it, ready to be sent.
+* `int`: a counter, rendered as decimal text when it is read.
+* `Growing`: a value that was appended to and not read since, so that n appends do not cost n copies of all before.
+"""
+
+from struct import Struct
+from typing import Final
+
+from .errors import ProtocolError
+
+PREFIX: Final = 8
+"""Length of a blob's own length, in bytes."""
+
+_U64: Final = Struct("<Q")
+
+COUNTER_SIZE: Final = PREFIX
+"""What a counter counts against `Limits.store_bytes`, in bytes."""
+
+EMPTY: Final = bytes(PREFIX)
+"""The blob of the empty value."""
+
+
+class Growing:
+    """A value under APPEND: its plain bytes, in a buffer with room at the end."""
+
+    def __init__(self, first: bytes) -> None:
+        self.data = bytearray(first)
+
+
+Framed = bytes | bytearray
+Blob = bytes | bytearray | int | Growing
+
+
+def pack(raw: bytes) -> bytes:
+    """The blob of a plain value."""
+    return _U64.pack(len(raw)) + raw
+
+
+def unpack(blob: Framed) -> bytes:
+    """The plain value of a framed blob."""
+    return bytes(blob[PREFIX:])
+
+
+def framed(blob: Blob) -> Framed:
+    """The blob as it goes into a reply."""
+    if isinstance(blob, bytes):
+        return blob
+    if isinstance(blob, int):
+        return pack(b"%d" % blob)
+    if isinstance(blob, Growing):
+        return _U64.pack(len(blob.data)) + blob.data
+    return blob
+
+
+def size(blob: Blob) -> int:
+    """What the blob counts against `Limits.store_bytes`, in bytes."""
+    if isinstance(blob, bytes):
+        return len(blob)
+    if isinstance(blob, int):
+        return COUNTER_SIZE
+    if isinstance(blob, Growing):
+        return PREFIX + len(blob.data)
+    return len(blob)
+
+
+_SPACES: Final = b" \t\n\v\f\r"
+_DIGITS: Final = b"0123456789"
+_MAX_DIGITS: Final = 19
+INT64_MIN: Final = -(2**63)
+INT64_MAX: Final = 2**63 - 1
+
+
+def number(blob: Blob) -> int:
+    """The number a blob's text starts with, read as PyTorch's servers do (C's `stoll`, base 10).
+
+    White space, one sign, digits; what follows is ignored. Raises ProtocolError if there is no digit or the number does
+    not fit int64.
+    """
+    if isinstance(blob, int):
+        return blob
+    text = unpack(framed(blob)).lstrip(_SPACES)
+    sign = text[:1]
+    digits = text[1:] if sign in (b"-", b"+") else text
+    digits = digits[: len(digits) - len(digits.lstrip(_DIGITS))].lstrip(b"0") or digits[:1]
+    if not digits or digits[0] not in _DIGITS or len(digits) > _MAX_DIGITS:
+        raise ProtocolError("the value is not a 64-bit number")
+    value = -int(digits) if sign == b"-" else int(digits)
+    if not INT64_MIN <= value <= INT64_MAX:
+        raise ProtocolError("the value is not a 64-bit number")
+    return value
+
+
+def wrap(value: int) -> int:
+    """The value as int64 arithmetic leaves it, modulo 2**64."""
+    if INT64_MIN <= value <= INT64_MAX:
+        return value
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,94 @@
+"""The command line: options, output, exit codes. No logic of its own.
+
+Exit status: 0 done, 1 failed, 2 usage, 3 timed out, 4 unreachable.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+
+from ..daemon import DEFAULT_GRACE, build, run, run_loop
+from ..errors import DistError
+from ..limits import Limits
+from ..server.uv import UvServer
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="tcpstore_async")
+def main() -> None:
+    """The key-value store through which the ranks of a distributed job find each other."""
+
+
+class _LimitOption(click.ParamType[tuple[str, int]]):
+    name = "name=number"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        name, _, number = str(value).partition("=")
+        names = [field.name for field in dataclasses.fields(Limits)]
+        if name not in names:
+            self.fail(f"there is no limit {name!r}; there are {', '.join(names)}", param, ctx)
+        if not number.isdecimal():
+            self.fail(f"{number!r} is not a number", param, ctx)
+        return name, int(number)
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on, exactly; '::' for all.")
+@click.option(
+    "--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 lets the kernel choose."
+)
+@click.option("--backend", default="uv", show_default=True, type=click.Choice(["uv"]), help="Kind of server.")
+@click.option("--listen-fd", type=click.IntRange(0), help="Listen on this inherited socket instead of an address.")
+@click.option(
+    "--port-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the port here, when it is known."
+)
+@click.option(
+    "--grace",
+    default=DEFAULT_GRACE,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds that connections get to end after SIGTERM.",
+)
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    type=_LimitOption(),
+    help="Change a limit, such as store_bytes=1000000000. May be repeated.",
+)
+def serve(
+    host: str,
+    port: int,
+    backend: str,
+    listen_fd: int | None,
+    port_file: Path | None,
+    grace: float,
+    limits: tuple[tuple[str, int], ...],
+) -> None:
+    """Run a server in the foreground.
+
+    Prints one line of JSON when it accepts connections. SIGTERM drains, SIGINT stops.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+    def ready(server: UvServer) -> None:
+        if port_file is not None:
+            _write_atomically(port_file, f"{server.port}\n")
+        event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
+        click.echo(msgspec.json.encode({**event, "backend": backend, "build": build()}))
+
+    try:
+        run_loop(run(host, port, listen_fd, Limits(**dict(limits)), grace, ready))
+    except (DistError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

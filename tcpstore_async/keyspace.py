@@ -1,0 +1,374 @@
+"""What commands mean: values, counters, queues and the waiters parked on keys that do not exist yet.
+
+Knows: what each command does to the store and whom it wakes. Must not know: framing, sockets, threads, clocks.
+Invariants: a command is applied whole or, when it raises, not at all. A waiter fires when the keys it was parked on
+have appeared, once, and holds no registration that nobody can fire. If waiters are parked on a queue that holds items,
+then each of those items is promised to a waiter that was woken and has not been heard of since.
+
+The counting is PyTorch's libuv server's to the byte, except for the queue defects listed in `docs/quirks.md`.
+"""
+
+from collections import OrderedDict, deque
+from typing import Final
+
+from .blob import (
+    COUNTER_SIZE,
+    EMPTY,
+    Blob,
+    Framed,
+    Growing,
+    framed,
+    number,
+    size,
+    unpack,
+    wrap,
+)
+from .errors import LimitError
+from .limits import ENTRY_BYTES, PARKED_BYTES, Limits
+
+KeySet = set[bytes]
+
+_LONG_LINE: Final = 16
+"""Waiters in line for one queue from which a plain dict would pay for its holes at the front."""
+
+
+class Promise:
+    """An item of a queue that a woken waiter is expected to take with its next command."""
+
+    def __init__(self, queue: bytes) -> None:
+        self.queue = queue
+
+
+class Waiter:
+    """Someone who may be parked on keys. The owner overrides `fire`."""
+
+    def __init__(self) -> None:
+        self.left: int = 0
+        """Registrations to come before the waiter fires; 0 or less: nothing is awaited."""
+        self.parked: KeySet | None = None
+        """Keys under which the waiter is registered."""
+        self.promise: Promise | None = None
+        """What the waiter was woken for, until its next command."""
+
+    def fire(self) -> None:
+        """Tell the waiter that its wait is over. Must not call back into the keyspace."""
+        raise NotImplementedError
+
+
+class Keyspace:
+    """One store. Keys and values are opaque; values are blobs (see `blob`)."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.values: dict[bytes, Blob] = {}
+        self.queues: dict[bytes, deque[Framed]] = {}
+        self.waiters: dict[bytes, dict[Waiter, int]] = {}
+        """Per key, who is registered how often, in order of arrival; negative: left over from a wait that is done."""
+        self.promises: dict[bytes, int] = {}
+        """Per queue, how many woken waiters have not been heard of since."""
+        self.size: int = 0
+        """Bytes counted against `Limits.store_bytes`."""
+        self.max_size: int = limits.store_bytes
+
+    # Values
+
+    def set(self, key: bytes, value: Framed) -> None:
+        old = self.values.get(key)
+        if isinstance(old, bytes):
+            grown = self.size + len(value) - len(old)
+            if grown > self.max_size: self._grow(len(value)-len(old))
+            self.size = grown
+            self.values[key] = value
+        else:
+            self._put(key, value, len(value))
+        if key in self.waiters:
+            self._wake_all(key)
+
+    def get(self, key: bytes) -> Framed:
+        """The value; the empty one if the key is missing."""
+        blob = self.values.get(key)
+        if blob is None:
+            return EMPTY
+        if isinstance(blob, bytes):
+            return blob
+        flat = framed(blob)
+        if isinstance(blob, Growing):
+            self._put(key, flat, len(flat))
+        return flat
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Add to a counter and return the sum. Raises ProtocolError if the value is no number."""
+        old = self.values.get(key)
+        if old is None:
+            total = amount
+            self._put(key, total, COUNTER_SIZE)
+        elif isinstance(old, int):
+            total = wrap(old + amount)
+            self.values[key] = total
+        else:
+            total = wrap(number(old) + amount)
+            self._put(key, total, COUNTER_SIZE)
+        if key in self.waiters:
+            self._wake_all(key)
+        return total
+
+    def compare_set(self, key: bytes, expected: Framed, desired: Framed) -> Framed:
+        """Store `desired` if the value equals `expected`, a missing key counting as empty.
+
+        Returns the value afterwards; for a missing key that was expected to hold something, `expected`.
+        """
+        if key not in self.values:
+            if len(expected) != len(EMPTY):
+                return expected
+        else:
+            current = self.get(key)
+            if current != expected:
+                return current
+        self.set(key, desired)
+        return desired
+
+    def append(self, key: bytes, value: Framed) -> None:
+        old = self.values.get(key)
+        if old is None:
+            self._put(key, value, len(value))
+        else:
+            piece = unpack(value)
+            self._grow(len(piece))
+            if not isinstance(old, Growing):
+                flat = framed(old)
+                self.size += len(flat) - size(old)
+                old = Growing(unpack(flat))
+                self.values[key] = old
+            old.data += piece
+            self.size += len(piece)
+        if key in self.waiters:
+            self._wake_all(key)
+
+    def check(self, keys: list[bytes]) -> bool:
+        """Whether every key is there, a queue that holds items included."""
+        values = self.values
+        for key in keys:
+            if key not in values and key not in self.queues:
+                return False
+        return True
+
+    def delete_key(self, key: bytes) -> int:
+        """Remove a value, never a queue; 1 if it was there, else 0. Wakes nobody."""
+        old = self.values.pop(key, None)
+        if old is None:
+            return 0
+        self.size -= len(key) + ENTRY_BYTES + size(old)
+        return 1
+
+    def num_keys(self) -> int:
+        return len(self.values)
+
+    def list_keys(self) -> list[bytes]:
+        return list(self.values)
+
+    def multi_get(self, keys: list[bytes]) -> list[Framed]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, items: list[tuple[bytes, Framed]]) -> None:
+        """Set every pair in order, or none if the store would grow too large."""
+        growth = 0
+        for key, value in dict(items).items():
+            growth += self._growth(key, len(value))
+        self._grow(growth)
+        for key, value in items:
+            self.set(key, value)
+
+    # Queues
+
+    def queue_push(self, key: bytes, value: Framed) -> None:
+        """Append to a queue and wake the first in line for it."""
+        self._grow(len(key) + ENTRY_BYTES + len(value))
+        queue = self.queues.get(key)
+        if queue is None:
+            queue = self.queues[key] = deque()
+        queue.append(value)
+        self.size += len(key) + ENTRY_BYTES + len(value)
+        if key in self.waiters:
+            self._wake_next(key)
+
+    def queue_pop(self, key: bytes) -> tuple[int, Framed | None]:
+        """The length before the pop and, unless that is 0, the oldest item."""
+        queue = self.queues.get(key)
+        if queue is None:
+            return 0, None
+        length = len(queue)
+        item = queue.popleft()
+        if not queue:
+            del self.queues[key]
+        self.size -= len(key) + ENTRY_BYTES + len(item)
+        return length, item
+
+    def queue_len(self, key: bytes) -> int:
+        queue = self.queues.get(key)
+        return 0 if queue is None else len(queue)
+
+    # Waiting
+
+    def wait(self, waiter: Waiter, keys: list[bytes]) -> bool:
+        """True if every key is there (as `check` sees it); else the waiter is parked on the missing ones."""
+        if self.check(keys):
+            promise = waiter.promise
+            if promise is not None and promise.queue in keys:
+                waiter.promise = self._promise(promise.queue)
+            return True
+        missing = [key for key in keys if key not in self.values and key not in self.queues]
+        self._park(waiter, missing)
+        return False
+
+    def barrier(self, waiter: Waiter, key: bytes, world_size: int) -> bool:
+        """Count an arrival. True if the world is complete; else the waiter is parked until someone completes it.
+
+        The count stays when a waiter leaves, and is never reset. Raises ProtocolError if the value is no number.
+        """
+        old = self.values.get(key)
+        count = 1 if old is None else wrap(number(old) + 1)
+        if count < world_size:
+            self._grow(self._growth(key, COUNTER_SIZE) + self._parking(key))
+        self._put(key, count, COUNTER_SIZE)
+        if count < world_size:
+            self._park(waiter, [key])
+            return False
+        if key in self.waiters:
+            self._wake_all(key)
+        return True
+
+    def cancel_wait(self, waiter: Waiter) -> bool:
+        """Drop every registration of the waiter; True whether there was one or not."""
+        self._unpark(waiter)
+        return True
+
+    def leave(self, waiter: Waiter) -> None:
+        """Forget a waiter that has gone, and hand on what it was promised."""
+        self._unpark(waiter)
+        if waiter.promise is not None:
+            self.settle(waiter, waiter.promise)
+
+    def settle(self, waiter: Waiter, promise: Promise) -> None:
+        """The waiter has spoken or gone since it was woken: an item it did not take goes to the next in line."""
+        if waiter.promise is promise:
+            waiter.promise = None
+        key = promise.queue
+        promised = self.promises[key] - 1
+        if promised:
+            self.promises[key] = promised
+        else:
+            del self.promises[key]
+        if key in self.waiters and self.queue_len(key) > promised:
+            self._wake_next(key)
+
+    # Size
+
+    def _growth(self, key: bytes, length: int) -> int:
+        """By how much a value of `length` bytes under `key` enlarges the store."""
+        old = self.values.get(key)
+        if old is None:
+            return len(key) + ENTRY_BYTES + length
+        return length - size(old)
+
+    def _grow(self, growth: int) -> None:
+        if growth > 0 and self.size + growth > self.max_size:
+            raise LimitError("store_bytes", self.size + growth, self.max_size)
+
+    def _put(self, key: bytes, blob: Blob, length: int) -> None:
+        old = self.values.get(key)
+        if old is None:
+            growth = len(key) + ENTRY_BYTES + length
+        elif isinstance(old, bytes):
+            growth = length - len(old)
+        else:
+            growth = length - size(old)
+        if self.size + growth > self.max_size:
+            self._grow(growth)
+        self.size += growth
+        self.values[key] = blob
+
+    # Registrations
+
+    def _parking(self, key: bytes) -> int:
+        return len(key) + PARKED_BYTES
+
+    def _park(self, waiter: Waiter, keys: list[bytes]) -> None:
+        growth = 0
+        for key in keys:
+            growth += self._parking(key)
+        self._grow(growth)
+        waiter.left = len(keys)
+        if waiter.parked is None:
+            waiter.parked = set()
+        for key in keys:
+            line = self.waiters.get(key)
+            if line is None:
+                line = self.waiters[key] = {}
+            count = line.pop(waiter, 0)
+            if count:
+                line[waiter] = abs(count) + 1
+            else:
+                line[waiter] = 1
+                waiter.parked.add(key)
+                self.size += self._parking(key)
+
+    def _unpark(self, waiter: Waiter) -> None:
+        waiter.left = 0
+        parked = waiter.parked
+        if parked is None:
+            return
+        waiter.parked = None
+        for key in parked:
+            line = self.waiters[key]
+            del line[waiter]
+            self.size -= self._parking(key)
+            if not line:
+                del self.waiters[key]
+
+    def _count_down(self, waiter: Waiter, key: bytes, count: int) -> bool:
+        """Take a registration that its key has used up off the waiter; True if that ended the wait."""
+        parked = waiter.parked
+        assert parked is not None
+        parked.remove(key)
+        self.size -= self._parking(key)
+        left = waiter.left
+        waiter.left = left - count
+        if left <= 0 or left > count:
+            return False
+        if parked:
+            self._mark_done(waiter, parked)
+        else:
+            waiter.parked = None
+        return True
+
+    def _mark_done(self, waiter: Waiter, keys: KeySet) -> None:
+        """Registrations of a wait that a second WAIT overwrote outlive it, as in PyTorch; a queue passes them over."""
+        for key in keys:
+            line = self.waiters[key]
+            line[waiter] = -abs(line[waiter])
+
+    def _wake_all(self, key: bytes) -> None:
+        for waiter, count in self.waiters.pop(key).items():
+            if self._count_down(waiter, key, abs(count)):
+                waiter.fire()
+
+    def _wake_next(self, key: bytes) -> None:
+        """Count an item down for those in line, up to and including the first whose wait it ends."""
+        line = self.waiters[key]
+        if len(line) >= _LONG_LINE and not isinstance(line, OrderedDict):
+            line = self.waiters[key] = OrderedDict(line)
+        counted = []
+        for waiter, count in line.items():
+            if count > 0:
+                counted.append(waiter)
+                if waiter.left <= count:
+                    break
+        for waiter in counted:
+            if self._count_down(waiter, key, line.pop(waiter)):
+                waiter.promise = self._promise(key)
+                waiter.fire()
+        if not line:
+            del self.waiters[key]
+
+    def _promise(self, queue: bytes) -> Promise:
+        self.promises[queue] = self.promises.get(queue, 0) + 1
+        return Promise(queue)

@@ -1,0 +1,145 @@
+"""What every server door needs before a byte flows: addresses, the backlog, file limits, and its log.
+
+Knows: sockets and limits of the operating system. Must not know: the protocol, event loops.
+Invariant: nothing here blocks, and no name is ever looked up.
+"""
+
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from ..errors import DistNetworkError
+
+BACKLOG: Final = 65_535
+"""Connections the kernel may hold ready: a whole job may come at once."""
+
+RESERVE: Final = 64
+"""File descriptors that connections never get: for the loop, logs, and to be able to refuse."""
+
+log = logging.getLogger("tcpstore_async.server")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A non-blocking socket that listens on exactly this address; port 0 lets the kernel choose.
+
+    `host` is an IPv4 or IPv6 literal or a name of this machine; `::` listens on every address of both families.
+    Raises DistNetworkError.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise DistNetworkError(f"cannot listen on {host}: {error}") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+        listener.bind(address)
+        prepare(listener)
+    except OSError as error:
+        listener.close()
+        raise DistNetworkError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def adopt(fd: int) -> socket.socket:
+    """The same for a socket that was bound, or listens already, elsewhere. Owns the descriptor from here on.
+
+    Raises DistNetworkError if `fd` is not a TCP socket.
+    """
+    try:
+        listener = socket.socket(fileno=fd)
+    except OSError as error:
+        raise DistNetworkError(f"cannot listen on file descriptor {fd}: {error.strerror}") from None
+    if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
+        listener.close()
+        raise DistNetworkError(f"cannot listen on file descriptor {fd}: it is not a TCP socket")
+    try:
+        prepare(listener)
+    except OSError as error:
+        listener.close()
+        raise DistNetworkError(f"cannot listen on file descriptor {fd}: {error.strerror}") from None
+    return listener
+
+
+def prepare(listener: socket.socket) -> None:
+    """Listen, with the options that accepted sockets inherit."""
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setblocking(False)
+    listener.listen(BACKLOG)
+
+
+def warn_of_short_backlog() -> None:
+    """Log a warning if the kernel cuts the backlog, so that a herd of ranks would see resets."""
+    try:
+        somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    except (OSError, ValueError):
+        return
+    if somaxconn < BACKLOG:
+        log.warning(
+            "net.core.somaxconn is %d: more ranks than that connecting at once may be reset; "
+            "sysctl -w net.core.somaxconn=%d allows for all",
+            somaxconn,
+            BACKLOG,
+        )
+
+
+def raise_file_limit() -> None:
+    """Raise this process's soft limit of open files to the hard one. For processes that are the server, no others."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # macOS refuses "unlimited"
+        log.warning("the limit of open files stays at %d: %s", soft, error)
+
+
+def room_for_connections() -> int:
+    """How many more connections this process can hold, a reserve kept back."""
+    if sys.platform == "win32":
+        return 2**31
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return 2**31
+    return max(1, soft - _open_files() - RESERVE)
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 32
+
+
+class Complaints:
+    """What peers did wrong, logged at most once a second for each kind, with a count of the others."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._unsaid: dict[str, int] = {}
+
+    def add(self, kind: str, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last.get(kind, -1.0) < 1.0:
+            self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
+            return
+        self._last[kind] = now
+        unsaid = self._unsaid.pop(kind, 0)
+        log.warning("%s%s", text, f" ({unsaid} more of the kind since the last such line)" if unsaid else "")
+
+    def finish(self) -> None:
+        """Say what is still unsaid."""
+        for kind, count in self._unsaid.items():
+            log.warning("%d more connections closed: %s", count, kind)
+        self._unsaid.clear()

@@ -1,0 +1,213 @@
+"""The server's side of a connection: bytes in, meaning done, bytes out.
+
+Knows: one engine for each server, one session for each connection, and what is known of its peer. Must not know: how
+bytes travel, what time it is.
+Invariants: however bytes are cut into chunks, what is done and answered is the same. A command is executed once, when
+it is complete. Whatever arrives, a session answers or raises PeerError; after that it is to be left and dropped.
+"""
+
+from typing import Final, cast
+
+from ..blob import Framed
+from ..errors import LimitError, ProtocolError
+from ..keyspace import Keyspace, Waiter
+from ..limits import Limits
+from ..wire.commands import COMMANDS, MAGIC, Command, Flag
+from ..wire.shapes import SILENCE, WAKE, Bulk, Call, Reply, Request, Rest
+
+NO_PID: Final = -1
+
+
+class _Slot:
+    """A row of the table as an engine serves it: its shapes, and the method that gives it its meaning."""
+
+    def __init__(self, command: Command, call: Call) -> None:
+        self.command = command
+        self.request: Request = command.request
+        self.reply: Reply | None = None if command.reply is SILENCE else command.reply
+        self.call = call
+
+
+class Engine:
+    """One server: its keyspace, its limits, and the sessions that have something to send."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.keyspace = Keyspace(limits)
+        self.dirty: list[ServerSession] = []
+        """Sessions that were given bytes by another session's command; the door flushes them."""
+        self.unfinished: int = 0
+        """Bytes counted against `Limits.unfinished_bytes`."""
+        self.handshake: list[_Slot | None] = [None] * 256
+        self.commands: list[_Slot | None] = [None] * 256
+        self.first: _Slot
+        self.serving: ServerSession
+        """The session whose command is being done."""
+        for command in COMMANDS:
+            slot = _Slot(command, self._meaning(command))
+            if command.flags & Flag.HANDSHAKE:
+                self.handshake[command.opcode] = self.first = slot
+            else:
+                self.commands[command.opcode] = slot
+
+    def _meaning(self, command: Command) -> Call:
+        if not command.flags & (Flag.SESSION | Flag.PARKS):
+            return cast(Call, getattr(self.keyspace, command.method))
+        owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
+        method: Call = getattr(owner, command.method)
+        return lambda *fields: method(self.serving, *fields)
+
+
+class ServerSession(Waiter):
+    """One connection, and what is known of its peer."""
+
+    def __init__(self, engine: Engine, owner: object, host: str, port: int, came: float) -> None:
+        super().__init__()
+        self.engine = engine
+        self.owner: object = owner
+        """The door's connection; None once it is gone."""
+        self.host = host
+        self.port = port
+        self.came = came
+        """When it came, in seconds of the door's clock."""
+        self.pid: int = NO_PID
+        """The nonce of its last PING: PyTorch's client, and ours, send their process id."""
+        self.table: list[_Slot | None] = engine.handshake
+        self.out: list[Framed] = []
+        """Replies for the door to take, in order."""
+        self.unread: int = 0
+        """Bytes of replies, `out` included, that the door has not handed to the kernel yet."""
+        self.rest: Rest | None = None
+        """What goes on with a frame that was decoded in part."""
+        self.slot: _Slot = engine.first
+        """Its last command, the one that `rest` is for included. What it waits for is `parked`."""
+        self.kept: bytearray | None = None
+        """Bytes not decoded yet."""
+        self.need: int = 0
+        """The length that `kept` must have before decoding can go on; 0 if it waits for the peer to read."""
+        self.held: int = 0
+        """This session's part of `Engine.unfinished`."""
+
+    def __str__(self) -> str:
+        address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return address if self.pid == NO_PID else f"{address} (pid {self.pid})"
+
+    # In
+
+    def receive(self, chunk: bytes) -> None:
+        """Take bytes in, execute what is complete, put the replies into `out`.
+
+        Stops while more than `Limits.unread_soft_bytes` of replies are unread; see `stalled`. Raises PeerError.
+        """
+        kept = self.kept
+        if kept is not None:
+            kept += chunk
+            if len(kept) < self.need:
+                self._account()
+                return
+            chunk = bytes(kept)
+            self.kept = None
+        limits = self.engine.limits
+        soft = limits.unread_soft_bytes
+        hard = limits.unread_hard_bytes
+        out = self.out
+        self.engine.serving = self
+        end = len(chunk)
+        at = 0
+        if self.unread > soft:
+            self._keep(chunk, 0, 0)
+            return
+        while at < end or self.rest is not None:
+            promise = self.promise
+            rest = self.rest
+            if rest is None:
+                slot = self.table[chunk[at]]
+                if slot is None:
+                    raise ProtocolError(self._refusal(chunk[at]))
+                self.slot = slot
+                result, stop = slot.request.decode(slot.call, chunk, at + 1, end, limits)
+            else:
+                slot = self.slot
+                result, stop = rest.decode(slot.call, chunk, at, end, limits)
+                self.rest = None
+            if stop < 0:
+                self._suspend(result, chunk, at, -stop)
+                break
+            at = stop
+            reply = slot.reply
+            if reply is not None:
+                self.unread += reply.encode(result, out, hard - self.unread)
+            if promise is not None:
+                self.engine.keyspace.settle(self, promise)
+            if self.unread > soft:
+                self._keep(chunk, at, 0)
+                break
+        if self.held or self.kept is not None or self.rest is not None:
+            self._account()
+
+    def bulk(self) -> Bulk | None:
+        """The large value under way: the door may fill its `room`, and then call `receive(b"")`, instead of reading."""
+        rest = self.rest
+        return rest if isinstance(rest, Bulk) and self.kept is None else None
+
+    def stalled(self) -> bool:
+        """Whether requests are kept back until the peer reads its replies; `receive(b"")` goes on with them."""
+        return self.kept is not None and self.need == 0
+
+    def leave(self) -> None:
+        """The connection is gone. Waiters that this wakes are in `Engine.dirty`."""
+        self.engine.keyspace.leave(self)
+        self.engine.unfinished -= self.held
+        self.held = 0
+        self.rest = None
+        self.kept = None
+        self.out.clear()
+        self.owner = None
+
+    def _suspend(self, rest: Rest | None, chunk: bytes, at: int, need: int) -> None:
+        """A frame is not complete: keep what is needed to go on."""
+        if rest is not None:
+            self.rest = rest
+            at = rest.at
+        self._keep(chunk, at, need - at)
+
+    def _keep(self, chunk: bytes, at: int, need: int) -> None:
+        longest = self.engine.limits.request_bytes
+        if need > longest:
+            raise LimitError("request_bytes", need, longest)
+        self.need = need
+        if at < len(chunk):
+            self.kept = bytearray(memoryview(chunk)[at:])
+
+    def _account(self) -> None:
+        """Count what is held for unfinished requests. Raises LimitError."""
+        held = 0 if self.kept is None else len(self.kept)
+        if self.rest is not None:
+            held += self.rest.held()
+        engine = self.engine
+        engine.unfinished += held - self.held
+        self.held = held
+        if engine.unfinished > engine.limits.unfinished_bytes:
+            raise LimitError("unfinished_bytes", engine.unfinished, engine.limits.unfinished_bytes)
+
+    def _refusal(self, opcode: int) -> str:
+        if self.table is self.engine.handshake:
+            return f"the first frame is not VALIDATE but opcode {opcode}"
+        return f"opcode {opcode} is unknown"
+
+    # Commands that concern the connection
+
+    def validate(self, magic: int) -> None:
+        if magic != MAGIC:
+            raise ProtocolError(f"VALIDATE carries {magic:#x}, not {MAGIC:#x}")
+        self.table = self.engine.commands
+
+    def ping(self, nonce: int) -> int:
+        self.pid = nonce
+        return nonce
+
+    # Out
+
+    def fire(self) -> None:
+        self.unread += WAKE.encode(True, self.out, 1)
+        self.engine.dirty.append(self)

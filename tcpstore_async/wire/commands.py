@@ -1,0 +1,100 @@
+"""The table of commands: what can be said, read like a manual.
+
+Knows: for every opcode its name, the shapes of its request and reply, and the method that gives it its meaning. Must
+not know: what that method does.
+Invariant: this is the one place where commands are declared. `docs/wire.md` is generated from it.
+"""
+
+from enum import IntFlag
+from typing import Final
+
+from .shapes import (
+    BLOB,
+    BLOBS,
+    CANCELED,
+    COUNTED_KEYS,
+    ECHO,
+    ITEMS,
+    KEY,
+    KEY_I64,
+    KEY_VALUE,
+    KEY_VALUE_VALUE,
+    KEYS,
+    NOTHING,
+    NUMBER,
+    POPPED,
+    READINESS,
+    SILENCE,
+    U32,
+    WAKE,
+    Reply,
+    Request,
+)
+
+MAGIC: Final = 0x3C85F7CE
+"""What VALIDATE carries."""
+
+
+class Flag(IntFlag):
+    """What a server must know of a command besides its shapes."""
+
+    MUTATES = 1
+    """May change what is stored: a journal would record it."""
+    PARKS = 2
+    """Takes the waiter before its other arguments, because it parks or releases it."""
+    SESSION = 4
+    """Concerns the connection; the keyspace has no such method."""
+    HANDSHAKE = 8
+    """The first command of every connection, and only that."""
+
+
+MUTATES, PARKS, SESSION, HANDSHAKE = Flag.MUTATES, Flag.PARKS, Flag.SESSION, Flag.HANDSHAKE
+
+
+class Command:
+    """One row. `method` is the command's name on every floor: Keyspace, AsyncTCPStore, Store."""
+
+    def __init__(self, opcode: int, name: str, request: Request, reply: Reply, method: str, flags: int = 0) -> None:
+        self.opcode = opcode
+        self.name = name
+        self.request = request
+        self.reply = reply
+        self.method = method
+        self.flags = flags
+
+
+COMMANDS: Final = (
+    #       opcode  name           request          reply         method          flags
+    Command(0x00, "VALIDATE",    U32,             SILENCE,      "validate",     SESSION | HANDSHAKE),
+    Command(0x01, "SET",         KEY_VALUE,       SILENCE,      "set",          MUTATES),
+    Command(0x02, "COMPARE_SET", KEY_VALUE_VALUE, BLOB,         "compare_set",  MUTATES),
+    Command(0x03, "GET",         KEY,             BLOB,         "get"),
+    Command(0x04, "ADD",         KEY_I64,         NUMBER,       "add",          MUTATES),
+    Command(0x05, "CHECK",       KEYS,            READINESS,    "check"),
+    Command(0x06, "WAIT",        KEYS,            WAKE,         "wait",         PARKS),
+    Command(0x07, "GETNUMKEYS",  NOTHING,         NUMBER,       "num_keys"),
+    Command(0x08, "DELETE_KEY",  KEY,             NUMBER,       "delete_key",   MUTATES),
+    Command(0x09, "APPEND",      KEY_VALUE,       SILENCE,      "append",       MUTATES),
+    Command(0x0A, "MULTI_GET",   KEYS,            BLOBS,        "multi_get"),
+    Command(0x0B, "MULTI_SET",   ITEMS,           SILENCE,      "multi_set",    MUTATES),
+    Command(0x0C, "CANCEL_WAIT", NOTHING,         CANCELED,     "cancel_wait",  PARKS),
+    Command(0x0D, "PING",        U32,             ECHO,         "ping",         SESSION),
+    Command(0x0E, "QUEUE_PUSH",  KEY_VALUE,       SILENCE,      "queue_push",   MUTATES),
+    Command(0x0F, "QUEUE_POP",   KEY,             POPPED,       "queue_pop",    MUTATES),
+    Command(0x10, "QUEUE_LEN",   KEY,             NUMBER,       "queue_len"),
+    Command(0x11, "LIST_KEYS",   NOTHING,         COUNTED_KEYS, "list_keys"),
+    Command(0x12, "BARRIER",     KEY_I64,         WAKE,         "barrier",      MUTATES | PARKS),
+)  # fmt: skip
+
+
+def by_opcode(commands: tuple[Command, ...]) -> tuple[Command | None, ...]:
+    """The rows in 256 slots, one for every opcode there could be."""
+    slots: list[Command | None] = [None] * 256
+    for command in commands:
+        if slots[command.opcode] is not None:
+            raise ValueError(f"opcode {command.opcode} is declared twice")
+        slots[command.opcode] = command
+    return tuple(slots)
+
+
+BY_OPCODE: Final = by_opcode(COMMANDS)

@@ -1,0 +1,516 @@
+"""The shapes of requests and replies: each one a pair of decode and encode, used by both ends.
+
+Knows: how fields lie in bytes, little-endian, and the limits on lengths. Must not know: opcodes, what a request means,
+where bytes come from.
+Invariant: a length is checked against its limit as soon as it is read, before the bytes it announces; nothing is
+decoded twice but the one or two lengths of a frame whose rest was still under way.
+"""
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Any, Final
+
+from librt.strings import read_i64_le
+
+from ..blob import PREFIX, Framed
+from ..errors import LimitError, ProtocolError
+from ..limits import Limits
+
+Fields = tuple[Any, ...]
+Call = Callable[..., Any]
+"""What is to be done with the fields of a request."""
+
+_U32: Final = Struct("<I")
+_I64: Final = Struct("<q")
+_U64: Final = Struct("<Q")
+_read_u32: Final = _U32.unpack_from
+
+BULK_BYTES: Final = 64 * 1024
+"""Length from which an unfinished value is received into the buffer in which it will be stored."""
+
+_FIRST_BUFFER: Final = 256 * 1024
+"""What a bulk value is given before more of it has arrived, in bytes."""
+
+ITEM_BYTES: Final = 64
+"""What holds one item of an unfinished list is counted as this many bytes."""
+
+
+class Rest:
+    """What is still to come of a frame whose beginning has been decoded."""
+
+    at: int
+    """Where, in the data last decoded, the bytes begin that were not used up."""
+
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        """As `Request.decode`, going on where the frame was left."""
+        raise NotImplementedError
+
+    def held(self) -> int:
+        """Bytes kept for the frame so far."""
+        raise NotImplementedError
+
+
+class Request:
+    """The shape of a request's fields, those behind the opcode."""
+
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        """Decode the fields that start at `at` in data[:end], and give them to `call`.
+
+        Returns its result and where the fields stop. While they are not all there: None, or the `Rest` that has to go
+        on, and minus the length that `data` must have before that can do anything. Raises LimitError. (Handing the
+        fields on from here, not through a tuple, is worth 0.15 µs a command in plain Python.)
+        """
+        raise NotImplementedError
+
+    def encode(self, fields: Fields) -> bytes:
+        """The bytes of the fields."""
+        raise NotImplementedError
+
+
+class _Nothing(Request):
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        return call(), at
+
+    def encode(self, fields: Fields) -> bytes:
+        return b""
+
+
+class _U32Field(Request):
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        stop = at + 4
+        if stop > end:
+            return None, -stop
+        return call(_read_u32(data, at)[0]), stop
+
+    def encode(self, fields: Fields) -> bytes:
+        return _U32.pack(fields[0])
+
+
+def _unsigned(length: int) -> int:
+    return length % 2**64
+
+
+def _key_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
+    """Where the key at `at` stops, or minus the length that must be there to go on. Raises LimitError."""
+    start = at + 8
+    if start > end:
+        return -start
+    length: int = read_i64_le(data, at)
+    if length < 0 or length > limits.key_bytes:
+        raise LimitError("key_bytes", _unsigned(length), limits.key_bytes)
+    stop = start + length
+    return stop if stop <= end else -stop
+
+
+def _value_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
+    """As `_key_stop`, for a value."""
+    start = at + 8
+    if start > end:
+        return -start
+    length: int = read_i64_le(data, at)
+    if length < 0 or length > limits.value_bytes:
+        raise LimitError("value_bytes", _unsigned(length), limits.value_bytes)
+    stop = start + length
+    return stop if stop <= end else -stop
+
+
+class _Key(Request):
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        start = at + 8
+        if start <= end:
+            stop = start + read_i64_le(data, at)
+            if start <= stop <= end and stop - start <= limits.key_bytes:
+                return call(data[start:stop]), stop
+        return None, _key_stop(data, at, end, limits)
+
+    def encode(self, fields: Fields) -> bytes:
+        key: bytes = fields[0]
+        return _U64.pack(len(key)) + key
+
+
+class _KeyI64(Request):
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        start = at + 8
+        if start <= end:
+            middle = start + read_i64_le(data, at)
+            if start <= middle <= end - 8 and middle - start <= limits.key_bytes:
+                return call(data[start:middle], read_i64_le(data, middle)), middle + 8
+        middle = _key_stop(data, at, end, limits)
+        return None, middle if middle < 0 else -(middle + 8)
+
+    def encode(self, fields: Fields) -> bytes:
+        key: bytes = fields[0]
+        return _U64.pack(len(key)) + key + _I64.pack(fields[1])
+
+
+class _KeyValues(Request):
+    """A key and one or more values."""
+
+    def __init__(self, values: int, bulk: bool) -> None:
+        self.values = values
+        self.bulk = bulk
+        """Whether a large last value may be received as a `Bulk`."""
+
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        if self.values == 1 and at + 8 <= end:
+            start = at + 8
+            middle = start + read_i64_le(data, at)
+            if start <= middle <= end - 8 and middle - start <= limits.key_bytes:
+                size = read_i64_le(data, middle)
+                stop = middle + 8 + size
+                if 0 <= size <= limits.value_bytes and stop <= end:
+                    return call(data[start:middle], data[middle:stop]), stop
+        return self._decode_slowly(call, data, at, end, limits)
+
+    def _decode_slowly(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        """For several values, and for what is incomplete or over a limit."""
+        start = _key_stop(data, at, end, limits)
+        if start < 0:
+            return None, start
+        fields: list[Any] = [data[at + 8 : start]]
+        for left in range(self.values, 0, -1):
+            stop = _value_stop(data, start, end, limits)
+            if stop < 0:
+                if self.bulk and left == 1 and -stop - start >= BULK_BYTES:
+                    return Bulk(fields, -stop - start, data, start, end), -(end + 1)
+                return None, stop
+            fields.append(data[start:stop])
+            start = stop
+        return call(*fields), start
+
+    def encode(self, fields: Fields) -> bytes:
+        key: bytes = fields[0]
+        return _U64.pack(len(key)) + key + b"".join(fields[1:])
+
+
+class Bulk(Rest):
+    """A large last value, received straight into the buffer that will be stored.
+
+    The buffer grows as bytes arrive: an announcement alone must not cost memory.
+    """
+
+    def __init__(self, fields: list[Any], size: int, data: bytes, start: int, end: int) -> None:
+        self.fields = fields
+        self.size = size
+        self.filled = 0
+        self.buffer = bytearray(min(size, _FIRST_BUFFER))
+        self.at = self._take(data, start, end)
+
+    def room(self) -> memoryview:
+        """The part of the buffer to be filled next; empty once the value is complete."""
+        if self.filled == len(self.buffer) and self.filled < self.size:
+            self.buffer += bytes(min(self.size - self.filled, 3 * self.filled))
+        return memoryview(self.buffer)[self.filled :]
+
+    def fill(self, count: int) -> None:
+        """`count` bytes have been put into `room()`."""
+        self.filled += count
+
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        self.at = self._take(data, at, end)
+        if self.filled < self.size:
+            return self, -(end + 1)
+        return call(*self.fields, self.buffer), self.at
+
+    def held(self) -> int:
+        return len(self.buffer)
+
+    def _take(self, data: bytes, at: int, end: int) -> int:
+        while at < end and self.filled < self.size:
+            with self.room() as room:
+                count = min(end - at, len(room))
+                room[:count] = data[at : at + count]
+            self.filled += count
+            at += count
+        return at
+
+
+def _alone(key: bytes) -> bytes:
+    return key
+
+
+def _pair(key: bytes, value: Framed) -> tuple[bytes, Framed]:
+    return key, value
+
+
+class _Many(Request):
+    """A count and as many items."""
+
+    def __init__(self, item: Request, pick: Call) -> None:
+        self.item = item
+        self.pick = pick
+        """Makes an item of the list from its fields."""
+
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        start = at + 8
+        if start > end:
+            return None, -start
+        count: int = read_i64_le(data, at)
+        if count < 0 or count > limits.keys:
+            raise LimitError("keys", _unsigned(count), limits.keys)
+        items: list[Any] = []
+        stop = _take_keys(items, count, data, start, end, limits) if self.item is KEY else start
+        if len(items) == count and stop - at <= limits.request_bytes:
+            return call(items), stop
+        return _Collected(self, count, items, stop - at).decode(call, data, stop, end, limits)
+
+    def encode(self, fields: Fields) -> bytes:
+        items: list[Any] = fields[0]
+        encoded = [self.item.encode(item if isinstance(item, tuple) else (item,)) for item in items]
+        return _U64.pack(len(items)) + b"".join(encoded)
+
+
+def _take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, limits: Limits) -> int:
+    """Append the keys that are here, until `items` holds `count`; where they stop.
+
+    A loop of its own, without a call for every key, halves a MULTI_GET of 1,000 keys.
+    """
+    longest = limits.key_bytes
+    for _ in range(count - len(items)):
+        start = at + 8
+        if start > end:
+            break
+        stop = start + read_i64_le(data, at)
+        if not start <= stop <= end or stop - start > longest:
+            break
+        items.append(data[start:stop])
+        at = stop
+    return at
+
+
+class _Collected(Rest):
+    """The items of a counted list that have arrived so far."""
+
+    def __init__(self, shape: _Many, count: int, items: list[Any], size: int) -> None:
+        self.shape = shape
+        self.count = count
+        self.items = items
+        self.size = size
+        self.at = 0
+
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        item = self.shape.item
+        items = self.items
+        start = at
+        if item is KEY:
+            at = _take_keys(items, self.count, data, at, end, limits)
+        need = 0
+        while len(items) < self.count:
+            field, stop = item.decode(self.shape.pick, data, at, end, limits)
+            if stop < 0:
+                need = -stop
+                break
+            items.append(field)
+            at = stop
+        self.at = at
+        self.size += at - start
+        size = self.size + max(0, need - at)
+        if size > limits.request_bytes:
+            raise LimitError("request_bytes", size, limits.request_bytes)
+        return (self, -need) if need else (call(items), at)
+
+    def held(self) -> int:
+        return self.size + ITEM_BYTES * len(self.items)
+
+
+class Reply:
+    """The shape of a reply."""
+
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        """Append the reply's bytes to `out`, values by reference, and return their number.
+
+        Raises LimitError, before it builds anything, if they are more than `room`.
+        """
+        raise NotImplementedError
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        """Decode the reply that starts at `at` in data[:end]; `count` is the number of keys that were asked for.
+
+        Returns the result and where it stops, or None and minus the length that `data` must have to go on.
+        """
+        raise NotImplementedError
+
+
+class _Silence(Reply):
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        return 0
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        return None, at
+
+
+class _Echo(Reply):
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        out.append(_U32.pack(result))
+        return 4
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        stop = at + 4
+        if stop > end:
+            return None, -stop
+        return _read_u32(data, at)[0], stop
+
+
+class _Number(Reply):
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        out.append(_I64.pack(result))
+        return 8
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        stop = at + 8
+        if stop > end:
+            return None, -stop
+        number: int = read_i64_le(data, at)
+        return number, stop
+
+
+READY: Final = 0
+NOT_READY: Final = 1
+STOP_WAITING: Final = 0
+WAIT_CANCELED: Final = 1
+
+
+class _Byte(Reply):
+    """One byte: `yes` for a true result, `no` for a false one; a `no` below 0 is not said at all, or only later."""
+
+    def __init__(self, yes: int, no: int) -> None:
+        self.yes = yes
+        self.no = no
+        self.said_yes = bytes([yes])
+        self.said_no = bytes([no]) if no >= 0 else b""
+
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        said = self.said_yes if result else self.said_no
+        if not said:
+            return 0
+        out.append(said)
+        return 1
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        if at == end:
+            return None, -(at + 1)
+        byte = data[at]
+        if byte != self.yes and byte != self.no:
+            raise ProtocolError(f"the reply is {byte}, not {self.yes}" + (f" or {self.no}" if self.no >= 0 else ""))
+        return byte == self.yes, at + 1
+
+
+def _blob_stop(data: bytes, at: int, end: int) -> int:
+    start = at + 8
+    if start > end:
+        return -start
+    length: int = read_i64_le(data, at)
+    stop = start + length
+    return stop if stop <= end else -stop
+
+
+class _Blob(Reply):
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        size = len(result)
+        if size > room:
+            raise LimitError("unread_hard_bytes", size, room)
+        out.append(result)
+        return size
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        stop = _blob_stop(data, at, end)
+        if stop < 0:
+            return None, stop
+        return data[at:stop], stop
+
+
+class _Blobs(Reply):
+    """Values, as many as keys were asked for."""
+
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        values: list[Framed] = result
+        size = sum(map(len, values))
+        if size > room:
+            raise LimitError("unread_hard_bytes", size, room)
+        out.extend(values)
+        return size
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        values: list[Framed] = []
+        for _ in range(count):
+            stop = _blob_stop(data, at, end)
+            if stop < 0:
+                return None, stop
+            values.append(data[at:stop])
+            at = stop
+        return values, at
+
+
+class _CountedKeys(Reply):
+    """A count and as many keys."""
+
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        keys: list[bytes] = result
+        size = 8 + PREFIX * len(keys) + sum(map(len, keys))
+        if size > room:
+            raise LimitError("unread_hard_bytes", size, room)
+        parts = [_I64.pack(len(keys))]
+        for key in keys:
+            parts.append(_U64.pack(len(key)))
+            parts.append(key)
+        out.append(b"".join(parts))
+        return size
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        start = at + 8
+        if start > end:
+            return None, -start
+        keys: list[bytes] = []
+        number: int = read_i64_le(data, at)
+        for _ in range(number):
+            stop = _blob_stop(data, start, end)
+            if stop < 0:
+                return None, stop
+            keys.append(data[start + PREFIX : stop])
+            start = stop
+        return keys, start
+
+
+class _Popped(Reply):
+    """A length and, unless it is 0, a value."""
+
+    def encode(self, result: Any, out: list[Framed], room: int) -> int:
+        length, item = result
+        out.append(_I64.pack(length))
+        if item is None:
+            return 8
+        out.append(item)
+        return 8 + len(item)
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        start = at + 8
+        if start > end:
+            return None, -start
+        length: int = read_i64_le(data, at)
+        if length <= 0:
+            return (length, None), start
+        stop = _blob_stop(data, start, end)
+        if stop < 0:
+            return None, stop
+        return (length, data[start:stop]), stop
+
+
+NOTHING: Final[Request] = _Nothing()
+U32: Final[Request] = _U32Field()
+KEY: Final[Request] = _Key()
+KEY_I64: Final[Request] = _KeyI64()
+KEY_VALUE: Final[Request] = _KeyValues(1, bulk=True)
+KEY_VALUE_VALUE: Final[Request] = _KeyValues(2, bulk=True)
+KEYS: Final[Request] = _Many(KEY, _alone)
+ITEMS: Final[Request] = _Many(_KeyValues(1, bulk=False), _pair)
+
+SILENCE: Final[Reply] = _Silence()
+ECHO: Final[Reply] = _Echo()
+NUMBER: Final[Reply] = _Number()
+READINESS: Final[Reply] = _Byte(READY, NOT_READY)
+WAKE: Final[Reply] = _Byte(STOP_WAITING, -1)
+CANCELED: Final[Reply] = _Byte(WAIT_CANCELED, -1)
+BLOB: Final[Reply] = _Blob()
+BLOBS: Final[Reply] = _Blobs()
+COUNTED_KEYS: Final[Reply] = _CountedKeys()
+POPPED: Final[Reply] = _Popped()

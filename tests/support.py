@@ -1,0 +1,159 @@
+"""What the tests share: a server in a process of its own, and a peer that speaks raw bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LIMIT = 60.0
+"""Seconds after which a test gives up waiting for an event. Generous: machines are shared."""
+
+HANDSHAKE = bytes.fromhex("00cef7853c")
+
+
+class Server:
+    """A server process that the test started, on 127.0.0.1."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.log_path = log
+
+    def log(self) -> str:
+        """What the server has logged so far."""
+        return self.log_path.read_text()
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Send a signal and return the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(LIMIT)
+
+
+@contextmanager
+def tcpstore_server(*options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """`tcpstore serve --port 0`, ready to be connected to; killed at the end if the test has not stopped it."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", "0", *options]
+        with log.open("wb") as errors:
+            # The working directory must not be the checkout, whose plain sources would hide a compiled build.
+            process = subprocess.Popen(
+                command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **(env or {})}
+            )
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line, f"the server did not start: {log.read_text()}"
+            yield Server(process, json.loads(line)["port"], log)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait(LIMIT)
+            process.stdout.close()
+
+
+TORCH_SERVER = """
+import datetime, sys, torch
+store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=300),
+                                   wait_for_workers=False, use_libuv=sys.argv[1] == "libuv")
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def torch_server(backend: str = "libuv") -> Iterator[int]:
+    """PyTorch's own server, `libuv` or `legacy`, in a process of its own; yields its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", TORCH_SERVER, backend],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=tempfile.gettempdir(),
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait(LIMIT)
+        process.stdin.close()
+        process.stdout.close()
+
+
+class RawPeer:
+    """A connection that speaks bytes. Every wait has a limit."""
+
+    def __init__(self, port: int, *, validate: bool = True) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=LIMIT)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if validate:
+            self.send(HANDSHAKE)
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def read(self, count: int) -> bytes:
+        """Exactly so many bytes; EOFError if the server closes before."""
+        parts = []
+        while count:
+            part = self.socket.recv(min(count, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def ask(self, data: bytes, count: int) -> bytes:
+        """Send, and read a reply of so many bytes."""
+        self.send(data)
+        return self.read(count)
+
+    def ping(self, nonce: int = 7) -> None:
+        """Round trip: everything sent before has been executed, and nothing unread stands before the pong."""
+        assert self.ask(b"\x0d" + struct.pack("<I", nonce), 4) == struct.pack("<I", nonce)
+
+    def closed(self) -> bool:
+        """Wait until the server has closed, and say that nothing was left to read. A reset counts as closing."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionError:
+            return True
+
+    def reset(self) -> None:
+        """Close with a TCP reset."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def u64(number: int) -> bytes:
+    return struct.pack("<Q", number % 2**64)
+
+
+def blob(raw: bytes) -> bytes:
+    """A key or value as it goes over the wire."""
+    return u64(len(raw)) + raw
+
+
+def keys(*names: bytes) -> bytes:
+    """A counted list of keys."""
+    return u64(len(names)) + b"".join(map(blob, names))
