@@ -58,7 +58,7 @@ async def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, number)
     async with serve(listener=listener, limits=limits) as server:
-        _spare_the_collector()
+        spare_the_collector()
         ready(server)
         if await asked.get() is signal.SIGTERM:
             draining = asyncio.ensure_future(server.drain(grace))
@@ -68,7 +68,7 @@ async def run(
                 task.cancel()
 
 
-def _spare_the_collector() -> None:
+def spare_the_collector() -> None:
     """Nothing the server makes for a connection is part of a cycle once it is closed: collect seldom.
 
     With the defaults, collections that find nothing cost 4 % of a job's start, and more the more ranks there are.

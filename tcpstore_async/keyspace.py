@@ -73,10 +73,9 @@ class Keyspace:
 
     def set(self, key: bytes, value: Framed) -> None:
         old = self.values.get(key)
-        if isinstance(old, bytes):
-            grown = self.size + len(value) - len(old)
-            if grown > self.max_size: self._grow(len(value)-len(old))
-            self.size = grown
+        size = self.size + len(value)
+        if isinstance(old, bytes) and size - len(old) <= self.max_size:  # the common case, without a call
+            self.size = size - len(old)
             self.values[key] = value
         else:
             self._put(key, value, len(value))
@@ -166,7 +165,11 @@ class Keyspace:
         return list(self.values)
 
     def multi_get(self, keys: list[bytes]) -> list[Framed]:
-        return [self.get(key) for key in keys]
+        values = []
+        for key in keys:
+            blob = self.values.get(key)
+            values.append(blob if isinstance(blob, bytes) else self.get(key))
+        return values
 
     def multi_set(self, items: list[tuple[bytes, Framed]]) -> None:
         """Set every pair in order, or none if the store would grow too large."""

@@ -4,9 +4,9 @@ Knows: readiness of file descriptors. Must not know: the protocol, who owns a de
 Invariant: who is told that a descriptor can be read reads until the kernel has no more, or comes back by itself: an
 edge is reported once.
 
-On Linux the loop watches one descriptor, an epoll set of our own, instead of one for each connection. Against a callback
-protocol on uvloop that takes three quarters off the memory of a connection and a third off its start (the figures are
-in `docs/performance.md`). Elsewhere the loop watches every descriptor, and reports levels instead of edges.
+On Linux the loop watches one descriptor, an epoll set of our own, instead of one for each connection. Against a
+callback protocol on uvloop that takes three quarters off the memory of a connection and a third off its start (the
+figures are in `docs/performance.md`). Elsewhere the loop watches every descriptor, and reports levels, not edges.
 """
 
 import asyncio

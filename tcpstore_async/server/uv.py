@@ -57,27 +57,39 @@ class Connection:
     def advance(self) -> None:
         """Read and execute what is there, as far as the peer reads its replies."""
         session = self.session
-        size = _FIRST_READ
+        try:
+            if session.unread or session.rest is not None:
+                self.go_on()
+                return
+            chunk = _read(self.fd, _FIRST_READ)
+            if not chunk:
+                self.close()
+                return
+            session.receive(chunk)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        except PeerError as error:
+            self.server.refuse(self, error)
+            return
+        if session.out:
+            self.flush()
+        if self.server.engine.dirty:
+            self.server.flush_dirty()
+        if len(chunk) == _FIRST_READ or session.kept is not None or self.hung_up:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Read on to the end, for a peer that has sent much, or has yet to read."""
+        session = self.session
         for _ in range(_READS_PER_TURN):
             if session.unread > self.server.soft:
                 self._pause()
                 return
             try:
-                if session.stalled():
-                    count = size
-                    session.receive(b"")
-                elif session.rest is not None and (bulk := session.bulk()) is not None:
-                    with bulk.room() as room:
-                        size = len(room)
-                        count = _read_into(self.fd, [room])
-                    bulk.fill(count)
-                    if count:
-                        session.receive(b"")
-                else:
-                    chunk = _read(self.fd, size)
-                    count = len(chunk)
-                    if count:
-                        session.receive(chunk)
+                more = self._read_much()
             except BlockingIOError:
                 return
             except OSError:
@@ -86,37 +98,56 @@ class Connection:
             except PeerError as error:
                 self.server.refuse(self, error)
                 return
-            if not count:
-                self.close()
+            if self.fd < 0:
                 return
             if session.out:
                 self.flush()
             if self.server.engine.dirty:
                 self.server.flush_dirty()
-            if count < size and not self.hung_up:
+            if not more and not self.hung_up and not session.stalled():
                 return
-            size = _READ
         self.server.go_on_later(self)
+
+    def _read_much(self) -> bool:
+        """Execute what was kept back, else read once; False if that was all the kernel had."""
+        session = self.session
+        if session.stalled():
+            session.receive(b"")
+            return True
+        bulk = session.bulk()
+        if bulk is None:
+            chunk = _read(self.fd, _READ)
+            if chunk:
+                session.receive(chunk)
+            else:
+                self.close()
+            return len(chunk) == _READ
+        with bulk.room() as room:
+            size = len(room)
+            count = _read_into(self.fd, [room])
+        if count:
+            bulk.fill(count)
+            session.receive(b"")
+        else:
+            self.close()
+        return count == size
 
     def flush(self) -> None:
         """Hand the session's replies to the kernel, as far as it takes them."""
         session = self.session
         out = session.out
-        unsent = self.unsent
-        if unsent is not None:
-            unsent.extend(out)
+        if self.unsent is not None:
+            self.unsent.extend(out)
             out.clear()
             return
         if len(out) == 1:
             data = out[0]
         elif session.unread <= _JOINED:
             data = b"".join(out)
-        elif out:
+        else:
             self.unsent = deque(out)
             out.clear()
             self._write_unsent()
-            return
-        else:
             return
         out.clear()
         try:
@@ -133,15 +164,16 @@ class Connection:
 
     def writable(self) -> None:
         """The kernel takes more; once it has taken everything, requests that were kept back go on."""
-        if self.unsent is None:
+        if not self._behind():
             return
         self._write_unsent()
-        if self.unsent is None and self.fd >= 0:
-            self.server.readiness.watch_writing(self.fd, False)
-            if self.paused:
-                self.paused = False
-                self.server.readiness.resume(self.fd)
-                self.advance()
+        if self._behind() or self.fd < 0:
+            return
+        self.server.readiness.watch_writing(self.fd, False)
+        if self.paused:
+            self.paused = False
+            self.server.readiness.resume(self.fd)
+            self.go_on()
 
     def close(self) -> None:
         """Close the connection, and hand on what the session was promised."""
@@ -160,6 +192,10 @@ class Connection:
             server.flush_dirty()
         if not server.count:
             server.empty.set()
+
+    def _behind(self) -> bool:
+        """Whether the peer has yet to read what it was sent."""
+        return self.unsent is not None
 
     def _pause(self) -> None:
         if not self.paused:
@@ -280,14 +316,15 @@ class UvServer:
         dirty = self.engine.dirty
         while dirty:
             connection = dirty.pop().owner
-            if isinstance(connection, Connection):
+            if isinstance(connection, Connection) and connection.session.out:
                 connection.flush()
 
     def refuse(self, connection: Connection, error: PeerError) -> None:
         """Close a connection for what its peer did."""
         kind = error.limit if isinstance(error, LimitError) else "protocol"
         self.complaints.add(kind, f"closed the connection of {connection.session}: {error}")
-        connection.flush()
+        if connection.session.out:
+            connection.flush()
         connection.close()
 
     def go_on_later(self, connection: Connection) -> None:
@@ -301,7 +338,7 @@ class UvServer:
         self._later = []
         for connection in later:
             if connection.fd >= 0:
-                connection.advance()
+                connection.go_on()
 
     # Accepting
 

@@ -6,16 +6,19 @@ Invariants: however bytes are cut into chunks, what is done and answered is the 
 it is complete. Whatever arrives, a session answers or raises PeerError; after that it is to be left and dropped.
 """
 
-from typing import Final, cast
+from collections.abc import Callable
+from typing import Any, Final
 
 from ..blob import Framed
 from ..errors import LimitError, ProtocolError
 from ..keyspace import Keyspace, Waiter
 from ..limits import Limits
 from ..wire.commands import COMMANDS, MAGIC, Command, Flag
-from ..wire.shapes import SILENCE, WAKE, Bulk, Call, Reply, Request, Rest
+from ..wire.shapes import STOP_WAITING, Bulk, Call, Request, Rest
 
 NO_PID: Final = -1
+
+_WOKEN: Final = bytes([STOP_WAITING])
 
 
 class _Slot:
@@ -24,8 +27,8 @@ class _Slot:
     def __init__(self, command: Command, call: Call) -> None:
         self.command = command
         self.request: Request = command.request
-        self.reply: Reply | None = None if command.reply is SILENCE else command.reply
         self.call = call
+        self.encode = command.reply.encode
 
 
 class Engine:
@@ -51,11 +54,20 @@ class Engine:
                 self.commands[command.opcode] = slot
 
     def _meaning(self, command: Command) -> Call:
-        if not command.flags & (Flag.SESSION | Flag.PARKS):
-            return cast(Call, getattr(self.keyspace, command.method))
+        """What does a command, given its fields."""
         owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
         method: Call = getattr(owner, command.method)
-        return lambda *fields: method(self.serving, *fields)
+        if command.flags & (Flag.SESSION | Flag.PARKS):
+            return lambda *fields: method(self.serving, *fields)
+        measure = command.reply.measure
+        if measure is None:
+            return method
+        return lambda *fields: self._measured(measure, method(*fields))
+
+    def _measured(self, measure: Callable[[Any], int], result: Any) -> Any:
+        """A result, if the reply that will be built from it may be sent."""
+        self.serving.check_room(measure(result))
+        return result
 
 
 class ServerSession(Waiter):
@@ -109,13 +121,12 @@ class ServerSession(Waiter):
             self.kept = None
         limits = self.engine.limits
         soft = limits.unread_soft_bytes
-        hard = limits.unread_hard_bytes
         out = self.out
         self.engine.serving = self
         end = len(chunk)
         at = 0
         if self.unread > soft:
-            self._keep(chunk, 0, 0)
+            self._stall(chunk, 0)
             return
         while at < end or self.rest is not None:
             promise = self.promise
@@ -132,17 +143,25 @@ class ServerSession(Waiter):
                 self.rest = None
             if stop < 0:
                 self._suspend(result, chunk, at, -stop)
-                break
+                return
             at = stop
-            reply = slot.reply
-            if reply is not None:
-                self.unread += reply.encode(result, out, hard - self.unread)
+            if slot.encode is not None:
+                result = slot.encode(result)
+            if result:
+                if isinstance(result, list):
+                    size = sum(map(len, result))
+                    self.check_room(size)
+                    out.extend(result)
+                    self.unread += size
+                else:
+                    out.append(result)
+                    self.unread += len(result)
             if promise is not None:
                 self.engine.keyspace.settle(self, promise)
             if self.unread > soft:
-                self._keep(chunk, at, 0)
-                break
-        if self.held or self.kept is not None or self.rest is not None:
+                self._stall(chunk, at)
+                return
+        if self.held:
             self._account()
 
     def bulk(self) -> Bulk | None:
@@ -164,6 +183,17 @@ class ServerSession(Waiter):
         self.out.clear()
         self.owner = None
 
+    def _stall(self, chunk: bytes, at: int) -> None:
+        """The peer is behind with reading: its further requests wait, or it goes."""
+        self.check_room(0)
+        self._keep(chunk, at, 0)
+
+    def check_room(self, size: int) -> None:
+        """Raise LimitError if a reply of `size` bytes would make the unread ones too many."""
+        hard = self.engine.limits.unread_hard_bytes
+        if self.unread + size > hard:
+            raise LimitError("unread_hard_bytes", self.unread + size, hard)
+
     def _suspend(self, rest: Rest | None, chunk: bytes, at: int, need: int) -> None:
         """A frame is not complete: keep what is needed to go on."""
         if rest is not None:
@@ -178,6 +208,7 @@ class ServerSession(Waiter):
         self.need = need
         if at < len(chunk):
             self.kept = bytearray(memoryview(chunk)[at:])
+        self._account()
 
     def _account(self) -> None:
         """Count what is held for unfinished requests. Raises LimitError."""
@@ -209,5 +240,6 @@ class ServerSession(Waiter):
     # Out
 
     def fire(self) -> None:
-        self.unread += WAKE.encode(True, self.out, 1)
+        self.out.append(_WOKEN)
+        self.unread += len(_WOKEN)
         self.engine.dirty.append(self)

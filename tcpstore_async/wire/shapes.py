@@ -152,18 +152,6 @@ class _KeyValues(Request):
         """Whether a large last value may be received as a `Bulk`."""
 
     def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        if self.values == 1 and at + 8 <= end:
-            start = at + 8
-            middle = start + read_i64_le(data, at)
-            if start <= middle <= end - 8 and middle - start <= limits.key_bytes:
-                size = read_i64_le(data, middle)
-                stop = middle + 8 + size
-                if 0 <= size <= limits.value_bytes and stop <= end:
-                    return call(data[start:middle], data[middle:stop]), stop
-        return self._decode_slowly(call, data, at, end, limits)
-
-    def _decode_slowly(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        """For several values, and for what is incomplete or over a limit."""
         start = _key_stop(data, at, end, limits)
         if start < 0:
             return None, start
@@ -181,6 +169,21 @@ class _KeyValues(Request):
     def encode(self, fields: Fields) -> bytes:
         key: bytes = fields[0]
         return _U64.pack(len(key)) + key + b"".join(fields[1:])
+
+
+class _KeyValue(_KeyValues):
+    """A key and one value, with a fast path for a frame that is all there."""
+
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        start = at + 8
+        if start <= end:
+            middle = start + read_i64_le(data, at)
+            if start <= middle <= end - 8 and middle - start <= limits.key_bytes:
+                length = read_i64_le(data, middle)
+                stop = middle + 8 + length
+                if 0 <= length <= limits.value_bytes and stop <= end:
+                    return call(data[start:middle], data[middle:stop]), stop
+        return super().decode(call, data, at, end, limits)
 
 
 class Bulk(Rest):
@@ -248,6 +251,10 @@ class _Many(Request):
         count: int = read_i64_le(data, at)
         if count < 0 or count > limits.keys:
             raise LimitError("keys", _unsigned(count), limits.keys)
+        if count == 1 and self.item is KEY and start + 8 <= end:
+            stop = start + 8 + read_i64_le(data, start)
+            if start + 8 <= stop <= end and stop - start - 8 <= limits.key_bytes:
+                return call([data[start + 8 : stop]]), stop
         items: list[Any] = []
         stop = _take_keys(items, count, data, start, end, limits) if self.item is KEY else start
         if len(items) == count and stop - at <= limits.request_bytes:
@@ -313,15 +320,17 @@ class _Collected(Rest):
         return self.size + ITEM_BYTES * len(self.items)
 
 
+Encoded = Framed | list[Framed]
+
+
 class Reply:
     """The shape of a reply."""
 
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        """Append the reply's bytes to `out`, values by reference, and return their number.
+    encode: Callable[[Any], Encoded] | None
+    """From a result to the reply's bytes, or to pieces of it; None if the result is that already, or says nothing."""
 
-        Raises LimitError, before it builds anything, if they are more than `room`.
-        """
-        raise NotImplementedError
+    measure: Callable[[Any], int] | None = None
+    """For a reply that is built from what may be much larger than its request: its length in bytes."""
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         """Decode the reply that starts at `at` in data[:end]; `count` is the number of keys that were asked for.
@@ -332,17 +341,16 @@ class Reply:
 
 
 class _Silence(Reply):
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        return 0
+    def __init__(self) -> None:
+        self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         return None, at
 
 
 class _Echo(Reply):
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        out.append(_U32.pack(result))
-        return 4
+    def __init__(self) -> None:
+        self.encode = _U32.pack
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + 4
@@ -352,9 +360,8 @@ class _Echo(Reply):
 
 
 class _Number(Reply):
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        out.append(_I64.pack(result))
-        return 8
+    def __init__(self) -> None:
+        self.encode = _I64.pack
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + 8
@@ -371,27 +378,19 @@ WAIT_CANCELED: Final = 1
 
 
 class _Byte(Reply):
-    """One byte: `yes` for a true result, `no` for a false one; a `no` below 0 is not said at all, or only later."""
+    """One byte: `yes` for a true result, `no` for a false one; if `no` is None a false one says nothing."""
 
-    def __init__(self, yes: int, no: int) -> None:
+    def __init__(self, yes: int, no: int | None) -> None:
         self.yes = yes
         self.no = no
-        self.said_yes = bytes([yes])
-        self.said_no = bytes([no]) if no >= 0 else b""
-
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        said = self.said_yes if result else self.said_no
-        if not said:
-            return 0
-        out.append(said)
-        return 1
+        self.encode = (b"" if no is None else bytes([no]), bytes([yes])).__getitem__
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         if at == end:
             return None, -(at + 1)
         byte = data[at]
         if byte != self.yes and byte != self.no:
-            raise ProtocolError(f"the reply is {byte}, not {self.yes}" + (f" or {self.no}" if self.no >= 0 else ""))
+            raise ProtocolError(f"the reply is {byte}, not {self.yes}" + ("" if self.no is None else f" or {self.no}"))
         return byte == self.yes, at + 1
 
 
@@ -405,12 +404,8 @@ def _blob_stop(data: bytes, at: int, end: int) -> int:
 
 
 class _Blob(Reply):
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        size = len(result)
-        if size > room:
-            raise LimitError("unread_hard_bytes", size, room)
-        out.append(result)
-        return size
+    def __init__(self) -> None:
+        self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = _blob_stop(data, at, end)
@@ -422,13 +417,8 @@ class _Blob(Reply):
 class _Blobs(Reply):
     """Values, as many as keys were asked for."""
 
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        values: list[Framed] = result
-        size = sum(map(len, values))
-        if size > room:
-            raise LimitError("unread_hard_bytes", size, room)
-        out.extend(values)
-        return size
+    def __init__(self) -> None:
+        self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         values: list[Framed] = []
@@ -444,17 +434,9 @@ class _Blobs(Reply):
 class _CountedKeys(Reply):
     """A count and as many keys."""
 
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        keys: list[bytes] = result
-        size = 8 + PREFIX * len(keys) + sum(map(len, keys))
-        if size > room:
-            raise LimitError("unread_hard_bytes", size, room)
-        parts = [_I64.pack(len(keys))]
-        for key in keys:
-            parts.append(_U64.pack(len(key)))
-            parts.append(key)
-        out.append(b"".join(parts))
-        return size
+    def __init__(self) -> None:
+        self.encode = _encode_keys
+        self.measure = _measure_keys
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         start = at + 8
@@ -471,16 +453,23 @@ class _CountedKeys(Reply):
         return keys, start
 
 
+def _measure_keys(keys: list[bytes]) -> int:
+    return PREFIX * (1 + len(keys)) + sum(map(len, keys))
+
+
+def _encode_keys(keys: list[bytes]) -> bytes:
+    parts = [_I64.pack(len(keys))]
+    for key in keys:
+        parts.append(_U64.pack(len(key)))
+        parts.append(key)
+    return b"".join(parts)
+
+
 class _Popped(Reply):
     """A length and, unless it is 0, a value."""
 
-    def encode(self, result: Any, out: list[Framed], room: int) -> int:
-        length, item = result
-        out.append(_I64.pack(length))
-        if item is None:
-            return 8
-        out.append(item)
-        return 8 + len(item)
+    def __init__(self) -> None:
+        self.encode = _encode_popped
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         start = at + 8
@@ -495,21 +484,26 @@ class _Popped(Reply):
         return (length, data[start:stop]), stop
 
 
+def _encode_popped(popped: tuple[int, Framed | None]) -> Encoded:
+    length, item = popped
+    return _I64.pack(length) if item is None else [_I64.pack(length), item]
+
+
 NOTHING: Final[Request] = _Nothing()
 U32: Final[Request] = _U32Field()
 KEY: Final[Request] = _Key()
 KEY_I64: Final[Request] = _KeyI64()
-KEY_VALUE: Final[Request] = _KeyValues(1, bulk=True)
+KEY_VALUE: Final[Request] = _KeyValue(1, bulk=True)
 KEY_VALUE_VALUE: Final[Request] = _KeyValues(2, bulk=True)
 KEYS: Final[Request] = _Many(KEY, _alone)
-ITEMS: Final[Request] = _Many(_KeyValues(1, bulk=False), _pair)
+ITEMS: Final[Request] = _Many(_KeyValue(1, bulk=False), _pair)
 
 SILENCE: Final[Reply] = _Silence()
 ECHO: Final[Reply] = _Echo()
 NUMBER: Final[Reply] = _Number()
 READINESS: Final[Reply] = _Byte(READY, NOT_READY)
-WAKE: Final[Reply] = _Byte(STOP_WAITING, -1)
-CANCELED: Final[Reply] = _Byte(WAIT_CANCELED, -1)
+WAKE: Final[Reply] = _Byte(STOP_WAITING, None)
+CANCELED: Final[Reply] = _Byte(WAIT_CANCELED, None)
 BLOB: Final[Reply] = _Blob()
 BLOBS: Final[Reply] = _Blobs()
 COUNTED_KEYS: Final[Reply] = _CountedKeys()
