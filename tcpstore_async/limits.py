@@ -35,13 +35,22 @@ class Limits:
     """Replies that one peer has not read, at which its requests wait until it has."""
 
     unread_hard_bytes: int = 256 * MIB
-    """Replies that one peer has not read, one large reply included, at which its connection closes."""
+    """Replies that one peer has not read, one large reply included, over which its connection closes.
+
+    At least `unread_soft_bytes` and one largest value: an item that was popped must not be lost to this limit.
+    """
 
     store_bytes: int = 8 * GIB
     """Keys, values, queues and parked waiters together, with what holds them."""
 
     connections: int = 0
     """Connections at once; 0 means as many as the process may open files, less a reserve."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for limits that contradict each other."""
+        least = self.unread_soft_bytes + self.value_bytes + 16
+        if self.unread_hard_bytes < least:
+            raise ValueError(f"unread_hard_bytes is {self.unread_hard_bytes}, but must be at least {least}")
 
 
 ENTRY_BYTES = 128

@@ -83,7 +83,11 @@ def serve(
         click.echo(msgspec.json.encode({**event, "backend": backend, "build": build()}))
 
     try:
-        run_loop(run(host, port, listen_fd, Limits(**dict(limits)), grace, ready))
+        granted = Limits(**dict(limits))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    try:
+        run_loop(run(host, port, listen_fd, granted, grace, ready))
     except (DistError, OSError) as error:
         raise click.ClickException(str(error)) from None
 

@@ -118,6 +118,9 @@ class LoopReaders(Readiness):
             self.forget(fd)
 
 
+WatchWith = Callable[[asyncio.AbstractEventLoop, Report], Readiness]
+
+
 def readiness(loop: asyncio.AbstractEventLoop, report: Report) -> Readiness:
     """The better way that this system has."""
     return EpollSet(loop, report) if hasattr(select, "epoll") else LoopReaders(loop, report)
