@@ -85,6 +85,8 @@ class Connection:
         """Read on to the end, for a peer that has sent much, or has yet to read."""
         session = self.session
         for _ in range(_READS_PER_TURN):
+            if self.fd < 0:
+                return
             if session.unread > self.server.soft:
                 self._pause()
                 return
@@ -97,8 +99,6 @@ class Connection:
                 return
             except PeerError as error:
                 self.server.refuse(self, error)
-                return
-            if self.fd < 0:
                 return
             if session.out:
                 self.flush()
@@ -287,8 +287,8 @@ class UvServer:
         self.stop_accepting()
         try:
             await asyncio.wait_for(self.empty.wait(), grace)
-        except TimeoutError:
-            log.info("closing %d connections after %g s of grace", self.count, grace)
+        except asyncio.TimeoutError:
+            log.info("connections closed after %g s of grace: %d", grace, self.count)
         self.stop()
 
     def stop_accepting(self) -> None:

@@ -1,0 +1,106 @@
+# Every target works as the first command on a machine that has Python >= 3.10 and a C compiler.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+TORCH ?= 1
+# Options for pytest, such as ARGS="-k limits -x".
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+SOURCES := $(shell find tcpstore_async -name '*.py') pyproject.toml setup.py
+COMPILED := $(CURDIR)/build/compiled
+
+# Never a GPU build of PyTorch.
+TORCH_VERSION := 2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+ifeq ($(shell uname -sm),Linux x86_64)
+TORCH_PACKAGE := torch==$(TORCH_VERSION)+cpu
+else
+TORCH_PACKAGE := torch==$(TORCH_VERSION)
+endif
+
+.PHONY: help
+help:
+	@echo "make demo      start a server; 1,000 simulated ranks and 4 PyTorch processes meet on it (TORCH=0: no PyTorch)"
+	@echo "make test      all tests, on the interpreted build (ARGS='-k limits -x' goes to pytest)"
+	@echo "make check     format, lint, types, and all tests on the interpreted and on the compiled build"
+	@echo "make lint      format, lint, types"
+	@echo "make format    format and sort imports"
+	@echo "make compile   the compiled build, in build/compiled"
+	@echo "make clean     remove everything that was built, .venv too"
+
+.PHONY: demo
+demo: .venv/.package build/compiled/.made $(if $(filter 0,$(TORCH)),,.venv/.torch)
+	@PYTHONPATH="$(COMPILED)" $(BIN)/python demo $(if $(filter 0,$(TORCH)),--torch 0)
+
+.PHONY: test
+test: .venv/.test .venv/.torch
+	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest $(ARGS)
+
+# `pytest` and not `python -m pytest`, which would put the checkout before PYTHONPATH.
+.PHONY: test-compiled
+test-compiled: .venv/.test .venv/.torch build/compiled/.made
+	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(BIN)/pytest $(ARGS)
+
+.PHONY: check
+check: lint test test-compiled
+
+.PHONY: lint
+lint: .venv/.test .venv/.torch
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.PHONY: format
+format: .venv/.test
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+.PHONY: compile
+compile: build/compiled/.made
+
+.PHONY: clean
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find tcpstore_async tests demo bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What is installed. The package is installed from the checkout, so that edits count at once, and never compiled.
+
+.venv/.made:
+	@for python in $$(which -a python3 2>/dev/null) python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+			echo "making .venv with $$($$python --version), $$python"; \
+			$$python -m venv .venv && touch $@; \
+			exit; \
+		fi; \
+	done; \
+	echo "Python 3.10 or later is needed, and there is none." >&2; \
+	exit 1
+
+.venv/.package: .venv/.made pyproject.toml setup.py
+	@echo "installing the package into .venv"
+	@TCPSTORE_PURE=1 $(PIP) --editable .
+	@touch $@
+
+.venv/.test: .venv/.made pyproject.toml setup.py
+	@echo "installing the package and the test tools into .venv"
+	@TCPSTORE_PURE=1 $(PIP) --editable '.[test]'
+	@touch .venv/.package $@
+
+.venv/.torch: .venv/.made Makefile
+	@echo "installing $(TORCH_PACKAGE) into .venv"
+	@$(PIP) "$(TORCH_PACKAGE)" 2>/dev/null || $(PIP) --index-url $(TORCH_CPU_INDEX) "$(TORCH_PACKAGE)"
+	@touch $@
+
+# Compiled from a copy, so that the checkout holds nothing that could hide an edit. Without a C compiler this is plain
+# Python too: `TCPSTORE_PURE=0 pip wheel --no-deps .` says why.
+build/compiled/.made: .venv/.made $(SOURCES)
+	@echo "compiling the package into build/compiled"
+	@rm -rf build/source build/compiled
+	@mkdir -p build/source
+	@cp -R pyproject.toml setup.py README.md LICENSE tcpstore_async build/source
+	@TCPSTORE_PURE= $(PIP) --no-deps --target build/compiled ./build/source
+	@touch $@

@@ -1,0 +1,72 @@
+"""Compiles the hot path with mypyc, where that is possible. Everything else is in pyproject.toml.
+
+TCPSTORE_PURE=1 leaves it out; TCPSTORE_PURE=0 makes it an error if it is not possible. Otherwise, without a C compiler
+or when anything else goes wrong, the package is installed as plain Python and does the same, only slower. An editable
+install is never compiled: the result would hide what is edited.
+"""
+
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+COMPILED = [
+    f"tcpstore_async/{name}.py"
+    for name in (
+        "blob",
+        "limits",
+        "keyspace",
+        "wire/shapes",
+        "wire/commands",
+        "session/server",
+        "server/uv",
+        "server/readiness",
+    )
+]
+
+PURE = os.environ.get("TCPSTORE_PURE", "")
+BUILDING = not {"bdist_wheel", "build", "build_ext", "install"}.isdisjoint(sys.argv)
+
+
+def give_up(reason: object) -> None:
+    if PURE == "0":
+        sys.exit(f"cannot compile tcpstore_async: {reason}")
+    print(f"warning: tcpstore_async is installed as plain Python: {reason}", file=sys.stderr)
+
+
+def extensions() -> list[Any]:
+    if PURE == "1" or not BUILDING:
+        return []
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC")
+    if compiler and not shutil.which(shlex.split(compiler)[0]):
+        give_up(f"there is no C compiler {compiler!r}")
+        return []
+    try:
+        from mypyc.build import mypycify
+
+        return list(mypycify(COMPILED, opt_level="3", group_name="tcpstore_async"))
+    except (Exception, SystemExit) as error:
+        give_up(f"mypyc failed: {error}")
+        return []
+
+
+class BuildAllOrNothing(build_ext):  # type: ignore[misc]
+    """Half of the modules compiled would not import."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:
+            give_up(error)
+            for path in map(Path, self.get_outputs()):
+                path.unlink(missing_ok=True)
+            self.extensions.clear()
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildAllOrNothing})

@@ -1,0 +1,66 @@
+"""Which build is tested, and what no test may leave behind.
+
+Warnings are errors (see pyproject.toml), so a socket or a process that nobody closed fails the test or the module that
+left it. So does an exception in a callback or a task that nobody awaited, which asyncio would only log.
+"""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tcpstore_async.daemon import build
+
+WANTED = os.environ.get("TCPSTORE_TEST_BUILD")
+"""`interpreted` or `compiled`; unset, whatever is there is tested."""
+
+
+def pytest_configure() -> None:
+    if WANTED and build() != WANTED:
+        raise pytest.UsageError(
+            f"this run is to test the {WANTED} build of tcpstore_async, but finds the {build()} one"
+            + ("; `TCPSTORE_PURE=0 pip wheel --no-deps .` says why" if WANTED == "compiled" else "")
+        )
+
+
+def pytest_report_header() -> str:
+    return f"tcpstore_async: {build()} build"
+
+
+class _Errors(logging.Handler):
+    """What a loop logs because there is nobody to raise it to."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loop_errors() -> Iterator[_Errors]:
+    errors = _Errors()
+    logging.getLogger("asyncio").addHandler(errors)
+    yield errors
+    logging.getLogger("asyncio").removeHandler(errors)
+
+
+@pytest.fixture(autouse=True)
+def _no_loop_errors(_loop_errors: _Errors) -> Iterator[None]:
+    yield
+    texts = "\n".join(_loop_errors.texts)
+    _loop_errors.texts.clear()
+    assert not texts, texts
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_left(_loop_errors: _Errors) -> Iterator[None]:
+    """Collect what a module left, so that it is that module that fails."""
+    yield
+    gc.collect()
+    texts = "\n".join(_loop_errors.texts)
+    _loop_errors.texts.clear()
+    assert not texts, texts

@@ -1,0 +1,315 @@
+"""`tcpstore serve`: what it prints, which address it takes, how it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from support import LIMIT, RawPeer, blob, tcpstore_server
+from tcpstore_async.cli import main
+from tcpstore_async.daemon import build
+
+COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
+
+
+@contextmanager
+def serving(folder: Path, *options: str, inherit: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`tcpstore serve` with exactly these options; killed at the end if the test has not stopped it."""
+    process = subprocess.Popen(
+        [*COMMAND, *options],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=() if inherit is None else (inherit,),
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ready(process: subprocess.Popen[str]) -> dict[str, object]:
+    assert process.stdout is not None
+    event: dict[str, object] = json.loads(process.stdout.readline())
+    return event
+
+
+def end(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[str, str]:
+    """Stop the server, which ends with status 0; what it had left to say on stdout and stderr."""
+    process.send_signal(number)
+    rest = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0
+    return rest
+
+
+def fail(folder: Path, *options: str) -> str:
+    """Run `serve` until it fails by itself with status 1 and without a traceback; what it said on stderr."""
+    done = subprocess.run([*COMMAND, *options], cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def usage_error(*options: str) -> str:
+    result = CliRunner().invoke(main, ["serve", *options])
+    assert result.exit_code == 2
+    return result.output
+
+
+def wait_until_refused(port: int) -> None:
+    """Until the server listens no more."""
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), LIMIT).close()
+        except ConnectionRefusedError:
+            return
+        except ConnectionResetError:
+            pass
+    raise AssertionError("the server still listens")
+
+
+# When it is ready
+
+
+def test_ready_line(tmp_path: Path) -> None:
+    with serving(tmp_path, "--port", "0") as process:
+        event = ready(process)
+        port = event["port"]
+        assert isinstance(port, int)
+        assert event == {
+            "event": "ready",
+            "host": "127.0.0.1",
+            "port": port,
+            "pid": process.pid,
+            "backend": "uv",
+            "build": build(),
+        }
+        with RawPeer(port) as peer:
+            peer.ping()
+        stdout, stderr = end(process)
+        assert stdout == ""  # one line is all
+        assert f"listening on 127.0.0.1, port {port}" in stderr
+
+
+def test_port_file(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "port"
+    file.parent.mkdir()
+    with serving(tmp_path, "--port", "0", "--port-file", str(file)) as process:
+        event = ready(process)
+        assert file.read_text() == f"{event['port']}\n"
+        assert list(file.parent.iterdir()) == [file]  # no temporary file stays behind
+        end(process)
+
+
+def test_port_file_replaces_an_old_one_whole(tmp_path: Path) -> None:
+    file = tmp_path / "port"
+    file.write_text("an old port, and a long one\n")
+    other_name = tmp_path / "same"
+    other_name.hardlink_to(file)
+    with serving(tmp_path, "--port", "0", "--port-file", str(file)) as process:
+        event = ready(process)
+        assert file.read_text() == f"{event['port']}\n"
+        assert other_name.read_text() == "an old port, and a long one\n"  # never written to, so never seen half written
+        end(process)
+
+
+def test_port_file_that_cannot_be_written(tmp_path: Path) -> None:
+    assert "nowhere" in fail(tmp_path, "--port", "0", "--port-file", str(tmp_path / "nowhere" / "port"))
+
+
+# Addresses
+
+
+def test_listens_on_exactly_the_host_given(tmp_path: Path) -> None:
+    with serving(tmp_path, "--port", "0", "--host", "127.0.0.2") as process:
+        event = ready(process)
+        assert event["host"] == "127.0.0.2"
+        port = event["port"]
+        assert isinstance(port, int)
+        socket.create_connection(("127.0.0.2", port), LIMIT).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), LIMIT)
+        end(process)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_host_of_all_addresses_takes_both_families(tmp_path: Path) -> None:
+    with serving(tmp_path, "--port", "0", "--host", "::") as process:
+        event = ready(process)
+        assert event["host"] == "::"
+        port = event["port"]
+        assert isinstance(port, int)
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), LIMIT).close()
+        end(process)
+
+
+def test_listen_fd(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with serving(tmp_path, "--listen-fd", str(listener.fileno()), inherit=listener.fileno()) as process:
+            listener.close()
+            assert ready(process)["port"] == port
+            with RawPeer(port) as peer:
+                peer.ping()
+            end(process)
+
+
+def test_listen_fd_that_is_no_socket(tmp_path: Path) -> None:
+    said = fail(tmp_path, "--listen-fd", "999")
+    assert said.endswith("Error: cannot listen on file descriptor 999: Bad file descriptor\n")
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = fail(tmp_path, "--port", str(port))
+    assert said == f"Error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
+
+
+def test_host_that_is_not_of_this_machine(tmp_path: Path) -> None:
+    said = fail(tmp_path, "--port", "0", "--host", "192.0.2.1")  # an address for documentation
+    assert said.startswith("Error: cannot listen on 192.0.2.1, port 0: ")
+    assert said.count("\n") == 1
+
+
+# The end
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ends_at_once_without_connections(number: int) -> None:
+    with tcpstore_server("--grace", "100000") as server:
+        assert server.stop(number) == 0
+
+
+def test_sigint_does_not_wait_for_connections() -> None:
+    with tcpstore_server("--grace", "100000") as server, RawPeer(server.port) as peer:
+        peer.ping()
+        assert server.stop(signal.SIGINT) == 0
+        assert peer.closed()
+
+
+def test_sigterm_lets_connections_end() -> None:
+    with tcpstore_server("--grace", "100000") as server, RawPeer(server.port) as peer, RawPeer(server.port) as waiting:
+        peer.ping()
+        waiting.ping()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until_refused(server.port)
+        waiting.send(b"\x06" + (1).to_bytes(8, "little") + blob(b"key"))
+        peer.send(b"\x01" + blob(b"key") + blob(b"value"))
+        assert waiting.read(1) == b"\x00"
+        waiting.close()
+        peer.ping()
+        assert server.process.poll() is None
+        peer.close()
+        assert server.process.wait(LIMIT) == 0
+
+
+def test_sigterm_ends_the_grace_by_itself() -> None:
+    with tcpstore_server("--grace", "0.2") as server, RawPeer(server.port) as peer:
+        peer.ping()
+        assert server.stop(signal.SIGTERM) == 0
+        assert peer.closed()
+        assert "after 0.2 s of grace" in server.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_the_grace(number: int) -> None:
+    with tcpstore_server("--grace", "100000") as server, RawPeer(server.port) as peer:
+        peer.ping()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until_refused(server.port)
+        assert server.stop(number) == 0
+        assert peer.closed()
+
+
+# Options
+
+
+def test_limit() -> None:
+    with tcpstore_server("--limit", "key_bytes=4", "--limit", "keys=1") as server, RawPeer(server.port) as peer:
+        peer.send(b"\x01" + blob(b"1234") + blob(b"value"))
+        peer.ping()
+        peer.send(b"\x01" + blob(b"12345"))
+        assert peer.closed()
+        assert "over the limit key_bytes: 5, allowed 4" in server.log()
+
+
+@pytest.mark.parametrize("number", ["", "=", "=many", "=-1", "=1.5", "=1e9"])
+def test_limit_that_is_no_number(number: str) -> None:
+    assert "is not a number" in usage_error("--limit", f"keys{number}")
+
+
+def test_unknown_limit() -> None:
+    said = usage_error("--limit", "kyes=1")
+    assert "there is no limit 'kyes'" in said
+    assert "store_bytes" in said  # those that there are
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--port", "65536"],
+        ["--port", "-1"],
+        ["--port", "http"],
+        ["--grace", "-1"],
+        ["--grace", "long"],
+        ["--listen-fd", "-1"],
+        ["--backend", "other"],
+        ["--port-file", "/"],
+        ["--prot", "1"],
+        ["here"],
+    ],
+    ids=" ".join,
+)
+def test_bad_options(options: list[str]) -> None:
+    usage_error(*options)
+
+
+def test_bad_options_as_a_process(tmp_path: Path) -> None:
+    done = subprocess.run([*COMMAND, "--port", "many"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+
+
+def test_version_and_help(tmp_path: Path) -> None:
+    version = CliRunner().invoke(main, ["--version"])
+    assert version.exit_code == 0
+    assert "tcpstore" in version.output or "version" in version.output
+    assert "serve" in CliRunner().invoke(main, ["--help"]).output
+
+
+def test_the_tests_run_outside_the_checkout(tmp_path: Path) -> None:
+    """What the server processes of the suite import is what the suite itself imports."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import tcpstore_async; print(tcpstore_async.__file__)"],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    import tcpstore_async
+
+    assert found.stdout.strip() == tcpstore_async.__file__
