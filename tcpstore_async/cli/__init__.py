@@ -24,17 +24,21 @@ def main() -> None:
     """The key-value store through which the ranks of a distributed job find each other."""
 
 
-class _LimitOption(click.ParamType[tuple[str, int]]):
-    name = "name=number"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        name, _, number = str(value).partition("=")
-        names = [field.name for field in dataclasses.fields(Limits)]
+def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Limits:
+    """The limits that `--limit NAME=NUMBER` options ask for."""
+    names = [field.name for field in dataclasses.fields(Limits)]
+    chosen = {}
+    for text in given:
+        name, _, number = text.partition("=")
         if name not in names:
-            self.fail(f"there is no limit {name!r}; there are {', '.join(names)}", param, ctx)
+            raise click.BadParameter(f"there is no limit {name!r}; there are {', '.join(names)}", ctx, param)
         if not number.isdecimal():
-            self.fail(f"{number!r} is not a number", param, ctx)
-        return name, int(number)
+            raise click.BadParameter(f"{number!r} is not a number", ctx, param)
+        chosen[name] = int(number)
+    try:
+        return Limits(**chosen)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
 
 
 @main.command()
@@ -58,7 +62,8 @@ class _LimitOption(click.ParamType[tuple[str, int]]):
     "--limit",
     "limits",
     multiple=True,
-    type=_LimitOption(),
+    metavar="NAME=NUMBER",
+    callback=_limits,
     help="Change a limit, such as store_bytes=1000000000. May be repeated.",
 )
 def serve(
@@ -68,7 +73,7 @@ def serve(
     listen_fd: int | None,
     port_file: Path | None,
     grace: float,
-    limits: tuple[tuple[str, int], ...],
+    limits: Limits,
 ) -> None:
     """Run a server in the foreground.
 
@@ -83,11 +88,7 @@ def serve(
         click.echo(msgspec.json.encode({**event, "backend": backend, "build": build()}))
 
     try:
-        granted = Limits(**dict(limits))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    try:
-        run_loop(run(host, port, listen_fd, granted, grace, ready))
+        run_loop(run(host, port, listen_fd, limits, grace, ready))
     except (DistError, OSError) as error:
         raise click.ClickException(str(error)) from None
 
