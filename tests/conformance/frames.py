@@ -1,0 +1,91 @@
+"""Requests and replies as bytes, written down once more, apart from the package's own table."""
+
+from __future__ import annotations
+
+import struct
+
+from support import blob, keys, u64
+
+WOKEN = b"\x00"
+"""The reply to a WAIT or BARRIER that is over."""
+CANCELED = b"\x01"
+READY = b"\x00"
+NOT_READY = b"\x01"
+
+
+def i64(number: int) -> bytes:
+    return struct.pack("<q", number)
+
+
+def set_(key: bytes, value: bytes) -> bytes:
+    return b"\x01" + blob(key) + blob(value)
+
+
+def compare_set(key: bytes, expected: bytes, desired: bytes) -> bytes:
+    return b"\x02" + blob(key) + blob(expected) + blob(desired)
+
+
+def get(key: bytes) -> bytes:
+    return b"\x03" + blob(key)
+
+
+def add(key: bytes, amount: int) -> bytes:
+    return b"\x04" + blob(key) + i64(amount)
+
+
+def check(*names: bytes) -> bytes:
+    return b"\x05" + keys(*names)
+
+
+def wait(*names: bytes) -> bytes:
+    return b"\x06" + keys(*names)
+
+
+NUM_KEYS = b"\x07"
+
+
+def delete(key: bytes) -> bytes:
+    return b"\x08" + blob(key)
+
+
+def append(key: bytes, value: bytes) -> bytes:
+    return b"\x09" + blob(key) + blob(value)
+
+
+def multi_get(*names: bytes) -> bytes:
+    return b"\x0a" + keys(*names)
+
+
+def multi_set(*pairs: tuple[bytes, bytes]) -> bytes:
+    return b"\x0b" + u64(len(pairs)) + b"".join(blob(key) + blob(value) for key, value in pairs)
+
+
+CANCEL_WAIT = b"\x0c"
+
+
+def ping(nonce: bytes) -> bytes:
+    return b"\x0d" + nonce
+
+
+def push(queue: bytes, value: bytes) -> bytes:
+    return b"\x0e" + blob(queue) + blob(value)
+
+
+def pop(queue: bytes) -> bytes:
+    return b"\x0f" + blob(queue)
+
+
+def queue_len(queue: bytes) -> bytes:
+    return b"\x10" + blob(queue)
+
+
+LIST_KEYS = b"\x11"
+
+
+def barrier(key: bytes, world_size: int) -> bytes:
+    return b"\x12" + blob(key) + i64(world_size)
+
+
+def popped(length: int, value: bytes) -> bytes:
+    """The reply to QUEUE_POP: the length before it, and the item."""
+    return i64(length) + blob(value)

@@ -1,0 +1,341 @@
+"""The three servers a script is played to: the pure engine, our running server, PyTorch's own.
+
+Nothing here sleeps and hopes. On sockets, "the server has dealt with that" is known by round trips on a connection of
+its own: each of the servers has one thread and serves its connections in the order in which their bytes arrived, so
+what was sent before has been executed and answered when the second pong is here. (A PING on the connection under test
+would be a command like any other, and could change what happens.)
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from conformance.script import Answer, Deed, Script, in_order
+from support import LIMIT, RawPeer
+from tcpstore_async.errors import PeerError
+from tcpstore_async.limits import Limits
+from tcpstore_async.session.server import Engine, ServerSession
+
+
+class Target(Protocol):
+    def connect(self, peer: str) -> None: ...
+    def say(self, peer: str, data: bytes) -> None: ...
+    def hear(self, peer: str, expected: Answer) -> Answer: ...
+    def half_close(self, peer: str) -> None: ...
+    def close(self, peer: str) -> None: ...
+    def stop_server(self) -> None: ...
+
+
+def play(script: Script, target: Target, *, torch: bool = False) -> None:
+    """Play a script to a target; it must give our answers, or PyTorch's."""
+    connected: list[str] = []
+    for number, step in enumerate(script.steps):
+        if step.deed is Deed.CONNECT:
+            target.connect(step.peer)
+            connected.append(step.peer)
+        elif step.deed is Deed.SAY:
+            target.say(step.peer, step.data)
+        elif step.deed is Deed.HALF_CLOSE:
+            target.half_close(step.peer)
+        elif step.deed is Deed.CLOSE:
+            target.close(step.peer)
+            connected.remove(step.peer)
+        elif step.deed is Deed.STOP_SERVER:
+            target.stop_server()
+        else:
+            expected = step.torch if torch else step.ours
+            actual = target.hear(step.peer, expected)
+            same = actual.closed == expected.closed and (
+                in_order(actual.data, step.listed) == in_order(expected.data, step.listed)
+            )
+            assert same, f"{script.name}, step {number}: {step.peer} hears {actual}, not {expected}"
+    if not script.stops_server:
+        for peer in connected:
+            last = target.hear(peer, Answer())
+            assert not last.data, f"{script.name}: at the end {peer} still hears {last}"
+
+
+# The pure engine
+
+Cut = Callable[[bytes], list[bytes]]
+
+_EDGE = 1024
+
+
+def whole(data: bytes) -> list[bytes]:
+    return [data]
+
+
+def byte_by_byte(data: bytes) -> list[bytes]:
+    """Single bytes; of long data, those at both ends."""
+    if len(data) > 4 * _EDGE:
+        middle = data[_EDGE:-_EDGE]
+        return [*byte_by_byte(data[:_EDGE]), middle, *byte_by_byte(data[-_EDGE:])]
+    return [data[at : at + 1] for at in range(len(data))]
+
+
+def at_random(seed: str) -> Cut:
+    """Pieces of random sizes, the same ones for the same seed."""
+    generator = random.Random(seed)
+
+    def cut(data: bytes) -> list[bytes]:
+        last = min(len(data), 40)
+        cuts = sorted(generator.randrange(len(data) + 1) for _ in range(generator.randint(0, last)))
+        return [data[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True) if start < stop]
+
+    return cut
+
+
+class EngineTarget:
+    """The engine with the smallest door there could be."""
+
+    def __init__(self, cut: Cut = whole, *, bulk: bool = False, limits: Limits | None = None) -> None:
+        self.engine = Engine(limits or Limits())
+        self.cut = cut
+        self.bulk = bulk
+        """Receive large values into their own buffer, as the running server does."""
+        self.sessions: dict[str, ServerSession] = {}
+        self.closed: set[str] = set()
+        self.pending: dict[str, bytearray] = {}
+        self.refusals: list[PeerError] = []
+
+    def connect(self, peer: str) -> None:
+        assert peer not in self.sessions
+        self.sessions[peer] = ServerSession(self.engine, peer, "127.0.0.1", 1, 0.0)
+        self.pending[peer] = bytearray()
+
+    def say(self, peer: str, data: bytes) -> None:
+        for piece in self.cut(data):
+            if peer in self.closed:
+                return
+            self._receive(peer, piece)
+
+    def hear(self, peer: str, expected: Answer) -> Answer:
+        data = bytes(self.pending[peer])
+        self.pending[peer].clear()
+        return Answer(data, peer in self.closed)
+
+    def half_close(self, peer: str) -> None:
+        self.close(peer)
+
+    def close(self, peer: str) -> None:
+        if peer not in self.closed:
+            self.closed.add(peer)
+            self.sessions[peer].leave()
+            self._flush_dirty()
+
+    def stop_server(self) -> None:
+        raise AssertionError("an engine has no server to stop")
+
+    def finish(self) -> None:
+        """Everybody leaves; nothing of them may stay behind."""
+        for peer in self.sessions:
+            self.close(peer)
+        keyspace = self.engine.keyspace
+        assert (keyspace.waiters, keyspace.promises, self.engine.unfinished) == ({}, {}, 0)
+
+    def _receive(self, peer: str, piece: bytes) -> None:
+        session = self.sessions[peer]
+        try:
+            bulk = session.bulk() if self.bulk else None
+            while bulk is not None and piece:
+                with bulk.room() as room:
+                    count = min(len(room), len(piece))
+                    room[:count] = piece[:count]
+                bulk.fill(count)
+                piece = piece[count:]
+                session.receive(b"")
+                self._flush(session)
+                bulk = session.bulk()
+            if piece:
+                session.receive(piece)
+            self._flush(session)
+            while session.stalled():
+                session.receive(b"")
+                self._flush(session)
+        except PeerError as error:
+            self.refusals.append(error)
+            self._flush(session)
+            self.close(peer)
+        self._flush_dirty()
+
+    def _flush(self, session: ServerSession) -> None:
+        assert isinstance(session.owner, str)
+        self.pending[session.owner] += b"".join(session.out)
+        session.out.clear()
+        session.unread = 0
+
+    def _flush_dirty(self) -> None:
+        while self.engine.dirty:
+            session = self.engine.dirty.pop()
+            if session.owner is not None:
+                self._flush(session)
+
+
+# Running servers
+
+OUR_SERVERS = """
+import asyncio, sys
+from contextlib import AsyncExitStack
+from tcpstore_async.daemon import run_loop, serve
+
+async def main():
+    running = {}
+    while line := await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline):
+        if line == "new\\n":
+            stack = AsyncExitStack()
+            port = (await stack.enter_async_context(serve())).port
+            running[port] = stack
+        else:
+            port = int(line)
+            await running.pop(port).aclose()
+        print(port, flush=True)
+
+run_loop(main())
+"""
+
+# PyTorch looks up the names of everybody who connects, and stands still until DNS has answered. On an IPv4 socket the
+# address is 127.0.0.1, which /etc/hosts has; on the IPv6 socket that it would open it is ::ffff:127.0.0.1. (Its own
+# client looks that up all the same: hence RES_OPTIONS, for a machine whose DNS is slow.)
+TORCH_SERVERS = """
+import datetime, socket, sys, torch
+running = {}
+for line in sys.stdin:
+    if line == "new\\n":
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        running[port] = torch.distributed.TCPStore(
+            "127.0.0.1", port, None, True, datetime.timedelta(seconds=300), wait_for_workers=False, use_libuv=True,
+            master_listen_fd=listener.detach())
+    else:
+        port = int(line)
+        del running[port]
+    print(port, flush=True)
+"""
+
+
+class Servers:
+    """A process that starts an empty server whenever asked: one for each script, without the price of a process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def start(self) -> int:
+        return self._ask("new")
+
+    def stop(self, port: int) -> None:
+        self._ask(str(port))
+
+    def _ask(self, request: str) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(request + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+@contextmanager
+def servers(program: str) -> Iterator[Servers]:
+    # The working directory must not be the checkout, whose plain sources would hide a compiled build.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
+            text=True,
+        ) as process,
+    ):
+        try:
+            yield Servers(process)
+        finally:
+            process.kill()
+
+
+class SocketTarget:
+    """A server on a port."""
+
+    def __init__(self, port: int, stop: Callable[[], object]) -> None:
+        self.port = port
+        self.stop = stop
+        self.stopped = False
+        self.peers: dict[str, RawPeer] = {}
+        self.control = RawPeer(port)
+        self.executed = True
+
+    def __enter__(self) -> SocketTarget:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.control.close()
+        for peer in self.peers.values():
+            peer.close()
+        self.stop_server()
+
+    def connect(self, peer: str) -> None:
+        assert peer not in self.peers
+        self.peers[peer] = RawPeer(self.port, validate=False)
+        self._fence()
+
+    def say(self, peer: str, data: bytes) -> None:
+        if not self.executed:
+            self._fence()
+        self.executed = False
+        try:
+            self.peers[peer].send(data)
+        except ConnectionError:
+            pass  # The server has closed, which what the peer hears will tell.
+
+    def hear(self, peer: str, expected: Answer) -> Answer:
+        connection = self.peers[peer].socket
+        heard = bytearray()
+        try:
+            while expected.closed or len(heard) < len(expected.data):
+                part = connection.recv(1 << 20 if expected.closed else len(expected.data) - len(heard))
+                if not part:
+                    return Answer(bytes(heard), closed=True)
+                heard += part
+            self._fence()
+            connection.settimeout(0)
+            while part := connection.recv(1 << 20):
+                heard += part
+        except BlockingIOError:
+            return Answer(bytes(heard))
+        except TimeoutError:
+            raise AssertionError(f"after {LIMIT} s {peer} has heard {Answer(bytes(heard))}, not {expected}") from None
+        except ConnectionError:
+            pass
+        finally:
+            connection.settimeout(LIMIT)
+        return Answer(bytes(heard), closed=True)
+
+    def half_close(self, peer: str) -> None:
+        self.peers[peer].socket.shutdown(socket.SHUT_WR)
+        self._fence()
+
+    def close(self, peer: str) -> None:
+        if not self.executed:
+            self._fence()
+        self.peers[peer].close()
+        self._fence()
+
+    def stop_server(self) -> None:
+        if not self.stopped:
+            self.stopped = True
+            self.stop()
+
+    def _fence(self) -> None:
+        self.control.ping()
+        self.control.ping()
+        self.executed = True
