@@ -2,8 +2,9 @@
 
 Knows: what each command does to the store and whom it wakes. Must not know: framing, sockets, threads, clocks.
 Invariants: a command is applied whole or, when it raises, not at all. A waiter fires when the keys it was parked on
-have appeared, once, and holds no registration that nobody can fire. If waiters are parked on a queue that holds items,
-then each of those items is promised to a waiter that was woken and has not been heard of since.
+have appeared, once, and holds no registration that nobody can fire. If waiters, other than those in a barrier of that
+name, are parked on a queue that holds items, then each of those items is promised to a waiter that was woken and has
+not been heard of since.
 
 The counting is PyTorch's libuv server's to the byte, except for the queue defects listed in `docs/quirks.md`.
 """
@@ -47,6 +48,8 @@ class Waiter:
         """Registrations to come before the waiter fires; 0 or less: nothing is awaited."""
         self.parked: KeySet | None = None
         """Keys under which the waiter is registered."""
+        self.barrier: bytes | None = None
+        """The barrier it is in: an item of a queue of that name must not be handed on to it."""
         self.promise: Promise | None = None
         """What the waiter was woken for, until its next command."""
 
@@ -131,14 +134,18 @@ class Keyspace:
             self._put(key, value, len(value))
         else:
             piece = unpack(value)
-            self._grow(len(piece))
-            if not isinstance(old, Growing):
+            if isinstance(old, Growing):
+                growing = old
+                growth = len(piece)
+                self._grow(growth)
+            else:
                 flat = framed(old)
-                self.size += len(flat) - size(old)
-                old = Growing(unpack(flat))
-                self.values[key] = old
-            old.data += piece
-            self.size += len(piece)
+                growth = len(flat) - size(old) + len(piece)
+                self._grow(growth)
+                growing = Growing(unpack(flat))
+                self.values[key] = growing
+            growing.data += piece
+            self.size += growth
         if key in self.waiters:
             self._wake_all(key)
 
@@ -178,7 +185,10 @@ class Keyspace:
             growth += self._growth(key, len(value))
         self._grow(growth)
         for key, value in items:
-            self.set(key, value)
+            self.size += self._growth(key, len(value))
+            self.values[key] = value
+            if key in self.waiters:
+                self._wake_all(key)
 
     # Queues
 
@@ -234,6 +244,7 @@ class Keyspace:
         self._put(key, count, COUNTER_SIZE)
         if count < world_size:
             self._park(waiter, [key])
+            waiter.barrier = key
             return False
         if key in self.waiters:
             self._wake_all(key)
@@ -261,7 +272,7 @@ class Keyspace:
         else:
             del self.promises[key]
         if key in self.waiters and self.queue_len(key) > promised:
-            self._wake_next(key)
+            self._wake_next(key, handed_on=True)
 
     # Size
 
@@ -306,16 +317,17 @@ class Keyspace:
             line = self.waiters.get(key)
             if line is None:
                 line = self.waiters[key] = {}
-            count = line.pop(waiter, 0)
-            if count:
-                line[waiter] = abs(count) + 1
-            else:
-                line[waiter] = 1
+            count = line.get(waiter, 0)
+            if count < 0:  # left over: it comes to the end of the line
+                del line[waiter]
+            line[waiter] = abs(count) + 1
+            if not count:
                 waiter.parked.add(key)
                 self.size += self._parking(key)
 
     def _unpark(self, waiter: Waiter) -> None:
         waiter.left = 0
+        waiter.barrier = None
         parked = waiter.parked
         if parked is None:
             return
@@ -337,6 +349,7 @@ class Keyspace:
         waiter.left = left - count
         if left <= 0 or left > count:
             return False
+        waiter.barrier = None
         if parked:
             self._mark_done(waiter, parked)
         else:
@@ -354,14 +367,14 @@ class Keyspace:
             if self._count_down(waiter, key, abs(count)):
                 waiter.fire()
 
-    def _wake_next(self, key: bytes) -> None:
+    def _wake_next(self, key: bytes, handed_on: bool = False) -> None:
         """Count an item down for those in line, up to and including the first whose wait it ends."""
         line = self.waiters[key]
         if len(line) >= _LONG_LINE and not isinstance(line, OrderedDict):
             line = self.waiters[key] = OrderedDict(line)
         counted = []
         for waiter, count in line.items():
-            if count > 0:
+            if count > 0 and not (handed_on and waiter.barrier == key):
                 counted.append(waiter)
                 if waiter.left <= count:
                     break

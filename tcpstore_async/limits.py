@@ -26,7 +26,7 @@ class Limits:
     """Number of keys in one request."""
 
     request_bytes: int = 256 * MIB
-    """Length of one request."""
+    """Length of one request. At least what one key and two of the largest values need."""
 
     unfinished_bytes: int = GIB
     """Received bytes of all requests, of all connections together, that are not complete yet."""
@@ -48,9 +48,13 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Raise ValueError for limits that contradict each other."""
-        least = self.unread_soft_bytes + self.value_bytes + 16
-        if self.unread_hard_bytes < least:
-            raise ValueError(f"unread_hard_bytes is {self.unread_hard_bytes}, but must be at least {least}")
+        _demand("request_bytes", self.request_bytes, self.key_bytes + 2 * self.value_bytes + 25)
+        _demand("unread_hard_bytes", self.unread_hard_bytes, self.unread_soft_bytes + self.value_bytes + 16)
+
+
+def _demand(name: str, given: int, least: int) -> None:
+    if given < least:
+        raise ValueError(f"{name} is {given}, but with the other limits as they are it must be at least {least}")
 
 
 ENTRY_BYTES = 128

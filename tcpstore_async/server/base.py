@@ -27,8 +27,10 @@ def listen(host: str, port: int) -> socket.socket:
     """A non-blocking socket that listens on exactly this address; port 0 lets the kernel choose.
 
     `host` is an IPv4 or IPv6 literal or a name of this machine; `::` listens on every address of both families.
-    Raises DistNetworkError.
+    Raises DistNetworkError, and ValueError for a port that there is not.
     """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must be from 0 to 65535, not {port}")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError, OverflowError) as error:

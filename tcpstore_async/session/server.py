@@ -202,9 +202,6 @@ class ServerSession(Waiter):
         self._keep(chunk, at, need - at)
 
     def _keep(self, chunk: bytes, at: int, need: int) -> None:
-        longest = self.engine.limits.request_bytes
-        if need > longest:
-            raise LimitError("request_bytes", need, longest)
         self.need = need
         if at < len(chunk):
             self.kept = bytearray(memoryview(chunk)[at:])

@@ -216,7 +216,7 @@ class Bulk(Rest):
         return call(*self.fields, self.buffer), self.at
 
     def held(self) -> int:
-        return len(self.buffer)
+        return len(self.buffer) + sum(map(len, self.fields))
 
     def _take(self, data: bytes, at: int, end: int) -> int:
         while at < end and self.filled < self.size:

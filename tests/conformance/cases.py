@@ -878,18 +878,29 @@ def second_push_does_not_count_for_another_key(s: Script) -> None:
     a.hears(WOKEN, SILENCE)
 
 
-@case("one-place")
-def asking_again_moves_to_the_end_of_the_line(s: Script) -> None:
+@case()
+def asking_again_keeps_the_place_in_the_line(s: Script) -> None:
     a, b, z = s.peers("abz")
     a.says(wait(b"q"))
     b.says(wait(b"q"))
     a.says(wait(b"q"))
     z.says(push(b"q", b"1"))
-    a.hears(SILENCE, WOKEN)
-    b.hears(WOKEN, SILENCE)
+    a.hears(WOKEN)
+    b.hears(SILENCE)
     z.says(push(b"q", b"2"))
-    a.hears(WOKEN, SILENCE)
-    b.hears(SILENCE, WOKEN)
+    a.hears(SILENCE)
+    b.hears(WOKEN)
+
+
+@case()
+def an_item_is_not_handed_on_into_a_barrier(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    a.says(wait(b"q"))
+    b.says(barrier(b"q", 2))
+    z.says(push(b"q", b"1"))
+    a.hears(WOKEN)
+    a.asks(ping(b"pong"), b"pong")
+    b.hears(SILENCE)
 
 
 @case("Q3")

@@ -1,0 +1,172 @@
+"""A small machine that runs any bytes as a program for a few sessions, and checks what must always hold.
+
+Whatever arrives, a session answers or raises PeerError, and memory stays within Limits.
+"""
+
+from __future__ import annotations
+
+from tcpstore_async.errors import PeerError
+from tcpstore_async.limits import Limits
+from tcpstore_async.session.server import Engine, ServerSession
+
+LIMITS = Limits(
+    key_bytes=40,
+    value_bytes=70_000,
+    keys=20,
+    request_bytes=200_000,
+    unfinished_bytes=250_000,
+    unread_soft_bytes=300,
+    unread_hard_bytes=300_000,
+    store_bytes=100_000,
+)
+HANDSHAKE = bytes.fromhex("00cef7853c")
+SLOTS = 4
+ZEROS = 1000
+"""What one instruction may stand for, so that short inputs reach large values."""
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Machine:
+    """A few sessions on one engine, and the door's part of the contract."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(LIMITS)
+        self.sessions: list[ServerSession | None] = [None] * SLOTS
+        self.refused = 0
+        self.said = 0
+
+    def session(self, slot: int, greet: bool) -> ServerSession:
+        session = self.sessions[slot]
+        if session is None:
+            session = self.sessions[slot] = ServerSession(self.engine, slot, "::1", slot, 0.0)
+            if greet:
+                session.receive(HANDSHAKE)
+        return session
+
+    def tell(self, slot: int, data: bytes, greet: bool) -> None:
+        """A chunk arrives. A door does not read while too much is unread, so neither does this."""
+        session = self.session(slot, greet)
+        try:
+            if session.stalled() or session.unread > LIMITS.unread_soft_bytes:
+                return
+            bulk = session.bulk()
+            if bulk is not None and len(data) > 1:
+                with bulk.room() as room:
+                    count = min(len(room), len(data))
+                    room[:count] = data[:count]
+                bulk.fill(count)
+                session.receive(b"")
+                data = data[count:]
+                if session.unread > LIMITS.unread_soft_bytes:
+                    return
+            session.receive(data)
+        except PeerError:
+            self.refused += 1
+            self.leave(slot)
+
+    def read(self, slot: int) -> None:
+        """The peer reads its replies, and the door goes on with what was kept back."""
+        session = self.sessions[slot]
+        if session is None:
+            return
+        self._take(session)
+        while session.stalled():
+            try:
+                session.receive(b"")
+            except PeerError:
+                self.refused += 1
+                self.leave(slot)
+                return
+            self._take(session)
+
+    def leave(self, slot: int) -> None:
+        session = self.sessions[slot]
+        if session is not None:
+            self.sessions[slot] = None
+            session.leave()
+
+    def check(self) -> None:
+        """What must hold between any two instructions."""
+        engine = self.engine
+        present = [session for session in self.sessions if session is not None]
+        for session in engine.dirty:
+            if session.owner is not None and not session.out:
+                raise Broken("a session without output is to be flushed")
+        engine.dirty.clear()
+        if not 0 <= engine.unfinished <= LIMITS.unfinished_bytes:
+            raise Broken(f"unfinished: {engine.unfinished}")
+        if engine.unfinished != sum(session.held for session in present):
+            raise Broken("unfinished is not the sum of what is held")
+        size = engine.keyspace.size
+        if not 0 <= size <= LIMITS.store_bytes:
+            raise Broken(f"store: {size}")
+        for session in present:
+            if session.unread != sum(map(len, session.out)):
+                raise Broken("unread is not what is in out")
+            if session.unread > LIMITS.unread_hard_bytes:
+                raise Broken(f"unread: {session.unread}")
+            if session.kept is not None and len(session.kept) > LIMITS.request_bytes:
+                raise Broken(f"kept: {len(session.kept)}")
+
+    def finish(self) -> None:
+        for slot in range(SLOTS):
+            self.leave(slot)
+        self.check()
+        keyspace = self.engine.keyspace
+        if keyspace.waiters or keyspace.promises or self.engine.unfinished:
+            raise Broken("somebody who left is still awaited")
+        for key in list(keyspace.values):
+            keyspace.delete_key(key)
+        for key in list(keyspace.queues):
+            while keyspace.queue_len(key):
+                keyspace.queue_pop(key)
+        if keyspace.size:
+            raise Broken(f"{keyspace.size} bytes of an empty store")
+
+    def _take(self, session: ServerSession) -> None:
+        size = sum(map(len, session.out))
+        self.said += size
+        session.unread -= size
+        session.out.clear()
+
+
+def run(program: bytes) -> Machine:
+    """Execute a program, check after each instruction, and return the machine.
+
+    An instruction is one byte: its low two bits are the slot of a session, which is greeted when it is new unless bit 7
+    is set. Bits 2 to 4 say what happens: 0 it leaves, 1 it reads its replies, 2 to 5 a chunk arrives whose length is
+    the next byte and whose bytes follow (5: one by one), 6 a chunk of as many zeros as the next byte says, 7 that many
+    thousands of zeros.
+    """
+    machine = Machine()
+    at = 0
+    while at < len(program):
+        instruction = program[at]
+        at += 1
+        slot, what, greet = instruction & 3, instruction >> 2 & 7, instruction < 128
+        if what == 0:
+            machine.leave(slot)
+        elif what == 1:
+            machine.read(slot)
+        else:
+            count = program[at] if at < len(program) else 0
+            at += 1
+            if what == 7:
+                for _ in range(min(count, 80)):
+                    machine.tell(slot, bytes(ZEROS), greet)
+            elif what == 6:
+                machine.tell(slot, bytes(count), greet)
+            else:
+                chunk = program[at : at + count]
+                at += count
+                if what == 5:
+                    for byte in chunk:
+                        machine.tell(slot, bytes([byte]), greet)
+                else:
+                    machine.tell(slot, chunk, greet)
+        machine.check()
+    machine.finish()
+    return machine

@@ -1,0 +1,521 @@
+"""Many sessions on one engine, in memory, each step compared with the model.
+
+A step is a plain tuple, so a run can be recorded, replayed and shrunk:
+
+* `("say", slot, commands, keep)`: the peer in this slot (it connects first, if need be) says these commands; all of its
+  bytes but the last `keep` arrive, in one chunk. What was kept comes first the next time.
+* `("drip", slot, commands, 0)`: the same, byte by byte.
+* `("leave", slot, (), 0)`: it disconnects, wherever it is.
+* `("doze", slot, (), 0)`: it stops reading its replies. `("read", slot, (), 0)`: it reads them, and goes on reading.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+from tcpstore_async.blob import framed, size, unpack
+from tcpstore_async.errors import PeerError
+from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
+from tcpstore_async.session.server import Engine, ServerSession
+
+from .model import MAGIC, Closed, Model
+
+Step = tuple[str, int, "tuple[Command, ...]", int]
+
+
+class Difference(AssertionError):
+    """The package and the model disagree, or an invariant is broken."""
+
+
+def _blob(raw: bytes) -> bytes:
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _keys(keys: Sequence[bytes]) -> bytes:
+    return struct.pack("<Q", len(keys)) + b"".join(map(_blob, keys))
+
+
+OPCODES = {
+    "validate": 0,
+    "set": 1,
+    "compare_set": 2,
+    "get": 3,
+    "add": 4,
+    "check": 5,
+    "wait": 6,
+    "num_keys": 7,
+    "delete_key": 8,
+    "append": 9,
+    "multi_get": 10,
+    "multi_set": 11,
+    "cancel_wait": 12,
+    "ping": 13,
+    "queue_push": 14,
+    "queue_pop": 15,
+    "queue_len": 16,
+    "list_keys": 17,
+    "barrier": 18,
+    "unknown": 19,
+}
+"""From PROTOCOL.md, section 1."""
+
+
+class Command:
+    """One command: what the model is told, and the bytes the session is."""
+
+    def __init__(self, name: str, *fields: Any) -> None:
+        self.name = name
+        self.fields = fields
+        self.frame = bytes([OPCODES[name]]) + self._body()
+        self.size = len(self.frame)
+
+    def _body(self) -> bytes:
+        match self.name:
+            case "validate" | "ping":
+                return struct.pack("<I", self.fields[0])
+            case "add" | "barrier":
+                return _blob(self.fields[0]) + struct.pack("<q", self.fields[1])
+            case "check" | "wait" | "multi_get":
+                return _keys(self.fields[0])
+            case "multi_set":
+                items = self.fields[0]
+                return struct.pack("<Q", len(items)) + b"".join(_blob(key) + _blob(value) for key, value in items)
+            case _:
+                return b"".join(map(_blob, self.fields))
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(repr(f) if len(repr(f)) < 200 else '<long>' for f in self.fields)})"
+
+
+HANDSHAKE = Command("validate", MAGIC)
+CANCEL = Command("cancel_wait")
+
+
+class Line:
+    """Both ends of one connection: the session, the model's peer, and what is on its way between them."""
+
+    def __init__(self, session: ServerSession, model: Model) -> None:
+        self.session = session
+        self.peer = model.join()
+        self.wire = bytearray()
+        """Said, but not arrived."""
+        self.frames: deque[tuple[Command, int]] = deque()
+        """Commands of which bytes are still to arrive, with the number of those."""
+        self.ready: deque[Command] = deque()
+        """Arrived, but held back until the peer reads."""
+        self.dozing = False
+
+
+class Fleet:
+    """Runs steps on an engine and on the model at once. Raises Difference."""
+
+    def __init__(self, slots: int, soft: int = MIB) -> None:
+        self.soft = soft
+        self.engine = Engine(Limits(unread_soft_bytes=soft))
+        self.model = Model()
+        self.lines: list[Line | None] = [None] * slots
+        self.done = 0
+        """Commands executed."""
+
+    def apply(self, step: Step) -> None:
+        kind, slot, commands, keep = step
+        line = self.lines[slot]
+        if kind == "leave":
+            if line is not None:
+                self._leave(slot, line)
+            return
+        if line is None:
+            line = self.lines[slot] = Line(ServerSession(self.engine, slot, "::1", slot, 0.0), self.model)
+        if kind == "doze":
+            line.dozing = True
+        elif kind == "read":
+            self._wake_up(slot, line)
+        else:
+            wire = line.wire
+            for command in commands:
+                wire += command.frame
+                line.frames.append((command, command.size))
+            count = max(0, len(wire) - keep)
+            chunk = bytes(wire[:count])
+            del wire[:count]
+            if kind == "drip" and count < 1000:
+                for at in range(count):
+                    if self.lines[slot] is line:
+                        self._arrive(slot, line, chunk[at : at + 1])
+            elif count:
+                self._arrive(slot, line, chunk)
+
+    def _arrive(self, slot: int, line: Line, chunk: bytes) -> None:
+        count = len(chunk)
+        frames = line.frames
+        while count:
+            command, missing = frames[0]
+            if missing > count:
+                frames[0] = command, missing - count
+                break
+            count -= missing
+            frames.popleft()
+            line.ready.append(command)
+        self._receive(slot, line, chunk)
+        while line.session.stalled() and not line.dozing and self.lines[slot] is line:
+            self._receive(slot, line, b"")
+
+    def _receive(self, slot: int, line: Line, chunk: bytes) -> None:
+        model, peer, ready = self.model, line.peer, line.ready
+        expect_close = False
+        while ready and peer.unread <= self.soft:
+            command = ready.popleft()
+            self.done += 1
+            try:
+                model.do(peer, command.name, command.fields)
+            except Closed:
+                expect_close = True
+                break
+        if not expect_close and not ready and line.frames and peer.unread <= self.soft:
+            command, missing = line.frames[0]
+            expect_close = missing < command.size and not model.knows(peer, command.name)
+        refusal: PeerError | None = None
+        try:
+            line.session.receive(chunk)
+        except PeerError as error:
+            refusal = error
+        if (refusal is not None) != expect_close:
+            raise Difference(f"closed: {refusal!r}, expected: {expect_close}")
+        stalled = line.session.stalled()
+        # What is held back may also be the beginning of a frame.
+        if not expect_close and (stalled < bool(ready) or stalled > (peer.unread > self.soft)):
+            raise Difference(f"stalled: {stalled}, unread {peer.unread}, held back {len(ready)}")
+        self._compare(line)
+        if expect_close:
+            self._leave(slot, line)
+
+    def _compare(self, line: Line | None) -> None:
+        """What was said to whom since the last comparison."""
+        dirty = self.engine.dirty
+        woken = self.model.woken
+        if line is not None:
+            self._compare_output(line)
+        if dirty or woken:
+            sessions = {id(session) for session in dirty}
+            if len(sessions) != len(dirty) and len(dirty) != len(woken):
+                raise Difference(f"{len(dirty)} sessions to flush, expected {len(woken)}")
+            for other in self.lines:
+                if other is not None and other is not line and (id(other.session) in sessions or other.peer in woken):
+                    self._compare_output(other)
+                    if id(other.session) not in sessions:
+                        raise Difference("a session that has something to say is not to be flushed")
+            dirty.clear()
+            woken.clear()
+
+    def _compare_output(self, line: Line) -> None:
+        session, peer = line.session, line.peer
+        said = b"".join(session.out)
+        expected = b"".join(peer.said)
+        if said != expected and not _same_but_for_order(said, expected):
+            raise Difference(f"said {said!r}, expected {expected!r}")
+        if session.unread != peer.unread:
+            raise Difference(f"unread {session.unread}, expected {peer.unread}")
+        if not line.dozing:
+            session.unread -= len(said)
+            session.out.clear()
+            peer.said.clear()
+            peer.unread = 0
+
+    def _wake_up(self, slot: int, line: Line) -> None:
+        line.dozing = False
+        self._compare_output(line)
+        while line.session.stalled() and self.lines[slot] is line:
+            self._receive(slot, line, b"")
+
+    def _leave(self, slot: int, line: Line) -> None:
+        self.lines[slot] = None
+        line.session.leave()
+        self.model.leave(line.peer)
+        self._compare(None)
+
+    # Invariants
+
+    def check(self) -> None:
+        """What must hold between any two steps."""
+        engine, model = self.engine, self.model
+        keyspace = engine.keyspace
+        lines = [line for line in self.lines if line is not None]
+        sessions = [line.session for line in lines]
+        _same("values", {key: unpack(framed(value)) for key, value in keyspace.values.items()}, model.store)
+        queues = {key: [unpack(item) for item in items] for key, items in keyspace.queues.items()}
+        _same("queues", queues, model.queues)
+        held = Counter(session.promise.queue for session in sessions if session.promise is not None)
+        _same("promises", keyspace.promises, dict(held))
+        _same("promised", [line.peer.promise for line in lines], [s.promise and s.promise.queue for s in sessions])
+        _same("unfinished", engine.unfinished, sum(session.held for session in sessions))
+        recount = sum(len(key) + ENTRY_BYTES + size(value) for key, value in keyspace.values.items())
+        recount += sum(len(key) + ENTRY_BYTES + len(item) for key, items in keyspace.queues.items() for item in items)
+        recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in keyspace.waiters.items())
+        _same("size", keyspace.size, recount)
+        parked = {id(session): set[bytes]() for session in sessions}
+        for key, waiters in keyspace.waiters.items():
+            if not waiters:
+                raise Difference(f"an empty line for {key!r}")
+            for waiter in waiters:
+                if id(waiter) not in parked:
+                    raise Difference(f"somebody who left stands in line for {key!r}")
+                parked[id(waiter)].add(key)
+            waiting = any(not place.leftover and not place.barrier for place in model.lines.get(key, ()))
+            if waiting and len(keyspace.queues.get(key, ())) > keyspace.promises.get(key, 0):
+                raise Difference(f"a lost wake-up: {key!r} holds items promised to nobody, and somebody waits")
+        for line in lines:
+            session, peer = line.session, line.peer
+            _same("parked", session.parked or set(), parked[id(session)])
+            _same("output", (b"".join(session.out) == b"", session.unread), (peer.unread == 0, peer.unread))
+            registered = {key: waiters[session] for key, waiters in keyspace.waiters.items() if session in waiters}
+            expected = {
+                key: -place.count if place.leftover else place.count
+                for key, places in model.lines.items()
+                for place in places
+                if place.peer is peer
+            }
+            _same("registrations", registered, expected)
+            _same("left", max(session.left, 0), max(peer.left, 0))
+            if session.left > 0 and sum(map(abs, registered.values())) < session.left:
+                raise Difference(f"a lost wake-up: {session.left} to come, of {registered}")
+            kept = 0 if session.kept is None else len(session.kept)
+            rest = 0 if session.rest is None else session.rest.held()
+            _same("held", session.held, kept + rest)
+
+    def finish(self) -> None:
+        """Everybody leaves, then everything is deleted; nothing may be left."""
+        self.check()
+        for slot, line in enumerate(self.lines):
+            if line is not None:
+                self._leave(slot, line)
+        self.check()
+        keyspace = self.engine.keyspace
+        _same("waiters", len(keyspace.waiters), 0)
+        _same("promises", len(keyspace.promises), 0)
+        _same("unfinished", self.engine.unfinished, 0)
+        wipe = [Command("delete_key", key) for key in self.model.store]
+        wipe += [Command("queue_pop", key) for key, items in self.model.queues.items() for _ in items]
+        self.apply(("say", 0, (HANDSHAKE, *wipe), 0))
+        _same("size", keyspace.size, 0)
+        self.check()
+
+
+def _same(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise Difference(f"{what}: {found!r}, expected {expected!r}")
+
+
+def _same_but_for_order(said: bytes, expected: bytes) -> bool:
+    """Whether only the order of keys in a LIST_KEYS differs. Names are short, so a rough comparison will do."""
+    return len(said) == len(expected) and sorted(said) == sorted(expected)
+
+
+# Random steps
+
+NAMES = [b"/a", b"/b", b"q", b"", b"/a/long/name/with\0zero", b"init/", b"/c", b"\xff"]
+TEXTS = [
+    b"",
+    b"0",
+    b"1",
+    b"-1",
+    b"7",
+    b"12abc",
+    b"x",
+    b" +3",
+    b"9223372036854775807",
+    b"-9223372036854775808",
+    b"y" * 30,
+]
+DELTAS = [0, 1, 1, 1, -1, 2, 5, 2**63 - 1, -(2**63)]
+LARGE = bytes(70_000)
+
+WEIGHTS = {
+    "set": 6,
+    "compare_set": 5,
+    "get": 3,
+    "add": 4,
+    "check": 3,
+    "wait": 40,
+    "num_keys": 1,
+    "delete_key": 30,
+    "append": 3,
+    "multi_get": 2,
+    "multi_set": 4,
+    "cancel_wait": 3,
+    "ping": 1,
+    "queue_push": 12,
+    "queue_pop": 20,
+    "queue_len": 2,
+    "list_keys": 1,
+    "barrier": 5,
+}
+
+
+def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Command:
+    def key() -> bytes:
+        return rng.choice(names)
+
+    def text() -> bytes:
+        return LARGE if rng.random() < 0.005 else rng.choice(TEXTS)
+
+    match name:
+        case "set" | "append" | "queue_push":
+            return Command(name, key(), text())
+        case "compare_set":
+            return Command(name, key(), text(), text())
+        case "get" | "delete_key" | "queue_pop" | "queue_len":
+            return Command(name, key())
+        case "add":
+            return Command(name, key(), rng.choice(DELTAS))
+        case "barrier":
+            return Command(name, key(), rng.choice([-1, 0, 1, 2, 2, 3, 3, 4]))
+        case "check" | "multi_get":
+            return Command(name, [key() for _ in range(rng.randrange(5))])
+        case "wait":
+            return Command(name, [key() for _ in range(rng.choice([0, 1, 1, 1, 1, 2, 2, 3, 4]))])
+        case "multi_set":
+            return Command(name, [(key(), text()) for _ in range(rng.randrange(4))])
+        case "ping" | "validate":
+            return Command(name, rng.randrange(2**32))
+        case _:
+            return Command(name)
+
+
+CROWD = 40
+"""Sessions that stand in long lines, mostly for queues."""
+
+CROWD_WEIGHTS = {"wait": 60, "queue_push": 5, "queue_pop": 14, "delete_key": 10, "cancel_wait": 2, "queue_len": 1}
+
+
+class Driver:
+    """Chooses steps at random, for one fleet with a temper of its own."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.slots = rng.choice([2, 3, 4, 5, 8, 12, CROWD])
+        soft = rng.choice([0, 1, 16, 100, MIB, MIB])
+        self.fleet = Fleet(self.slots, soft)
+        names = rng.sample(NAMES, rng.choice([1, 2, 3, 5, 8]))
+        weights = [weight * rng.choice([0.1, 1, 1, 3]) for weight in WEIGHTS.values()]
+        if self.slots == CROWD:
+            names = names[:2]
+            weights = [CROWD_WEIGHTS.get(kind, 0.1) for kind in WEIGHTS]
+        kinds = rng.choices(list(WEIGHTS), weights, k=250)
+        self.pool = [random_command(rng, names, kind) for kind in kinds]
+        self.polite = 0.9 if self.slots == CROWD else rng.choice([0.1, 0.5, 0.9, 0.99])
+        """How seldom a peer that waits says something else."""
+        self.cuts = rng.choice([0.05, 0.2, 0.5])
+        """How often a frame is cut."""
+        self.trouble = rng.choice([0.002, 0.01, 0.05])
+        """How often something other than a good command happens."""
+
+    def step(self) -> Step:
+        rng = self.rng
+        random_ = rng.random
+        slot = int(random_() * self.slots)
+        line = self.fleet.lines[slot]
+        if line is None:
+            if random_() < self.trouble:
+                return "say", slot, (rng.choice(self.pool),), 0
+            return "say", slot, (HANDSHAKE, rng.choice(self.pool)), rng.randrange(9)
+        if line.dozing and random_() < 0.1:
+            return "read", slot, (), 0
+        if random_() < self.trouble:
+            return self._trouble(slot)
+        commands: tuple[Command, ...]
+        if line.peer.left > 0 and random_() < self.polite:
+            commands = (CANCEL,) if random_() < 0.1 else ()
+        elif random_() < 0.85:
+            commands = (self.pool[int(random_() * 250)],)
+        else:
+            commands = tuple(rng.choices(self.pool, k=rng.randrange(2, 7)))
+        keep = 0
+        if random_() < self.cuts:
+            keep = rng.randrange(len(line.wire) + sum(command.size for command in commands) + 1)
+        return "say", slot, commands, keep
+
+    def _trouble(self, slot: int) -> Step:
+        rng = self.rng
+        match rng.randrange(6):
+            case 0:
+                return "leave", slot, (), 0
+            case 1 | 2:
+                return "doze", slot, (), 0
+            case 3:
+                return "say", slot, (rng.choice(self.pool), Command("unknown"), rng.choice(self.pool)), 0
+            case 4:
+                return "say", slot, (HANDSHAKE,), 0
+            case _:
+                few = [command for command in rng.choices(self.pool, k=3) if command.size < 200]
+                return "drip", slot, tuple(few), 0
+
+
+EPOCH = 3_000
+"""Commands after which a fleet ends and another one begins."""
+
+CHECK_EVERY = 250
+"""Steps between two looks at the invariants."""
+
+
+def run_epoch(seed: int, steps: list[Step] | None = None) -> int:
+    """One fleet from begin to end; the number of commands executed. Records the steps if asked. Raises Difference."""
+    driver = Driver(seed)
+    fleet = driver.fleet
+    count = 0
+    while fleet.done < EPOCH and count < 20 * EPOCH:
+        step = driver.step()
+        if steps is not None:
+            steps.append(step)
+        fleet.apply(step)
+        count += 1
+        if count % CHECK_EVERY == 0:
+            fleet.check()
+    fleet.finish()
+    return fleet.done
+
+
+def replay(slots: int, soft: int, steps: Sequence[Step]) -> None:
+    """Run recorded steps, looking at the invariants after each. Raises Difference."""
+    fleet = Fleet(slots, soft)
+    for step in steps:
+        fleet.apply(step)
+        fleet.check()
+    fleet.finish()
+
+
+def shrink(slots: int, soft: int, steps: list[Step]) -> list[Step]:
+    """A short sequence of steps that still differs."""
+
+    def differs(candidate: list[Step]) -> bool:
+        try:
+            replay(slots, soft, candidate)
+        except Difference:
+            return True
+        return False
+
+    if not differs(steps):
+        return steps
+    size_ = max(1, len(steps) // 2)
+    while True:
+        at = 0
+        while at < len(steps):
+            candidate = steps[:at] + steps[at + size_ :]
+            if differs(candidate):
+                steps = candidate
+            else:
+                at += size_
+        if size_ == 1:
+            break
+        size_ = max(1, size_ // 2)
+    for index, (kind, slot, commands, _) in enumerate(steps):
+        for at in range(len(commands) - 1, -1, -1):
+            old = steps[index]
+            shorter = old[2][:at] + old[2][at + 1 :]
+            candidate = [*steps[:index], (kind, slot, shorter, 0), *steps[index + 1 :]]
+            if differs(candidate):
+                steps = candidate
+    return steps

@@ -1,0 +1,280 @@
+"""What the server means, said once more and as plainly as possible: the other side of every comparison.
+
+Written from PROTOCOL.md, section 2, and from the list of what this server mends (docs/quirks.md), not from the
+package's own keyspace. Nothing here is fast, framed or accounted for; a `Peer` collects the bytes it would be sent.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+MAGIC = 0x3C85F7CE
+
+Method = Callable[..., bytes]
+
+
+class Closed(Exception):
+    """The server closes the connection whose command this was."""
+
+
+class Peer:
+    """One connection."""
+
+    def __init__(self) -> None:
+        self.validated = False
+        self.left = 0
+        """Registrations to come before it is told to stop waiting."""
+        self.barrier: bytes | None = None
+        """The barrier it is in; it must not be handed an item of a queue of that name."""
+        self.promise: bytes | None = None
+        """The queue it was woken for, until its next command."""
+        self.said: list[bytes] = []
+        """What it was sent and has not read."""
+        self.unread = 0
+        """The number of those bytes."""
+
+
+class Place:
+    """A peer's place in the line of those who wait for one key. It has one, however often it asked."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.count = 0
+        self.leftover = False
+        """Its wait is over; the registration was another wait's, and counts down whatever the peer waits for next."""
+        self.barrier = False
+        """It came here by BARRIER, which parks whether the queue of that name holds items or not."""
+
+
+def framed(raw: bytes) -> bytes:
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def i64(number: int) -> bytes:
+    return struct.pack("<q", number)
+
+
+def stoll(text: bytes) -> int:
+    match = re.match(rb"[ \t\n\v\f\r]*([+-]?)0*([0-9]*)", text)
+    assert match is not None
+    if not text[: match.end()][-1:].isdigit() or len(match[2]) > 19:
+        raise Closed
+    number = int(match[1] + (match[2] or b"0"))
+    if not -(2**63) <= number < 2**63:
+        raise Closed
+    return number
+
+
+def int64(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
+class Model:
+    """The server. `do` executes a command of a peer; `woken` lists the peers that were told to stop waiting."""
+
+    def __init__(self) -> None:
+        self.store: dict[bytes, bytes] = {}
+        self.queues: dict[bytes, list[bytes]] = {}
+        self.lines: dict[bytes, list[Place]] = {}
+        self.peers: list[Peer] = []
+        self.woken: list[Peer] = []
+        self.methods: dict[str, Method] = {
+            name: getattr(self, name)
+            for name in (
+                "set compare_set get add check wait num_keys delete_key append multi_get multi_set cancel_wait ping "
+                "queue_push queue_pop queue_len list_keys barrier"
+            ).split()
+        }
+
+    def join(self) -> Peer:
+        peer = Peer()
+        self.peers.append(peer)
+        return peer
+
+    def leave(self, peer: Peer) -> None:
+        self.peers.remove(peer)
+        self.forget(peer)
+        if peer.promise is not None:
+            self.hand_on(peer.promise)
+
+    def knows(self, peer: Peer, name: str) -> bool:
+        """Whether the peer may say this now; if not, the opcode alone closes its connection."""
+        return name in self.methods if peer.validated else name == "validate"
+
+    def do(self, peer: Peer, name: str, fields: tuple[Any, ...]) -> None:
+        if not self.knows(peer, name):
+            raise Closed
+        if name == "validate":
+            if fields != (MAGIC,):
+                raise Closed
+            peer.validated = True
+            return
+        promise = peer.promise
+        reply = self.methods[name](peer, *fields)
+        if reply:
+            self.say(peer, reply)
+        if promise is not None:
+            renewed = name == "wait" and reply and promise in fields[0]
+            if not renewed:
+                peer.promise = None
+            self.hand_on(promise)
+
+    # Values
+
+    def set(self, peer: Peer, key: bytes, value: bytes) -> bytes:
+        self.store[key] = value
+        self.wake_all(key)
+        return b""
+
+    def compare_set(self, peer: Peer, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        if key not in self.store and expected:
+            return framed(expected)
+        if self.store.get(key, b"") != expected:
+            return framed(self.store[key])
+        self.set(peer, key, desired)
+        return framed(desired)
+
+    def get(self, peer: Peer, key: bytes) -> bytes:
+        return framed(self.store.get(key, b""))
+
+    def add(self, peer: Peer, key: bytes, delta: int) -> bytes:
+        total = int64(stoll(self.store.get(key, b"0")) + delta)
+        self.set(peer, key, b"%d" % total)
+        return i64(total)
+
+    def append(self, peer: Peer, key: bytes, value: bytes) -> bytes:
+        return self.set(peer, key, self.store.get(key, b"") + value)
+
+    def delete_key(self, peer: Peer, key: bytes) -> bytes:
+        return i64(0 if self.store.pop(key, None) is None else 1)
+
+    def num_keys(self, peer: Peer) -> bytes:
+        return i64(len(self.store))
+
+    def list_keys(self, peer: Peer) -> bytes:
+        return i64(len(self.store)) + b"".join(map(framed, self.store))
+
+    def multi_get(self, peer: Peer, keys: list[bytes]) -> bytes:
+        return b"".join(self.get(peer, key) for key in keys)
+
+    def multi_set(self, peer: Peer, items: list[tuple[bytes, bytes]]) -> bytes:
+        for key, value in items:
+            self.set(peer, key, value)
+        return b""
+
+    def ping(self, peer: Peer, nonce: int) -> bytes:
+        return struct.pack("<I", nonce)
+
+    # Queues
+
+    def queue_push(self, peer: Peer, key: bytes, value: bytes) -> bytes:
+        self.queues.setdefault(key, []).append(value)
+        self.wake_next(key)
+        return b""
+
+    def queue_pop(self, peer: Peer, key: bytes) -> bytes:
+        queue = self.queues.get(key, [])
+        length = len(queue)
+        if not length:
+            return i64(0)
+        item = queue.pop(0)
+        if not queue:
+            del self.queues[key]
+        return i64(length) + framed(item)
+
+    def queue_len(self, peer: Peer, key: bytes) -> bytes:
+        return i64(len(self.queues.get(key, [])))
+
+    # Waiting
+
+    def present(self, key: bytes) -> bool:
+        return key in self.store or key in self.queues
+
+    def check(self, peer: Peer, keys: list[bytes]) -> bytes:
+        return b"\0" if all(map(self.present, keys)) else b"\1"
+
+    def wait(self, peer: Peer, keys: list[bytes]) -> bytes:
+        missing = [key for key in keys if not self.present(key)]
+        if not missing:
+            return b"\0"
+        self.register(peer, missing, barrier=False)
+        return b""
+
+    def barrier(self, peer: Peer, key: bytes, world_size: int) -> bytes:
+        count = int64(stoll(self.store.get(key, b"0")) + 1)
+        self.store[key] = b"%d" % count
+        if count < world_size:
+            self.register(peer, [key], barrier=True)
+            peer.barrier = key
+            return b""
+        self.wake_all(key)
+        return b"\0"
+
+    def cancel_wait(self, peer: Peer) -> bytes:
+        self.forget(peer)
+        return b"\1"
+
+    # Lines
+
+    def register(self, peer: Peer, keys: list[bytes], *, barrier: bool) -> None:
+        peer.left = len(keys)
+        for key in keys:
+            line = self.lines.setdefault(key, [])
+            place = next((place for place in line if place.peer is peer), None)
+            if place is None:
+                place = Place(peer)
+                line.append(place)
+            elif place.leftover:
+                line.remove(place)
+                line.append(place)
+            place.count += 1
+            place.leftover = False
+            place.barrier = place.barrier or barrier
+
+    def forget(self, peer: Peer) -> None:
+        peer.left = 0
+        peer.barrier = None
+        for line in self.lines.values():
+            line[:] = [place for place in line if place.peer is not peer]
+
+    def wake_all(self, key: bytes) -> None:
+        for place in self.lines.pop(key, []):
+            self.count_down(place)
+
+    def wake_next(self, key: bytes, *, handed_on: bool = False) -> None:
+        line = self.lines.get(key, [])
+        for place in line[:]:
+            if not place.leftover and not (handed_on and place.peer.barrier == key):
+                line.remove(place)
+                if self.count_down(place):
+                    place.peer.promise = key
+                    return
+
+    def count_down(self, place: Place) -> bool:
+        """Use up a place that has left its line; whether that ended the peer's wait."""
+        peer = place.peer
+        before = peer.left
+        peer.left -= place.count
+        if not before > 0 >= peer.left:
+            return False
+        peer.barrier = None
+        for line in self.lines.values():
+            for other in line:
+                if other.peer is peer:
+                    other.leftover = True
+        self.woken.append(peer)
+        self.say(peer, b"\0")
+        return True
+
+    def hand_on(self, queue: bytes) -> None:
+        """A peer that was woken for this queue has spoken, or gone: is there an item that nobody will take?"""
+        promised = sum(peer.promise == queue for peer in self.peers)
+        if len(self.queues.get(queue, [])) > promised:
+            self.wake_next(queue, handed_on=True)
+
+    def say(self, peer: Peer, data: bytes) -> None:
+        peer.said.append(data)
+        peer.unread += len(data)

@@ -1,0 +1,132 @@
+"""However bytes are cut into chunks, what is done and answered is the same."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import example, given, settings
+
+from properties.fleet import HANDSHAKE, Command
+from properties.talk import cut, everything, greeted, session_on, take, tell, tell_as_door
+from properties.test_fleet import commands
+from support import blob
+from tcpstore_async.limits import MIB, Limits
+from tcpstore_async.session.server import Engine
+from tcpstore_async.wire.shapes import BULK_BYTES
+
+large = st.sampled_from([BULK_BYTES - 9, BULK_BYTES - 8, BULK_BYTES, 100_000, 300_000, 1_200_000]).map(bytes)
+
+
+def _names(count: int) -> list[bytes]:
+    return [b"/key/%d" % number for number in range(count)]
+
+
+large_commands = st.one_of(
+    st.builds(Command, st.sampled_from(["set", "append", "queue_push"]), st.just(b"/a"), large),
+    st.builds(Command, st.just("compare_set"), st.just(b"/a"), st.just(b"") | large, large),
+    st.builds(Command, st.sampled_from(["wait", "check", "multi_get"]), st.integers(100, 3000).map(_names)),
+    st.builds(
+        lambda count, value: Command("multi_set", [(name, value) for name in _names(count)]),
+        st.integers(0, 300),
+        st.sampled_from([b"", b"1", bytes(700)]),
+    ),
+    st.builds(Command, st.just("multi_set"), st.lists(st.tuples(st.just(b"/a"), large), max_size=2)),
+    st.just(Command("get", b"/a")),
+    st.just(Command("queue_pop", b"/a")),
+)
+cuts = st.lists(st.integers(0, 2**22), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(commands(), max_size=12), st.binary(max_size=20), cuts, st.sampled_from([0, 9, 2**20]))
+def test_small_commands(said: list[Command], rubbish: bytes, at: list[int], soft: int) -> None:
+    data = HANDSHAKE.frame + b"".join(command.frame for command in said) + rubbish
+    whole, pieces, drops = (Engine(Limits(unread_soft_bytes=soft)) for _ in range(3))
+    expected = tell(session_on(whole), [data])
+    assert tell(session_on(pieces), cut(data, at)) == expected
+    assert tell(session_on(drops), cut(data, range(len(data)))) == expected
+    assert everything(pieces) == everything(drops) == everything(whole)
+    assert pieces.unfinished == drops.unfinished == whole.unfinished
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(commands() | large_commands, min_size=1, max_size=5), cuts, st.integers(0, 300))
+@example([Command("set", b"/a", bytes(BULK_BYTES - 8))], [1 + 8 + 2 + 7], 0)
+@example([Command("set", b"/a", bytes(BULK_BYTES - 8))], [1 + 8 + 2 + 8], 0)
+def test_large_commands(said: list[Command], at: list[int], missing: int) -> None:
+    data = HANDSHAKE.frame + b"".join(command.frame for command in said)
+    data = data[: max(0, len(data) - missing)]
+    whole, pieces, filled = (Engine(Limits()) for _ in range(3))
+    expected = tell(session_on(whole), [data])
+    assert tell(session_on(pieces), cut(data, at)) == expected
+    assert tell_as_door(session_on(filled), cut(data, at)) == expected
+    assert everything(pieces) == everything(filled) == everything(whole)
+    assert pieces.keyspace.size == filled.keyspace.size == whole.keyspace.size
+
+
+@settings(max_examples=100, deadline=None)
+@given(commands() | large_commands, st.integers(0, 2**22))
+def test_half_a_frame_does_nothing_and_is_forgotten(command: Command, at: int) -> None:
+    engine = Engine(Limits())
+    session = greeted(engine)
+    if command.name in ("unknown", "validate"):
+        return
+    session.receive(command.frame[: at % command.size])
+    assert not session.out
+    assert everything(engine) == ({}, {}, {}, {})
+    session.leave()
+    assert engine.unfinished == 0
+    assert engine.keyspace.size == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(commands() | large_commands, st.integers(0, 2**22), st.integers(0, 2**22))
+def test_what_has_come_of_a_frame_is_counted(command: Command, one: int, two: int) -> None:
+    if command.name in ("unknown", "validate"):
+        return
+    engine = Engine(Limits())
+    session = greeted(engine)
+    pieces = cut(command.frame[:-1], [one, two])
+    arrived = 0
+    for piece in pieces:
+        session.receive(piece)
+        arrived += len(piece)
+        assert engine.unfinished == session.held
+        if command.name != "compare_set":  # see the next test
+            # All but the opcode, the key and lengths before a large value.
+            assert session.held >= arrived - 64
+    session.receive(command.frame[arrived:])
+    assert (engine.unfinished, session.held) == (0, 0)
+
+
+def test_the_expected_value_is_counted_while_the_desired_one_comes() -> None:
+    session = greeted()
+    session.receive(Command("compare_set", b"/a", bytes(8 * MIB), bytes(BULK_BYTES)).frame[:-1])
+    assert session.engine.unfinished > 8 * MIB
+
+
+def test_a_stalled_session_goes_on_where_it_stopped() -> None:
+    session = greeted(limits=Limits(unread_soft_bytes=30))
+    session.receive(Command("set", b"/a", b"12345").frame)
+    gets = Command("get", b"/a").frame * 5
+    session.receive(gets + Command("add", b"/n", 1).frame[:-3])
+    assert session.stalled()
+    assert take(session) == blob(b"12345") * 3
+    session.receive(b"")
+    assert take(session) == blob(b"12345") * 2
+    assert not session.stalled()
+    session.receive(Command("add", b"/n", 1).frame[-3:])
+    assert take(session) == (1).to_bytes(8, "little")
+
+
+def test_a_stalled_session_keeps_what_still_arrives() -> None:
+    session = greeted(limits=Limits(unread_soft_bytes=3))
+    session.receive(Command("ping", 1).frame * 2)
+    assert session.stalled()
+    session.receive(Command("ping", 2).frame)
+    assert take(session) == b"\1\0\0\0"
+    session.receive(b"")
+    assert take(session) == b"\1\0\0\0"
+    session.receive(b"")
+    assert take(session) == b"\2\0\0\0"
+    assert not session.stalled()
+    assert session.held == 0

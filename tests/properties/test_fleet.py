@@ -1,0 +1,108 @@
+"""Many sessions on one engine do and say what the model does and says, whatever the interleaving."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from properties.fleet import DELTAS, HANDSHAKE, TEXTS, Command, Difference, Fleet, Step, replay, run_epoch
+from properties.model import MAGIC, Closed, Model, stoll
+
+SLOTS = 4
+NAMES = [b"/a", b"/b", b"q"]
+
+name = st.sampled_from(NAMES)
+text = st.sampled_from(TEXTS) | st.binary(max_size=12)
+names = st.lists(name, max_size=4)
+
+
+@st.composite
+def commands(draw: st.DrawFn) -> Command:
+    kind = draw(
+        st.sampled_from(
+            "wait queue_push queue_pop delete_key set cancel_wait barrier add compare_set append multi_set check get "
+            "multi_get num_keys queue_len list_keys ping validate unknown".split()
+        )
+    )
+    match kind:
+        case "set" | "append" | "queue_push":
+            return Command(kind, draw(name), draw(text))
+        case "compare_set":
+            return Command(kind, draw(name), draw(text), draw(text))
+        case "get" | "delete_key" | "queue_pop" | "queue_len":
+            return Command(kind, draw(name))
+        case "add":
+            return Command(kind, draw(name), draw(st.sampled_from(DELTAS)))
+        case "barrier":
+            return Command(kind, draw(name), draw(st.integers(-1, 4)))
+        case "check" | "wait" | "multi_get":
+            return Command(kind, draw(names))
+        case "multi_set":
+            return Command(kind, draw(st.lists(st.tuples(name, text), max_size=3)))
+        case "ping":
+            return Command(kind, draw(st.integers(0, 2**32 - 1)))
+        case "validate":
+            return Command(kind, draw(st.sampled_from([MAGIC, 0])))
+        case _:
+            return Command(kind)
+
+
+slot = st.integers(0, SLOTS - 1)
+say = st.tuples(
+    st.sampled_from(["say", "say", "drip"]),
+    slot,
+    st.lists(commands(), max_size=3).map(tuple),
+    st.just(0) | st.integers(0, 30),
+)
+other = st.tuples(st.sampled_from(["leave", "doze", "read"]), slot, st.just(()), st.just(0))
+steps = st.lists(say | say | say | other, max_size=50)
+
+
+@settings(max_examples=400, deadline=None)
+@given(steps, st.sampled_from([0, 20, 2**20]))
+def test_interleavings_equal_the_model(recorded: list[Step], soft: int) -> None:
+    greeting: list[Step] = [("say", index, (HANDSHAKE,), 0) for index in range(SLOTS)]
+    replay(SLOTS, soft, greeting + recorded)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_seeded_fleet_equals_the_model(seed: int) -> None:
+    assert run_epoch(seed) > 0
+
+
+def test_fleet_notices_a_wrong_answer() -> None:
+    fleet = Fleet(1)
+    fleet.apply(("say", 0, (HANDSHAKE,), 0))
+    fleet.model.store[b"/a"] = b"1"
+    with pytest.raises(Difference):
+        fleet.apply(("say", 0, (Command("get", b"/a"),), 0))
+    with pytest.raises(Difference):
+        fleet.check()
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [(b" \t+12abc", 12), (b"5.9", 5), (b"0x10", 0), (b"-0", 0), (b"-" + b"0" * 50 + b"7", -7), (b"%d" % -9, -9)],
+)
+def test_model_reads_numbers_as_stoll(written: bytes, number: int) -> None:
+    assert stoll(written) == number
+
+
+@pytest.mark.parametrize("written", [b"", b"abc", b"+", b"- 1", b"%d" % 2**63, b"9" * 5000])
+def test_model_refuses_what_is_no_number(written: bytes) -> None:
+    with pytest.raises(Closed):
+        stoll(written)
+
+
+def test_model_serves_a_queue_in_order_and_hands_on_what_was_not_taken() -> None:
+    model = Model()
+    first, second, third = model.join(), model.join(), model.join()
+    for peer in (first, second, third):
+        model.do(peer, "validate", (MAGIC,))
+    model.do(first, "wait", ([b"q"],))
+    model.do(second, "wait", ([b"q"],))
+    model.do(third, "queue_push", (b"q", b"item"))
+    assert (first.said, second.said) == ([b"\0"], [])
+    model.leave(first)
+    assert second.said == [b"\0"]

@@ -1,0 +1,292 @@
+"""Limits are checked on what is announced, and whoever goes over one has changed nothing."""
+
+from __future__ import annotations
+
+import random
+import struct
+import tracemalloc
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from properties.fleet import OPCODES, Command, random_command
+from properties.talk import cut, everything, greeted, measured, take, tell
+from properties.test_fleet import commands
+from support import blob, u64
+from tcpstore_async.blob import pack
+from tcpstore_async.errors import LimitError, ProtocolError
+from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
+from tcpstore_async.session.server import Engine
+
+SMALL = Limits(key_bytes=10, value_bytes=100, keys=4)
+SHORT = Limits(key_bytes=70, value_bytes=50, keys=4, request_bytes=200)
+HUGE = [2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+
+KEYED = ["set", "compare_set", "get", "add", "delete_key", "append", "queue_push", "queue_pop", "queue_len", "barrier"]
+VALUED = ["set", "append", "queue_push"]
+LISTED = ["check", "wait", "multi_get", "multi_set"]
+
+
+def _refused(start: bytes, limits: Limits = SMALL) -> LimitError:
+    """The error that this beginning of a frame meets, in one chunk; byte by byte it must meet the same."""
+    whole, drops = greeted(limits=limits), greeted(limits=limits)
+    with pytest.raises(LimitError) as error:
+        whole.receive(start)
+    with pytest.raises(LimitError) as error_of_drops:
+        for byte in start:
+            drops.receive(bytes([byte]))
+    assert error.value.args == error_of_drops.value.args
+    assert everything(whole.engine) == ({}, {}, {}, {})
+    return error.value
+
+
+@pytest.mark.parametrize("name", KEYED)
+@pytest.mark.parametrize("length", [11, *HUGE])
+def test_key_length(name: str, length: int) -> None:
+    error = _refused(bytes([OPCODES[name]]) + u64(length))
+    assert (error.limit, error.size, error.allowed) == ("key_bytes", length, 10)
+
+
+@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("length", [11, *HUGE])
+def test_key_length_in_a_list(name: str, length: int) -> None:
+    start = bytes([OPCODES[name]]) + u64(3) + blob(b"/a") + (blob(b"v") if name == "multi_set" else b"") + u64(length)
+    error = _refused(start)
+    assert (error.limit, error.size, error.allowed) == ("key_bytes", length, 10)
+
+
+@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("count", [5, *HUGE])
+def test_number_of_keys(name: str, count: int) -> None:
+    error = _refused(bytes([OPCODES[name]]) + u64(count))
+    assert (error.limit, error.size, error.allowed) == ("keys", count, 4)
+
+
+@pytest.mark.parametrize("start", [
+    *[bytes([OPCODES[name]]) + blob(b"/a") for name in VALUED],
+    bytes([OPCODES["compare_set"]]) + blob(b"/a"),
+    bytes([OPCODES["compare_set"]]) + blob(b"/a") + blob(b"expected"),
+    bytes([OPCODES["multi_set"]]) + u64(2) + blob(b"/a"),
+    bytes([OPCODES["multi_set"]]) + u64(2) + blob(b"/a") + blob(b"v") + blob(b"/b"),
+])  # fmt: skip
+@pytest.mark.parametrize("length", [101, *HUGE])
+def test_value_length(start: bytes, length: int) -> None:
+    error = _refused(start + u64(length))
+    assert (error.limit, error.size, error.allowed) == ("value_bytes", length, 100)
+
+
+def test_exactly_at_the_limit_is_within_it() -> None:
+    session = greeted(limits=SMALL)
+    name = b"k" * 10
+    session.receive(Command("multi_set", [(name, bytes(100))] * 4).frame)
+    session.receive(Command("multi_get", [name] * 4).frame)
+    assert take(session) == blob(bytes(100)) * 4
+
+
+def test_the_defaults_are_those_of_pytorch() -> None:
+    session = greeted()
+    session.receive(bytes([OPCODES["set"]]) + u64(8192))
+    session = greeted()
+    session.receive(bytes([OPCODES["set"]]) + blob(b"/a") + u64(8 * MIB))
+    session = greeted()
+    session.receive(bytes([OPCODES["wait"]]) + u64(131_072))
+    for start, limit in [
+        (bytes([OPCODES["set"]]) + u64(8193), "key_bytes"),
+        (bytes([OPCODES["set"]]) + blob(b"/a") + u64(8 * MIB + 1), "value_bytes"),
+        (bytes([OPCODES["wait"]]) + u64(131_073), "keys"),
+    ]:
+        assert _refused(start, Limits()).limit == limit
+
+
+@pytest.mark.parametrize("command", [
+    Command("multi_set", [(b"/a", bytes(50))] * 4),
+    Command("wait", [b"/a" * 30] * 4),
+], ids=repr)  # fmt: skip
+def test_length_of_a_request(command: Command) -> None:
+    for chunks in ([command.frame], cut(command.frame, range(command.size))):
+        session = greeted(limits=SHORT)
+        assert tell(session, chunks) == (b"", "request_bytes")
+        assert everything(session.engine) == ({}, {}, {}, {})
+
+
+def test_an_item_of_a_list_is_refused_before_it_comes() -> None:
+    item = blob(b"/a") + blob(bytes(50))
+    error = _refused(bytes([OPCODES["multi_set"]]) + u64(4) + item * 2 + blob(b"/b") + u64(50), SHORT)
+    assert error.limit == "request_bytes"
+
+
+def test_unfinished_frames_of_all_connections_together() -> None:
+    engine = Engine(Limits(unfinished_bytes=100))
+    first, second = greeted(engine), greeted(engine)
+    frame = Command("set", b"/a", bytes(100)).frame
+    first.receive(frame[:60])
+    with pytest.raises(LimitError) as error:
+        second.receive(frame[:60])
+    assert (error.value.limit, error.value.size, error.value.allowed) == ("unfinished_bytes", 120, 100)
+    second.leave()
+    assert engine.unfinished == 60
+    first.receive(frame[60:])
+    assert engine.unfinished == 0
+
+
+def test_an_announcement_costs_no_memory() -> None:
+    sessions = [greeted() for _ in range(20)]
+    starts = [
+        bytes([OPCODES["set"]]) + blob(b"/a") + u64(8 * MIB),
+        bytes([OPCODES["compare_set"]]) + blob(b"/a") + blob(b"v") + u64(8 * MIB),
+        bytes([OPCODES["multi_set"]]) + u64(131_072) + blob(b"/a") + u64(8 * MIB),
+        bytes([OPCODES["wait"]]) + u64(131_072),
+    ]
+    tracemalloc.start()
+    try:
+        for number, session in enumerate(sessions):
+            session.receive(starts[number % 4])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(sessions) * MIB // 2
+
+
+def test_the_hard_mark_counts_what_is_unread() -> None:
+    session = greeted(limits=Limits(value_bytes=84, unread_soft_bytes=100, unread_hard_bytes=200))
+    session.receive(Command("set", b"/a", bytes(60)).frame)
+    session.receive(Command("get", b"/a").frame)
+    with pytest.raises(LimitError) as error:
+        session.receive(Command("multi_get", [b"/a"] * 2).frame)
+    assert (error.value.limit, error.value.size, error.value.allowed) == ("unread_hard_bytes", 68 * 3, 200)
+
+
+def test_a_multi_get_that_names_a_large_value_often_costs_no_memory() -> None:
+    session = greeted()
+    session.receive(Command("set", b"/a", bytes(8 * MIB)).frame)
+    frame = Command("multi_get", [b"/a"] * 200).frame
+    assert len(frame) < 2_100
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError) as error:
+            session.receive(frame)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert error.value.limit == "unread_hard_bytes"
+    assert error.value.size == 200 * (8 * MIB + 8)
+    assert peak < 64 * 1024
+    assert session.unread == 0
+
+
+@pytest.mark.parametrize("how", ["set", "append"])
+def test_the_same_of_a_value_kept_in_another_form(how: str) -> None:
+    session = greeted()
+    session.receive(Command("append", b"/a", bytes(4 * MIB)).frame)
+    session.receive(Command(how, b"/a", bytes(4 * MIB)).frame)
+    with pytest.raises(LimitError):
+        tracemalloc.start()
+        try:
+            session.receive(Command("multi_get", [b"/a"] * 200).frame)
+        finally:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+    assert peak < 18 * MIB  # one value, flattened
+
+
+def test_list_keys_is_measured_before_it_is_built() -> None:
+    limits = Limits(value_bytes=100, unread_soft_bytes=1000, unread_hard_bytes=MIB)
+    session = greeted(limits=limits)
+    for number in range(200):
+        session.receive(Command("set", b"%08000d" % number, b"").frame)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError) as error:
+            session.receive(Command("list_keys").frame)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (error.value.limit, error.value.size) == ("unread_hard_bytes", 8 + 200 * 8008)
+    assert peak < 64 * 1024
+
+
+# The size of the store
+
+FULL = 3 * (ENTRY_BYTES + 20) + 2 * PARKED_BYTES
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), commands()), max_size=40), st.sampled_from([400, 700, FULL, 4 * FULL]))
+def test_a_full_store_refuses_whole_commands(said: list[tuple[bool, Command]], most: int) -> None:
+    _fill(said, most)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_full_store_refuses_whole_commands_for_long(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = ["set", "append", "add", "multi_set", "multi_set", "compare_set", "queue_push", "wait", "barrier", "get"]
+    kinds += ["delete_key", "queue_pop", "cancel_wait"]
+    names = [b"/a", b"/b", b"q"]
+    said = [(rng.random() < 0.5, random_command(rng, names, rng.choice(kinds))) for _ in range(1500)]
+    _fill(said, rng.choice([400, 700, FULL]))
+
+
+def _fill(said: list[tuple[bool, Command]], most: int) -> None:
+    engine = Engine(Limits(store_bytes=most))
+    sessions = [greeted(engine), greeted(engine)]
+    for which, command in said:
+        if command.name in ("unknown", "validate"):
+            continue
+        before = everything(engine), measured(engine)
+        session = sessions[which]
+        try:
+            session.receive(command.frame)
+        except LimitError as error:
+            assert error.limit == "store_bytes"
+            assert error.size > error.allowed == most
+            assert (everything(engine), measured(engine)) == before
+            assert not engine.dirty
+            # Were this a door, the session would leave; but nothing happened, so it may as well go on.
+            session.kept = None
+        except ProtocolError:
+            assert (everything(engine), measured(engine)) == before
+        assert measured(engine) <= most
+        for other in sessions:
+            take(other)
+        engine.dirty.clear()
+
+
+def test_a_multi_set_too_large_for_the_store_sets_nothing() -> None:
+    engine = Engine(Limits(store_bytes=1_000))
+    session, waiting = greeted(engine), greeted(engine)
+    waiting.receive(Command("wait", [b"/a"]).frame)
+    with pytest.raises(LimitError) as error:
+        session.receive(Command("multi_set", [(b"/a", b"1"), (b"/b", bytes(900))]).frame)
+    assert error.value.limit == "store_bytes"
+    assert (engine.keyspace.values, waiting.out) == ({}, [])
+
+
+def test_a_multi_set_may_pass_through_more_than_fits() -> None:
+    """What counts is the store that the request leaves."""
+    most = 3 * (ENTRY_BYTES + 2 + 8) + 100
+    engine = Engine(Limits(store_bytes=most))
+    session = greeted(engine)
+    session.receive(Command("set", b"/c", bytes(100)).frame)
+    for pairs in (
+        [(b"/a", b""), (b"/b", bytes(100)), (b"/c", b"")],
+        [(b"/c", bytes(100)), (b"/b", b"")],
+        [(b"/a", bytes(200)), (b"/a", b"")],
+    ):
+        session.receive(Command("multi_set", pairs).frame)
+        for key, value in dict(pairs).items():
+            assert engine.keyspace.get(key) == pack(value)
+
+
+def test_an_append_to_a_counter_is_within_the_limit() -> None:
+    engine = Engine(Limits(store_bytes=ENTRY_BYTES + 2 + 8 + 1))
+    session = greeted(engine)
+    session.receive(Command("add", b"/n", 10**18).frame)
+    with pytest.raises(LimitError):
+        session.receive(Command("append", b"/n", b"1").frame)
+    assert measured(engine) <= ENTRY_BYTES + 2 + 8 + 1
+
+
+def test_numbers_are_struct_numbers() -> None:
+    """The helper that this module trusts."""
+    assert u64(2**64 - 1) == struct.pack("<q", -1)

@@ -1,0 +1,153 @@
+"""What one end encodes the other decodes, and says how much is missing while it is not all there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tcpstore_async.blob import pack
+from tcpstore_async.errors import ProtocolError
+from tcpstore_async.limits import Limits
+from tcpstore_async.wire import shapes
+from tcpstore_async.wire.shapes import Reply, Request
+
+LIMITS = Limits()
+
+keys = st.binary(max_size=40)
+values = st.binary(max_size=60).map(pack)
+i64 = st.integers(-(2**63), 2**63 - 1)
+u32 = st.integers(0, 2**32 - 1)
+
+REQUESTS: list[tuple[str, st.SearchStrategy[tuple[Any, ...]]]] = [
+    ("NOTHING", st.tuples()),
+    ("U32", st.tuples(u32)),
+    ("KEY", st.tuples(keys)),
+    ("KEY_I64", st.tuples(keys, i64)),
+    ("KEY_VALUE", st.tuples(keys, values)),
+    ("KEY_VALUE_VALUE", st.tuples(keys, values, values)),
+    ("KEYS", st.tuples(st.lists(keys, max_size=8))),
+    ("ITEMS", st.tuples(st.lists(st.tuples(keys, values), max_size=8))),
+]
+
+REPLIES: list[tuple[str, st.SearchStrategy[Any]]] = [
+    ("SILENCE", st.none()),
+    ("ECHO", u32),
+    ("NUMBER", i64),
+    ("READINESS", st.booleans()),
+    ("WAKE", st.just(True)),
+    ("CANCELED", st.just(True)),
+    ("BLOB", values),
+    ("BLOBS", st.lists(values, max_size=8)),
+    ("COUNTED_KEYS", st.lists(keys, max_size=8)),
+    ("POPPED", st.just((0, None)) | st.tuples(st.integers(1, 2**62), values)),
+]
+
+
+def request_of(name: str) -> Request:
+    shape = getattr(shapes, name)
+    assert isinstance(shape, Request)
+    return shape
+
+
+def reply_of(name: str) -> Reply:
+    shape = getattr(shapes, name)
+    assert isinstance(shape, Reply)
+    return shape
+
+
+def said(reply: Reply, result: Any) -> bytes:
+    """The bytes of a reply, as the session makes them."""
+    encoded = result if reply.encode is None else reply.encode(result)
+    if encoded is None:
+        return b""
+    return b"".join(encoded) if isinstance(encoded, list) else bytes(encoded)
+
+
+def test_every_shape_is_tried() -> None:
+    names = {name for name in vars(shapes) if isinstance(getattr(shapes, name), Request | Reply)}
+    assert names == {name for name, _ in REQUESTS} | {name for name, _ in REPLIES}
+
+
+@pytest.mark.parametrize(("name", "fields"), REQUESTS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_requests(name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: st.DataObject) -> None:
+    shape = request_of(name)
+    sent = data.draw(fields)
+    encoded = shape.encode(sent)
+    before, after = data.draw(st.binary(max_size=9)), data.draw(st.binary(max_size=9))
+    calls: list[tuple[Any, ...]] = []
+
+    def call(*got: Any) -> str:
+        calls.append(got)
+        return "done"
+
+    whole = before + encoded + after
+    result, stop = shape.decode(call, whole, len(before), len(whole), LIMITS)
+    assert (result, stop, calls) == ("done", len(before) + len(encoded), [sent])
+
+
+@pytest.mark.parametrize(("name", "fields"), REQUESTS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_requests_that_come_in_parts(
+    name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: st.DataObject
+) -> None:
+    """As a session does it: never asked before `need` bytes are there, which is never more than will come."""
+    shape = request_of(name)
+    sent = data.draw(fields)
+    encoded = shape.encode(sent)
+    calls: list[tuple[Any, ...]] = []
+
+    def call(*got: Any) -> str:
+        calls.append(got)
+        return "done"
+
+    rest = None
+    base = at = end = 0
+    for _ in range(1000):
+        decode = shape.decode if rest is None else rest.decode
+        result, stop = decode(call, encoded[base:end], at, end - base, LIMITS)
+        if stop >= 0:
+            break
+        assert not calls
+        assert end - base < -stop
+        assert base - stop <= len(encoded), "more is asked for than will come"
+        end = data.draw(st.integers(base - stop, len(encoded)))
+        if result is not None:
+            rest = result
+            base, at = base + result.at, 0
+    assert (result, base + stop, calls) == ("done", len(encoded), [sent])
+
+
+@pytest.mark.parametrize(("name", "results"), REPLIES)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_replies(name: str, results: st.SearchStrategy[Any], data: st.DataObject) -> None:
+    shape = reply_of(name)
+    sent = data.draw(results)
+    encoded = said(shape, sent)
+    count = len(sent) if isinstance(sent, list) else 0
+    if shape.measure is not None:
+        assert shape.measure(sent) == len(encoded)
+    before, after = data.draw(st.binary(max_size=9)), data.draw(st.binary(max_size=9))
+    whole = before + encoded + after
+    assert shape.decode(whole, len(before), len(whole), count) == (sent, len(before) + len(encoded))
+    for end in range(len(encoded)):
+        result, need = shape.decode(encoded[:end], 0, end, count)
+        assert result is None
+        assert end < -need <= len(encoded)
+
+
+@pytest.mark.parametrize(("name", "byte"), [("READINESS", 2), ("WAKE", 1), ("CANCELED", 0), ("WAKE", 255)])
+def test_replies_that_mean_nothing(name: str, byte: int) -> None:
+    with pytest.raises(ProtocolError):
+        reply_of(name).decode(bytes([byte]), 0, 1, 0)
+
+
+@pytest.mark.parametrize(("name", "result"), [("WAKE", False), ("SILENCE", None)])
+def test_what_is_not_said(name: str, result: Any) -> None:
+    assert said(reply_of(name), result) == b""

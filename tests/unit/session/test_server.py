@@ -1,0 +1,224 @@
+"""The server's side of a connection."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import weakref
+
+import pytest
+
+from support import HANDSHAKE, blob, keys, u64
+from tcpstore_async.errors import LimitError, ProtocolError
+from tcpstore_async.limits import Limits
+from tcpstore_async.session.server import NO_PID, Engine, ServerSession
+
+PING = b"\x0d"
+GET = b"\x03"
+SET = b"\x01"
+ADD = b"\x04"
+WAIT = b"\x06"
+CANCEL = b"\x0c"
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(Limits())
+
+
+def join(engine: Engine) -> ServerSession:
+    session = ServerSession(engine, "door", "10.0.0.7", 4711, 1.5)
+    session.receive(HANDSHAKE)
+    return session
+
+
+def take(session: ServerSession) -> bytes:
+    said = b"".join(session.out)
+    session.out.clear()
+    session.unread -= len(said)
+    return said
+
+
+# Who it is
+
+
+def test_what_is_known_of_the_peer(engine: Engine) -> None:
+    session = join(engine)
+    assert (session.owner, session.host, session.port, session.came) == ("door", "10.0.0.7", 4711, 1.5)
+    assert (session.pid, str(session)) == (NO_PID, "10.0.0.7:4711")
+    session.receive(PING + struct.pack("<I", 4242))
+    assert take(session) == struct.pack("<I", 4242)
+    assert (session.pid, str(session)) == (4242, "10.0.0.7:4711 (pid 4242)")
+    session.receive(GET + blob(b"/k")[:-1])
+    assert session.slot.command.name == "GET"
+
+
+def test_an_ipv6_peer_is_written_as_one(engine: Engine) -> None:
+    assert str(ServerSession(engine, None, "fe80::1", 5, 0.0)) == "[fe80::1]:5"
+
+
+def test_what_it_waits_for(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(WAIT + keys(b"/a", b"/b"))
+    assert session.parked == {b"/a", b"/b"}
+    session.receive(CANCEL)
+    assert not session.parked
+    assert take(session) == b"\1"
+
+
+# The beginning
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+def test_validate_may_be_split(engine: Engine, cut: int) -> None:
+    session = ServerSession(engine, None, "::1", 1, 0.0)
+    session.receive(HANDSHAKE[:cut])
+    session.receive(HANDSHAKE[cut:] + PING + b"\1\2\3\4")
+    assert take(session) == b"\1\2\3\4"
+
+
+@pytest.mark.parametrize("magic", [0, 0x3C85F7CF, 0xCEF7853C, 2**32 - 1])
+def test_a_wrong_magic_number(engine: Engine, magic: int) -> None:
+    session = ServerSession(engine, None, "::1", 1, 0.0)
+    with pytest.raises(ProtocolError, match=f"VALIDATE carries {magic:#x}"):
+        session.receive(b"\0" + struct.pack("<I", magic) + SET + blob(b"/k") + blob(b"v"))
+    assert engine.keyspace.num_keys() == 0
+
+
+@pytest.mark.parametrize("opcode", range(1, 256))
+def test_a_first_frame_that_is_not_validate(engine: Engine, opcode: int) -> None:
+    session = ServerSession(engine, None, "::1", 1, 0.0)
+    with pytest.raises(ProtocolError, match=f"first frame is not VALIDATE but opcode {opcode}$"):
+        session.receive(bytes([opcode]))
+
+
+@pytest.mark.parametrize("opcode", [0, *range(19, 256)])
+def test_an_unknown_opcode(engine: Engine, opcode: int) -> None:
+    session = join(engine)
+    with pytest.raises(ProtocolError, match=f"opcode {opcode} is unknown"):
+        session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + bytes([opcode]) + ADD)
+    assert take(session) == blob(b"v")
+
+
+# What is said
+
+
+def test_replies_keep_the_order_of_events(engine: Engine) -> None:
+    session, other = join(engine), join(engine)
+    session.receive(WAIT + keys(b"/k") + PING + b"\1\0\0\0")
+    other.receive(SET + blob(b"/k") + blob(b"v"))
+    session.receive(CANCEL + ADD + blob(b"/n") + u64(3))
+    assert take(session) == b"\1\0\0\0" + b"\0" + b"\1" + u64(3)
+    assert engine.dirty == [session]
+
+
+def test_whoever_wakes_itself_hears_of_it_first(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(WAIT + keys(b"/n") + ADD + blob(b"/n") + u64(3))
+    assert take(session) == b"\0" + u64(3)
+
+
+def test_a_thousand_frames_in_one_chunk(engine: Engine) -> None:
+    session = join(engine)
+    session.receive((ADD + blob(b"/n") + u64(1)) * 1000)
+    assert take(session) == b"".join(map(u64, range(1, 1001)))
+
+
+def test_a_value_is_sent_without_a_copy(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(SET + blob(b"/k") + blob(bytes(1000)) + (GET + blob(b"/k")) * 2)
+    assert session.out[0] is session.out[1] is engine.keyspace.values[b"/k"]
+
+
+def test_unread_counts_what_is_in_out(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + b"\x0a" + keys(b"/k", b"/k") + b"\x11")
+    assert session.unread == sum(map(len, session.out)) == 9 * 3 + 18
+
+
+def test_a_bad_number_closes_and_changes_nothing(engine: Engine) -> None:
+    session = join(engine)
+    with pytest.raises(ProtocolError):
+        session.receive(SET + blob(b"/k") + blob(b"x") + ADD + blob(b"/k") + u64(1))
+    session.leave()
+    assert engine.keyspace.get(b"/k") == blob(b"x")
+
+
+# Going
+
+
+def test_leaving_leaves_nothing(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(WAIT + keys(b"/a", b"/b") + SET + u64(100))
+    assert engine.unfinished == 9
+    session.leave()
+    assert (engine.unfinished, engine.keyspace.waiters, engine.keyspace.size) == (0, {}, 0)
+    assert (session.owner, session.parked, session.kept, session.rest) == (None, None, None, None)
+
+
+def test_leaving_half_a_large_value_leaves_nothing(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(SET + blob(b"/k") + u64(10**6) + bytes(500_000))
+    assert session.bulk() is not None
+    assert engine.unfinished >= 500_000
+    session.leave()
+    assert engine.unfinished == 0
+    assert session.bulk() is None
+
+
+def test_leaving_hands_on_what_was_promised(engine: Engine) -> None:
+    first, second, pusher = join(engine), join(engine), join(engine)
+    first.receive(WAIT + keys(b"q"))
+    second.receive(WAIT + keys(b"q"))
+    pusher.receive(b"\x0e" + blob(b"q") + blob(b"item"))
+    assert (take(first), take(second)) == (b"\0", b"")
+    engine.dirty.clear()
+    first.leave()
+    assert take(second) == b"\0"
+    assert engine.dirty == [second]
+
+
+def test_a_session_that_leaves_is_in_no_cycle() -> None:
+    """The server collects seldom: it relies on this. (A weak reference is taken of what the session holds.)"""
+
+    class Door:
+        pass
+
+    engine = Engine(Limits())
+    door = Door()
+    gone = weakref.ref(door)
+    gc.disable()
+    try:
+        session = ServerSession(engine, door, "::1", 1, 0.0)
+        session.receive(HANDSHAKE + WAIT + keys(b"/a") + PING + b"\1\2\3\4")
+        session.leave()
+        del door
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+# Limits
+
+
+def test_unread_replies_stop_the_peer_and_then_close_it() -> None:
+    engine = Engine(Limits(value_bytes=100, unread_soft_bytes=50, unread_hard_bytes=170))
+    session = join(engine)
+    session.receive(SET + blob(b"/k") + blob(bytes(52)) + (GET + blob(b"/k")) * 5)
+    assert session.stalled()
+    assert session.unread == 60
+    assert take(session) == blob(bytes(52))
+    session.receive(b"")
+    assert (session.unread, session.stalled()) == (60, True)
+    take(session)
+    with pytest.raises(LimitError, match="unread_hard_bytes: 180, allowed 170"):
+        join(engine).receive(b"\x0a" + keys(b"/k", b"/k", b"/k"))
+
+
+def test_a_stalled_peer_may_not_send_without_end() -> None:
+    engine = Engine(Limits(unread_soft_bytes=0, unfinished_bytes=1000))
+    session = join(engine)
+    session.receive(PING + b"\1\0\0\0")
+    with pytest.raises(LimitError, match="unfinished_bytes"):
+        for _ in range(1000):
+            session.receive(PING + b"\1\0\0\0")

@@ -1,0 +1,91 @@
+"""Values in the form in which a reply costs least."""
+
+from __future__ import annotations
+
+import pytest
+
+from tcpstore_async.blob import COUNTER_SIZE, EMPTY, Growing, framed, number, pack, size, unpack, wrap
+from tcpstore_async.errors import ProtocolError
+
+
+@pytest.mark.parametrize("raw", [b"", b"v", bytes(300), b"\0\xff"])
+def test_pack_and_unpack(raw: bytes) -> None:
+    packed = pack(raw)
+    assert packed == len(raw).to_bytes(8, "little") + raw
+    assert unpack(packed) == unpack(bytearray(packed)) == raw
+
+
+def test_the_empty_value() -> None:
+    assert pack(b"") == EMPTY
+
+
+def test_framed_gives_every_form_its_length() -> None:
+    growing = Growing(b"ab")
+    growing.data += b"cd"
+    assert framed(growing) == pack(b"abcd")
+    assert framed(-12) == pack(b"-12")
+    assert framed(pack(b"x")) == pack(b"x")
+    assert framed(bytearray(pack(b"x"))) == pack(b"x")
+
+
+def test_a_framed_value_is_not_copied() -> None:
+    value, large = pack(b"v"), bytearray(pack(b"w"))
+    assert framed(value) is value
+    assert framed(large) is large
+
+
+def test_what_is_framed_does_not_grow_with_its_source() -> None:
+    growing = Growing(b"a")
+    flat = framed(growing)
+    growing.data += b"b"
+    assert flat == pack(b"a")
+
+
+def test_size() -> None:
+    assert size(pack(b"abc")) == size(bytearray(pack(b"abc"))) == size(Growing(b"abc")) == 11
+    assert size(0) == size(-(2**63)) == COUNTER_SIZE
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (b"0", 0),
+    (b"-0", 0),
+    (b"+7", 7),
+    (b"007", 7),
+    (b"-007", -7),
+    (b" \t\n\v\f\r+12abc", 12),
+    (b"5.9", 5),
+    (b"0x10", 0),
+    (b"0abc", 0),
+    (b"12\0003", 12),
+    (b"0" * 40 + b"1", 1),
+    (b"9223372036854775807", 2**63 - 1),
+    (b"-9223372036854775808", -(2**63)),
+    (b"-0000000000009223372036854775808", -(2**63)),
+])  # fmt: skip
+def test_number(text: bytes, expected: int) -> None:
+    assert number(pack(text)) == number(bytearray(pack(text))) == number(Growing(text)) == expected
+
+
+@pytest.mark.parametrize("text", [
+    b"", b" ", b"abc", b"+", b"-", b"+-5", b"- 5", b"\x005", b"\xa05",
+    b"9223372036854775808", b"-9223372036854775809", b"9" * 100, b"1" * 10_000, b"0" * 10_000 + b"9" * 20,
+])  # fmt: skip
+def test_no_number(text: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        number(pack(text))
+
+
+def test_a_counter_is_its_number() -> None:
+    assert number(-5) == -5
+
+
+@pytest.mark.parametrize(("value", "expected"), [
+    (0, 0),
+    (2**63 - 1, 2**63 - 1),
+    (2**63, -(2**63)),
+    (-(2**63) - 1, 2**63 - 1),
+    (2 * (2**63 - 1), -2),
+    (-(2**64), 0),
+])  # fmt: skip
+def test_wrap(value: int, expected: int) -> None:
+    assert wrap(value) == expected

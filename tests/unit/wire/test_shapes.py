@@ -1,0 +1,120 @@
+"""How fields lie in bytes. What holds for all shapes is in tests/properties/test_shapes.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support import blob, keys, u64
+from tcpstore_async.blob import pack
+from tcpstore_async.errors import LimitError
+from tcpstore_async.limits import KIB, MIB, Limits
+from tcpstore_async.wire.shapes import (
+    BULK_BYTES,
+    COUNTED_KEYS,
+    ITEMS,
+    KEY,
+    KEY_I64,
+    KEY_VALUE,
+    KEY_VALUE_VALUE,
+    KEYS,
+    NOTHING,
+    POPPED,
+    U32,
+    Bulk,
+    Request,
+)
+
+LIMITS = Limits()
+
+
+def fields(*got: Any) -> tuple[Any, ...]:
+    return got
+
+
+@pytest.mark.parametrize(("shape", "sent", "encoded"), [
+    (NOTHING, (), b""),
+    (U32, (0x3C85F7CE,), bytes.fromhex("cef7853c")),
+    (KEY, (b"/k",), u64(2) + b"/k"),
+    (KEY_I64, (b"/k", -2), u64(2) + b"/k" + b"\xfe" + b"\xff" * 7),
+    (KEY_VALUE, (b"/k", pack(b"v")), blob(b"/k") + blob(b"v")),
+    (KEY_VALUE_VALUE, (b"/k", pack(b""), pack(b"v")), blob(b"/k") + blob(b"") + blob(b"v")),
+    (KEYS, ([b"/a", b""],), keys(b"/a", b"")),
+    (ITEMS, ([(b"/a", pack(b"1"))],), u64(1) + blob(b"/a") + blob(b"1")),
+])  # fmt: skip
+def test_bytes(shape: Request, sent: tuple[Any, ...], encoded: bytes) -> None:
+    assert shape.encode(sent) == encoded
+    assert shape.decode(fields, encoded, 0, len(encoded), LIMITS) == (sent, len(encoded))
+
+
+def test_replies_that_are_built() -> None:
+    assert COUNTED_KEYS.encode is not None
+    assert COUNTED_KEYS.encode([b"/a", b""]) == keys(b"/a", b"")
+    assert POPPED.encode is not None
+    assert POPPED.encode((0, None)) == u64(0)
+    value = pack(bytes(MIB))
+    popped = POPPED.encode((3, value))
+    assert isinstance(popped, list)
+    assert popped[0] == u64(3)
+    assert popped[1] is value
+
+
+def test_a_large_value_comes_into_its_own_buffer() -> None:
+    value = blob(bytes(range(256)) * 4 * KIB)
+    start = blob(b"/k") + value[:100]
+    rest, stop = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
+    assert isinstance(rest, Bulk)
+    assert (-stop, rest.at, rest.size) == (len(start) + 1, len(start), len(value))
+    at = 100
+    while at < len(value):
+        with rest.room() as room:
+            count = min(len(room), 50_000, len(value) - at)
+            room[:count] = value[at : at + count]
+        rest.fill(count)
+        at += count
+        assert rest.held() <= 4 * max(at, 64 * KIB) + len(b"/k")
+    assert len(rest.room()) == 0
+    (key, stored), stop = rest.decode(fields, b"", 0, 0, LIMITS)
+    assert (key, stored, stop) == (b"/k", value, 0)
+
+
+def test_what_follows_a_large_value_is_left() -> None:
+    value = blob(bytes(BULK_BYTES))
+    start = blob(b"/k") + value[:-5]
+    rest, _ = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
+    assert isinstance(rest, Bulk)
+    more = b"??" + value[-5:] + b"next"
+    (_, stored), stop = rest.decode(fields, more, 2, len(more), LIMITS)
+    assert (stored, stop) == (value, 7)
+
+
+def test_an_announcement_gets_a_small_buffer() -> None:
+    start = blob(b"/k") + u64(8 * MIB)
+    rest, _ = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
+    assert isinstance(rest, Bulk)
+    assert rest.held() <= 256 * KIB + len(b"/k")
+
+
+def test_short_values_are_waited_for() -> None:
+    start = blob(b"/k") + u64(BULK_BYTES - 9)
+    assert KEY_VALUE.decode(fields, start, 0, len(start), LIMITS) == (None, -(len(start) + BULK_BYTES - 9))
+
+
+def test_a_list_keeps_what_has_come() -> None:
+    whole = keys(b"/a", b"/b", b"/c")
+    start = whole[:25]
+    rest, stop = KEYS.decode(fields, start, 0, len(start), LIMITS)
+    assert (rest.at, -stop) == (18, 26)
+    assert rest.held() > 18
+    remaining = whole[18:]
+    assert rest.decode(fields, remaining, 0, len(remaining), LIMITS) == (([b"/a", b"/b", b"/c"],), len(remaining))
+
+
+@pytest.mark.parametrize("length", [2**63 - 1, 2**63, 2**64 - 1, 2**64 - 16])
+@pytest.mark.parametrize("shape", [KEY, KEY_I64, KEY_VALUE, KEY_VALUE_VALUE, KEYS, ITEMS])
+def test_absurd_lengths(shape: Request, length: int) -> None:
+    data = u64(length) + bytes(64)
+    with pytest.raises(LimitError) as error:
+        shape.decode(fields, data, 0, len(data), LIMITS)
+    assert error.value.size == length

@@ -1,0 +1,153 @@
+"""Writes docs/wire.md from the table of commands: `python tools/make_wire_doc.py`. tests/test_docs.py proves it fresh.
+
+What a command means stands here, in one sentence each; how it looks on the wire is read from the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tcpstore_async.limits import KIB, MIB, Limits
+from tcpstore_async.wire import shapes
+from tcpstore_async.wire.commands import COMMANDS, MAGIC, Command, Flag
+
+TARGET = Path(__file__).parent.parent / "docs" / "wire.md"
+
+SHAPES = {
+    "NOTHING": "",
+    "U32": "u32",
+    "KEY": "key",
+    "KEY_I64": "key, i64",
+    "KEY_VALUE": "key, value",
+    "KEY_VALUE_VALUE": "key, value, value",
+    "KEYS": "u64 *n*, *n* × key",
+    "ITEMS": "u64 *n*, *n* × (key, value)",
+    "SILENCE": "",
+    "ECHO": "u32",
+    "NUMBER": "i64",
+    "READINESS": f"u8: {shapes.READY} or {shapes.NOT_READY}",
+    "WAKE": f"u8: {shapes.STOP_WAITING}, now or later",
+    "CANCELED": f"u8: {shapes.WAIT_CANCELED}",
+    "BLOB": "value",
+    "BLOBS": "*n* × value",
+    "COUNTED_KEYS": "i64 *n*, *n* × key",
+    "POPPED": "i64 *n*; value if *n* > 0",
+}
+
+MEANINGS = {
+    "VALIDATE": f"The first frame of every connection, and only that: the magic number {MAGIC:#x}, else it is closed.",
+    "SET": "Stores the value. Wakes those who wait for the key.",
+    "COMPARE_SET": "Stores the second value if the present one equals the first; a missing key equals the empty value. "
+    "Replies the value afterwards; if the key is missing and the first value is not empty, the first value. "
+    "Wakes those who wait for the key if it stored.",
+    "GET": "Replies the value; the empty one if the key is missing.",
+    "ADD": "Adds to the number that the value's text begins with, 0 if the key is missing, modulo 2^64; stores the sum "
+    "as decimal text and replies it. Wakes those who wait for the key, before the reply. Closes the connection if the "
+    "text begins with no number or with one outside int64.",
+    "CHECK": "0 if every key is present, 1 if not. A queue that holds items is present.",
+    "WAIT": "0 at once if every key is present, as CHECK sees it. Else the connection is registered under each missing "
+    "key, as often as it is named, and 0 follows when they have all appeared once. A DELETE_KEY in between does not "
+    "undo that. A second WAIT replaces what is counted, not the registrations.",
+    "GETNUMKEYS": "Replies the number of keys, queues not among them.",
+    "DELETE_KEY": "Removes a value, never a queue; replies 1 if it was there, else 0. Wakes nobody.",
+    "APPEND": "Appends to the value; creates it if the key is missing. Wakes those who wait for the key.",
+    "MULTI_GET": "Replies the values in order, empty ones for missing keys.",
+    "MULTI_SET": "Sets all pairs, in order, or none. Wakes those who wait for the keys.",
+    "CANCEL_WAIT": "Drops every registration of the connection; 1, whether there was one or not.",
+    "PING": "Replies the number. PyTorch's client sends its process id, right behind VALIDATE.",
+    "QUEUE_PUSH": "Appends to a queue. Counts the item down for those in line, up to and including the first whose "
+    "wait that ends. If what that one says next does not take the item, or it leaves, the next in line is woken.",
+    "QUEUE_POP": "Replies the length before the pop and, unless that is 0, the oldest item. Never waits: a client that "
+    "wants to WAITs first.",
+    "QUEUE_LEN": "Replies the number of items, 0 if there is no such queue.",
+    "LIST_KEYS": "Replies all keys in any order, queues not among them.",
+    "BARRIER": "Adds 1 to the key's number, as ADD does, without waking anyone. If the sum is at least the number "
+    "given: wakes all who wait for the key, and replies 0. Else the connection is registered under the key, and 0 "
+    "follows when somebody completes the barrier or sets the key. Nothing ever resets the count.",
+}
+
+HEAD = """# The wire
+
+<!-- Made by tools/make_wire_doc.py from the table of commands. Edit that, and run it. -->
+
+What a client of PyTorch's TCPStore and this server say to each other. It is PyTorch's protocol; where this server
+answers otherwise, [quirks.md](quirks.md) says so.
+
+One TCP connection for each client. A request is one byte, the opcode, and fields; a reply is fields alone. There is no
+frame length, no request id and no version. Requests are executed in the order in which they arrive and answered in that
+order, but for the reply to a WAIT or BARRIER, which may come later, between the replies to others. However requests
+are cut into packets, the answers are the same.
+
+| field | bytes |
+|---|---|
+| u8, u32, u64, i64 | an integer, little-endian |
+| key, value | u64 length, and as many bytes of any kind |
+
+A key of PyTorch's client begins with `/`, but for the one it counts its workers in, `init/`. The server adds and strips
+nothing.
+
+## Commands
+
+"""
+
+FLAGS = {
+    Flag.MUTATES: "may change what is stored",
+    Flag.PARKS: "registers or releases the connection as a waiter",
+    Flag.SESSION: "concerns the connection only",
+    Flag.HANDSHAKE: "is the first command, and only that",
+}
+
+
+def _size(count: int) -> str:
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit:,} {name}"
+    return f"{count:,} bytes"
+
+
+def _tail() -> str:
+    limits = Limits()
+    key, value = _size(limits.key_bytes), _size(limits.value_bytes)
+    return f"""
+## Closing
+
+The server closes a connection, after the replies to what came before, for: a first frame that is not VALIDATE; a wrong
+magic number; an opcode that is not above; ADD or BARRIER on a value that is no number; a length or a count over a
+limit, as soon as it is announced. A frame that was not complete has had no effect.
+
+By default a key may have {key}, a value {value} and a request {limits.keys:,} keys, as on PyTorch's
+server, and {_size(limits.request_bytes)} in all.
+"""
+
+
+def _shape(shape: object) -> str:
+    for name, text in SHAPES.items():
+        if getattr(shapes, name) is shape:
+            return text or "–"
+    raise LookupError(f"SHAPES lacks {shape!r}")
+
+
+def _row(command: Command) -> str:
+    return (
+        f"| {command.opcode} | {command.name} | {_shape(command.request)} | {_shape(command.reply)} "
+        f"| {MEANINGS[command.name]} |\n"
+    )
+
+
+def _flags() -> str:
+    lines = []
+    for flag, text in FLAGS.items():
+        names = [command.name for command in COMMANDS if command.flags & flag]
+        lines.append(f"* {text}: {', '.join(names)}\n")
+    return "\n## What a server must know besides\n\n" + "".join(lines)
+
+
+def render() -> str:
+    """The whole page."""
+    rows = "".join(map(_row, COMMANDS))
+    head = "| opcode | name | request | reply | meaning |\n|---|---|---|---|---|\n"
+    return HEAD + head + rows + _flags() + _tail()
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render())
