@@ -1,0 +1,32 @@
+"""What a connection may cost: a store of 96,000 ranks must stay small."""
+
+import tracemalloc
+
+from support import HANDSHAKE
+from tcpstore_async import Limits
+from tcpstore_async.daemon import build
+from tcpstore_async.session.server import Engine, ServerSession
+
+BUDGET = {"compiled": 420, "interpreted": 760}
+"""Bytes of one session with all that is known of its peer, after the start of a rank."""
+
+SESSIONS = 2_000
+
+
+def test_a_session_stays_within_its_budget() -> None:
+    engine = Engine(Limits())
+    start = HANDSHAKE + b"\x0d1234"
+    sessions: list[ServerSession] = []
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(SESSIONS):
+            session = ServerSession(engine, None, "127.0.0.1", 10_000 + number, 1.5)
+            session.receive(start)
+            session.out.clear()
+            session.unread = 0
+            sessions.append(session)
+        each = (tracemalloc.get_traced_memory()[0] - before) / SESSIONS
+    finally:
+        tracemalloc.stop()
+    assert each <= BUDGET[build()], f"{each:.0f} bytes a session"
