@@ -36,12 +36,13 @@ async def serve(
     It listens on exactly `host`; port 0 lets the kernel choose. A `listener` that is bound already is used instead, and
     closed at the end. Raises DistNetworkError if the address cannot be had.
     """
-    server = UvServer(listener if listener is not None else listen(host, port), limits or Limits())
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+    with listener if listener is not None else listen(host, port) as listening:
+        server = UvServer(listening, limits or Limits())
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
 
 
 async def run(

@@ -29,7 +29,7 @@ class Limits:
     """Length of one request. At least what one key and two of the largest values need."""
 
     unfinished_bytes: int = GIB
-    """Received bytes of all requests, of all connections together, that are not complete yet."""
+    """Received bytes of requests that are not complete, or wait for their peer to read, of all connections together."""
 
     unread_soft_bytes: int = MIB
     """Replies that one peer has not read, at which its requests wait until it has."""

@@ -143,5 +143,5 @@ class Complaints:
     def finish(self) -> None:
         """Say what is still unsaid."""
         for kind, count in self._unsaid.items():
-            log.warning("%d more connections closed: %s", count, kind)
+            log.warning("%d more of the kind %r since the last such line", count, kind)
         self._unsaid.clear()

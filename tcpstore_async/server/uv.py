@@ -52,7 +52,9 @@ class Connection:
         """What the kernel did not take yet, in order; None while it takes everything."""
         self.paused = False
         self.hung_up = False
-        """The peer has said that it is gone: read to the end, there will be no further news."""
+        """The peer has said that it will send no more: read to the end, there will be no further news."""
+        self.ended = False
+        """The end has been read; the connection lasts until the peer has read what it was sent."""
 
     def advance(self) -> None:
         """Read and execute what is there, as far as the peer reads its replies."""
@@ -63,7 +65,7 @@ class Connection:
                 return
             chunk = _read(self.fd, _FIRST_READ)
             if not chunk:
-                self.close()
+                self._end()
                 return
             session.receive(chunk)
         except BlockingIOError:
@@ -85,7 +87,7 @@ class Connection:
         """Read on to the end, for a peer that has sent much, or has yet to read."""
         session = self.session
         for _ in range(_READS_PER_TURN):
-            if self.fd < 0:
+            if self.fd < 0 or self.ended:
                 return
             if session.unread > self.server.soft:
                 self._pause()
@@ -120,7 +122,7 @@ class Connection:
             if chunk:
                 session.receive(chunk)
             else:
-                self.close()
+                self._end()
             return len(chunk) == _READ
         with bulk.room() as room:
             size = len(room)
@@ -129,7 +131,7 @@ class Connection:
             bulk.fill(count)
             session.receive(b"")
         else:
-            self.close()
+            self._end()
         return count == size
 
     def flush(self) -> None:
@@ -170,7 +172,9 @@ class Connection:
         if self._behind() or self.fd < 0:
             return
         self.server.readiness.watch_writing(self.fd, False)
-        if self.paused:
+        if self.ended:
+            self.close()
+        elif self.paused:
             self.paused = False
             self.server.readiness.resume(self.fd)
             self.go_on()
@@ -192,6 +196,14 @@ class Connection:
             server.flush_dirty()
         if not server.count:
             server.empty.set()
+
+    def _end(self) -> None:
+        """The peer sends no more."""
+        if self._behind():
+            self.ended = True
+            self._pause()
+        else:
+            self.close()
 
     def _behind(self) -> bool:
         """Whether the peer has yet to read what it was sent."""
@@ -242,7 +254,6 @@ class UvServer:
 
     def __init__(self, listener: socket.socket, limits: Limits, watch_with: WatchWith = readiness) -> None:
         self.listener = listener
-        self.watch_with = watch_with
         self.limits = limits
         self.soft = limits.unread_soft_bytes
         self.engine = Engine(limits)
@@ -257,6 +268,7 @@ class UvServer:
         self.max_connections = 0
         self._later: list[Connection] = []
         self._loop = asyncio.get_running_loop()
+        self.readiness = watch_with(self._loop, self.ready)
         self._accepting = False
         self.stopped = False
         self._flushing = False
@@ -267,7 +279,6 @@ class UvServer:
         self.max_connections = min(room, self.limits.connections or room)
         warn_of_short_backlog()
         log.info("listening on %s, port %d, for up to %d connections", self.host, self.port, self.max_connections)
-        self.readiness = self.watch_with(self._loop, self.ready)
         self._resume_accepting()
 
     def stop(self) -> None:
@@ -370,13 +381,18 @@ class UvServer:
             )
             return
         os.set_blocking(fd, False)
+        try:
+            self.readiness.watch(fd)
+        except OSError as error:
+            os.close(fd)
+            self.complaints.add("accept", f"refused the connection of {host}, port {port}: {error.strerror}")
+            return
         host = sys.intern(host)  # a host has many ranks
         while fd >= len(self.connections):
             self.connections.extend([None] * (len(self.connections) + 64))
         self.connections[fd] = Connection(self, fd, host, port)
         self.count += 1
         self.empty.clear()
-        self.readiness.watch(fd)
 
     def _resume_accepting(self) -> None:
         if self.listener.fileno() >= 0 and not self._accepting:

@@ -1,0 +1,412 @@
+"""Peers that break off, send garbage, never read or stand still: only their own connection suffers."""
+
+import os
+import random
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from faults.watching import FRAMES, I64, Watch, get, num_keys, number, program, until
+from support import HANDSHAKE, RawPeer, Server, blob, keys, tcpstore_server, u64
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with tcpstore_server() as started:
+        yield started
+
+
+@pytest.fixture
+def other(server: Server) -> Iterator[RawPeer]:
+    """A well-behaved peer, on a store that is empty before and after."""
+    with RawPeer(server.port) as peer:
+        peer.ping()
+        assert num_keys(peer) == 0
+        yield peer
+        peer.ping()
+        for name in (b"/kept", b"/big", b"/list", b"/k", b"/count", *(b"/pattern/%d" % i for i in range(10))):
+            peer.ask(b"\x08" + blob(name), 8)
+        assert num_keys(peer) == 0
+
+
+def gone(server: Server, files: int) -> None:
+    """Wait until the server has closed every connection above that number of descriptors."""
+    until(lambda: Watch(server.process.pid).files() <= files, "the server has closed the connections")
+
+
+def prepare(peer: RawPeer) -> None:
+    peer.send(b"\x01" + blob(b"/kept") + blob(b"as it was") + b"\x0e" + blob(b"/full") + blob(b"item"))
+    peer.ping()
+
+
+def untouched(peer: RawPeer) -> None:
+    """Nothing but what `prepare` made is there; take the queue away again."""
+    assert get(peer, b"/kept") == b"as it was"
+    assert num_keys(peer) == 1
+    assert number(peer, b"\x10" + blob(b"/queue")) == 0
+    assert peer.ask(b"\x0f" + blob(b"/full"), 20) == I64.pack(1) + blob(b"item")
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+def test_half_a_frame_of_every_command(server: Server, other: RawPeer, ending: str) -> None:
+    prepare(other)
+    files = Watch(server.process.pid).files()
+    for frame in FRAMES.values():
+        for cut in range(1, len(frame)):
+            peer = RawPeer(server.port)
+            peer.send(frame[:cut])
+            peer.reset() if ending == "reset" else peer.close()
+        other.ping()
+    gone(server, files)
+    untouched(other)
+
+
+def test_half_a_handshake(server: Server, other: RawPeer) -> None:
+    files = Watch(server.process.pid).files()
+    for cut in range(len(HANDSHAKE)):
+        peer = RawPeer(server.port, validate=False)
+        peer.send(HANDSHAKE[:cut])
+        peer.close()
+    gone(server, files)
+
+
+def test_frames_that_stall_are_executed_when_they_go_on_and_not_before(server: Server, other: RawPeer) -> None:
+    prepare(other)
+    stalled = []
+    for name, frame in FRAMES.items():
+        for cut in {1, len(frame) // 2, len(frame) - 1} - {0, len(frame)}:
+            peer = RawPeer(server.port)
+            peer.ping()
+            peer.send(frame[:cut])
+            stalled.append((name, peer, frame[cut:]))
+    other.ping()
+    untouched(other)
+    prepare(other)
+    for name, peer, rest in stalled:
+        if name == "SET":
+            peer.send(rest)
+            peer.ping()
+    assert get(other, b"/set") == b"value"
+    assert num_keys(other) == 2
+    other.ask(b"\x08" + blob(b"/set"), 8)
+    for _, peer, _ in stalled:
+        peer.close()
+    untouched(other)
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
+    "tls": bytes.fromhex("1603010200010001fc0303") + bytes(range(256)) * 2,
+    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "ones": b"\xff" * 4096,
+}
+
+
+@pytest.mark.parametrize("handshake", [b"", HANDSHAKE], ids=["at once", "after the handshake"])
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_is_closed(server: Server, other: RawPeer, kind: str, handshake: bytes) -> None:
+    with RawPeer(server.port, validate=False) as peer:
+        peer.send(handshake + GARBAGE[kind])
+        assert peer.closed()
+    other.ping()
+
+
+def test_good_replies_before_garbage_arrive(server: Server, other: RawPeer) -> None:
+    with RawPeer(server.port) as peer:
+        peer.send(b"\x0dpong" + b"\x07" + b"\x63")
+        assert peer.read(12) == b"pong" + I64.pack(0)
+        assert peer.closed()
+
+
+def test_random_bytes(server: Server, other: RawPeer) -> None:
+    files = Watch(server.process.pid).files()
+    dice = random.Random(20)
+    for _ in range(100):
+        peer = RawPeer(server.port, validate=False)
+        with suppress(ConnectionError):
+            peer.send(HANDSHAKE + dice.randbytes(dice.choice([10, 1000, 100_000])))
+        other.ping()
+        peer.close()
+    gone(server, files)
+
+
+def send_until_refused(peer: RawPeer, other: RawPeer, request: bytes) -> int:
+    """Send requests, reading nothing, until the kernel takes no more because the server has stopped reading.
+
+    Returns how many were begun. The last may be cut off: its rest is sent by `finish`.
+    """
+    data = memoryview(request * 64)
+    sent = 0
+    quiet = 0
+    peer.socket.setblocking(False)
+    while quiet < 50:
+        assert sent < 512 * MIB, "the server reads on and on"
+        try:
+            sent += peer.socket.send(data[sent % len(request) :])
+            quiet = 0
+        except BlockingIOError:
+            other.ping()
+            quiet += 1
+    peer.socket.setblocking(True)
+    peer.socket.settimeout(60)
+    return sent
+
+
+def test_a_peer_that_reads_nothing_is_not_read_from(server: Server, other: RawPeer) -> None:
+    """Values of 1 MiB, patterns of its own for each key, counters between them: all arrive, in order, once it reads."""
+    values = [bytes([65 + i]) * (100_000 + i) for i in range(10)]
+    request = b""
+    for i, value in enumerate(values):
+        other.send(b"\x01" + blob(b"/pattern/%d" % i) + blob(value))
+        request += b"\x03" + blob(b"/pattern/%d" % i) + b"\x04" + blob(b"/count") + I64.pack(1)
+        request += b"\x05" + keys(*[b"/kept" + b"x" * 4000] * 4)
+    other.ping()
+    watch = Watch(server.process.pid)
+    before = watch.memory()
+    with RawPeer(server.port) as peer:
+        sent = send_until_refused(peer, other, request)
+        assert watch.memory() < before + 64 * MIB
+        done = number(other, b"\x04" + blob(b"/count") + I64.pack(0))
+        assert done < 10 * (sent // len(request)), "requests behind the pause have been executed"
+        rounds = sent // len(request)
+        assert rounds > 2
+        count = 0
+        for _ in range(rounds):
+            for value in values:
+                count += 1
+                assert peer.read(8 + len(value)) == blob(value)
+                assert peer.read(8) == I64.pack(count)
+                assert peer.read(1) == b"\x01"
+        if sent % len(request):
+            peer.send(request[sent % len(request) :])
+            peer.read(sum(8 + len(value) for value in values) + 90)
+        peer.ping()
+    assert watch.memory() < before + 64 * MIB
+
+
+@pytest.mark.parametrize("command", ["GET", "MULTI_GET", "LIST_KEYS"])
+def test_memory_is_bounded_while_a_peer_reads_nothing(server: Server, other: RawPeer, command: str) -> None:
+    """Two hundred replies of a MiB or more each; LIST_KEYS builds its replies anew each time."""
+    other.send(b"\x01" + blob(b"/big") + blob(bytes(MIB)))
+    names = [b"/list/%d/" % i + b"x" * 4000 for i in range(256)]
+    other.send(b"\x0b" + u64(len(names)) + b"".join(blob(name) + blob(b"") for name in names))
+    other.ping()
+    request = {
+        "GET": b"\x03" + blob(b"/big"),
+        "MULTI_GET": b"\x0a" + keys(b"/big", b"/big"),
+        "LIST_KEYS": b"\x11",
+    }[command]
+    watch = Watch(server.process.pid)
+    before = watch.memory()
+    with RawPeer(server.port) as peer:
+        peer.ping()
+        peer.send(request * 200)
+        for _ in range(200):
+            other.ping()
+        assert watch.memory() < before + 32 * MIB
+        for _ in range(200):
+            if command == "LIST_KEYS":
+                assert peer.read(8) == I64.pack(257)
+                peer.read(257 * 8 + len(b"/big") + sum(map(len, names)))
+            else:
+                for _ in range(command.count("MULTI") + 1):
+                    assert peer.read(8) == u64(MIB)
+                    peer.read(MIB)
+        peer.ping()
+        assert watch.memory() < before + 32 * MIB
+    for name in names:
+        other.ask(b"\x08" + blob(name), 8)
+
+
+def test_a_peer_that_reads_nothing_and_goes(server: Server, other: RawPeer) -> None:
+    """The connection of a paused peer closes too, by a reset."""
+    other.send(b"\x01" + blob(b"/big") + blob(bytes(MIB)))
+    other.ping()
+    files = Watch(server.process.pid).files()
+    for _ in range(5):
+        peer = RawPeer(server.port)
+        peer.send((b"\x03" + blob(b"/big")) * 100)
+        other.ping()
+        peer.reset()
+    gone(server, files)
+
+
+def test_a_reply_over_the_hard_mark_is_not_built(server: Server, other: RawPeer) -> None:
+    """The 2 kB request that takes PyTorch's server to 1.4 GB."""
+    size = 8 * MIB
+    other.send(b"\x01" + blob(b"/big") + blob(bytes(size)))
+    other.ping()
+    watch = Watch(server.process.pid)
+    before = watch.memory()
+    with RawPeer(server.port) as peer:
+        peer.ping(4242)
+        peer.send(b"\x0a" + keys(*[b"/big"] * 200))
+        assert peer.closed()
+        address = f"127.0.0.1:{peer.socket.getsockname()[1]} (pid 4242)"
+    assert watch.memory() < before + 32 * MIB
+    [line] = [line for line in server.log().splitlines() if "unread_hard_bytes" in line]
+    assert address in line
+    assert str(200 * (size + 8)) in line
+    assert str(256 * MIB) in line
+    other.ping()
+
+
+CLIENT = """
+import os, socket, struct, sys
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+key = sys.argv[2].encode()
+peer.sendall(bytes.fromhex("00cef7853c0d") + struct.pack("<I", os.getpid()))
+assert peer.recv(4, socket.MSG_WAITALL) == struct.pack("<I", os.getpid())
+peer.sendall(b"\\x12" + struct.pack("<Q", len(key)) + key + struct.pack("<q", 2))
+print("parked", flush=True)
+print("woken" if peer.recv(1) == b"\\0" else "closed", flush=True)
+sys.stdin.read()
+"""
+
+
+def arrived(peer: RawPeer, key: bytes) -> None:
+    """Wait until one peer is parked in a BARRIER."""
+    until(lambda: get(peer, key) == b"1", "the other process is parked")
+
+
+def test_a_stopped_client_is_woken_when_it_goes_on(server: Server, other: RawPeer) -> None:
+    with program(CLIENT, str(server.port), "/k") as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "parked\n"
+        arrived(other, b"/k")
+        client.send_signal(signal.SIGSTOP)
+        other.ping()
+        assert other.ask(b"\x12" + blob(b"/k") + I64.pack(2), 1) == b"\0"
+        other.ping()
+        client.send_signal(signal.SIGCONT)
+        assert client.stdout.readline() == "woken\n"
+
+
+def test_a_killed_client_is_forgotten(server: Server, other: RawPeer) -> None:
+    files = Watch(server.process.pid).files()
+    with program(CLIENT, str(server.port), "/k") as client, RawPeer(server.port) as peer:
+        arrived(other, b"/k")
+        peer.send(b"\x06" + keys(b"/missing"))
+        client.kill()
+        gone(server, files + 1)
+        other.send(b"\x01" + blob(b"/k") + blob(b"1") + b"\x01" + blob(b"/missing") + blob(b""))
+        assert peer.read(1) == b"\0"
+        peer.ping()
+    other.ask(b"\x08" + blob(b"/missing"), 8)
+
+
+def test_resets_while_parked(server: Server, other: RawPeer) -> None:
+    files = Watch(server.process.pid).files()
+    with RawPeer(server.port) as survivor:
+        peers = [RawPeer(server.port) for _ in range(50)]
+        for peer in peers:
+            peer.ping()
+            peer.send(b"\x06" + keys(b"/k", b"/never"))
+        survivor.send(b"\x06" + keys(b"/k"))
+        for peer in peers:
+            peer.reset()
+        gone(server, files + 1)
+        other.send(b"\x01" + blob(b"/k") + blob(b"here"))
+        assert survivor.read(1) == b"\0"
+        survivor.ping()
+
+
+def test_half_close_with_pipelined_requests(server: Server, other: RawPeer) -> None:
+    """What was sent before the end of file is executed and answered."""
+    with RawPeer(server.port) as peer:
+        peer.send((b"\x04" + blob(b"/count") + I64.pack(1)) * 2000)
+        peer.socket.shutdown(socket.SHUT_WR)
+        assert peer.read(16_000) == b"".join(I64.pack(i) for i in range(1, 2001))
+        assert peer.closed()
+    with RawPeer(server.port) as peer:
+        peer.send(b"\x06" + keys(b"/never"))
+        peer.socket.shutdown(socket.SHUT_WR)
+        assert peer.closed()
+
+
+def test_half_close_with_large_replies(server: Server, other: RawPeer) -> None:
+    """Less than the soft mark is unread when the end of file comes, more than the kernel takes."""
+    value = bytes(900_000)
+    other.send(b"\x01" + blob(b"/big") + blob(value))
+    other.ping()
+    with RawPeer(server.port) as peer:
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        peer.ping()
+        peer.send((b"\x03" + blob(b"/big")) * 10)
+        peer.socket.shutdown(socket.SHUT_WR)
+        for _ in range(100):
+            other.ping()
+        for _ in range(10):
+            assert peer.read(8 + len(value)) == blob(value)
+        assert peer.closed()
+
+
+def test_byte_by_byte(server: Server, other: RawPeer) -> None:
+    """Forty slow peers at once: every byte a segment of its own, handshake included."""
+    peers = [RawPeer(server.port, validate=False) for _ in range(40)]
+    stream = HANDSHAKE + b"".join(
+        [b"\x04" + blob(b"/count") + I64.pack(1), FRAMES["CHECK"], FRAMES["PING"], FRAMES["MULTI_GET"]]
+    )
+    for i in range(len(stream)):
+        for peer in peers:
+            peer.send(stream[i : i + 1])
+        other.ping()
+    counts = set()
+    for peer in peers:
+        counts.add(I64.unpack(peer.read(8))[0])
+        assert peer.read(1 + 4 + 16) == b"\x01" + b"1234" + bytes(16)
+        peer.close()
+    assert counts == set(range(1, 41))
+
+
+def test_two_thousand_connects_and_resets(server: Server, other: RawPeer) -> None:
+    files = Watch(server.process.pid).files()
+    for i in range(2000):
+        peer = RawPeer(server.port, validate=i % 2 == 0)
+        peer.reset()
+        if i % 100 == 0:
+            other.ping()
+    gone(server, files)
+
+
+@pytest.mark.parametrize("ending", ["close", "reset", "garbage"])
+def test_a_promise_of_one_that_goes_is_kept_to_the_next(server: Server, other: RawPeer, ending: str) -> None:
+    """A woken queue waiter that never pops hands the item's wake-up on."""
+    with RawPeer(server.port) as first, RawPeer(server.port) as second:
+        for peer in (first, second):
+            peer.ping()
+            peer.send(b"\x06" + keys(b"/queue"))
+        other.send(b"\x0e" + blob(b"/queue") + blob(b"item"))
+        assert first.read(1) == b"\0"
+        if ending == "garbage":
+            first.send(b"\xff")
+            assert first.closed()
+        elif ending == "reset":
+            first.reset()
+        else:
+            first.close()
+        assert second.read(1) == b"\0"
+        assert second.ask(b"\x0f" + blob(b"/queue"), 20) == I64.pack(1) + blob(b"item")
+
+
+def test_names_of_peers_are_numbers_in_the_log(server: Server, other: RawPeer) -> None:
+    text = server.log()
+    assert "127.0.0.1:" in text
+    assert "localhost" not in text
+    assert "Traceback" not in text
+
+
+def test_the_log_names_the_peer_by_address_and_pid() -> None:
+    with tcpstore_server() as server, RawPeer(server.port) as peer:
+        peer.ping(os.getpid())
+        address = f"127.0.0.1:{peer.socket.getsockname()[1]} (pid {os.getpid()})"
+        peer.send(struct.pack("<B", 200))
+        assert peer.closed()
+        assert address in server.log()
+        assert "opcode 200" in server.log()

@@ -1,0 +1,336 @@
+"""The server as a process: its descriptors, its socket options, its signals, its end."""
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from faults.watching import I64, Watch, program, server_under, until
+from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, keys, tcpstore_server
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+BACKLOG = 65_535
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+
+
+def connect(port: int) -> RawPeer | None:
+    """A connection, if the server takes it."""
+    peer = RawPeer(port, validate=False)
+    try:
+        peer.send(HANDSHAKE + b"\x0dping")
+        if peer.socket.recv(4) == b"ping":
+            return peer
+    except ConnectionError:
+        pass
+    peer.close()
+    return None
+
+
+@contextmanager
+def connections(port: int, count: int) -> Iterator[list[RawPeer]]:
+    """So many connections, every one served."""
+    peers: list[RawPeer] = []
+    try:
+        for _ in range(count):
+            peer = connect(port)
+            assert peer is not None, f"only {len(peers)} connections were taken"
+            peers.append(peer)
+        yield peers
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def idle(server: Server) -> bool:
+    """Whether the server uses no CPU to speak of, over half a second; a spinning one uses all it gets."""
+    watch = Watch(server.process.pid)
+    before = watch.cpu()
+    time.sleep(0.5)
+    return watch.cpu() - before < 0.1
+
+
+def test_few_descriptors() -> None:
+    """At the number that the log names, new ones are refused at once and cheaply, and the others are served."""
+    with server_under(["prlimit", "--nofile=100:160"]) as server:
+        watch = Watch(server.process.pid)
+        assert watch.file_limit() == (160, 160), "the soft limit is raised to the hard one"
+        found = re.search(r"for up to (\d+) connections", server.log())
+        assert found
+        room = int(found[1])
+        assert 50 <= room <= 160 - 64
+        with connections(server.port, room) as peers:
+            before = watch.cpu()
+            for i in range(300):
+                assert connect(server.port) is None
+                peers[i % room].ping()
+            assert watch.cpu() - before < 0.5
+            assert idle(server)
+            assert f"{room} are open, the most allowed" in server.log()
+            peers.pop().close()
+
+            def again() -> bool:
+                peer = connect(server.port)
+                if peer is not None:
+                    peers.append(peer)
+                return peer is not None
+
+            until(again, "there is room for a new one")
+        assert watch.files() <= 160 - 64
+
+
+OUT_OF_DESCRIPTORS = """
+import asyncio, logging, os, sys, tcpstore_async, uvloop
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+async def main():
+    loop = asyncio.get_running_loop()
+    async with tcpstore_async.serve() as server:
+        print(server.port, flush=True)
+        taken = []
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            if line == "take\\n":
+                try:
+                    while True:
+                        taken.append(os.dup(0))
+                except OSError:
+                    pass
+            while line == "give\\n" and taken:
+                os.close(taken.pop())
+            print("done", flush=True)
+
+uvloop.run(main())
+"""
+
+
+def test_no_descriptor_left_for_accept() -> None:
+    """Inside a process that uses its descriptors otherwise: those who are in are served, those who come wait."""
+    with program(OUT_OF_DESCRIPTORS) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        port = next(int(line) for line in lines if line.strip().isdecimal())
+        subprocess.run(["prlimit", f"--pid={process.pid}", "--nofile=100:100"], check=True)
+        watch = Watch(process.pid)
+        with RawPeer(port) as inside, RawPeer(port) as another:
+            inside.ping()
+            another.ping()
+            print("take", file=process.stdin, flush=True)
+            assert next(line for line in lines if "cannot accept" in line or line == "done\n") == "done\n"
+            with RawPeer(port) as newcomer:
+                newcomer.send(b"\x0dpong")
+                assert "cannot accept connections for now" in next(lines)
+                before = watch.cpu()
+                for _ in range(200):
+                    inside.ping()
+                    another.ping()
+                time.sleep(0.5)
+                assert watch.cpu() - before < 0.3, "the server spins"
+                print("give", file=process.stdin, flush=True)
+                assert newcomer.read(4) == b"pong"
+
+
+def test_the_backlog_is_as_long_as_the_kernel_allows() -> None:
+    somaxconn = int(SOMAXCONN.read_text())
+    with tcpstore_server() as server:
+        warned = f"net.core.somaxconn is {somaxconn}" in server.log()
+        assert warned == (somaxconn < BACKLOG)
+        if shutil.which("ss") is None:
+            pytest.skip("ss is needed to see the backlog")
+        listed = subprocess.run(["ss", "-ltnH", f"sport = :{server.port}"], capture_output=True, text=True, check=True)
+        assert listed.stdout.split()[2] == str(min(BACKLOG, somaxconn))
+
+
+@pytest.mark.parametrize("somaxconn", [128, 65_535])
+def test_a_short_backlog_is_warned_of(somaxconn: int) -> None:
+    """In a network namespace of its own, where the kernel's limit can be set."""
+    script = f'ip link set lo up; echo {somaxconn} > {SOMAXCONN}; exec "$@"'
+    prefix = ["unshare", "-n", "sh", "-c", script, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("a network namespace needs root")
+    with server_under(prefix) as server:
+        assert ("somaxconn" in server.log()) == (somaxconn < BACKLOG)
+        if shutil.which("nsenter") and shutil.which("ss"):
+            listed = subprocess.run(
+                ["nsenter", "-n", "-t", str(server.process.pid), "ss", "-ltnH"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert listed.stdout.split()[2] == str(min(BACKLOG, somaxconn))
+
+
+def test_a_reply_that_ends_in_an_empty_value_is_one_segment() -> None:
+    """A length held back until its value comes would arrive 200 ms late, as on PyTorch's legacy server."""
+    with tcpstore_server() as server, RawPeer(server.port) as peer:
+        peer.send(b"\x01" + blob(b"/k") + blob(b"") + b"\x0e" + blob(b"/q") + blob(b""))
+        peer.ping()
+        for request, reply in (
+            (b"\x03" + blob(b"/k"), bytes(8)),
+            (b"\x03" + blob(b"/missing"), bytes(8)),
+            (b"\x0a" + keys(b"/k", b"/missing", b"/k"), bytes(24)),
+            (b"\x02" + blob(b"/k") + blob(b"") + blob(b""), bytes(8)),
+            (b"\x0f" + blob(b"/q"), I64.pack(1) + bytes(8)),
+            (b"\x0f" + blob(b"/q"), bytes(8)),
+        ):
+            peer.send(request)
+            assert peer.socket.recv(100) == reply
+
+
+def test_pipelined_requests_are_answered_in_one_segment() -> None:
+    with tcpstore_server() as server, RawPeer(server.port) as peer:
+        peer.ping()
+        peer.send(b"\x07" * 100)
+        assert len(peer.socket.recv(1000)) == 800
+
+
+def test_no_descriptor_is_left_behind() -> None:
+    """A thousand connections, of several endings, among them parked and paused ones."""
+    with tcpstore_server() as server, RawPeer(server.port) as other:
+        other.send(b"\x01" + blob(b"/big") + blob(bytes(1 << 20)))
+        other.ping()
+        watch = Watch(server.process.pid)
+        files = watch.files()
+        for i in range(10):
+            with connections(server.port, 100) as peers:
+                for j, peer in enumerate(peers):
+                    if j % 5 == 1:
+                        peer.send(b"\x06" + keys(b"/never%d" % i))
+                    if j % 25 == 2:
+                        peer.send((b"\x03" + blob(b"/big")) * 20)
+                    if j % 5 == 3:
+                        peer.send(b"\xff")
+                    if j % 5 == 4:
+                        peer.reset()
+                other.ping()
+        until(lambda: watch.files() == files, "all are closed")
+
+
+def test_a_killed_server_is_an_end_of_file_for_everyone() -> None:
+    with tcpstore_server() as server, connections(server.port, 20) as peers:
+        for peer in peers[:10]:
+            peer.send(b"\x06" + keys(b"/never"))
+        server.process.kill()
+        for peer in peers:
+            assert peer.closed()
+
+
+def refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), LIMIT).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_sigterm_serves_on_until_the_last_has_left() -> None:
+    with tcpstore_server("--grace", "60") as server:
+        with RawPeer(server.port) as parked, RawPeer(server.port) as peer:
+            parked.send(b"\x06" + keys(b"/k"))
+            peer.ping()
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: refused(server.port), "the port is free")
+            assert server.process.poll() is None
+            peer.send(b"\x01" + blob(b"/k") + blob(b"v"))
+            assert parked.read(1) == b"\0"
+            peer.ping()
+        assert server.process.wait(LIMIT) == 0
+        assert "connections closed after" not in server.log()
+
+
+@pytest.mark.parametrize("grace", ["0", "0.2"])
+def test_the_grace_ends(grace: str) -> None:
+    with tcpstore_server("--grace", grace) as server, RawPeer(server.port) as peer:
+        peer.ping()
+        server.process.send_signal(signal.SIGTERM)
+        assert peer.closed()
+        assert server.process.wait(LIMIT) == 0
+        assert "connections closed after" in server.log()
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_sigint_stops_at_once_even_while_draining(drain: bool) -> None:
+    with tcpstore_server("--grace", "3600") as server, RawPeer(server.port) as peer:
+        peer.send(b"\x06" + keys(b"/never"))
+        peer.ping()
+        if drain:
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: refused(server.port), "the port is free")
+        server.process.send_signal(signal.SIGINT)
+        assert peer.closed()
+        assert server.process.wait(LIMIT) == 0
+        assert "Traceback" not in server.log()
+
+
+def test_the_port_can_be_had_again_at_once() -> None:
+    with tcpstore_server() as server, RawPeer(server.port) as peer:
+        peer.ping()
+        server.stop()
+        with tcpstore_server("--port", str(server.port)) as next_one, RawPeer(next_one.port) as newcomer:
+            assert next_one.port == server.port
+            newcomer.ping()
+
+
+def test_a_port_in_use_is_an_error() -> None:
+    with tcpstore_server() as server:
+        done = subprocess.run(
+            [sys.executable, "-m", "tcpstore_async", "serve", "--port", str(server.port)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            cwd=tempfile.gettempdir(),
+        )
+        assert done.returncode == 1
+        assert str(server.port) in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+NAMELESS = """
+import asyncio, logging, socket, sys, tcpstore_async, uvloop
+
+def forbidden(*arguments, **more):
+    print("LOOKED UP", arguments, flush=True)
+    raise AssertionError(arguments)
+
+for name in ("getnameinfo", "gethostbyaddr", "getfqdn", "gethostbyname", "gethostbyname_ex"):
+    setattr(socket, name, forbidden)
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+async def main():
+    async with tcpstore_async.serve("127.0.0.1", 0, limits=tcpstore_async.Limits(connections=1)) as server:
+        print(server.port, flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+
+(uvloop.run if sys.argv[1] == "uvloop" else asyncio.run)(main())
+print("over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_names_of_peers_are_never_looked_up(loop: str) -> None:
+    with program(NAMELESS, loop) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        port = next(int(line) for line in lines if line.strip().isdecimal())
+        with RawPeer(port) as peer:
+            peer.ping()
+            assert connect(port) is None
+            peer.send(b"\xff")
+            assert peer.closed()
+        print(file=process.stdin, flush=True)
+        rest = "".join(lines)
+        assert rest.endswith("over\n")
+        assert "LOOKED UP" not in rest
+        assert "opcode 255" in rest
+        assert "refused the connection" in rest

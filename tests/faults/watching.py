@@ -1,0 +1,136 @@
+"""What the fault tests share: what a process uses, waiting for a condition, and one good frame of every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support import LIMIT, RawPeer, Server, blob, keys, u64
+
+I64 = struct.Struct("<q")
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.005)
+
+
+class Watch:
+    """What a process uses, seen from outside."""
+
+    def __init__(self, pid: int) -> None:
+        self.folder = Path("/proc", str(pid))
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        return self._status("VmRSS") * 1024
+
+    def files(self) -> int:
+        """Open file descriptors."""
+        return len(os.listdir(self.folder / "fd"))
+
+    def cpu(self) -> float:
+        """Seconds of CPU time, user and system."""
+        fields = (self.folder / "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def file_limit(self) -> tuple[int, int]:
+        """Soft and hard limit of open files."""
+        found = re.search(r"Max open files +(\d+) +(\d+)", (self.folder / "limits").read_text())
+        assert found
+        return int(found[1]), int(found[2])
+
+    def _status(self, name: str) -> int:
+        found = re.search(rf"{name}:\s+(\d+)", (self.folder / "status").read_text())
+        assert found
+        return int(found[1])
+
+
+@contextmanager
+def server_under(prefix: list[str], *options: str) -> Iterator[Server]:
+    """`tcpstore serve`, started by another command such as prlimit."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        command = [*prefix, sys.executable, "-m", "tcpstore_async", "serve", "--port", "0", *options]
+        with log.open("wb") as errors:
+            process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=errors)
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line, f"the server did not start: {log.read_text()}"
+            yield Server(process, json.loads(line)["port"], log)
+        finally:
+            process.kill()
+            process.wait(LIMIT)
+            process.stdout.close()
+
+
+@contextmanager
+def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program that prints to the test line by line; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", text, *arguments],
+        cwd=tempfile.gettempdir(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(LIMIT)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def number(peer: RawPeer, request: bytes) -> int:
+    """Ask what is answered with an i64."""
+    answer: int = I64.unpack(peer.ask(request, 8))[0]
+    return answer
+
+
+def num_keys(peer: RawPeer) -> int:
+    return number(peer, b"\x07")
+
+
+def get(peer: RawPeer, key: bytes) -> bytes:
+    size = struct.unpack("<Q", peer.ask(b"\x03" + blob(key), 8))[0]
+    return peer.read(size)
+
+
+FRAMES: dict[str, bytes] = {
+    "SET": b"\x01" + blob(b"/set") + blob(b"value"),
+    "COMPARE_SET": b"\x02" + blob(b"/compare_set") + blob(b"") + blob(b"desired"),
+    "GET": b"\x03" + blob(b"/get"),
+    "ADD": b"\x04" + blob(b"/add") + I64.pack(3),
+    "CHECK": b"\x05" + keys(b"/check", b"/another"),
+    "WAIT": b"\x06" + keys(b"/wait", b"/another"),
+    "GETNUMKEYS": b"\x07",
+    "DELETE_KEY": b"\x08" + blob(b"/kept"),
+    "APPEND": b"\x09" + blob(b"/append") + blob(b"value"),
+    "MULTI_GET": b"\x0a" + keys(b"/multi_get", b"/another"),
+    "MULTI_SET": b"\x0b" + u64(2) + blob(b"/multi/1") + blob(b"one") + blob(b"/multi/2") + blob(b"two"),
+    "CANCEL_WAIT": b"\x0c",
+    "PING": b"\x0d1234",
+    "QUEUE_PUSH": b"\x0e" + blob(b"/queue") + blob(b"item"),
+    "QUEUE_POP": b"\x0f" + blob(b"/full"),
+    "QUEUE_LEN": b"\x10" + blob(b"/full"),
+    "LIST_KEYS": b"\x11",
+    "BARRIER": b"\x12" + blob(b"/barrier") + I64.pack(2),
+}
+"""One good frame of every command but VALIDATE."""

@@ -1,0 +1,76 @@
+"""Worlds of stock PyTorch processes on our server: gloo groups, worlds that count their workers, blocked ranks."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import LIMIT, RawPeer, tcpstore_server
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the torch extra is not installed")
+
+Run = Callable[[str, int], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ranks.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    yield process
+    process.stdin.close()
+    process.wait(LIMIT)
+    process.stdout.close()
+
+
+@pytest.fixture
+def run(ranks: subprocess.Popen[str]) -> Iterator[Run]:
+    """Runs a scenario on a fresh server and returns what its ranks return."""
+    assert ranks.stdin is not None
+    assert ranks.stdout is not None
+    with tcpstore_server() as server:
+
+        def run(scenario: str, world: int) -> list[Any]:
+            assert ranks.stdin is not None
+            assert ranks.stdout is not None
+            print(json.dumps({"scenario": scenario, "world": world, "port": server.port}), file=ranks.stdin, flush=True)
+            answers = json.loads(ranks.stdout.readline())
+            errors = [answer["error"] for answer in answers if "error" in answer]
+            assert not errors, "\n".join(errors)
+            return [answer["result"] for answer in answers]
+
+        yield run
+        with RawPeer(server.port) as peer:
+            peer.ping()
+        assert "closed the connection" not in server.log()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "scenario", ["group", "group_with_store_barrier", "group_with_debug", "group_with_store_v2", "stock_world"]
+)
+def test_a_gloo_group(run: Run, scenario: str, world: int) -> None:
+    for rank, (total, paired, gathered) in enumerate(run(scenario, world)):
+        assert total == sum(range(1, world + 1))
+        assert paired == (30.0 if rank < 2 else 10.0 * (rank + 1))
+        assert gathered == list(range(world))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_master_that_waits_for_its_workers(run: Run, world: int) -> None:
+    assert all(joined >= 1 for joined in run("master_waits", world))
+
+
+def test_ranks_that_block_are_woken_by_another(run: Run) -> None:
+    assert run("blocked", 8) == ["woke", "got", None, "item", None, "a", "3", ["x", "y"]]

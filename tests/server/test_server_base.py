@@ -1,0 +1,142 @@
+"""Addresses, the backlog, limits of open files, and the log of what peers did wrong."""
+
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from support import LIMIT
+from tcpstore_async.errors import DistNetworkError
+from tcpstore_async.server import base
+from tcpstore_async.server.base import Complaints, adopt, listen, room_for_connections
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with listen("127.0.0.1", 0) as listener:
+        yield listener
+
+
+def test_a_listener(listener: socket.socket) -> None:
+    host, port = listener.getsockname()
+    assert host == "127.0.0.1"
+    assert port > 0
+    assert not listener.getblocking()
+    assert not listener.get_inheritable()
+    assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+    with socket.create_connection((host, port), LIMIT) as client:
+        listener.setblocking(True)
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert client.getpeername() == (host, port)
+
+
+def test_the_backlog_is_that_of_a_whole_job() -> None:
+    assert base.BACKLOG == 65_535
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6 here")
+@pytest.mark.parametrize(("host", "only"), [("::", 0), ("::1", 1)])
+def test_ipv6(host: str, only: int) -> None:
+    with listen(host, 0) as listener:
+        assert listener.family == socket.AF_INET6
+        assert listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == only
+
+
+def test_a_port_in_use(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    with pytest.raises(
+        DistNetworkError, match=rf"^cannot listen on 127\.0\.0\.1, port {port}: Address already in use$"
+    ):
+        listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no address", "a" * 300, "a..b"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(DistNetworkError, match=f"^cannot listen on {host}"):
+        listen(host, 0)
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 70_000])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(ValueError, match=f"^port must be from 0 to 65535, not {port}$"):
+        listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_a_socket_from_elsewhere(listening: bool) -> None:
+    with socket.socket() as given:
+        given.bind(("127.0.0.1", 0))
+        if listening:
+            given.listen(1)
+        with adopt(os.dup(given.fileno())) as adopted:
+            assert adopted.getsockname() == given.getsockname()
+            assert not adopted.getblocking()
+            socket.create_connection(adopted.getsockname(), LIMIT).close()
+
+
+def test_what_is_no_listener_is_refused() -> None:
+    with pytest.raises(DistNetworkError, match="file descriptor 9999"):
+        adopt(9999)
+    with tempfile.TemporaryFile() as file, pytest.raises(DistNetworkError, match="cannot listen on file descriptor"):
+        adopt(os.dup(file.fileno()))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as given:
+        fd = os.dup(given.fileno())
+        with pytest.raises(DistNetworkError, match="it is not a TCP socket"):
+            adopt(fd)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    with socket.socket(socket.AF_UNIX) as given, pytest.raises(DistNetworkError, match="it is not a TCP socket"):
+        adopt(os.dup(given.fileno()))
+    near, far = socket.socketpair()
+    with near, far, pytest.raises(DistNetworkError, match="it is not a TCP socket"):
+        adopt(os.dup(near.fileno()))
+
+
+def test_a_connected_socket_is_no_listener(listener: socket.socket) -> None:
+    with socket.create_connection(listener.getsockname(), LIMIT) as given:
+        fd = os.dup(given.fileno())
+        with pytest.raises(DistNetworkError, match=f"cannot listen on file descriptor {fd}: "):
+            adopt(fd)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
+def test_room_is_what_may_be_opened_less_a_reserve() -> None:
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    before = room_for_connections()
+    assert before < soft - base.RESERVE
+    files = [os.dup(0) for _ in range(10)]
+    assert room_for_connections() == before - 10
+    for file in files:
+        os.close(file)
+
+
+def test_complaints_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    complaints = Complaints()
+    for i in range(50):
+        complaints.add("key_bytes", f"peer {i}")
+        complaints.add("keys", f"other peer {i}")
+    complaints.finish()
+    complaints.finish()
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert messages[:2] == ["peer 0", "other peer 0"]
+    assert sorted(messages[-2:]) == [
+        "49 more of the kind 'key_bytes' since the last such line",
+        "49 more of the kind 'keys' since the last such line",
+    ]
+    assert len(messages) == 4
+
+
+def test_a_single_complaint_has_no_count(caplog: pytest.LogCaptureFixture) -> None:
+    complaints = Complaints()
+    complaints.add("key_bytes", "peer")
+    complaints.finish()
+    assert [record.getMessage() for record in caplog.records] == ["peer"]

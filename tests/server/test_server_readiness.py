@@ -1,0 +1,183 @@
+"""Both ways to learn which descriptors are ready, by themselves."""
+
+import asyncio
+import select
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from support import LIMIT
+from tcpstore_async.server.readiness import READ, WRITE, LoopReaders, Readiness, WatchWith, readiness
+
+uvloop = pytest.importorskip("uvloop")
+
+Scenario = Callable[["Scene"], Coroutine[Any, Any, None]]
+
+
+class Scene:
+    """Two ends of a socket pair, one of which is watched, and what was reported of it."""
+
+    def __init__(self, way: WatchWith) -> None:
+        self.near, self.far = socket.socketpair()
+        self.near.setblocking(False)
+        self.fd = self.near.fileno()
+        self.news: list[tuple[int, int]] = []
+        self.heard = asyncio.Event()
+        self.readiness: Readiness = way(asyncio.get_running_loop(), self.report)
+
+    def report(self, news: list[tuple[int, int]]) -> None:
+        self.news += news
+        self.heard.set()
+
+    async def next(self) -> int:
+        """The events of the next report of the watched end."""
+        while not self.news:
+            self.heard.clear()
+            await asyncio.wait_for(self.heard.wait(), LIMIT)
+        fd, events = self.news.pop(0)
+        assert fd == self.fd
+        return events
+
+    async def quiet(self) -> bool:
+        """Whether the loop turns many times without a report, those apart that were under way."""
+        for _ in range(2):
+            self.news.clear()
+            for _ in range(50):
+                await asyncio.sleep(0)
+        return not self.news
+
+    def close(self) -> None:
+        self.readiness.close()
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def play(request: pytest.FixtureRequest, way: WatchWith) -> Callable[[Scenario], None]:
+    def play(scenario: Scenario) -> None:
+        async def main() -> None:
+            scene = Scene(way)
+            try:
+                await scenario(scene)
+            finally:
+                scene.close()
+
+        (uvloop.run if request.param == "uvloop" else asyncio.run)(main())
+
+    return play
+
+
+@pytest.fixture(params=[readiness, LoopReaders], ids=["the best", "loop readers"])
+def way(request: pytest.FixtureRequest) -> WatchWith:
+    chosen: WatchWith = request.param
+    return chosen
+
+
+Play = Callable[[Scenario], None]
+
+
+def test_what_arrives_is_reported(play: Play) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.readiness.watch(scene.fd)
+        assert await scene.quiet()
+        scene.far.send(b"x")
+        assert await scene.next() & READ
+        scene.near.recv(10)
+        assert await scene.quiet()
+        scene.far.send(b"y")
+        assert await scene.next() & READ
+
+    play(scenario)
+
+
+def test_what_was_there_before_is_reported(play: Play) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.far.send(b"x")
+        scene.readiness.watch(scene.fd)
+        assert await scene.next() & READ
+
+    play(scenario)
+
+
+def test_the_end_is_reported_as_readable(play: Play) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.readiness.watch(scene.fd)
+        scene.far.close()
+        assert await scene.next() & READ
+        assert scene.near.recv(1) == b""
+
+    play(scenario)
+
+
+def test_writing_is_reported_when_wanted(play: Play) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.readiness.watch(scene.fd)
+        with suppress(BlockingIOError):
+            while True:
+                scene.near.send(bytes(65_536))
+        scene.readiness.watch_writing(scene.fd, True)
+        assert await scene.quiet()
+        scene.far.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                scene.far.recv(65_536)
+        assert await scene.next() & WRITE
+        scene.readiness.watch_writing(scene.fd, False)
+        assert await scene.quiet()
+
+    play(scenario)
+
+
+def test_a_pause_tells_nothing_or_lets_itself_be_ignored(play: Play) -> None:
+    """After `resume` a level is reported again; an edge needs one read without being told."""
+
+    async def scenario(scene: Scene) -> None:
+        scene.readiness.watch(scene.fd)
+        scene.readiness.pause(scene.fd)
+        scene.far.send(b"x")
+        await scene.quiet()
+        scene.news.clear()
+        scene.readiness.resume(scene.fd)
+        if isinstance(scene.readiness, LoopReaders):
+            assert await scene.next() & READ
+        assert scene.near.recv(10) == b"x"
+        await scene.quiet()
+        scene.far.send(b"y")
+        assert await scene.next() & READ
+
+    play(scenario)
+
+
+def test_what_is_forgotten_is_not_reported(play: Play) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.readiness.watch(scene.fd)
+        scene.readiness.watch_writing(scene.fd, True)
+        scene.readiness.forget(scene.fd)
+        scene.near.close()
+        scene.far.close()
+        assert await scene.quiet()
+
+    play(scenario)
+
+
+def test_nothing_is_reported_after_the_end(play: Play) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.readiness.watch(scene.fd)
+        scene.readiness.close()
+        scene.far.send(b"x")
+        assert await scene.quiet()
+        scene.readiness = LoopReaders(asyncio.get_running_loop(), scene.report)
+
+    play(scenario)
+
+
+def test_the_better_way_is_an_epoll_set_where_there_is_one() -> None:
+    async def main() -> None:
+        best = readiness(asyncio.get_running_loop(), lambda news: None)
+        assert isinstance(best, LoopReaders) != hasattr(select, "epoll")
+        best.close()
+
+    asyncio.run(main())

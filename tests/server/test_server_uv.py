@@ -1,0 +1,433 @@
+"""The event-driven server inside the test's own process: on uvloop and on asyncio, with both ways to watch sockets."""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import tcpstore_async
+from support import HANDSHAKE, LIMIT, blob, keys
+from tcpstore_async.errors import DistNetworkError
+from tcpstore_async.limits import Limits
+from tcpstore_async.server.base import listen
+from tcpstore_async.server.readiness import LoopReaders, WatchWith, readiness
+from tcpstore_async.server.uv import UvServer
+
+uvloop = pytest.importorskip("uvloop")
+
+I64 = struct.Struct("<q")
+MIB = 1 << 20
+
+Run = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine function on a fresh loop; what a callback raises fails the test."""
+
+    def run(main: Callable[[], Awaitable[None]]) -> None:
+        raised: list[dict[str, Any]] = []
+
+        async def watched() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+            await asyncio.wait_for(main(), LIMIT)
+
+        (uvloop.run if request.param == "uvloop" else asyncio.run)(watched())
+        assert not raised
+
+    return run
+
+
+@pytest.fixture(params=[readiness, LoopReaders], ids=["epoll set", "loop readers"])
+def watch_with(request: pytest.FixtureRequest) -> WatchWith:
+    way: WatchWith = request.param
+    return way
+
+
+class Serving:
+    """`async with` a server of the way given; stopped at the end."""
+
+    def __init__(self, watch_with: WatchWith = readiness, limits: Limits | None = None) -> None:
+        self.server = UvServer(listen("127.0.0.1", 0), limits or Limits(), watch_with)
+
+    async def __aenter__(self) -> UvServer:
+        self.server.start()
+        return self.server
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.stop()
+
+
+class Client:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def ask(self, data: bytes, count: int) -> bytes:
+        self.writer.write(data)
+        await self.writer.drain()
+        return await self.reader.readexactly(count)
+
+    async def ping(self) -> None:
+        assert await self.ask(b"\x0dping", 4) == b"ping"
+
+    async def closed(self) -> bool:
+        try:
+            return await self.reader.read(1) == b""
+        except ConnectionError:
+            return True
+
+    def reset(self) -> None:
+        sock = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    async def leave(self) -> None:
+        self.writer.close()
+        try:
+            await self.writer.wait_closed()
+        except ConnectionError:
+            pass
+
+
+@asynccontextmanager
+async def client(port: int, host: str = "127.0.0.1") -> Any:
+    peer = Client(*await asyncio.open_connection(host, port))
+    peer.writer.write(HANDSHAKE)
+    try:
+        yield peer
+    finally:
+        await peer.leave()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_the_context_manager_serves_and_frees_the_port(run: Run) -> None:
+    async def main() -> None:
+        async with tcpstore_async.serve() as server:
+            assert server.host == "127.0.0.1"
+            assert server.port > 0
+            async with client(server.port) as peer:
+                await peer.ping()
+                assert await peer.ask(b"\x04" + blob(b"/n") + I64.pack(5), 8) == I64.pack(5)
+                port = server.port
+        async with tcpstore_async.serve("127.0.0.1", port) as server, client(port) as peer:
+            assert server.port == port
+            assert await peer.ask(b"\x07", 8) == I64.pack(0), "a new server starts empty"
+
+    run(main)
+
+
+def test_clients_see_the_end(run: Run, watch_with: WatchWith) -> None:
+    async def main() -> None:
+        async with Serving(watch_with) as server:
+            peer = Client(*await asyncio.open_connection("127.0.0.1", server.port))
+            peer.writer.write(HANDSHAKE + b"\x06" + keys(b"/never"))
+            await peer.ping()
+        assert await peer.closed()
+        await peer.leave()
+        assert server.count == 0
+        assert not server.engine.keyspace.waiters
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", server.port)
+        server.stop()
+
+    run(main)
+
+
+def test_an_exception_in_the_context_frees_the_port(run: Run) -> None:
+    async def fail(ports: list[int]) -> None:
+        async with tcpstore_async.serve() as server:
+            ports.append(server.port)
+            raise ZeroDivisionError
+
+    async def main() -> None:
+        ports: list[int] = []
+        with pytest.raises(ZeroDivisionError):
+            await fail(ports)
+        async with tcpstore_async.serve(port=ports[0]):
+            pass
+
+    run(main)
+
+
+def test_two_servers_on_one_loop_know_nothing_of_each_other(run: Run) -> None:
+    async def main() -> None:
+        async with (
+            tcpstore_async.serve() as one,
+            tcpstore_async.serve() as two,
+            client(one.port) as first,
+            client(two.port) as second,
+        ):
+            assert one.port != two.port
+            first.writer.write(b"\x06" + keys(b"/k"))
+            await second.ask(b"\x01" + blob(b"/k") + blob(b"v") + b"\x0dping", 4)
+            await first.ping()
+            assert await first.ask(b"\x07", 8) == I64.pack(0)
+
+    run(main)
+
+
+def test_a_port_in_use(run: Run) -> None:
+    async def main() -> None:
+        async with tcpstore_async.serve() as server:
+            with pytest.raises(DistNetworkError, match=f"cannot listen on 127.0.0.1, port {server.port}: Address"):
+                async with tcpstore_async.serve(port=server.port):
+                    pass
+
+    run(main)
+
+
+def test_a_listener_that_is_bound_already(run: Run) -> None:
+    async def main() -> None:
+        listener = listen("127.0.0.1", 0)
+        async with tcpstore_async.serve(listener=listener) as server, client(server.port) as peer:
+            assert server.port == listener.getsockname()[1]
+            await peer.ping()
+        assert listener.fileno() == -1
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"), [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"])]
+)
+def test_addresses(run: Run, host: str, reached: list[str]) -> None:
+    async def main() -> None:
+        async with tcpstore_async.serve(host) as server:
+            assert server.host == host
+            for address in reached:
+                async with client(server.port, address) as peer:
+                    await peer.ping()
+            if host == "::1":
+                with pytest.raises(ConnectionRefusedError):
+                    await asyncio.open_connection("127.0.0.1", server.port)
+
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("there is no IPv6 here")
+    run(main)
+
+
+def test_an_ipv6_peer_is_named_in_brackets(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with tcpstore_async.serve("::1") as server, client(server.port, "::1") as peer:
+            peer.writer.write(b"\xff")
+            assert await peer.closed()
+
+    run(main)
+    assert "the connection of [::1]:" in caplog.text
+
+
+def test_accepted_sockets_have_no_delay(run: Run, watch_with: WatchWith) -> None:
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as peer:
+            await peer.ping()
+            [connection] = [one for one in server.connections if one is not None]
+            copy = socket.socket(fileno=os.dup(connection.fd))
+            with copy:
+                assert copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert not copy.getblocking() or not os.get_blocking(connection.fd)
+            assert not os.get_inheritable(connection.fd)
+
+    run(main)
+
+
+def test_what_is_known_of_a_peer(run: Run) -> None:
+    async def main() -> None:
+        async with Serving() as server, client(server.port) as peer:
+            assert await peer.ask(b"\x0d" + struct.pack("<I", 4242), 4) == struct.pack("<I", 4242)
+            peer.writer.write(b"\x06" + keys(b"/a", b"/b"))
+            [session] = [one.session for one in server.connections if one is not None]
+            await until(lambda: session.parked)
+            host, port = peer.writer.get_extra_info("sockname")
+            assert (session.host, session.port, session.pid) == (host, port, 4242)
+            assert session.parked == {b"/a", b"/b"}
+            assert session.slot.command.name == "WAIT"
+            assert session.came > 0
+
+    run(main)
+
+
+def test_a_wake_from_another_connection(run: Run, watch_with: WatchWith) -> None:
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as waiting, client(server.port) as setting:
+            waiting.writer.write(b"\x06" + keys(b"/k") + b"\x0dping")
+            assert await waiting.reader.readexactly(4) == b"ping"
+            setting.writer.write(b"\x01" + blob(b"/k") + blob(b"v"))
+            assert await waiting.reader.readexactly(1) == b"\0"
+
+    run(main)
+
+
+@pytest.mark.parametrize("size", [0, 1, 900, 960, 961, 65_535, 65_536, 70_000, 300_000, 5_000_000])
+def test_values_of_every_size(run: Run, watch_with: WatchWith, size: int) -> None:
+    """Around every boundary of the reading: the first buffer, the second, the bulk."""
+    value = bytes(i * 13 % 251 for i in range(251)) * (size // 251 + 1)
+    value = value[:size]
+
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as peer:
+            for command in (b"\x01", b"\x09", b"\x0e"):
+                peer.writer.write(command + blob(b"/k" + command) + blob(value))
+            await peer.writer.drain()
+            assert await peer.ask(b"\x03" + blob(b"/k\x01"), size + 8) == blob(value)
+            assert await peer.ask(b"\x03" + blob(b"/k\x09"), size + 8) == blob(value)
+            assert await peer.ask(b"\x0f" + blob(b"/k\x0e"), size + 16) == I64.pack(1) + blob(value)
+            swap = b"\x02" + blob(b"/new") + blob(b"") + blob(value)
+            assert await peer.ask(swap, size + 8) == blob(value)
+            await peer.ping()
+
+    run(main)
+
+
+def test_reading_pauses_while_a_peer_reads_nothing(run: Run, watch_with: WatchWith) -> None:
+    """And goes on, with every request that was kept back, in order, once it reads."""
+
+    async def main() -> None:
+        limits = Limits(unread_soft_bytes=100_000)
+        async with Serving(watch_with, limits) as server, client(server.port) as other:
+            peer = Client(*await asyncio.open_connection("127.0.0.1", server.port, limit=1))
+            peer.writer.write(HANDSHAKE + b"\x01" + blob(b"/big") + blob(bytes(MIB)))
+            count = 60
+            for _ in range(count):
+                peer.writer.write(b"\x03" + blob(b"/big") + b"\x04" + blob(b"/n") + I64.pack(1))
+            [connection] = [
+                one for one in server.connections
+                if one is not None and one.session.port == peer.writer.get_extra_info("sockname")[1]
+            ]  # fmt: skip
+            await until(lambda: connection.paused)
+            for _ in range(50):
+                await other.ping()
+            assert connection.paused
+            assert connection.session.unread <= 100_000 + MIB + 100
+            done = I64.unpack(await other.ask(b"\x04" + blob(b"/n") + I64.pack(0), 8))[0]
+            assert done < count
+            for i in range(count):
+                assert await peer.reader.readexactly(MIB + 8) == blob(bytes(MIB))
+                assert await peer.reader.readexactly(8) == I64.pack(i + 1)
+            await peer.ping()
+            assert not connection.paused
+            assert connection.session.unread == 0
+            await peer.leave()
+
+    run(main)
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+def test_a_paused_peer_goes(run: Run, watch_with: WatchWith, ending: str) -> None:
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as other:
+            for _ in range(5):
+                peer = Client(*await asyncio.open_connection("127.0.0.1", server.port, limit=1))
+                peer.writer.write(HANDSHAKE + b"\x01" + blob(b"/big") + blob(bytes(MIB)))
+                peer.writer.write((b"\x03" + blob(b"/big")) * 30)
+                await until(lambda: any(one is not None and one.paused for one in server.connections))
+                if ending == "reset":
+                    peer.reset()
+                else:
+                    peer.writer.transport.abort()
+                await until(lambda: server.count == 1)
+                await peer.leave()
+            await other.ping()
+
+    run(main)
+
+
+def test_a_peer_asks_for_much_and_goes_without_reading(run: Run, watch_with: WatchWith) -> None:
+    """Its requests are all there, and the first reply meets a closed port."""
+
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as other:
+            await other.ask(b"\x01" + blob(b"/big") + blob(bytes(MIB)) + b"\x0dping", 4)
+            for _ in range(5):
+                with socket.create_connection(("127.0.0.1", server.port), LIMIT) as peer:
+                    peer.sendall(HANDSHAKE + b"\x0dping" * 300 + (b"\x03" + blob(b"/big")) * 10_000)
+                await other.ping()
+            await until(lambda: server.count == 1)
+            await other.ping()
+
+    run(main)
+
+
+def test_a_peer_that_sends_on_does_not_keep_others_waiting(run: Run, watch_with: WatchWith) -> None:
+    """Another one is served between the reads of one that sends 64 MiB without a pause."""
+
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as sender, client(server.port) as other:
+            await other.ping()
+            sender.writer.write((b"\x01" + blob(b"/big") + blob(bytes(4 * MIB))) * 16)
+            while sender.writer.transport.get_write_buffer_size():
+                await other.ping()
+            await sender.ping()
+
+    run(main)
+
+
+def test_many_at_once(run: Run, watch_with: WatchWith) -> None:
+    async def main() -> None:
+        async with Serving(watch_with) as server:
+            peers = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", server.port) for _ in range(300)))
+            clients = [Client(*peer) for peer in peers]
+            barrier = HANDSHAKE + b"\x12" + blob(b"/all") + I64.pack(300)
+            assert await asyncio.gather(*(one.ask(barrier, 1) for one in clients)) == [b"\0"] * 300
+            assert server.count == 300
+            for i, one in enumerate(clients):
+                one.reset() if i % 2 else one.writer.close()
+            await until(lambda: server.count == 0)
+            for one in clients:
+                await one.leave()
+
+    run(main)
+
+
+def test_the_most_connections(run: Run, watch_with: WatchWith, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with Serving(watch_with, Limits(connections=2)) as server, client(server.port) as one:
+            await one.ping()
+            async with client(server.port) as two:
+                await two.ping()
+                async with client(server.port) as three:
+                    assert await three.closed()
+            await until(lambda: server.count == 1)
+            async with client(server.port) as three:
+                await three.ping()
+            await one.ping()
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+    assert "for up to 2 connections" in caplog.text
+    assert "2 are open, the most allowed" in caplog.text
+
+
+def test_draining_ends_with_the_last_connection(run: Run, watch_with: WatchWith) -> None:
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as peer:
+            await peer.ping()
+            draining = asyncio.ensure_future(server.drain(3600))
+            await until(lambda: server.listener.fileno() == -1)
+            await peer.ping()
+            await peer.leave()
+            await draining
+
+    run(main)
+
+
+def test_draining_ends_with_the_grace(run: Run, watch_with: WatchWith, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as peer:
+            await peer.ping()
+            await server.drain(0.01)
+            assert await peer.closed()
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+    assert "connections closed after 0.01 s of grace: 1" in caplog.text
