@@ -88,10 +88,10 @@ class Keyspace:
     def get(self, key: bytes) -> Framed:
         """The value; the empty one if the key is missing."""
         blob = self.values.get(key)
-        if blob is None:
-            return EMPTY
         if isinstance(blob, bytes):
             return blob
+        if blob is None:
+            return EMPTY
         flat = framed(blob)
         if isinstance(blob, Growing):
             self._put(key, flat, len(flat))

@@ -29,6 +29,7 @@ class _Slot:
         self.request: Request = command.request
         self.call = call
         self.encode = command.reply.encode
+        self.in_pieces = command.reply.in_pieces
 
 
 class Engine:
@@ -119,10 +120,11 @@ class ServerSession(Waiter):
                 return
             chunk = bytes(kept)
             self.kept = None
-        limits = self.engine.limits
+        engine = self.engine
+        engine.serving = self
+        limits = engine.limits
         soft = limits.unread_soft_bytes
         out = self.out
-        self.engine.serving = self
         end = len(chunk)
         at = 0
         if self.unread > soft:
@@ -148,7 +150,7 @@ class ServerSession(Waiter):
             if slot.encode is not None:
                 result = slot.encode(result)
             if result:
-                if isinstance(result, list):
+                if slot.in_pieces:
                     size = sum(map(len, result))
                     self.check_room(size)
                     out.extend(result)
@@ -157,8 +159,8 @@ class ServerSession(Waiter):
                     out.append(result)
                     self.unread += len(result)
             if promise is not None:
-                self.engine.keyspace.settle(self, promise)
-            if self.unread > soft:
+                engine.keyspace.settle(self, promise)
+            if result and self.unread > soft:
                 self._stall(chunk, at)
                 return
         if self.held:

@@ -320,14 +320,14 @@ class _Collected(Rest):
         return self.size + ITEM_BYTES * len(self.items)
 
 
-Encoded = Framed | list[Framed]
-
-
 class Reply:
     """The shape of a reply."""
 
-    encode: Callable[[Any], Encoded] | None
-    """From a result to the reply's bytes, or to pieces of it; None if the result is that already, or says nothing."""
+    encode: Callable[[Any], Any] | None
+    """From a result to the reply's bytes, or its pieces; None if the result is that already, or says nothing."""
+
+    in_pieces: bool = False
+    """Whether the reply is a list of pieces, so that values need no copy."""
 
     measure: Callable[[Any], int] | None = None
     """For a reply that is built from what may be much larger than its request: its length in bytes."""
@@ -419,6 +419,7 @@ class _Blobs(Reply):
 
     def __init__(self) -> None:
         self.encode = None
+        self.in_pieces = True
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         values: list[Framed] = []
@@ -470,6 +471,7 @@ class _Popped(Reply):
 
     def __init__(self) -> None:
         self.encode = _encode_popped
+        self.in_pieces = True
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         start = at + 8
@@ -484,9 +486,9 @@ class _Popped(Reply):
         return (length, data[start:stop]), stop
 
 
-def _encode_popped(popped: tuple[int, Framed | None]) -> Encoded:
+def _encode_popped(popped: tuple[int, Framed | None]) -> list[Framed]:
     length, item = popped
-    return _I64.pack(length) if item is None else [_I64.pack(length), item]
+    return [_I64.pack(length)] if item is None else [_I64.pack(length), item]
 
 
 NOTHING: Final[Request] = _Nothing()
