@@ -160,7 +160,7 @@ class ServerSession(Waiter):
                     self.unread += len(result)
             if promise is not None:
                 engine.keyspace.settle(self, promise)
-            if result and self.unread > soft:
+            if self.unread > soft:
                 self._stall(chunk, at)
                 return
         if self.held:
