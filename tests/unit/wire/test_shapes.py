@@ -52,7 +52,7 @@ def test_replies_that_are_built() -> None:
     assert COUNTED_KEYS.encode is not None
     assert COUNTED_KEYS.encode([b"/a", b""]) == keys(b"/a", b"")
     assert POPPED.encode is not None
-    assert POPPED.encode((0, None)) == u64(0)
+    assert POPPED.encode((0, None)) == [u64(0)]
     value = pack(bytes(MIB))
     popped = POPPED.encode((3, value))
     assert isinstance(popped, list)
