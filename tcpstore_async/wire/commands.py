@@ -98,3 +98,5 @@ def by_opcode(commands: tuple[Command, ...]) -> tuple[Command | None, ...]:
 
 
 BY_OPCODE: Final = by_opcode(COMMANDS)
+
+BY_METHOD: Final = {command.method: command for command in COMMANDS}

@@ -335,9 +335,40 @@ class Reply:
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         """Decode the reply that starts at `at` in data[:end]; `count` is the number of keys that were asked for.
 
-        Returns the result and where it stops, or None and minus the length that `data` must have to go on.
+        Returns the result and where it stops. While it is not all there: None, or the `RestOfReply` that has to go on,
+        and minus the length that `data` must have before that can do anything. Raises ProtocolError for a reply that
+        cannot be true.
         """
         raise NotImplementedError
+
+
+class RestOfReply:
+    """What is still to come of a reply of several items."""
+
+    def __init__(self, count: int, items: list[Framed], bare: bool) -> None:
+        self.count = count
+        self.items = items
+        self.bare = bare
+        """Whether an item is kept without its length, as keys are."""
+        self.at = 0
+        """Where, in the data last decoded, the bytes begin that were not used up."""
+
+    def decode(self, data: bytes, at: int, end: int) -> tuple[Any, int]:
+        """As `Reply.decode`, going on where the reply was left."""
+        items = self.items
+        skip = PREFIX if self.bare else 0
+        while len(items) < self.count:
+            stop = _blob_stop(data, at, end)
+            if stop < 0:
+                self.at = at
+                return self, stop
+            items.append(data[at + skip : stop])
+            at = stop
+        return items, at
+
+
+MAX_REPLY_ITEM: Final = 2**40
+"""No value is so long, in bytes, and no store holds so many keys: a reply that says so is not one."""
 
 
 class _Silence(Reply):
@@ -380,9 +411,11 @@ WAIT_CANCELED: Final = 1
 class _Byte(Reply):
     """One byte: `yes` for a true result, `no` for a false one; if `no` is None a false one says nothing."""
 
-    def __init__(self, yes: int, no: int | None) -> None:
+    def __init__(self, yes: int, no: int | None, complaint: str) -> None:
         self.yes = yes
         self.no = no
+        self.complaint = complaint
+        """What PyTorch's client says of any other byte."""
         self.encode = (b"" if no is None else bytes([no]), bytes([yes])).__getitem__
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
@@ -390,7 +423,7 @@ class _Byte(Reply):
             return None, -(at + 1)
         byte = data[at]
         if byte != self.yes and byte != self.no:
-            raise ProtocolError(f"the reply is {byte}, not {self.yes}" + ("" if self.no is None else f" or {self.no}"))
+            raise ProtocolError(self.complaint)
         return byte == self.yes, at + 1
 
 
@@ -399,6 +432,8 @@ def _blob_stop(data: bytes, at: int, end: int) -> int:
     if start > end:
         return -start
     length: int = read_i64_le(data, at)
+    if not 0 <= length <= MAX_REPLY_ITEM:
+        raise ProtocolError(f"a reply announces {_unsigned(length)} bytes")
     stop = start + length
     return stop if stop <= end else -stop
 
@@ -422,14 +457,7 @@ class _Blobs(Reply):
         self.in_pieces = True
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
-        values: list[Framed] = []
-        for _ in range(count):
-            stop = _blob_stop(data, at, end)
-            if stop < 0:
-                return None, stop
-            values.append(data[at:stop])
-            at = stop
-        return values, at
+        return RestOfReply(count, [], bare=False).decode(data, at, end)
 
 
 class _CountedKeys(Reply):
@@ -443,15 +471,10 @@ class _CountedKeys(Reply):
         start = at + 8
         if start > end:
             return None, -start
-        keys: list[bytes] = []
         number: int = read_i64_le(data, at)
-        for _ in range(number):
-            stop = _blob_stop(data, start, end)
-            if stop < 0:
-                return None, stop
-            keys.append(data[start + PREFIX : stop])
-            start = stop
-        return keys, start
+        if not 0 <= number <= MAX_REPLY_ITEM:
+            raise ProtocolError(f"a reply announces {_unsigned(number)} keys")
+        return RestOfReply(number, [], bare=True).decode(data, start, end)
 
 
 def _measure_keys(keys: list[bytes]) -> int:
@@ -503,9 +526,9 @@ ITEMS: Final[Request] = _Many(_KeyValue(1, bulk=False), _pair)
 SILENCE: Final[Reply] = _Silence()
 ECHO: Final[Reply] = _Echo()
 NUMBER: Final[Reply] = _Number()
-READINESS: Final[Reply] = _Byte(READY, NOT_READY)
-WAKE: Final[Reply] = _Byte(STOP_WAITING, None)
-CANCELED: Final[Reply] = _Byte(WAIT_CANCELED, None)
+READINESS: Final[Reply] = _Byte(READY, NOT_READY, "ready or not_ready response expected")
+WAKE: Final[Reply] = _Byte(STOP_WAITING, None, "Stop_waiting response is expected")
+CANCELED: Final[Reply] = _Byte(WAIT_CANCELED, None, "wait_canceled response is expected")
 BLOB: Final[Reply] = _Blob()
 BLOBS: Final[Reply] = _Blobs()
 COUNTED_KEYS: Final[Reply] = _CountedKeys()

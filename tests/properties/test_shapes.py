@@ -12,7 +12,7 @@ from tcpstore_async.blob import pack
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.limits import Limits
 from tcpstore_async.wire import shapes
-from tcpstore_async.wire.shapes import Reply, Request
+from tcpstore_async.wire.shapes import Reply, Request, RestOfReply
 
 LIMITS = Limits()
 

@@ -1,0 +1,163 @@
+"""The client's side of a connection: calls become bytes, bytes become their replies, in order.
+
+Knows: what was asked and not answered yet, which silent writes the server has not confirmed, and the race between a
+wake and its cancel. Must not know: how bytes travel, what time it is, which other connections there are.
+Invariants: replies belong to calls in the order in which they were sent. Nothing follows a call that waits but its
+cancel, and a canceled call is done only when the server has said so: the connection is never out of step. After a
+ProtocolError it is to be left and dropped.
+"""
+
+from collections import deque
+from typing import Any, Final
+
+from ..errors import ProtocolError
+from ..wire.commands import BY_METHOD, MAGIC, Command, Flag
+from ..wire.shapes import BLOBS, SILENCE, STOP_WAITING, WAIT_CANCELED, Fields, RestOfReply
+
+_VALIDATE: Final = BY_METHOD["validate"]
+_PING: Final = BY_METHOD["ping"]
+_CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
+
+
+class Call:
+    """One request that will be answered."""
+
+    def __init__(self, command: Command, count: int, written: int) -> None:
+        self.command = command
+        self.count = count
+        """How many keys were asked for."""
+        self.written = written
+        """How many silent writes had been sent before it: its reply confirms them."""
+        self.result: Any = None
+        self.done = False
+        self.canceled = False
+        self.woken = False
+        """Whether the wake came before the answer to the cancel."""
+
+
+class ClientSession:
+    """One connection."""
+
+    def __init__(self) -> None:
+        self.pending: deque[Call] = deque()
+        """Calls that were sent and are not answered, in order."""
+        self.waiting: Call | None = None
+        """The call after which nothing but its cancel may be sent."""
+        self.written: int = 0
+        """Silent writes that were sent."""
+        self.confirmed: int = 0
+        """Silent writes that the server is known to have executed."""
+        self._kept: bytearray | None = None
+        self._need: int = 0
+        self._rest: RestOfReply | None = None
+
+    # Out
+
+    def hello(self, pid: int) -> tuple[bytes, Call]:
+        """The first bytes of a connection, and the PING among them; its result must be `pid`."""
+        validate, _ = self.request(_VALIDATE, (MAGIC,))
+        ping, call = self.request(_PING, (pid,))
+        assert call is not None
+        return validate + ping, call
+
+    def request(self, command: Command, fields: Fields) -> tuple[bytes, Call | None]:
+        """The bytes of a request, and the call that its reply will complete; None if there is no reply.
+
+        Values among the fields are framed blobs. To be sent at once and whole. Raises RuntimeError while a call waits.
+        """
+        if self.waiting is not None:
+            raise RuntimeError(f"{command.name} cannot be sent behind a {self.waiting.command.name} that waits")
+        data = bytes([command.opcode]) + command.request.encode(fields)
+        if command.reply is SILENCE:
+            if not command.flags & Flag.HANDSHAKE:
+                self.written += 1
+            return data, None
+        count = len(fields[0]) if fields and isinstance(fields[0], list) else 0
+        call = Call(command, count, self.written)
+        if command.reply is BLOBS and not count:  # the one reply that has no bytes
+            call.result = []
+            call.done = True
+            return data, call
+        if command.flags & Flag.PARKS:
+            self.waiting = call
+        self.pending.append(call)
+        return data, call
+
+    def fence(self, nonce: int) -> tuple[bytes, Call]:
+        """A PING: when it is answered, every write sent before it has been executed."""
+        data, call = self.request(_PING, (nonce,))
+        assert call is not None
+        return data, call
+
+    def cancel(self, call: Call) -> bytes:
+        """What ends the wait of a call that waits. It is done once the server has answered that."""
+        if call is not self.waiting or call.canceled:
+            raise RuntimeError("only a call that waits can be canceled, once")
+        call.canceled = True
+        return bytes([_CANCEL_WAIT.opcode])
+
+    def unconfirmed(self) -> bool:
+        """Whether silent writes may not have been executed yet."""
+        return self.confirmed < self.written
+
+    # In
+
+    def receive(self, chunk: bytes) -> list[Call]:
+        """Take bytes in; the calls they complete, in order. Raises ProtocolError for what cannot be a reply."""
+        data = chunk
+        if self._kept is not None:
+            self._kept += chunk
+            if len(self._kept) < self._need:
+                return []
+            data = bytes(self._kept)
+            self._kept = None
+        done: list[Call] = []
+        at = 0
+        end = len(data)
+        while at < end:
+            if not self.pending:
+                raise ProtocolError(f"the server sent {end - at} bytes that nobody asked for")
+            call = self.pending[0]
+            stop = self._answer(call, data, at, end)
+            if stop < 0:
+                at = at if self._rest is None else self._rest.at
+                self._need = -stop - at
+                self._kept = bytearray(memoryview(data)[at:])
+                break
+            at = stop
+            if call.done:
+                self._complete(call)
+                done.append(call)
+        return done
+
+    def _answer(self, call: Call, data: bytes, at: int, end: int) -> int:
+        """Decode the reply of a call, or part of it; where that stops, or minus the length that is needed."""
+        if call.canceled:
+            return self._answer_canceled(call, data[at], at)
+        if self._rest is None:
+            result, stop = call.command.reply.decode(data, at, end, call.count)
+        else:
+            result, stop = self._rest.decode(data, at, end)
+        if stop < 0:
+            self._rest = result
+            return stop
+        self._rest = None
+        call.result = result
+        call.done = True
+        return stop
+
+    def _answer_canceled(self, call: Call, byte: int, at: int) -> int:
+        """Either the answer to the cancel, or the wake that was on its way before it."""
+        if byte == WAIT_CANCELED:
+            call.done = True
+        elif byte == STOP_WAITING and not call.woken:
+            call.woken = True
+        else:
+            raise ProtocolError("wait_canceled response is expected")
+        return at + 1
+
+    def _complete(self, call: Call) -> None:
+        self.pending.popleft()
+        self.confirmed = call.written
+        if call is self.waiting:
+            self.waiting = None
