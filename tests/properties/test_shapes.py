@@ -138,7 +138,10 @@ def test_replies(name: str, results: st.SearchStrategy[Any], data: st.DataObject
     assert shape.decode(whole, len(before), len(whole), count) == (sent, len(before) + len(encoded))
     for end in range(len(encoded)):
         result, need = shape.decode(encoded[:end], 0, end, count)
-        assert result is None
+        if isinstance(result, RestOfReply):
+            assert result.decode(encoded, result.at, len(encoded)) == (sent, len(encoded))
+        else:
+            assert result is None
         assert end < -need <= len(encoded)
 
 
