@@ -10,6 +10,7 @@ exception and never leaves the keyspace.
 * `Growing`: a value that was appended to and not read since, so that n appends do not cost n copies of all before.
 """
 
+import re
 from struct import Struct
 from typing import Final
 
@@ -70,9 +71,8 @@ def size(blob: Blob) -> int:
     return len(blob)
 
 
-_SPACES: Final = b" \t\n\v\f\r"
-_DIGITS: Final = b"0123456789"
-_MAX_DIGITS: Final = 19
+_NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?)0*([0-9]{0,20})")
+_ZERO: Final = re.compile(rb"[ \t\n\v\f\r]*[+-]?0")
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
 
@@ -85,16 +85,17 @@ def number(blob: Blob) -> int:
     """
     if isinstance(blob, int):
         return blob
-    text = unpack(framed(blob)).lstrip(_SPACES)
-    sign = text[:1]
-    digits = text[1:] if sign in (b"-", b"+") else text
-    digits = digits[: len(digits) - len(digits.lstrip(_DIGITS))].lstrip(b"0") or digits[:1]
-    if not digits or digits[0] not in _DIGITS or len(digits) > _MAX_DIGITS:
-        raise ProtocolError("the value is not a 64-bit number")
-    value = -int(digits) if sign == b"-" else int(digits)
-    if not INT64_MIN <= value <= INT64_MAX:
-        raise ProtocolError("the value is not a 64-bit number")
-    return value
+    text, start = (blob.data, 0) if isinstance(blob, Growing) else (blob, PREFIX)
+    found = _NUMBER.match(text, start)
+    assert found is not None
+    sign, digits = found.groups()
+    if digits:
+        value = -int(digits) if sign == b"-" else int(digits)
+        if INT64_MIN <= value <= INT64_MAX:
+            return value
+    elif _ZERO.match(text, start):
+        return 0
+    raise ProtocolError("the value is not a 64-bit number")
 
 
 def wrap(value: int) -> int:

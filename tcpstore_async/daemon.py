@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from .limits import Limits
-from .server.base import adopt, listen, raise_file_limit
+from .server.base import adopt, listen, prepare, raise_file_limit
 from .server.uv import UvServer
 from .session import server as _session
 
@@ -33,10 +33,11 @@ async def serve(
 ) -> AsyncIterator[UvServer]:
     """A server on the running loop, for as long as the context lasts; `.port` tells where.
 
-    It listens on exactly `host`; port 0 lets the kernel choose. A `listener` that is bound already is used instead, and
-    closed at the end. Raises DistNetworkError if the address cannot be had.
+    It listens on exactly `host`; port 0 lets the kernel choose. A TCP socket that is bound, or listens already, may be
+    given as `listener` instead; it is closed at the end. Raises DistNetworkError if the address cannot be had.
     """
     with listener if listener is not None else listen(host, port) as listening:
+        prepare(listening)
         server = UvServer(listening, limits or Limits())
         try:
             server.start()

@@ -71,6 +71,7 @@ class Keyspace:
         self.size: int = 0
         """Bytes counted against `Limits.store_bytes`."""
         self.max_size: int = limits.store_bytes
+        self.max_reply: int = limits.unread_hard_bytes
 
     # Values
 
@@ -92,6 +93,8 @@ class Keyspace:
             return blob
         if blob is None:
             return EMPTY
+        if isinstance(blob, Growing) and size(blob) > self.max_reply:
+            raise LimitError("unread_hard_bytes", size(blob), self.max_reply)
         flat = framed(blob)
         if isinstance(blob, Growing):
             self._put(key, flat, len(flat))

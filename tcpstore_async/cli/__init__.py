@@ -4,9 +4,8 @@ Exit status: 0 done, 1 failed, 2 usage, 3 timed out, 4 unreachable.
 """
 
 import dataclasses
-import logging
+import math
 import os
-import sys
 from pathlib import Path
 
 import click
@@ -16,6 +15,7 @@ from ..daemon import DEFAULT_GRACE, build, run, run_loop
 from ..errors import DistError
 from ..limits import Limits
 from ..server.uv import UvServer
+from .streams import log_without_blocking, open_standard_streams
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -32,8 +32,10 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
         name, _, number = text.partition("=")
         if name not in names:
             raise click.BadParameter(f"there is no limit {name!r}; there are {', '.join(names)}", ctx, param)
-        if not number.isdecimal():
-            raise click.BadParameter(f"{number!r} is not a number", ctx, param)
+        if not (number.isdecimal() and len(number) < 19):
+            raise click.BadParameter(
+                f"{number!r} is not a number: write {name}=NUMBER, with a number below 10**18", ctx, param
+            )
         chosen[name] = int(number)
     try:
         return Limits(**chosen)
@@ -55,7 +57,7 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
     "--grace",
     default=DEFAULT_GRACE,
     show_default=True,
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, 1e9),
     help="Seconds that connections get to end after SIGTERM.",
 )
 @click.option(
@@ -79,7 +81,10 @@ def serve(
 
     Prints one line of JSON when it accepts connections. SIGTERM drains, SIGINT stops.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if math.isnan(grace):
+        raise click.BadParameter("must be a number of seconds", param_hint="'--grace'")
+    open_standard_streams()
+    log_without_blocking()
 
     def ready(server: UvServer) -> None:
         if port_file is not None:
@@ -89,11 +94,14 @@ def serve(
 
     try:
         run_loop(run(host, port, listen_fd, limits, grace, ready))
-    except (DistError, OSError) as error:
+    except DistError as error:
         raise click.ClickException(str(error)) from None
 
 
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        raise click.ClickException(f"cannot write the port to {path}: {error.strerror}") from None

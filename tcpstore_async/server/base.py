@@ -1,7 +1,7 @@
 """What every server door needs before a byte flows: addresses, the backlog, file limits, and its log.
 
 Knows: sockets and limits of the operating system. Must not know: the protocol, event loops.
-Invariant: nothing here blocks, and no name is ever looked up.
+Invariant: no name is looked up but that of the address to listen on, before there are any peers.
 """
 
 import logging
@@ -34,7 +34,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError, OverflowError) as error:
-        raise DistNetworkError(f"cannot listen on {host}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DistNetworkError(f"cannot listen on {host}: {reason}") from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,17 +132,20 @@ class Complaints:
         self._last: dict[str, float] = {}
         self._unsaid: dict[str, int] = {}
 
-    def add(self, kind: str, text: str) -> None:
+    def add(self, kind: str, text: str) -> bool:
+        """Log it, or count it; whether it was logged."""
         now = time.monotonic()
         if now - self._last.get(kind, -1.0) < 1.0:
             self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
-            return
+            return False
         self._last[kind] = now
         unsaid = self._unsaid.pop(kind, 0)
         log.warning("%s%s", text, f" ({unsaid} more of the kind since the last such line)" if unsaid else "")
+        return True
 
     def finish(self) -> None:
         """Say what is still unsaid."""
         for kind, count in self._unsaid.items():
+            self._last[kind] = time.monotonic()
             log.warning("%d more of the kind %r since the last such line", count, kind)
         self._unsaid.clear()

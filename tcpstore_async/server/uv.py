@@ -27,15 +27,18 @@ _write = os.write
 _FIRST_READ: Final = 960
 """Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
 
-_READ: Final = 64 * 1024
-_READS_PER_TURN: Final = 32
-"""After that many reads a peer that sends on waits for the others."""
+_READ: Final = 16 * 1024
+_READS_PER_TURN: Final = 2
+"""After that many reads, up to 33,000 of the shortest commands, a peer that sends on waits for the others."""
 
 _JOINED: Final = 256 * 1024
 """Replies up to this size are joined for one write; larger ones go out without a copy."""
 
 _ACCEPTS_PER_TURN: Final = 128
 """New connections are taken in bunches: one a turn would let them wait while old ones are busy."""
+
+_FEW: Final = 64
+"""Fewer connections than that are not what somebody wanted."""
 
 _ACCEPT_PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor or memory."""
@@ -53,6 +56,8 @@ class Connection:
         self.paused = False
         self.hung_up = False
         """The peer has said that it will send no more: read to the end, there will be no further news."""
+        self.queued = False
+        """Whether it has to wait for the others before it is read from again."""
         self.ended = False
         """The end has been read; the connection lasts until the peer has read what it was sent."""
 
@@ -60,7 +65,7 @@ class Connection:
         """Read and execute what is there, as far as the peer reads its replies."""
         session = self.session
         try:
-            if session.unread or session.rest is not None:
+            if session.unread or session.rest is not None or self.queued:
                 self.go_on()
                 return
             chunk = _read(self.fd, _FIRST_READ)
@@ -86,6 +91,8 @@ class Connection:
     def go_on(self) -> None:
         """Read on to the end, for a peer that has sent much, or has yet to read."""
         session = self.session
+        if self.queued:
+            return
         for _ in range(_READS_PER_TURN):
             if self.fd < 0 or self.ended:
                 return
@@ -272,6 +279,7 @@ class UvServer:
         self._accepting = False
         self.stopped = False
         self._flushing = False
+        self._counting: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Accept connections from now on."""
@@ -279,6 +287,8 @@ class UvServer:
         self.max_connections = min(room, self.limits.connections or room)
         warn_of_short_backlog()
         log.info("listening on %s, port %d, for up to %d connections", self.host, self.port, self.max_connections)
+        if self.max_connections < _FEW:
+            log.warning("the limit of open files leaves room for only %d connections", self.max_connections)
         self._resume_accepting()
 
     def stop(self) -> None:
@@ -291,6 +301,8 @@ class UvServer:
             if connection is not None:
                 connection.close()
         self.readiness.close()
+        if self._counting is not None:
+            self._counting.cancel()
         self.complaints.finish()
 
     async def drain(self, grace: float) -> None:
@@ -315,11 +327,14 @@ class UvServer:
             connection = connections[fd]
             if connection is None:
                 continue
-            if events != READ:
-                connection.hung_up = events & ~(READ | WRITE) != 0
-                connection.writable()
-            if events != WRITE:
-                connection.advance()
+            try:
+                if events != READ:
+                    connection.hung_up = events & ~(READ | WRITE) != 0
+                    connection.writable()
+                if events != WRITE:
+                    connection.advance()
+            except Exception:
+                self._give_up(connection)
 
     # Called by connections
 
@@ -328,33 +343,54 @@ class UvServer:
         if self._flushing:
             return  # a connection failed under the loop below, which goes on with whom its end woke
         self._flushing = True
-        dirty = self.engine.dirty
-        while dirty:
-            connection = dirty.pop().owner
-            if isinstance(connection, Connection) and connection.session.out:
-                connection.flush()
-        self._flushing = False
+        try:
+            dirty = self.engine.dirty
+            while dirty:
+                connection = dirty.pop().owner
+                if isinstance(connection, Connection) and connection.session.out:
+                    connection.flush()
+        finally:
+            self._flushing = False
 
     def refuse(self, connection: Connection, error: PeerError) -> None:
         """Close a connection for what its peer did."""
         kind = error.limit if isinstance(error, LimitError) else "protocol"
-        self.complaints.add(kind, f"closed the connection of {connection.session}: {error}")
+        self.complain(kind, f"closed the connection of {connection.session}: {error}")
         if connection.session.out:
             connection.flush()
+        connection.close()
+
+    def complain(self, kind: str, text: str) -> None:
+        """Log what a peer did, now or, if the log has had its line of that kind, in a count a second later."""
+        if self.complaints.add(kind, text) or self._counting is not None:
+            return
+        self._counting = self._loop.call_later(1.0, self._count_complaints)
+
+    def _count_complaints(self) -> None:
+        self._counting = None
+        self.complaints.finish()
+
+    def _give_up(self, connection: Connection) -> None:
+        """A defect of ours, or no memory, must not cost the others: their news is not told twice."""
+        log.exception("closing the connection of %s after an error of the server's", connection.session)
         connection.close()
 
     def go_on_later(self, connection: Connection) -> None:
         """Go on reading when the others have had their turn."""
         if not self._later:
             self._loop.call_soon(self._go_on)
+        connection.queued = True
         self._later.append(connection)
 
     def _go_on(self) -> None:
         later = self._later
         self._later = []
         for connection in later:
-            if connection.fd >= 0:
+            connection.queued = False
+            try:
                 connection.go_on()
+            except Exception:
+                self._give_up(connection)
 
     # Accepting
 
@@ -367,7 +403,7 @@ class UvServer:
             except (BlockingIOError, ConnectionAbortedError, InterruptedError):
                 return
             except OSError as error:
-                self.complaints.add("accept", f"cannot accept connections for now: {error.strerror}")
+                self.complain("accept", f"cannot accept connections for now: {error.strerror}")
                 self._pause_accepting()
                 self._loop.call_later(_ACCEPT_PAUSE, self._resume_accepting)
                 return
@@ -376,7 +412,7 @@ class UvServer:
     def _admit(self, fd: int, host: str, port: int) -> None:
         if self.count >= self.max_connections:
             os.close(fd)
-            self.complaints.add(
+            self.complain(
                 "connections", f"refused the connection of {host}, port {port}: {self.count} are open, the most allowed"
             )
             return
@@ -385,7 +421,7 @@ class UvServer:
             self.readiness.watch(fd)
         except OSError as error:
             os.close(fd)
-            self.complaints.add("accept", f"refused the connection of {host}, port {port}: {error.strerror}")
+            self.complain("accept", f"refused the connection of {host}, port {port}: {error.strerror}")
             return
         host = sys.intern(host)  # a host has many ranks
         while fd >= len(self.connections):

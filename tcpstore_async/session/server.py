@@ -13,7 +13,7 @@ from ..blob import Framed
 from ..errors import LimitError, ProtocolError
 from ..keyspace import Keyspace, Waiter
 from ..limits import Limits
-from ..wire.commands import COMMANDS, MAGIC, Command, Flag
+from ..wire.commands import BY_OPCODE, MAGIC, Command, Flag
 from ..wire.shapes import STOP_WAITING, Bulk, Call, Request, Rest
 
 NO_PID: Final = -1
@@ -47,7 +47,7 @@ class Engine:
         self.first: _Slot
         self.serving: ServerSession
         """The session whose command is being done."""
-        for command in COMMANDS:
+        for command in filter(None, BY_OPCODE):
             slot = _Slot(command, self._meaning(command))
             if command.flags & Flag.HANDSHAKE:
                 self.handshake[command.opcode] = self.first = slot
@@ -186,8 +186,11 @@ class ServerSession(Waiter):
         self.owner = None
 
     def _stall(self, chunk: bytes, at: int) -> None:
-        """The peer is behind with reading: its further requests wait, or it goes."""
-        self.check_room(0)
+        """The peer is behind with reading: its further requests wait, or it goes, without what was too much."""
+        if self.unread > self.engine.limits.unread_hard_bytes and self.out:
+            size = len(self.out.pop())
+            self.unread -= size
+            self.check_room(size)
         self._keep(chunk, at, 0)
 
     def check_room(self, size: int) -> None:

@@ -28,8 +28,8 @@ _read_u32: Final = _U32.unpack_from
 BULK_BYTES: Final = 64 * 1024
 """Length from which an unfinished value is received into the buffer in which it will be stored."""
 
-_FIRST_BUFFER: Final = 256 * 1024
-"""What a bulk value is given before more of it has arrived, in bytes."""
+_FIRST_BUFFER: Final = 4 * 1024
+"""What a bulk value is given before more of it has arrived, in bytes; later three times what has."""
 
 ITEM_BYTES: Final = 64
 """What holds one item of an unfinished list is counted as this many bytes."""
@@ -216,7 +216,7 @@ class Bulk(Rest):
         return call(*self.fields, self.buffer), self.at
 
     def held(self) -> int:
-        return len(self.buffer) + sum(map(len, self.fields))
+        return self.filled + sum(map(len, self.fields))
 
     def _take(self, data: bytes, at: int, end: int) -> int:
         while at < end and self.filled < self.size:

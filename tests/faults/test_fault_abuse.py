@@ -1,0 +1,151 @@
+"""What a hostile reviewer found, and must not find again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from support import HANDSHAKE, LIMIT, RawPeer, blob, tcpstore_server, u64
+from tcpstore_async import Limits, serve
+from tcpstore_async.session.server import Engine, ServerSession
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("command", [b"\x0c", b"\x0a" + u64(0)], ids=["CANCEL_WAIT", "MULTI_GET of nothing"])
+async def test_a_flood_gets_one_turn_at_a_time(command: bytes) -> None:
+    """A peer that sends faster than it is served stands in line once, however often the kernel reports it."""
+    flood = command * (MIB // len(command))
+    stop = threading.Event()
+
+    def pour(port: int) -> None:
+        with RawPeer(port) as peer, suppress(OSError):
+            peer.socket.settimeout(None)
+            threading.Thread(target=drain, args=(peer.socket,), daemon=True).start()
+            while not stop.is_set():
+                peer.send(flood)
+
+    def drain(peer: socket.socket) -> None:
+        with suppress(OSError):
+            while peer.recv(MIB):
+                pass
+
+    async with serve() as server:
+        pouring = [asyncio.create_task(asyncio.to_thread(pour, server.port)) for _ in range(2)]
+        longest = 0
+        for _ in range(100):
+            await asyncio.sleep(0)
+            longest = max(longest, len(server._later))
+            if longest:
+                await asyncio.sleep(0.001)
+        stop.set()
+        while not all(task.done() for task in pouring):
+            await asyncio.sleep(0.001)
+        assert longest <= 2
+
+
+def test_an_announcement_counts_what_has_arrived() -> None:
+    engine = Engine(Limits())
+    for _ in range(1000):
+        session = ServerSession(engine, None, "127.0.0.1", 1, 0.0)
+        session.receive(HANDSHAKE + b"\x01" + blob(b"/a") + u64(8 * MIB) + b"0123456789")
+    assert engine.unfinished < 1000 * 50
+
+
+def test_a_grown_value_over_the_hard_mark_is_not_sent_in_part() -> None:
+    options = ("--limit=unread_hard_bytes=2000000", "--limit=unread_soft_bytes=1000", "--limit=value_bytes=1000000")
+    with tcpstore_server(*options) as server, RawPeer(server.port) as peer, RawPeer(server.port) as other:
+        for _ in range(3):
+            peer.send(b"\x09" + blob(b"/grown") + blob(bytes(900_000)))
+        peer.ping()
+        peer.send(b"\x03" + blob(b"/grown"))
+        assert peer.closed()
+        other.ping()
+        assert "over the limit unread_hard_bytes: 2700008, allowed 2000000" in server.log()
+
+
+async def test_a_bound_socket_is_listened_on() -> None:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    async with serve(listener=listener) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(HANDSHAKE + b"\x0dpong")
+        assert await reader.readexactly(4) == b"pong"
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("closed", [0, 2])
+def test_a_closed_standard_stream_harms_nobody(closed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        port_file = Path(folder, "port")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tcpstore_async", "serve", "--port", "0", "--port-file", str(port_file)],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: os.close(closed),
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            with RawPeer(int(port_file.read_text())) as peer:
+                peer.ping()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == 0
+
+
+def test_a_log_that_nobody_reads_stops_nobody() -> None:
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing, cwd=tempfile.gettempdir()) as process:
+        try:
+            assert process.stdout is not None
+            port = int(re.findall(rb'"port":(\d+)', process.stdout.readline())[0])
+            os.set_blocking(writing, False)
+            with suppress(BlockingIOError):
+                while True:
+                    os.write(writing, bytes(65_536))
+            for bad in (b"\xff", b"\x03" + u64(2**40), b"\x01" + blob(b"/a") + u64(2**40), b"\x05" + u64(2**40)):
+                with RawPeer(port) as peer:
+                    peer.send(bad)
+                    assert peer.closed()
+            with RawPeer(port) as peer:
+                peer.ping()
+        finally:
+            os.close(writing)
+            os.close(reading)
+            process.kill()
+
+
+def test_a_number_is_read_without_a_copy_of_what_follows() -> None:
+    """ADD on a long text costs its beginning only, and white space once."""
+    with tcpstore_server() as server, RawPeer(server.port) as peer:
+        peer.send(b"\x01" + blob(b"/n") + blob(b" " * 1000 + b"41 " + bytes(8_000_000)))
+        assert peer.ask(b"\x04" + blob(b"/n") + struct.pack("<q", 1), 8) == u64(42)
+
+
+@pytest.mark.parametrize("words", [["--limit", "keys=" + "9" * 5000], ["--grace", "nan"], ["--limit", "keys"]])
+def test_nonsense_on_the_command_line_is_a_usage_error(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tcpstore_async", "serve", *words],
+        capture_output=True,
+        cwd=tempfile.gettempdir(),
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert b"Traceback" not in done.stderr
