@@ -16,6 +16,7 @@ from ..daemon import DEFAULT_GRACE, build, run, run_loop
 from ..errors import DistError
 from ..limits import Limits
 from ..server.uv import UvServer
+from .client import add_client_commands
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -91,6 +92,9 @@ def serve(
         run_loop(run(host, port, listen_fd, limits, grace, ready))
     except (DistError, OSError) as error:
         raise click.ClickException(str(error)) from None
+
+
+add_client_commands(main)
 
 
 def _write_atomically(path: Path, text: str) -> None:
