@@ -76,6 +76,31 @@ _ONE_TRY: Final = 1.0
 """Seconds that a try may take when the timeout is 0."""
 
 
+def dial_in_this_thread(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
+    """The same for a thread without a loop: the connection comes back blocking.
+
+    A loop lives in a helper thread for as long as it takes, so that the caller may itself be inside of one. Raises
+    DistNetworkError.
+    """
+    found: list[tuple[socket.socket, ClientSession]] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(asyncio.run(dial(host, port, deadline)))
+        except BaseException as error:
+            failed.append(error)
+
+    helper = threading.Thread(target=run, name=f"connecting to {host}", daemon=True)
+    helper.start()
+    helper.join()
+    if failed:
+        raise failed[0]
+    peer, session = found[0]
+    peer.setblocking(True)
+    return peer, session
+
+
 async def _try(host: str, port: int) -> tuple[socket.socket, ClientSession]:
     peer = await start_connection(await _resolve(host, port), happy_eyeballs_delay=_STAGGER)
     try:
