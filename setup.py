@@ -24,6 +24,7 @@ COMPILED = [
         "keyspace",
         "wire/shapes",
         "wire/commands",
+        "session/client",
         "session/server",
         "server/uv",
         "server/readiness",

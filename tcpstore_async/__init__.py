@@ -1,7 +1,17 @@
 """The key-value store through which the ranks of a distributed job find each other."""
 
+from .client.aio import AsyncTCPStore
 from .daemon import serve
-from .errors import DistError, DistNetworkError, DistStoreError, QueueEmptyError
+from .errors import DistError, DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from .limits import Limits
 
-__all__ = ["DistError", "DistNetworkError", "DistStoreError", "Limits", "QueueEmptyError", "serve"]
+__all__ = [
+    "AsyncTCPStore",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "Limits",
+    "QueueEmptyError",
+    "StoreTimeoutError",
+    "serve",
+]

@@ -14,6 +14,10 @@ class DistStoreError(DistError):
     """A store operation failed, a timeout among them, as `torch.distributed.DistStoreError`."""
 
 
+class StoreTimeoutError(DistStoreError):
+    """A store operation was not done within its timeout. PyTorch raises a plain DistStoreError for it."""
+
+
 class DistNetworkError(DistError):
     """A connection could not be made or was lost, as `torch.distributed.DistNetworkError`."""
 

@@ -14,6 +14,7 @@ from conformance.cases import own_cases
 from conformance.script import Deed
 from conformance.vectors import libuv_vectors
 from properties.test_shapes import REPLIES, REQUESTS
+from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import Limits
@@ -24,6 +25,8 @@ from tcpstore_async.wire.shapes import Reply, Request
 
 ROOT = Path(__file__).parent.parent
 STOCK = range(19)
+INTERNAL = {"validate", "cancel_wait"}
+"""What clients say without being asked."""
 
 commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 
@@ -36,6 +39,8 @@ def test_the_stock_opcodes_are_all_there() -> None:
 def test_a_command_has_its_method(command: Command) -> None:
     owner = ServerSession if command.flags & Flag.SESSION else Keyspace
     assert inspect.isroutine(getattr(owner, command.method, None)), f"{owner.__name__} lacks {command.method}"
+    if command.method not in INTERNAL:
+        assert inspect.iscoroutinefunction(getattr(AsyncTCPStore, command.method, None)), "AsyncTCPStore lacks it"
 
 
 @commands

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import tcpstore_async
 
-NAMES = {"DistError", "DistNetworkError", "DistStoreError", "Limits", "QueueEmptyError", "serve"}
+NAMES = {
+    "AsyncTCPStore",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "Limits",
+    "QueueEmptyError",
+    "StoreTimeoutError",
+    "serve",
+}
 
 
 def test_public_names() -> None:
@@ -21,6 +30,7 @@ def test_errors_are_related_as_pytorchs() -> None:
     assert issubclass(tcpstore_async.DistStoreError, tcpstore_async.DistError)
     assert issubclass(tcpstore_async.DistNetworkError, tcpstore_async.DistError)
     assert issubclass(tcpstore_async.QueueEmptyError, tcpstore_async.DistStoreError)
+    assert issubclass(tcpstore_async.StoreTimeoutError, tcpstore_async.DistStoreError)
 
 
 def test_the_package_is_typed() -> None:

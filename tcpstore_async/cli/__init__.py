@@ -15,6 +15,7 @@ from ..daemon import DEFAULT_GRACE, build, run, run_loop
 from ..errors import DistError
 from ..limits import Limits
 from ..server.uv import UvServer
+from .client import add_client_commands
 from .streams import log_without_blocking, open_standard_streams
 
 
@@ -96,6 +97,9 @@ def serve(
         run_loop(run(host, port, listen_fd, limits, grace, ready))
     except DistError as error:
         raise click.ClickException(str(error)) from None
+
+
+add_client_commands(main)
 
 
 def _write_atomically(path: Path, text: str) -> None:

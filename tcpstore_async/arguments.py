@@ -1,0 +1,61 @@
+"""What callers may pass, turned into what the store works with: text to bytes, timeouts to seconds.
+
+Knows: which types PyTorch's methods take. Must not know: what they are for.
+Invariant: every error is a TypeError or ValueError that names the argument.
+"""
+
+import math
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Final
+
+Text = str | bytes | bytearray
+Timeout = timedelta | float
+
+INT64: Final = range(-(2**63), 2**63)
+
+
+def to_bytes(name: str, value: Text) -> bytes:
+    """A key or value: str as UTF-8, bytes and bytearray as they are."""
+    if isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError:
+            raise TypeError(f"{name} has lone surrogates and cannot be UTF-8") from None
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    raise TypeError(f"{name} must be str, bytes or bytearray, not {type(value).__name__}")
+
+
+def to_bytes_list(name: str, values: Iterable[Text]) -> list[bytes]:
+    """Keys or values: any iterable of them but text itself and dict."""
+    if isinstance(values, (str, bytes, bytearray, dict)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of str or bytes, not {type(values).__name__}")
+    return [to_bytes(f"{name}[{number}]", value) for number, value in enumerate(values)]
+
+
+def to_int64(name: str, value: int) -> int:
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+    if number not in INT64:
+        raise TypeError(f"{name} must fit 64 bits, not {number}")
+    return number
+
+
+def to_seconds(name: str, timeout: Timeout) -> float:
+    """A timeout in seconds, cut to whole milliseconds as PyTorch's are; negative means for ever."""
+    if isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    elif isinstance(timeout, (int, float)):
+        seconds = float(timeout)
+    else:
+        raise TypeError(f"{name} must be a timedelta or a number of seconds, not {type(timeout).__name__}")
+    if not math.isfinite(seconds):
+        raise ValueError(f"{name} must be finite; a negative one means for ever")
+    return math.trunc(round(seconds * 1e6) / 1e3) / 1e3
+
+
+def in_milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,327 @@
+"""The commands that ask a server something, ours or PyTorch's.
+
+Knows: options, how results print, exit codes. Must not know: how a call is made.
+Exit status: 0 done (for `check`: present), 1 failed (for `check`: absent), 2 usage, 3 timed out, 4 unreachable.
+"""
+
+import base64
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import click
+import msgspec
+
+from ..client.aio import AsyncTCPStore
+from ..daemon import build, run_loop
+from ..errors import DistError, DistNetworkError, StoreTimeoutError
+from ..limits import Limits
+
+DEFAULT_URL: Final = "tcp://127.0.0.1:29500"
+DEFAULT_PORT: Final = 29500
+
+FAILED: Final = 1
+TIMED_OUT: Final = 3
+UNREACHABLE: Final = 4
+
+Ask = Callable[[AsyncTCPStore], Awaitable[Any]]
+
+
+class Asker:
+    """What every client command needs: where the server is, how long to wait, how to print."""
+
+    def __init__(self, url: tuple[str, int], timeout: float, output: str) -> None:
+        self.host, self.port = url
+        self.timeout = timeout
+        self.output = output
+
+    def ask(self, ask: Ask) -> Any:
+        """Connect, ask, and leave; exits with the right status if that fails."""
+        answers: list[Any] = []
+
+        async def main() -> None:
+            async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout) as store:
+                answers.append(await ask(store))
+
+        try:
+            run_loop(main())
+        except StoreTimeoutError as error:
+            self.fail(str(error), TIMED_OUT)
+        except DistNetworkError as error:
+            self.fail(str(error), UNREACHABLE)
+        except DistError as error:
+            self.fail(str(error), FAILED)
+        return answers[0]
+
+    def fail(self, text: str, status: int) -> None:
+        click.echo(f"Error: {text}", err=True)
+        sys.exit(status)
+
+    def show(self, name: str, value: Any) -> None:
+        """Print a result: raw, or as an object of JSON."""
+        if self.output == "json":
+            click.echo(msgspec.json.encode(_jsonable(name, value)))
+        elif isinstance(value, bytes):
+            click.echo(value, nl=False)
+        elif isinstance(value, list):
+            for item in value:
+                click.echo(item)
+        elif value is not None:
+            click.echo(str(value).lower() if isinstance(value, bool) else value)
+
+
+def _jsonable(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, bytes):
+        return {name: value}
+    try:
+        return {name: value.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(value).decode()}
+
+
+def _parse_url(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(text)
+        if parts.scheme != "tcp" or not parts.hostname or parts.path.strip("/"):
+            raise ValueError
+        return parts.hostname, DEFAULT_PORT if parts.port is None else parts.port
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not of the form tcp://HOST:PORT", ctx, param) from None
+
+
+def _client(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of all client commands, as one `Asker`."""
+
+    def command(url: tuple[str, int], timeout: float, output: str, **given: Any) -> None:
+        function(Asker(url, timeout, output), **given)
+
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+    for option in (
+        click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True),
+        click.option("--timeout", type=float, default=10.0, show_default=True, help="Seconds; negative: for ever."),
+        click.option(
+            "--url",
+            envvar="TCPSTORE_URL",
+            default=DEFAULT_URL,
+            show_default=True,
+            show_envvar=True,
+            callback=_parse_url,
+            help="The server.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _bytes(text: str) -> bytes:
+    return os.fsencode(text)
+
+
+def _value(text: str) -> bytes:
+    return sys.stdin.buffer.read() if text == "-" else _bytes(text)
+
+
+@click.command()
+@_client
+def ping(asker: Asker) -> None:
+    """Say whether the server answers, and how fast."""
+
+    async def ask(store: AsyncTCPStore) -> float:
+        began = time.perf_counter()
+        await store.ping()
+        return round((time.perf_counter() - began) * 1000, 3)
+
+    asker.show("milliseconds", asker.ask(ask))
+
+
+@click.command()
+@click.argument("key")
+@_client
+def get(asker: Asker, key: str) -> None:
+    """Print a value, as soon as there is one."""
+    asker.show("value", asker.ask(lambda store: store.get(_bytes(key))))
+
+
+@click.command("set")
+@click.argument("key")
+@click.argument("value")
+@_client
+def set_(asker: Asker, key: str, value: str) -> None:
+    """Store a value; '-' reads it from standard input."""
+    content = _value(value)
+
+    async def ask(store: AsyncTCPStore) -> None:
+        await store.set(_bytes(key), content)
+        await store.ping()
+
+    asker.ask(ask)
+
+
+@click.command()
+@click.argument("key")
+@click.argument("value")
+@_client
+def append(asker: Asker, key: str, value: str) -> None:
+    """Append to a value; '-' reads from standard input."""
+    content = _value(value)
+
+    async def ask(store: AsyncTCPStore) -> None:
+        await store.append(_bytes(key), content)
+        await store.ping()
+
+    asker.ask(ask)
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("key")
+@click.argument("amount", type=int)
+@_client
+def add(asker: Asker, key: str, amount: int) -> None:
+    """Add to a counter and print the sum."""
+    asker.show("sum", asker.ask(lambda store: store.add(_bytes(key), amount)))
+
+
+@click.command("compare-set")
+@click.argument("key")
+@click.argument("expected")
+@click.argument("desired")
+@_client
+def compare_set(asker: Asker, key: str, expected: str, desired: str) -> None:
+    """Store DESIRED if the value is EXPECTED ('' also: missing); print the value afterwards."""
+    asker.show("value", asker.ask(lambda store: store.compare_set(_bytes(key), _bytes(expected), _bytes(desired))))
+
+
+@click.command()
+@click.argument("keys", nargs=-1, required=True)
+@_client
+def check(asker: Asker, keys: tuple[str, ...]) -> None:
+    """Exit with 0 if all keys are there, with 1 if not."""
+    present = asker.ask(lambda store: store.check(list(map(_bytes, keys))))
+    asker.show("present", present)
+    if not present:
+        sys.exit(FAILED)
+
+
+@click.command()
+@click.argument("keys", nargs=-1, required=True)
+@_client
+def wait(asker: Asker, keys: tuple[str, ...]) -> None:
+    """Wait until all keys are there."""
+    asker.ask(lambda store: store.wait(list(map(_bytes, keys))))
+
+
+@click.command()
+@click.argument("key")
+@_client
+def delete(asker: Asker, key: str) -> None:
+    """Remove a key; exit with 1 if it was not there."""
+    deleted = asker.ask(lambda store: store.delete_key(_bytes(key)))
+    asker.show("deleted", deleted)
+    if not deleted:
+        sys.exit(FAILED)
+
+
+@click.command()
+@click.option("--prefix", default="", help="Only keys that begin so.")
+@_client
+def keys(asker: Asker, prefix: str) -> None:
+    """Print the names of the keys, one a line, sorted."""
+    names: list[str] = asker.ask(lambda store: store.list_keys())
+    asker.show("keys", sorted(name for name in names if name.startswith(prefix)))
+
+
+@click.command("num-keys")
+@_client
+def num_keys(asker: Asker) -> None:
+    """Print how many keys there are."""
+    asker.show("num_keys", asker.ask(lambda store: store.num_keys()))
+
+
+@click.group()
+def queue() -> None:
+    """Push to a queue, pop from it, or print its length."""
+
+
+@queue.command()
+@click.argument("key")
+@click.argument("value")
+@_client
+def push(asker: Asker, key: str, value: str) -> None:
+    """Append an item; '-' reads it from standard input."""
+    content = _value(value)
+
+    async def ask(store: AsyncTCPStore) -> None:
+        await store.queue_push(_bytes(key), content)
+        await store.ping()
+
+    asker.ask(ask)
+
+
+@queue.command()
+@click.argument("key")
+@click.option("--block/--no-block", default=True, show_default=True, help="Wait for an item.")
+@_client
+def pop(asker: Asker, key: str, block: bool) -> None:
+    """Take the oldest item and print it."""
+    asker.show("value", asker.ask(lambda store: store.queue_pop(_bytes(key), block)))
+
+
+@queue.command("len")
+@click.argument("key")
+@_client
+def len_(asker: Asker, key: str) -> None:
+    """Print how many items there are."""
+    asker.show("length", asker.ask(lambda store: store.queue_len(_bytes(key))))
+
+
+@click.command()
+@click.argument("key")
+@click.option("--world-size", type=int, required=True, help="How many have to arrive.")
+@_client
+def barrier(asker: Asker, key: str, world_size: int) -> None:
+    """Wait until as many have arrived at this key."""
+    asker.ask(lambda store: store.barrier(_bytes(key), world_size))
+
+
+@click.command()
+@click.option("--local", is_flag=True, help="This installation, without asking a server.")
+@_client
+def info(asker: Asker, local: bool) -> None:
+    """Print what is known of the server, or of this installation."""
+
+    async def ask(store: AsyncTCPStore) -> dict[str, Any]:
+        began = time.perf_counter()
+        await store.ping()
+        took = round((time.perf_counter() - began) * 1000, 3)
+        return {"host": asker.host, "port": asker.port, "num_keys": await store.num_keys(), "ping_milliseconds": took}
+
+    known = _local() if local else asker.ask(ask)
+    if asker.output == "json":
+        click.echo(msgspec.json.encode(known))
+        return
+    for name, value in known.items():
+        if isinstance(value, dict):
+            for inner, number in value.items():
+                click.echo(f"{name}.{inner}: {number}")
+        else:
+            click.echo(f"{name}: {value}")
+
+
+def _local() -> dict[str, Any]:
+    loop = "asyncio" if sys.platform == "win32" else "uvloop"
+    limits = msgspec.to_builtins(Limits())
+    return {"version": version("tcpstore_async"), "build": build(), "loop": loop, "limits": limits}
+
+
+def add_client_commands(group: click.Group) -> None:
+    """Add them to the command line."""
+    for command in (
+        ping, get, set_, add, append, compare_set, check, wait, delete, keys, num_keys, queue, barrier, info,
+    ):  # fmt: skip
+        group.add_command(command)

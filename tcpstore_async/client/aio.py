@@ -1,0 +1,352 @@
+"""The async client: typed methods over lanes.
+
+Knows: which method is which command, when a call may share a connection and when it needs one of its own, deadlines.
+Must not know: bytes on the wire, sockets.
+Invariants: a call that waits keeps no other call waiting. What a store has written is there for whatever it asks next,
+on whichever connection. Cancelling a call leaves every connection in step.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Final, cast
+
+from ..arguments import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_seconds
+from ..blob import pack, unpack
+from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
+from ..session.client import Call
+from ..wire.commands import BY_METHOD
+from ..wire.shapes import Fields
+from .dial import Deadline, dial
+from .lane import Lane
+
+DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+
+_SURPLUS_SECONDS: Final = 5.0
+"""A connection that was opened beside the first, and is not used for so long, is closed."""
+
+
+def _key(name: str, key: Text) -> bytes:
+    return b"/" + to_bytes(name, key)
+
+
+def _keys(name: str, keys: Iterable[Text]) -> list[bytes]:
+    return [b"/" + key for key in to_bytes_list(name, keys)]
+
+
+class AsyncTCPStore:
+    """A client of a TCPStore server, for asyncio. Made by `connect`; belongs to the loop that made it.
+
+    The methods are those of `torch.distributed.TCPStore`, with `await`. Every one of them raises StoreTimeoutError, a
+    DistStoreError, when the store's timeout has passed, and DistNetworkError when the connection is lost. Calls may be
+    made from any number of tasks at once.
+    """
+
+    def __init__(self, host: str, port: int, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self.host = host
+        self.port = port
+        self._timeout = to_seconds("timeout", timeout)
+        self._lanes: list[Lane] = []
+        self._opening = asyncio.Lock()
+        self._lost: DistNetworkError | None = None
+        self._orphans: dict[bytes, deque[bytes]] = {}
+
+    @classmethod
+    async def connect(cls, host: str, port: int, *, timeout: Timeout = DEFAULT_TIMEOUT) -> "AsyncTCPStore":
+        """Connect to the server at this address, trying again until the timeout. Raises DistNetworkError.
+
+        The timeout is that of every later call too; negative means for ever, 0 one try.
+        """
+        store = cls(host, port, timeout)
+        await store._open_lane(Deadline(store._timeout))
+        return store
+
+    async def __aenter__(self) -> "AsyncTCPStore":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection. Calls under way fail; later ones too."""
+        self._lost = self._lost or DistNetworkError("the store has been closed")
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.close()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change the timeout of later calls; negative means for ever."""
+        self._timeout = to_seconds("timeout", timeout)
+
+    async def clone(self) -> "AsyncTCPStore":
+        """A store of its own connections to the same server, with the same timeout."""
+        return await self.connect(self.host, self.port, timeout=self.timeout)
+
+    # Values
+
+    async def set(self, key: Text, value: Text) -> None:
+        await self._ask("set", _key("key", key), pack(to_bytes("value", value)))
+
+    async def get(self, key: Text) -> bytes:
+        """The value, as soon as there is one."""
+        name = _key("key", key)
+        await self._wait([name], self._timeout)
+        return unpack(await self._ask("get", name))
+
+    async def add(self, key: Text, amount: int) -> int:
+        """Add to a counter, 0 if it is missing, and return the sum."""
+        return int(await self._ask("add", _key("key", key), to_int64("amount", amount)))
+
+    async def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        """Set `desired` if the value is `expected`, a missing key being empty; the value afterwards.
+
+        For a missing key that was expected to hold something, `expected` is returned and nothing set, as in PyTorch.
+        """
+        fields = (pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired)))
+        return unpack(await self._ask("compare_set", _key("key", key), *fields))
+
+    async def append(self, key: Text, value: Text) -> None:
+        await self._ask("append", _key("key", key), pack(to_bytes("value", value)))
+
+    async def check(self, keys: Iterable[Text]) -> bool:
+        """Whether all keys are there."""
+        return bool(await self._ask("check", _keys("keys", keys)))
+
+    async def ping(self) -> None:
+        """One round trip: the server is there, and has executed everything that was sent before."""
+        await self._ask("ping", 0)
+
+    async def delete_key(self, key: Text) -> bool:
+        """Remove a key; whether it was there."""
+        return bool(await self._ask("delete_key", _key("key", key)) == 1)
+
+    async def num_keys(self) -> int:
+        """How many keys there are, PyTorch's own counter of workers included."""
+        return int(await self._ask("num_keys"))
+
+    async def list_keys(self) -> list[str]:
+        """The names of all keys, in no order, without PyTorch's own. Raises UnicodeDecodeError for a name not UTF-8."""
+        return [key[1:].decode() for key in await self._ask("list_keys") if key.startswith(b"/")]
+
+    async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
+        """The values, as soon as all are there."""
+        names = _keys("keys", keys)
+        await self._wait(names, self._timeout)
+        return [unpack(value) for value in await self._ask("multi_get", names)]
+
+    async def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
+        """Set all, or none. Raises DistStoreError if there are not as many values as keys."""
+        names = _keys("keys", keys)
+        blobs = [pack(value) for value in to_bytes_list("values", values)]
+        if len(names) != len(blobs):
+            raise DistStoreError("multiSet keys and values vectors must be of same size")
+        await self._ask("multi_set", list(zip(names, blobs, strict=True)))
+
+    # Waiting
+
+    async def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
+        """Until all keys are there. The timeout is the store's unless given; 0 means one look, negative for ever."""
+        await self._wait(_keys("keys", keys), self._seconds(timeout))
+
+    async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
+        """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
+        seconds = self._seconds(timeout)
+        fields = (_key("key", key), to_int64("world_size", world_size))
+        text = f"barrier timeout after {in_milliseconds(seconds)}ms, key: {fields[0][1:].decode(errors='replace')}"
+        await self._park("barrier", fields, seconds, text)
+
+    # Queues
+
+    async def queue_push(self, key: Text, value: Text) -> None:
+        await self._ask("queue_push", _key("key", key), pack(to_bytes("value", value)))
+
+    async def queue_len(self, key: Text) -> int:
+        return int(await self._ask("queue_len", _key("key", key)))
+
+    async def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        """Take the oldest item; with `block`, as soon as there is one. Raises QueueEmptyError without.
+
+        If the caller is cancelled when its pop is on its way already, the item is kept by this store, and its next
+        `queue_pop` of the same key returns it first.
+        """
+        name = _key("key", key)
+        deadline = Deadline(self._timeout)
+        while not (orphans := self._orphans.get(name)):
+            if block:
+                item = await self._park_and_pop(name, deadline)
+            else:
+                item = await self._pop(name, await self._free_lane())
+            if item is not None:
+                return item
+            if not block:
+                raise QueueEmptyError("queue is empty")
+        item = orphans.popleft()
+        if not orphans:
+            del self._orphans[name]
+        return item
+
+    # How calls are made
+
+    async def _ask(self, method: str, *fields: Any) -> Any:
+        """A call that the server answers at once, or not at all."""
+        lane = await self._free_lane()
+        _, future = lane.ask(BY_METHOD[method], fields)
+        text = f"{method} timeout after {in_milliseconds(self._timeout)}ms"
+        return await self._answer(future, self._timeout, lambda: _fail(future, text))
+
+    async def _wait(self, names: list[bytes], seconds: float) -> None:
+        keys = ", ".join(name.decode(errors="replace") for name in names)
+        text = f"wait timeout after {in_milliseconds(seconds)}ms, keys: {keys}"
+        await self._park("wait", (names,), seconds, text)
+
+    async def _park(self, method: str, fields: Fields, seconds: float, text: str) -> None:
+        """A call that is answered when something happens, or canceled after `seconds`."""
+        lane = await self._free_lane()
+        call, future = self._lease(lane, method, fields)
+        await self._until(lane, call, future, seconds, text)
+
+    async def _park_and_pop(self, name: bytes, deadline: Deadline) -> bytes | None:
+        """Wait for an item and pop the moment it is there, before anything else is sent; None if another was faster."""
+        lane = await self._free_lane()
+        call, woken = self._lease(lane, "wait", ([name],))
+        popped: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        popped.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+        def pop(call: Call) -> None:
+            if not call.canceled:
+                self._pop_into(popped, name, lane)
+
+        if call.done:
+            pop(call)
+        else:
+            lane.when_answered(call, pop)
+        seconds = deadline.left()
+        left = -1.0 if seconds is None else seconds
+        text = f"wait timeout after {in_milliseconds(deadline.timeout)}ms, keys: {name.decode(errors='replace')}"
+        try:
+            await self._until(lane, call, woken, left, text)
+        except asyncio.CancelledError:
+            popped.cancel()
+            raise
+        return cast("bytes | None", await self._answer(popped, left, lambda: _fail(popped, text)))
+
+    async def _pop(self, name: bytes, lane: Lane) -> bytes | None:
+        popped: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._pop_into(popped, name, lane)
+        text = f"queue_pop timeout after {in_milliseconds(self._timeout)}ms"
+        return cast("bytes | None", await self._answer(popped, self._timeout, lambda: _fail(popped, text)))
+
+    def _pop_into(self, popped: "asyncio.Future[bytes | None]", name: bytes, lane: Lane) -> None:
+        """Send a pop; its item goes to `popped` or, if nobody waits for that any more, to the orphans."""
+        _, future = lane.ask(BY_METHOD["queue_pop"], (name,))
+
+        def take(future: "asyncio.Future[Any]") -> None:
+            error = future.exception()
+            item = None if error is not None or future.result()[1] is None else unpack(future.result()[1])
+            if not popped.done():
+                if error is not None:
+                    popped.set_exception(error)
+                else:
+                    popped.set_result(item)
+            elif item is not None:
+                self._orphans.setdefault(name, deque()).append(item)
+
+        future.add_done_callback(take)
+
+    def _lease(self, lane: Lane, method: str, fields: Fields) -> tuple[Call, "asyncio.Future[Any]"]:
+        """Send a call that waits; behind a fence if there are writes that other connections must not overtake."""
+        if lane.session.unconfirmed():
+            lane.ask_fence()
+        call, future = lane.ask(BY_METHOD[method], fields)
+        assert call is not None
+        return call, future
+
+    async def _until(self, lane: Lane, call: Call, future: "asyncio.Future[Any]", seconds: float, text: str) -> None:
+        def expire() -> None:
+            lane.cancel(call)
+            _fail(future, text)
+
+        try:
+            await self._answer(future, seconds, expire)
+        except asyncio.CancelledError:
+            lane.cancel(call)
+            raise
+        finally:
+            self._close_later(lane)
+
+    async def _answer(self, future: "asyncio.Future[Any]", seconds: float, expire: Callable[[], None]) -> Any:
+        """What a future brings, unless `seconds` pass; negative means for ever."""
+        if future.done():
+            return future.result()
+        if seconds < 0:
+            return await future
+        timer = asyncio.get_running_loop().call_later(seconds, expire)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+
+    def _seconds(self, timeout: Timeout | None) -> float:
+        return self._timeout if timeout is None else to_seconds("timeout", timeout)
+
+    # Lanes
+
+    async def _free_lane(self) -> Lane:
+        """A connection on which nothing waits and on which all that this store has written is there."""
+        while True:
+            if self._lost is not None:
+                raise self._lost
+            free = [lane for lane in self._lanes if lane.session.waiting is None]
+            writing = next((lane for lane in self._lanes if lane.session.unconfirmed()), None)
+            if writing is not None and writing in free:
+                return writing
+            if writing is not None and writing.fence is not None:
+                await asyncio.wait({writing.fence}, timeout=None if self._timeout < 0 else self._timeout)
+                if not writing.fence.done():
+                    raise DistStoreError(
+                        f"timeout after {in_milliseconds(self._timeout)}ms, the server does not answer"
+                    )
+                continue
+            if free:
+                return free[0]
+            await self._open_lane(Deadline(self._timeout))
+
+    async def _open_lane(self, deadline: Deadline) -> None:
+        async with self._opening:
+            if any(lane.session.waiting is None for lane in self._lanes):
+                return
+            peer, session = await dial(self.host, self.port, deadline)
+            lane = Lane(session, self._lane_lost)
+            await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
+            if self._lost is not None:
+                lane.close()
+            else:
+                self._lanes.append(lane)
+
+    def _close_later(self, lane: Lane) -> None:
+        """A connection beside the first is closed when it has not been used for a while."""
+        if self._lanes and lane is not self._lanes[0]:
+            asyncio.get_running_loop().call_later(_SURPLUS_SECONDS, self._close_surplus, lane)
+
+    def _close_surplus(self, lane: Lane) -> None:
+        if lane in self._lanes[1:] and lane.idle() and not lane.session.unconfirmed():
+            self._lanes.remove(lane)
+            lane.close()
+
+    def _lane_lost(self, lane: Lane) -> None:
+        """A connection was lost, and with it perhaps what was written on it: the store is lost, as PyTorch's is."""
+        self._lost = self._lost or lane.lost
+        for other in self._lanes:
+            if other is not lane:
+                other.close()
+        self._lanes.clear()
+
+
+def _fail(future: "asyncio.Future[Any]", text: str) -> None:
+    if not future.done():
+        future.set_exception(StoreTimeoutError(text))

@@ -1,0 +1,158 @@
+"""One connection of a client, on the loop.
+
+Knows: a session, the futures of its calls, and what is to be written. Must not know: which other lanes there are, what
+a call means.
+Invariants: what was sent is never sent again. A call whose caller has gone is still answered, and its answer dropped:
+the connection stays in step. When the connection is lost, every call on it fails with the reason.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from ..errors import DistNetworkError, ProtocolError
+from ..session.client import Call, ClientSession
+from ..wire.commands import Command
+from ..wire.shapes import Fields
+
+LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+
+Then = Callable[[Any], "asyncio.Future[Any]"]
+"""What is to be sent the moment a call is answered, before anything else can be."""
+
+
+class Lane(asyncio.Protocol):
+    """Writes of one turn of the loop go out together."""
+
+    def __init__(self, session: ClientSession, on_lost: Callable[["Lane"], None]) -> None:
+        self.session = session
+        self.lost: DistNetworkError | None = None
+        self.fence: asyncio.Future[Any] | None = None
+        """Done when the writes before a call that waits have been executed."""
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._futures: dict[Call, asyncio.Future[Any]] = {}
+        self._after: dict[Call, Callable[[Call], None]] = {}
+        self._outbox: list[bytes] = []
+        self._drained: asyncio.Future[None] | None = None
+        self._closing = False
+
+    # Calls
+
+    def ask(self, command: Command, fields: Fields) -> tuple[Call | None, "asyncio.Future[Any]"]:
+        """Send a request. The future becomes its result, or None once a silent one is in the kernel's hands."""
+        if self.lost is not None:
+            raise self.lost
+        data, call = self.session.request(command, fields)
+        self._write(data)
+        future: asyncio.Future[Any] = self._loop.create_future()
+        if call is None:
+            self._flush()
+            if self._drained is None:
+                future.set_result(None)
+            else:
+                self._drained.add_done_callback(lambda drained: _pass_on(drained, future))
+        elif call.done:
+            future.set_result(call.result)
+        else:
+            self._futures[call] = future
+        return call, future
+
+    def ask_fence(self) -> None:
+        """Send a PING, so that others know when the writes before it have been executed."""
+        data, call = self.session.fence(0)
+        self._write(data)
+        self.fence = self._futures[call] = self._loop.create_future()
+
+    def when_answered(self, call: Call, do: Callable[[Call], None]) -> None:
+        """Call back the moment a call is answered, before its future is looked at."""
+        self._after[call] = do
+
+    def cancel(self, call: Call) -> None:
+        """End the wait of a call, if it still waits. Its lane is free once the server has answered."""
+        if call is self.session.waiting and not call.canceled and self.lost is None:
+            self._write(self.session.cancel(call))
+
+    def idle(self) -> bool:
+        """Whether nothing is under way on it."""
+        return not self.session.pending and not self._outbox and self._drained is None
+
+    def close(self) -> None:
+        """Close; calls under way fail."""
+        self._closing = True
+        self._flush()
+        self.transport.close()
+        self._fail(DistNetworkError("the store has been closed"))
+
+    # Called by the loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(0)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            done = self.session.receive(data)
+        except ProtocolError as error:
+            self._fail(DistNetworkError(f"the server's reply makes no sense: {error}"))
+            self.transport.abort()
+            return
+        for call in done:
+            after = self._after.pop(call, None)
+            if after is not None:
+                after(call)
+            future = self._futures.pop(call)
+            if not future.done():
+                future.set_result(call.result)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(DistNetworkError(str(error) if error is not None else LOST))
+
+    def pause_writing(self) -> None:
+        self._drained = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
+    def _write(self, data: bytes) -> None:
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(data)
+
+    def _flush(self) -> None:
+        outbox = self._outbox
+        if outbox and not self.transport.is_closing():
+            self._outbox = []
+            self.transport.write(b"".join(outbox))
+
+    def _fail(self, error: DistNetworkError) -> None:
+        if self.lost is not None:
+            return
+        self.lost = error
+        self._outbox.clear()
+        futures = list(self._futures.values())
+        self._futures.clear()
+        self._after.clear()
+        if self._drained is not None:
+            futures.append(self._drained)
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # the caller may have gone
+        if not self._closing:
+            self._on_lost(self)
+
+
+def _pass_on(source: "asyncio.Future[None]", target: "asyncio.Future[Any]") -> None:
+    if target.done():
+        return
+    error = source.exception()
+    if error is None:
+        target.set_result(None)
+    else:
+        target.set_exception(error)

@@ -1,0 +1,214 @@
+"""The async client against our server and PyTorch's own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import pytest
+
+from support import LIMIT, RawPeer, tcpstore_server, torch_server
+from tcpstore_async import DistNetworkError, DistStoreError, QueueEmptyError
+from tcpstore_async.client.aio import AsyncTCPStore
+
+
+@pytest.fixture(scope="module", params=["ours", "libuv"])
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    if request.param == "ours":
+        with tcpstore_server() as server:
+            yield server.port
+    else:
+        with torch_server(request.param) as found:
+            yield found
+
+
+_numbers = iter(range(1_000_000))
+
+
+@pytest.fixture
+def key() -> str:
+    """A name that no other test uses."""
+    return f"key{next(_numbers)}"
+
+
+@asynccontextmanager
+async def store_at(port: int, timeout: float = LIMIT) -> AsyncIterator[AsyncTCPStore]:
+    async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=timeout) as store:
+        yield store
+
+
+async def test_every_method(port: int, key: str) -> None:
+    async with store_at(port) as store:
+        await store.set(key, "1")
+        assert await store.get(key) == b"1"
+        assert await store.add(key, 41) == 42
+        await store.append(key, b"!")
+        assert await store.compare_set(key, "42!", bytearray(b"x")) == b"x"
+        assert await store.compare_set(key, "42!", "y") == b"x"
+        await store.multi_set([key + "a", key + "b"], ["1", b"2" * 1_000_000])
+        assert await store.multi_get([key + "a", key + "b"]) == [b"1", b"2" * 1_000_000]
+        assert await store.multi_get([]) == []
+        await store.wait([key, key + "a"])
+        assert await store.check([key])
+        assert not await store.check([key, key + "no"])
+        assert key in await store.list_keys()
+        assert await store.num_keys() == len(await store.list_keys())
+        assert await store.delete_key(key)
+        assert not await store.delete_key(key)
+        await store.queue_push(key, "item")
+        assert await store.queue_len(key) == 1
+        assert await store.queue_pop(key) == b"item"
+        with pytest.raises(QueueEmptyError, match=r"^queue is empty$"):
+            await store.queue_pop(key, block=False)
+        await store.barrier(key + "bar", 1)
+        async with await store.clone() as other:
+            assert await other.get(key + "a") == b"1"
+            assert other.timeout == store.timeout
+
+
+async def test_a_wait_keeps_nobody_waiting(port: int, key: str) -> None:
+    async with store_at(port) as store:
+        waits = [asyncio.create_task(store.get(f"{key}/{number}")) for number in range(20)]
+        await asyncio.sleep(0)
+        assert await store.add(key, 1) == 1
+        for number in range(20):
+            await store.set(f"{key}/{number}", str(number))
+        assert await asyncio.gather(*waits) == [b"%d" % number for number in range(20)]
+
+
+async def test_timeouts_leave_the_store_usable(port: int, key: str) -> None:
+    async with store_at(port) as store:
+        for timeout in (0, 0.05, timedelta(milliseconds=20)):
+            with pytest.raises(DistStoreError, match=rf"^wait timeout after \d+ms, keys: /{key}, /{key}b$"):
+                await store.wait([key, key + "b"], timeout)
+        with pytest.raises(DistStoreError, match=f"^barrier timeout after 30ms, key: {key}bar$"):
+            await store.barrier(key + "bar", 5, timedelta(milliseconds=30))
+        store.set_timeout(0.03)
+        for blocked in (store.get(key), store.queue_pop(key), store.multi_get([key])):
+            with pytest.raises(DistStoreError, match=f"^wait timeout after 30ms, keys: /{key}$"):
+                await blocked
+        store.set_timeout(LIMIT)
+        await store.set(key, "now")
+        assert await store.get(key) == b"now"
+
+
+async def test_a_wait_of_timeout_0_sees_what_is_there(port: int, key: str) -> None:
+    async with store_at(port) as store:
+        await store.set(key, "")
+        await store.check([key])
+        await store.wait([key], LIMIT)
+
+
+async def test_what_was_written_is_there_on_every_connection(port: int, key: str) -> None:
+    """Writes are silent: without a fence, a read on another connection could overtake them."""
+    async with store_at(port) as store:
+        parked = [asyncio.create_task(store.wait([key + "never"], -1)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for number in range(200):
+            await store.set(f"{key}/{number}", "x" * 10_000)
+            if number % 10 == 0:
+                parked.append(asyncio.create_task(store.wait([key + "never"], -1)))
+                await asyncio.sleep(0)
+            assert await store.check([f"{key}/{number}"])
+        for task in parked:
+            task.cancel()
+        await asyncio.gather(*parked, return_exceptions=True)
+        assert await store.add(key, 1) == 1
+
+
+async def test_a_cancelled_pop_loses_nothing(port: int, key: str) -> None:
+    async with store_at(port) as store, store_at(port) as producer:
+        rng = random.Random(5)
+        pushed, popped = 300, []
+
+        async def consume() -> None:
+            popped.append(await store.queue_pop(key))
+
+        async def produce() -> None:
+            for number in range(pushed):
+                await producer.queue_push(key, str(number))
+                await asyncio.sleep(0)
+
+        producing = asyncio.create_task(produce())
+        while len(popped) < pushed:
+            tasks = [asyncio.create_task(consume()) for _ in range(3)]
+            for _ in range(rng.randrange(6)):
+                await asyncio.sleep(0)
+            if rng.random() < 0.7:
+                tasks.pop(rng.randrange(len(tasks))).cancel()
+            if producing.done() and len(popped) + len(tasks) > pushed:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                while len(popped) < pushed:
+                    popped.append(await store.queue_pop(key))
+            else:
+                await asyncio.gather(*tasks, return_exceptions=True)
+        await producing
+        assert sorted(map(int, popped)) == list(range(pushed))
+
+
+async def test_thousands_of_calls_in_flight(port: int, key: str) -> None:
+    async with store_at(port) as store:
+        sums = await asyncio.gather(*(store.add(key, 1) for _ in range(5000)))
+        assert sorted(sums) == list(range(1, 5001))
+
+
+async def test_a_call_honours_the_timeout_when_the_server_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connecting = asyncio.create_task(AsyncTCPStore.connect("127.0.0.1", listener.getsockname()[1], timeout=LIMIT))
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        peer, _ = await loop.sock_accept(listener)
+        with peer:
+            hello = await loop.sock_recv(peer, 10)
+            await loop.sock_sendall(peer, hello[6:])
+            store = await connecting
+            store.set_timeout(0.05)
+            with pytest.raises(DistStoreError, match=r"^add timeout after 50ms$"):
+                await store.add("a", 1)
+            await store.close()
+
+
+async def test_nobody_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        text = rf"^The client socket has timed out after 100ms while .* \(127\.0\.0\.1, {port}\)\. .* cause: "
+        with pytest.raises(DistNetworkError, match=text):
+            await AsyncTCPStore.connect("127.0.0.1", port, timeout=0.1)
+
+
+async def test_a_server_that_goes_is_noticed() -> None:
+    with tcpstore_server() as server:
+        async with store_at(server.port) as store:
+            waiting = asyncio.create_task(store.wait(["a"]))
+            await store.set("b", "1")
+            server.stop()
+            with pytest.raises(DistNetworkError, match=r"remote server shutdown or crash|reset"):
+                await waiting
+            with pytest.raises(DistNetworkError):
+                await store.get("b")
+
+
+async def test_arguments() -> None:
+    with tcpstore_server() as server:
+        async with store_at(server.port) as store:
+            with pytest.raises(TypeError, match=r"^key must be str"):
+                await store.get(5)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=r"^amount must be an int"):
+                await store.add("a", 1.5)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=r"^keys must be a list"):
+                await store.wait("a")
+            with pytest.raises(TypeError, match=r"^timeout must be"):
+                await store.wait(["a"], "1")  # type: ignore[arg-type]
+            with pytest.raises(DistStoreError, match=r"^multiSet keys and values"):
+                await store.multi_set(["a"], [])
+        with pytest.raises(DistNetworkError, match="has been closed"):
+            await store.get("a")
+        with RawPeer(server.port) as peer:
+            peer.ping()

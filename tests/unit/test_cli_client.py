@@ -1,0 +1,105 @@
+"""The command line's client commands, against our server and both of PyTorch's."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from support import LIMIT, tcpstore_server, torch_server
+
+Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
+
+
+def tcpstore(*words: str, url: str = "", stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    env = {**os.environ, "TCPSTORE_URL": url} if url else None
+    command = [sys.executable, "-m", "tcpstore_async", *words]
+    done = subprocess.run(
+        command, cwd=tempfile.gettempdir(), input=stdin, capture_output=True, timeout=LIMIT, env=env, check=False
+    )
+    assert b"Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module", params=["ours", "libuv", "legacy"])
+def backend(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
+    def runner(port: int) -> Run:
+        return lambda *words, stdin=b"": tcpstore(*words, url=f"tcp://127.0.0.1:{port}", stdin=stdin)
+
+    if request.param == "ours":
+        with tcpstore_server() as server:
+            yield request.param, runner(server.port)
+    else:
+        with torch_server(request.param) as port:
+            yield request.param, runner(port)
+
+
+def test_the_commands(backend: tuple[str, Run]) -> None:
+    kind, run = backend
+    assert float(run("ping").stdout) >= 0
+    assert run("set", "a", "hello").returncode == 0
+    assert run("get", "a").stdout == b"hello"
+    assert run("set", "bytes", "-", stdin=b"\xff\0\n").returncode == 0
+    assert run("get", "bytes").stdout == b"\xff\0\n"
+    assert json.loads(run("get", "bytes", "-o", "json").stdout) == {"value_base64": "/wAK"}
+    assert json.loads(run("get", "a", "-o", "json").stdout) == {"value": "hello"}
+    assert run("add", "n", "5").stdout == b"5\n"
+    assert run("add", "n", "-7").stdout == b"-2\n"
+    assert run("append", "a", "!").returncode == 0
+    assert run("compare-set", "a", "hello!", "bye").stdout == b"bye"
+    assert run("check", "a", "n").returncode == 0
+    assert run("check", "a", "missing").returncode == 1
+    assert run("wait", "a", "n").returncode == 0
+    assert run("keys").stdout == b"a\nbytes\nn\n"
+    assert json.loads(run("keys", "--prefix", "b", "-o", "json").stdout) == {"keys": ["bytes"]}
+    assert run("num-keys").stdout == b"3\n"
+    assert run("delete", "a").returncode == 0
+    assert run("delete", "a").returncode == 1
+    assert run("barrier", "b", "--world-size", "1").returncode == 0
+    assert b"num_keys: 3\n" in run("info").stdout
+    pushed = run("queue", "push", "q", "item")
+    if kind == "legacy":  # it has no queues, and closes
+        assert pushed.returncode == 4
+        return
+    assert pushed.returncode == 0
+    assert run("queue", "len", "q").stdout == b"1\n"
+    assert run("queue", "pop", "q").stdout == b"item"
+    empty = run("queue", "pop", "q", "--no-block")
+    assert (empty.returncode, empty.stderr) == (1, b"Error: queue is empty\n")
+
+
+def test_a_time_out_is_3(backend: tuple[str, Run]) -> None:
+    _, run = backend
+    for words in (["get", "never"], ["wait", "never"], ["barrier", "never-complete", "--world-size", "2"]):
+        done = run(*words, "--timeout", "0.05")
+        assert done.returncode == 3
+        assert done.stderr.startswith((b"Error: wait timeout after 50ms", b"Error: barrier timeout after 50ms"))
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_nobody_there_is_4() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        done = tcpstore("get", "a", "--url", f"tcp://127.0.0.1:{port}", "--timeout", "0.1")
+        assert done.returncode == 4
+        assert f"(127.0.0.1, {port})".encode() in done.stderr
+        assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["get"], ["get", "a", "--url", "http://x"], ["add", "n", "x"], ["queue"], ["nonsense"]]
+)
+def test_usage_is_2(words: list[str]) -> None:
+    assert tcpstore(*words).returncode == 2
+
+
+def test_this_installation() -> None:
+    assert b"limits.key_bytes: 8192\n" in tcpstore("info", "--local").stdout
+    assert set(json.loads(tcpstore("info", "--local", "-o", "json").stdout)) == {"version", "build", "loop", "limits"}
