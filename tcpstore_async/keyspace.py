@@ -77,9 +77,9 @@ class Keyspace:
 
     def set(self, key: bytes, value: Framed) -> None:
         old = self.values.get(key)
-        size = self.size + len(value)
-        if isinstance(old, bytes) and size - len(old) <= self.max_size:  # the common case, without a call
-            self.size = size - len(old)
+        # The common case, without a call.
+        if isinstance(old, bytes) and (grown := self.size + len(value) - len(old)) <= self.max_size:
+            self.size = grown
             self.values[key] = value
         else:
             self._put(key, value, len(value))

@@ -61,35 +61,16 @@ class Connection:
         self.ended = False
         """The end has been read; the connection lasts until the peer has read what it was sent."""
 
-    def advance(self) -> None:
-        """Read and execute what is there, as far as the peer reads its replies."""
-        session = self.session
-        try:
-            if session.unread or session.rest is not None or self.queued:
-                self.go_on()
-                return
-            chunk = _read(self.fd, _FIRST_READ)
-            if not chunk:
-                self._end()
-                return
-            session.receive(chunk)
-        except BlockingIOError:
-            return
-        except OSError:
-            self.close()
-            return
-        except PeerError as error:
-            self.server.refuse(self, error)
-            return
-        if session.out:
-            self.flush()
-        if self.server.engine.dirty:
-            self.server.flush_dirty()
-        if len(chunk) == _FIRST_READ or session.kept is not None or self.hung_up:
+    def attend(self, events: int) -> None:
+        """Do what news of the descriptor call for."""
+        if events != READ:
+            self.hung_up = events & ~(READ | WRITE) != 0
+            self.writable()
+        if events != WRITE:
             self.go_on()
 
     def go_on(self) -> None:
-        """Read on to the end, for a peer that has sent much, or has yet to read."""
+        """Read and execute what is there, to the end or until the others have their turn."""
         session = self.session
         if self.queued:
             return
@@ -168,8 +149,12 @@ class Connection:
             return
         session.unread -= count
         if count < len(data):
-            self.unsent = deque([memoryview(data)[count:]])
-            self.server.readiness.watch_writing(self.fd, True)
+            self.keep(data, count)
+
+    def keep(self, data: Framed, count: int) -> None:
+        """The kernel took only the first `count` bytes: the rest goes when it takes more."""
+        self.unsent = deque([memoryview(data)[count:]])
+        self.server.readiness.watch_writing(self.fd, True)
 
     def writable(self) -> None:
         """The kernel takes more; once it has taken everything, requests that were kept back go on."""
@@ -322,17 +307,48 @@ class UvServer:
     # Called by the readiness
 
     def ready(self, news: list[tuple[int, int]]) -> None:
+        """Serve the connections that there is news of.
+
+        The common case, one short request and its reply, stands here in one piece: calls spared are worth 0.1 µs of the
+        5 that an operation costs in plain Python. Everything else is the connection's to attend to.
+        """
         connections = self.connections
+        dirty = self.engine.dirty
         for fd, events in news:
             connection = connections[fd]
             if connection is None:
                 continue
+            session = connection.session
             try:
-                if events != READ:
-                    connection.hung_up = events & ~(READ | WRITE) != 0
-                    connection.writable()
-                if events != WRITE:
-                    connection.advance()
+                if events != READ or session.unread or session.rest is not None or connection.queued:
+                    connection.attend(events)
+                    continue
+                chunk = _read(fd, _FIRST_READ)
+                session.receive(chunk)
+                out = session.out
+                if len(out) == 1:
+                    data = out[0]
+                    count = _write(fd, data)
+                    out.clear()
+                    session.unread -= count
+                    if count < len(data):
+                        connection.keep(data, count)
+                elif out:
+                    connection.flush()
+                if dirty:
+                    self.flush_dirty()
+                if len(chunk) == _FIRST_READ or not chunk or session.kept is not None:
+                    connection.go_on()
+            except BlockingIOError:  # there was nothing to read, or there is no room to write
+                if session.out:
+                    connection.flush()
+                if dirty:
+                    self.flush_dirty()
+                connection.go_on()
+            except OSError:
+                connection.close()
+            except PeerError as error:
+                self.refuse(connection, error)
             except Exception:
                 self._give_up(connection)
 
