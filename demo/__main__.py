@@ -179,13 +179,13 @@ async def demo(ranks: int, torch: int) -> None:
 
 
 NEXT = """
-Try next
+Try next (.venv holds the plain Python build; `pip install .` compiles it, as this demo's server was)
   .venv/bin/tcpstore serve --host 127.0.0.1 --port 29500     and, in a second terminal, an unchanged PyTorch:
   .venv/bin/python -W ignore -c 'from torch.distributed import TCPStore; store = TCPStore("127.0.0.1", 29500); \
 store.set("hello", "world"); print(store.get("hello"))'"""
 
 NEXT_WITHOUT_TORCH = """
-Try next
+Try next (.venv holds the plain Python build; `pip install .` compiles it, as this demo's server was)
   make demo                                                  the same, and four PyTorch processes
   .venv/bin/tcpstore serve --host 127.0.0.1 --port 29500     a server to point a PyTorch program at (see README.md)"""
 

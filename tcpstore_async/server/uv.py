@@ -140,15 +140,8 @@ class Connection:
             self._write_unsent()
             return
         out.clear()
-        try:
-            count = _write(self.fd, data)
-        except BlockingIOError:
-            count = 0
-        except OSError:
-            self.close()
-            return
-        session.unread -= count
-        if count < len(data):
+        count = self._hand_over(data)
+        if 0 <= count < len(data):
             self.keep(data, count)
 
     def keep(self, data: Framed, count: int) -> None:
@@ -206,20 +199,26 @@ class Connection:
             self.paused = True
             self.server.readiness.pause(self.fd)
 
+    def _hand_over(self, data: Framed | memoryview) -> int:
+        """Give bytes to the kernel; how many it took, or -1 if the connection turned out to be gone."""
+        try:
+            count = _write(self.fd, data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.close()
+            return -1
+        self.session.unread -= count
+        return count
+
     def _write_unsent(self) -> None:
         unsent = self.unsent
         assert unsent is not None
-        session = self.session
         while unsent:
             data = _gather(unsent)
-            try:
-                count = _write(self.fd, data)
-            except BlockingIOError:
-                count = 0
-            except OSError:
-                self.close()
+            count = self._hand_over(data)
+            if count < 0:
                 return
-            session.unread -= count
             if count < len(data):
                 unsent.appendleft(memoryview(data)[count:])
                 self.server.readiness.watch_writing(self.fd, True)
