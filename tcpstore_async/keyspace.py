@@ -291,15 +291,8 @@ class Keyspace:
             raise LimitError("store_bytes", self.size + growth, self.max_size)
 
     def _put(self, key: bytes, blob: Blob, length: int) -> None:
-        old = self.values.get(key)
-        if old is None:
-            growth = len(key) + ENTRY_BYTES + length
-        elif isinstance(old, bytes):
-            growth = length - len(old)
-        else:
-            growth = length - size(old)
-        if self.size + growth > self.max_size:
-            self._grow(growth)
+        growth = self._growth(key, length)
+        self._grow(growth)
         self.size += growth
         self.values[key] = blob
 

@@ -8,17 +8,12 @@ the connection stays in step. When the connection is lost, every call on it fail
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from ..errors import DistNetworkError, ProtocolError
-from ..session.client import Call, ClientSession
+from ..session.client import LOST, Call, ClientSession
 from ..wire.commands import Command
 from ..wire.shapes import Fields
-
-LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
-
-Then = Callable[[Any], "asyncio.Future[Any]"]
-"""What is to be sent the moment a call is answered, before anything else can be."""
 
 
 class Lane(asyncio.Protocol):

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..arguments import in_milliseconds
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
-from ..session.client import Call, ClientSession
+from ..session.client import LOST, Call, ClientSession
 from ..wire.commands import BY_METHOD, Command
 from ..wire.shapes import Fields
 from .dial import Deadline, dial_in_this_thread
@@ -23,8 +23,6 @@ from .dial import Deadline, dial_in_this_thread
 _CHUNK: Final = 64 * 1024
 _GRACE: Final = 0.1
 """Seconds that the answer to a cancel gets when nobody wants to wait for it."""
-
-LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
 
 
 class OutOfTime(Exception):

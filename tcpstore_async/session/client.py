@@ -14,6 +14,9 @@ from ..errors import ProtocolError
 from ..wire.commands import BY_METHOD, MAGIC, Command, Flag
 from ..wire.shapes import BLOBS, SILENCE, STOP_WAITING, WAIT_CANCELED, Fields, RestOfReply
 
+LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+"""What PyTorch's client says when the server has closed; every door of ours says the same."""
+
 _VALIDATE: Final = BY_METHOD["validate"]
 _PING: Final = BY_METHOD["ping"]
 _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
