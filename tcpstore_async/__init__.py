@@ -4,6 +4,7 @@ from .client.aio import AsyncTCPStore
 from .daemon import serve
 from .errors import DistError, DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from .limits import Limits
+from .version import VERSION as __version__
 
 __all__ = [
     "AsyncTCPStore",
@@ -13,5 +14,6 @@ __all__ = [
     "Limits",
     "QueueEmptyError",
     "StoreTimeoutError",
+    "__version__",
     "serve",
 ]

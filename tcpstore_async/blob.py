@@ -27,6 +27,9 @@ COUNTER_SIZE: Final = PREFIX
 EMPTY: Final = bytes(PREFIX)
 """The blob of the empty value."""
 
+NO_BLOB: Final = b"\xff" * PREFIX
+"""What stands for a blob that there is not: a length that no value has."""
+
 
 class Growing:
     """A value under APPEND: its plain bytes, in a buffer with room at the end."""

@@ -10,11 +10,13 @@ The counting is PyTorch's libuv server's to the byte, except for the queue defec
 """
 
 from collections import OrderedDict, deque
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 from .blob import (
     COUNTER_SIZE,
     EMPTY,
+    NO_BLOB,
     Blob,
     Framed,
     Growing,
@@ -24,7 +26,7 @@ from .blob import (
     unpack,
     wrap,
 )
-from .errors import LimitError
+from .errors import LimitError, ProtocolError
 from .limits import ENTRY_BYTES, PARKED_BYTES, Limits
 
 KeySet = set[bytes]
@@ -52,10 +54,66 @@ class Waiter:
         """The barrier it is in: an item of a queue of that name must not be handed on to it."""
         self.promise: Promise | None = None
         """What the waiter was woken for, until its next command."""
+        self.fetching: bytes | None = None
+        """The key whose value it is to be told when it fires."""
+        self.counter: Counter | None = None
+        """The counter that it waits for, instead of keys."""
+        self.target: int = 0
+        """What that counter has to reach."""
 
-    def fire(self) -> None:
-        """Tell the waiter that its wait is over. Must not call back into the keyspace."""
+    def fire(self, value: Framed | None) -> None:
+        """Tell the waiter that its wait is over, and the value if it is fetching one. Must not call back."""
         raise NotImplementedError
+
+
+class Counter(Waiter):
+    """Those who wait until a counter reaches a number: one waiter under its key, whatever is written there.
+
+    Each write looks at the smallest number only, so n writes with m waiters cost n + m and not n * m.
+    """
+
+    def __init__(self, keyspace: "Keyspace", key: bytes) -> None:
+        super().__init__()
+        self.keyspace = keyspace
+        self.key = key
+        self.targets: list[int] = []
+        """A heap; of those whom nobody awaits any more, some are left."""
+        self.awaiting: dict[int, dict[Waiter, None]] = {}
+
+    def fire(self, value: Framed | None) -> None:
+        self.keyspace.count(self)
+
+    def enter(self, waiter: Waiter, target: int) -> None:
+        waiter.counter = self
+        waiter.target = target
+        waiter.left = 1
+        crowd = self.awaiting.get(target)
+        if crowd is None:
+            crowd = self.awaiting[target] = {}
+            heappush(self.targets, target)
+        crowd[waiter] = None
+
+    def leave(self, waiter: Waiter) -> None:
+        waiter.counter = None
+        waiter.left = 0
+        crowd = self.awaiting[waiter.target]
+        del crowd[waiter]
+        if crowd:
+            return
+        del self.awaiting[waiter.target]
+        if len(self.targets) > 2 * len(self.awaiting) + _LONG_LINE:
+            self.targets = list(self.awaiting)
+            heapify(self.targets)
+
+    def reached(self, total: int) -> list[Waiter]:
+        """Those who need not wait any longer; they are out of here."""
+        done: list[Waiter] = []
+        while self.targets and self.targets[0] <= total:
+            for waiter in self.awaiting.pop(heappop(self.targets), {}):
+                waiter.counter = None
+                waiter.left = 0
+                done.append(waiter)
+        return done
 
 
 class Keyspace:
@@ -66,6 +124,10 @@ class Keyspace:
         self.queues: dict[bytes, deque[Framed]] = {}
         self.waiters: dict[bytes, dict[Waiter, int]] = {}
         """Per key, who is registered how often, in order of arrival; negative: left over from a wait that is done."""
+        self.counters: dict[bytes, Counter] = {}
+        """Per key, those who wait until it reaches a number."""
+        self.reserved: dict[bytes, Framed] = {}
+        """What the server says of itself: there when it is asked for by name, but no key of the store."""
         self.promises: dict[bytes, int] = {}
         """Per queue, how many woken waiters have not been heard of since."""
         self.size: int = 0
@@ -92,7 +154,7 @@ class Keyspace:
         if isinstance(blob, bytes):
             return blob
         if blob is None:
-            return EMPTY
+            return self.reserved.get(key, EMPTY)
         if isinstance(blob, Growing) and size(blob) > self.max_reply:
             raise LimitError("unread_hard_bytes", size(blob), self.max_reply)
         flat = framed(blob)
@@ -156,9 +218,13 @@ class Keyspace:
         """Whether every key is there, a queue that holds items included."""
         values = self.values
         for key in keys:
-            if key not in values and key not in self.queues:
+            if key not in values and not self._elsewhere(key):
                 return False
         return True
+
+    def _elsewhere(self, key: bytes) -> bool:
+        """Whether a key that is no value is there nevertheless."""
+        return key in self.queues or key in self.reserved
 
     def delete_key(self, key: bytes) -> int:
         """Remove a value, never a queue; 1 if it was there, else 0. Wakes nobody."""
@@ -231,9 +297,58 @@ class Keyspace:
             if promise is not None and promise.queue in keys:
                 waiter.promise = self._promise(promise.queue)
             return True
-        missing = [key for key in keys if key not in self.values and key not in self.queues]
+        missing = [key for key in keys if key not in self.values and not self._elsewhere(key)]
         self._park(waiter, missing)
         return False
+
+    def fetch(self, waiter: Waiter, key: bytes) -> Framed | None:
+        """The value if the key is there, as `check` sees it; else None, and the waiter is told it when it fires."""
+        value = self.values.get(key)
+        if isinstance(value, bytes):  # the common case, without a call
+            return value
+        self._demand_idle(waiter)
+        if self.wait(waiter, [key]):
+            return self.get(key)
+        waiter.fetching = key
+        return None
+
+    def cancel_fetch(self, waiter: Waiter) -> Framed:
+        """As `cancel_wait`; it returns what stands for no value."""
+        self._unpark(waiter)
+        return NO_BLOB
+
+    def wait_count(self, waiter: Waiter, key: bytes, target: int) -> bool:
+        """True if the key's number, 0 if it is missing, is at least `target`; else the waiter is parked until it is.
+
+        Raises ProtocolError if the value is no number.
+        """
+        self._demand_idle(waiter)
+        if self._count(key) >= target:
+            return True
+        self._grow(2 * self._parking(key))
+        counter = self.counters.get(key)
+        if counter is None:
+            counter = self.counters[key] = Counter(self, key)
+            self._register(counter)
+        counter.enter(waiter, target)
+        self.size += self._parking(key)
+        return False
+
+    def count(self, counter: Counter) -> None:
+        """Something was written to a counter that is waited for."""
+        key = counter.key
+        try:
+            total = self._count(key)
+        except ProtocolError:
+            self._register(counter)  # it is no number: that ends nobody's wait
+            return
+        for waiter in counter.reached(total):
+            self.size -= self._parking(key)
+            waiter.fire(None)
+        if counter.awaiting:
+            self._register(counter)
+        else:
+            del self.counters[key]
 
     def barrier(self, waiter: Waiter, key: bytes, world_size: int) -> bool:
         """Count an arrival. True if the world is complete; else the waiter is parked until someone completes it.
@@ -277,6 +392,35 @@ class Keyspace:
         if key in self.waiters and self.queue_len(key) > promised:
             self._wake_next(key, handed_on=True)
 
+    # Counters that are waited for
+
+    def _count(self, key: bytes) -> int:
+        blob = self.values.get(key)
+        return 0 if blob is None else number(blob)
+
+    def _register(self, counter: Counter) -> None:
+        """Have a counter fired at the next write to its key; queues pass it over."""
+        key = counter.key
+        counter.left = 1
+        counter.parked = {key}
+        line = self.waiters.get(key)
+        if line is None:
+            line = self.waiters[key] = {}
+        line[counter] = -1
+        self.size += self._parking(key)
+
+    def _leave_counter(self, waiter: Waiter, counter: Counter) -> None:
+        counter.leave(waiter)
+        self.size -= self._parking(counter.key)
+        if not counter.awaiting:
+            del self.counters[counter.key]
+            self._unpark(counter)
+
+    def _demand_idle(self, waiter: Waiter) -> None:
+        """Commands of the extension do not follow one that waits. Raises ProtocolError."""
+        if waiter.left > 0:
+            raise ProtocolError("it waits already")
+
     # Size
 
     def _growth(self, key: bytes, length: int) -> int:
@@ -306,6 +450,9 @@ class Keyspace:
         for key in keys:
             growth += self._parking(key)
         self._grow(growth)
+        if waiter.counter is not None:
+            self._leave_counter(waiter, waiter.counter)
+        waiter.fetching = None
         waiter.left = len(keys)
         if waiter.parked is None:
             waiter.parked = set()
@@ -322,8 +469,11 @@ class Keyspace:
                 self.size += self._parking(key)
 
     def _unpark(self, waiter: Waiter) -> None:
+        if waiter.counter is not None:
+            self._leave_counter(waiter, waiter.counter)
         waiter.left = 0
         waiter.barrier = None
+        waiter.fetching = None
         parked = waiter.parked
         if parked is None:
             return
@@ -361,7 +511,7 @@ class Keyspace:
     def _wake_all(self, key: bytes) -> None:
         for waiter, count in self.waiters.pop(key).items():
             if self._count_down(waiter, key, abs(count)):
-                waiter.fire()
+                self._fire(waiter)
 
     def _wake_next(self, key: bytes, handed_on: bool = False) -> None:
         """Count an item down for those in line, up to and including the first whose wait it ends."""
@@ -377,9 +527,17 @@ class Keyspace:
         for waiter in counted:
             if self._count_down(waiter, key, line.pop(waiter)):
                 waiter.promise = self._promise(key)
-                waiter.fire()
+                self._fire(waiter)
         if not line:
             del self.waiters[key]
+
+    def _fire(self, waiter: Waiter) -> None:
+        key = waiter.fetching
+        if key is None:
+            waiter.fire(None)
+        else:
+            waiter.fetching = None
+            waiter.fire(self.get(key))
 
     def _promise(self, queue: bytes) -> Promise:
         self.promises[queue] = self.promises.get(queue, 0) + 1

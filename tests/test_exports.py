@@ -14,6 +14,7 @@ NAMES = {
     "Limits",
     "QueueEmptyError",
     "StoreTimeoutError",
+    "__version__",
     "serve",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tcpstore_async.limits import KIB, MIB, Limits
 from tcpstore_async.wire import shapes
-from tcpstore_async.wire.commands import COMMANDS, MAGIC, Command, Flag
+from tcpstore_async.wire.commands import COMMANDS, JOINS_KEY, MAGIC, SERVER_KEY, Command, Flag
 
 TARGET = Path(__file__).parent.parent / "docs" / "wire.md"
 
@@ -29,6 +29,8 @@ SHAPES = {
     "WAKE": f"u8: {shapes.STOP_WAITING}, now or later",
     "CANCELED": f"u8: {shapes.WAIT_CANCELED}",
     "BLOB": "value",
+    "VALUE_LATER": "value, now or later",
+    "NO_VALUE": "8 bytes `ff`",
     "BLOBS": "*n* × value",
     "COUNTED_KEYS": "i64 *n*, *n* × key",
     "POPPED": "i64 *n*; value if *n* > 0",
@@ -64,6 +66,14 @@ MEANINGS = {
     "BARRIER": "Adds 1 to the key's number, as ADD does, without waking anyone. If the sum is at least the number "
     "given: wakes all who wait for the key, and replies 0. Else the connection is registered under the key, and 0 "
     "follows when somebody completes the barrier or sets the key. Nothing ever resets the count.",
+    "FETCH": "Replies the value at once if the key is present, as CHECK sees it; else when it appears, as a WAIT of "
+    "that one key followed by a GET would. Closes the connection if that has to wait and something else waits already.",
+    "CANCEL_FETCH": "As CANCEL_WAIT, for a FETCH. If the value was on its way already, it stands before the answer.",
+    "WAIT_COUNT": "0 at once if the number that the value's text begins with, 0 if the key is missing, is at least the "
+    "number given; else 0 follows when something was written that makes it so. Ended by CANCEL_WAIT. Closes the "
+    "connection if the text begins with no number, or if something else waits already.",
+    "INTRODUCE": "Says who the client is, for the server's log: rank, world_size, host, pid, job, as far as they are "
+    "known, each as text. At most 2,048 bytes in all.",
 }
 
 HEAD = """# The wire
@@ -95,7 +105,41 @@ FLAGS = {
     Flag.PARKS: "registers or releases the connection as a waiter",
     Flag.SESSION: "concerns the connection only",
     Flag.HANDSHAKE: "is the first command, and only that",
+    Flag.EXTENSION: "must be sent to no server that is not known to have it",
 }
+
+
+EXTENSION = f"""
+## The extension
+
+Commands from opcode 64 are this project's own. A stock client never sends them and sees no difference; to PyTorch's
+servers they must not be sent.
+
+| opcode | name | request | reply | meaning |
+|---|---|---|---|---|
+%s
+A client asks whether they are there the first time it would use one, and never while it connects: peers exist that
+answer PING and expect silence. It sends CHECK of the key `{SERVER_KEY.decode()}`. PyTorch's servers answer 1, for they
+have no such key and no client of PyTorch's can name it; this server answers 0. Then GET of that key is answered with
+an object of JSON:
+
+| member | |
+|---|---|
+| `server` | `"tcpstore_async"` |
+| `version` | the package's version |
+| `extension` | 1: the commands above; a later number has these and more |
+| `instance` | text that differs for every server ever started |
+| `backend`, `build` | which of its backends this is, and how it was built |
+
+A client that opens a further connection asks there again, and compares `instance`: another server behind the same
+address has nothing of the store that the client knows.
+
+GET of `{JOINS_KEY.decode()}` says in decimal text how many ranks the owner of the server expects to join, in all the
+stores that it has made on it; the empty value if the server has no owner. When PyTorch's counter of workers, `init/`,
+is past that number, whoever joined last belongs to a store that the owner has yet to make.
+
+Neither key is counted, listed or deleted, and WAIT finds both there.
+"""
 
 
 def _size(count: int) -> str:
@@ -144,9 +188,10 @@ def _flags() -> str:
 
 def render() -> str:
     """The whole page."""
-    rows = "".join(map(_row, COMMANDS))
+    stock = "".join(_row(command) for command in COMMANDS if not command.flags & Flag.EXTENSION)
+    ours = "".join(_row(command) for command in COMMANDS if command.flags & Flag.EXTENSION)
     head = "| opcode | name | request | reply | meaning |\n|---|---|---|---|---|\n"
-    return HEAD + head + rows + _flags() + _tail()
+    return HEAD + head + stock + EXTENSION % ours + _flags() + _tail()
 
 
 if __name__ == "__main__":

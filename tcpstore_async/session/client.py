@@ -10,9 +10,10 @@ ProtocolError it is to be left and dropped.
 from collections import deque
 from typing import Any, Final
 
+from ..blob import NO_BLOB, PREFIX
 from ..errors import ProtocolError
 from ..wire.commands import BY_METHOD, MAGIC, Command, Flag
-from ..wire.shapes import BLOBS, SILENCE, STOP_WAITING, WAIT_CANCELED, Fields, RestOfReply
+from ..wire.shapes import BLOBS, SILENCE, STOP_WAITING, VALUE_LATER, WAIT_CANCELED, Fields, RestOfReply
 
 LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
 """What PyTorch's client says when the server has closed; every door of ours says the same."""
@@ -20,6 +21,7 @@ LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did th
 _VALIDATE: Final = BY_METHOD["validate"]
 _PING: Final = BY_METHOD["ping"]
 _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
+_CANCEL_FETCH: Final = BY_METHOD["cancel_fetch"]
 
 
 class Call:
@@ -72,7 +74,7 @@ class ClientSession:
             raise RuntimeError(f"{command.name} cannot be sent behind a {self.waiting.command.name} that waits")
         data = bytes([command.opcode]) + command.request.encode(fields)
         if command.reply is SILENCE:
-            if not command.flags & Flag.HANDSHAKE:
+            if command.flags & Flag.MUTATES:
                 self.written += 1
             return data, None
         count = len(fields[0]) if fields and isinstance(fields[0], list) else 0
@@ -97,7 +99,7 @@ class ClientSession:
         if call is not self.waiting or call.canceled:
             raise RuntimeError("only a call that waits can be canceled, once")
         call.canceled = True
-        return bytes([_CANCEL_WAIT.opcode])
+        return bytes([(_CANCEL_FETCH if call.command.reply is VALUE_LATER else _CANCEL_WAIT).opcode])
 
     def unconfirmed(self) -> bool:
         """Whether silent writes may not have been executed yet."""
@@ -135,6 +137,8 @@ class ClientSession:
 
     def _answer(self, call: Call, data: bytes, at: int, end: int) -> int:
         """Decode the reply of a call, or part of it; where that stops, or minus the length that is needed."""
+        if call.canceled and call.command.reply is VALUE_LATER:
+            return self._answer_canceled_fetch(call, data, at, end)
         if call.canceled:
             return self._answer_canceled(call, data[at], at)
         if self._rest is None:
@@ -158,6 +162,19 @@ class ClientSession:
         else:
             raise ProtocolError("wait_canceled response is expected")
         return at + 1
+
+    def _answer_canceled_fetch(self, call: Call, data: bytes, at: int, end: int) -> int:
+        stop = at + PREFIX
+        if stop > end:
+            return -stop
+        if data[at:stop] == NO_BLOB:
+            call.done = True
+        elif call.woken:
+            raise ProtocolError("the answer to a canceled FETCH is expected")
+        else:
+            _, stop = call.command.reply.decode(data, at, end, 1)
+            call.woken = stop > 0
+        return stop
 
     def _complete(self, call: Call) -> None:
         self.pending.popleft()

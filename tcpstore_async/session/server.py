@@ -9,16 +9,21 @@ it is complete. Whatever arrives, a session answers or raises PeerError; after t
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..blob import Framed
+from ..blob import Framed, pack, unpack
 from ..errors import LimitError, ProtocolError
 from ..keyspace import Keyspace, Waiter
 from ..limits import Limits
-from ..wire.commands import BY_OPCODE, MAGIC, Command, Flag
+from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, Command, Flag
 from ..wire.shapes import STOP_WAITING, Bulk, Call, Request, Rest
 
 NO_PID: Final = -1
 
 _WOKEN: Final = bytes([STOP_WAITING])
+
+_MOST_SAID: Final = 2048
+"""Bytes that a peer may say of itself."""
+
+Introduction = dict[str, str]
 
 
 class _Slot:
@@ -53,6 +58,14 @@ class Engine:
                 self.handshake[command.opcode] = self.first = slot
             else:
                 self.commands[command.opcode] = slot
+
+    def identify(self, identity: bytes) -> None:
+        """Say who this server is to those who ask; see `extension`."""
+        self.keyspace.reserved[SERVER_KEY] = pack(identity)
+
+    def announce(self, joins: int) -> None:
+        """Say how many ranks the owner of this server expects to join, in all stores it has made on it."""
+        self.keyspace.reserved[JOINS_KEY] = pack(b"%d" % joins)
 
     def _meaning(self, command: Command) -> Call:
         """What does a command, given its fields."""
@@ -92,6 +105,8 @@ class ServerSession(Waiter):
         """Bytes of replies, `out` included, that the door has not handed to the kernel yet."""
         self.rest: Rest | None = None
         """What goes on with a frame that was decoded in part."""
+        self.peer: Introduction = {}
+        """What the peer has said of itself, in its own words."""
         self.slot: _Slot = engine.first
         """Its last command, the one that `rest` is for included. What it waits for is `parked`."""
         self.kept: bytearray | None = None
@@ -103,7 +118,9 @@ class ServerSession(Waiter):
 
     def __str__(self) -> str:
         address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-        return address if self.pid == NO_PID else f"{address} (pid {self.pid})"
+        known = {} if self.pid == NO_PID else {"pid": str(self.pid)}
+        known.update(self.peer)
+        return f"{address} ({', '.join(f'{name} {text}' for name, text in known.items())})" if known else address
 
     # In
 
@@ -239,9 +256,23 @@ class ServerSession(Waiter):
         self.pid = nonce
         return nonce
 
+    def introduce(self, items: list[tuple[bytes, Framed]]) -> None:
+        """Keep what the peer says of itself, for logs. Raises ProtocolError if that is no short text."""
+        if sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
+            raise ProtocolError(f"it introduces itself with more than {_MOST_SAID} bytes")
+        self.peer = {_readable(name): _readable(unpack(blob)) for name, blob in items}
+
     # Out
 
-    def fire(self) -> None:
-        self.out.append(_WOKEN)
-        self.unread += len(_WOKEN)
+    def fire(self, value: Framed | None) -> None:
+        if value is None:
+            value = _WOKEN
+        self.out.append(value)
+        self.unread += len(value)
         self.engine.dirty.append(self)
+
+
+def _readable(raw: bytes) -> str:
+    """Text that cannot break a line of the log."""
+    text = raw.decode(errors="replace")
+    return text if text.isprintable() else repr(text)[1:-1]

@@ -20,12 +20,14 @@ from .shapes import (
     KEY_VALUE,
     KEY_VALUE_VALUE,
     KEYS,
+    NO_VALUE,
     NOTHING,
     NUMBER,
     POPPED,
     READINESS,
     SILENCE,
     U32,
+    VALUE_LATER,
     WAKE,
     Reply,
     Request,
@@ -33,6 +35,16 @@ from .shapes import (
 
 MAGIC: Final = 0x3C85F7CE
 """What VALIDATE carries."""
+
+
+SERVER_KEY: Final = b"tcpstore_async/server"
+"""CHECK of this key is READY where the commands of the extension are; GET of it says who the server is, in JSON.
+
+No stock client can name it: their keys begin with `/`. It is no key of the store: nothing counts or lists it.
+"""
+
+JOINS_KEY: Final = b"tcpstore_async/joins"
+"""GET of it says how many ranks the owner of the server expects to join; there only if it has an owner."""
 
 
 class Flag(IntFlag):
@@ -46,9 +58,12 @@ class Flag(IntFlag):
     """Concerns the connection; the keyspace has no such method."""
     HANDSHAKE = 8
     """The first command of every connection, and only that."""
+    EXTENSION = 16
+    """PyTorch has no such command: to be sent to a server only that is known to have it."""
 
 
 MUTATES, PARKS, SESSION, HANDSHAKE = Flag.MUTATES, Flag.PARKS, Flag.SESSION, Flag.HANDSHAKE
+EXTENSION = Flag.EXTENSION
 
 
 class Command:
@@ -64,26 +79,31 @@ class Command:
 
 
 COMMANDS: Final = (
-    #       opcode  name           request          reply         method          flags
-    Command(0x00, "VALIDATE",    U32,             SILENCE,      "validate",     SESSION | HANDSHAKE),
-    Command(0x01, "SET",         KEY_VALUE,       SILENCE,      "set",          MUTATES),
-    Command(0x02, "COMPARE_SET", KEY_VALUE_VALUE, BLOB,         "compare_set",  MUTATES),
-    Command(0x03, "GET",         KEY,             BLOB,         "get"),
-    Command(0x04, "ADD",         KEY_I64,         NUMBER,       "add",          MUTATES),
-    Command(0x05, "CHECK",       KEYS,            READINESS,    "check"),
-    Command(0x06, "WAIT",        KEYS,            WAKE,         "wait",         PARKS),
-    Command(0x07, "GETNUMKEYS",  NOTHING,         NUMBER,       "num_keys"),
-    Command(0x08, "DELETE_KEY",  KEY,             NUMBER,       "delete_key",   MUTATES),
-    Command(0x09, "APPEND",      KEY_VALUE,       SILENCE,      "append",       MUTATES),
-    Command(0x0A, "MULTI_GET",   KEYS,            BLOBS,        "multi_get"),
-    Command(0x0B, "MULTI_SET",   ITEMS,           SILENCE,      "multi_set",    MUTATES),
-    Command(0x0C, "CANCEL_WAIT", NOTHING,         CANCELED,     "cancel_wait",  PARKS),
-    Command(0x0D, "PING",        U32,             ECHO,         "ping",         SESSION),
-    Command(0x0E, "QUEUE_PUSH",  KEY_VALUE,       SILENCE,      "queue_push",   MUTATES),
-    Command(0x0F, "QUEUE_POP",   KEY,             POPPED,       "queue_pop",    MUTATES),
-    Command(0x10, "QUEUE_LEN",   KEY,             NUMBER,       "queue_len"),
-    Command(0x11, "LIST_KEYS",   NOTHING,         COUNTED_KEYS, "list_keys"),
-    Command(0x12, "BARRIER",     KEY_I64,         WAKE,         "barrier",      MUTATES | PARKS),
+    #       opcode  name            request          reply         method          flags
+    Command(0x00, "VALIDATE",     U32,             SILENCE,      "validate",     SESSION | HANDSHAKE),
+    Command(0x01, "SET",          KEY_VALUE,       SILENCE,      "set",          MUTATES),
+    Command(0x02, "COMPARE_SET",  KEY_VALUE_VALUE, BLOB,         "compare_set",  MUTATES),
+    Command(0x03, "GET",          KEY,             BLOB,         "get"),
+    Command(0x04, "ADD",          KEY_I64,         NUMBER,       "add",          MUTATES),
+    Command(0x05, "CHECK",        KEYS,            READINESS,    "check"),
+    Command(0x06, "WAIT",         KEYS,            WAKE,         "wait",         PARKS),
+    Command(0x07, "GETNUMKEYS",   NOTHING,         NUMBER,       "num_keys"),
+    Command(0x08, "DELETE_KEY",   KEY,             NUMBER,       "delete_key",   MUTATES),
+    Command(0x09, "APPEND",       KEY_VALUE,       SILENCE,      "append",       MUTATES),
+    Command(0x0A, "MULTI_GET",    KEYS,            BLOBS,        "multi_get"),
+    Command(0x0B, "MULTI_SET",    ITEMS,           SILENCE,      "multi_set",    MUTATES),
+    Command(0x0C, "CANCEL_WAIT",  NOTHING,         CANCELED,     "cancel_wait",  PARKS),
+    Command(0x0D, "PING",         U32,             ECHO,         "ping",         SESSION),
+    Command(0x0E, "QUEUE_PUSH",   KEY_VALUE,       SILENCE,      "queue_push",   MUTATES),
+    Command(0x0F, "QUEUE_POP",    KEY,             POPPED,       "queue_pop",    MUTATES),
+    Command(0x10, "QUEUE_LEN",    KEY,             NUMBER,       "queue_len"),
+    Command(0x11, "LIST_KEYS",    NOTHING,         COUNTED_KEYS, "list_keys"),
+    Command(0x12, "BARRIER",      KEY_I64,         WAKE,         "barrier",      MUTATES | PARKS),
+
+    Command(0x40, "FETCH",        KEY,             VALUE_LATER,  "fetch",        PARKS | EXTENSION),
+    Command(0x41, "CANCEL_FETCH", NOTHING,         NO_VALUE,     "cancel_fetch", PARKS | EXTENSION),
+    Command(0x42, "WAIT_COUNT",   KEY_I64,         WAKE,         "wait_count",   PARKS | EXTENSION),
+    Command(0x43, "INTRODUCE",    ITEMS,           SILENCE,      "introduce",    SESSION | EXTENSION),
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from librt.strings import read_i64_le
 
-from ..blob import PREFIX, Framed
+from ..blob import NO_BLOB, PREFIX, Framed
 from ..errors import LimitError, ProtocolError
 from ..limits import Limits
 
@@ -449,6 +449,21 @@ class _Blob(Reply):
         return data[at:stop], stop
 
 
+class _NoValue(Reply):
+    """What ends a FETCH without a value: a length that no value has."""
+
+    def __init__(self) -> None:
+        self.encode = None
+
+    def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
+        stop = at + PREFIX
+        if stop > end:
+            return None, -stop
+        if data[at:stop] != NO_BLOB:
+            raise ProtocolError("the answer to a canceled FETCH is expected")
+        return NO_BLOB, stop
+
+
 class _Blobs(Reply):
     """Values, as many as keys were asked for."""
 
@@ -530,6 +545,9 @@ READINESS: Final[Reply] = _Byte(READY, NOT_READY, "ready or not_ready response e
 WAKE: Final[Reply] = _Byte(STOP_WAITING, None, "Stop_waiting response is expected")
 CANCELED: Final[Reply] = _Byte(WAIT_CANCELED, None, "wait_canceled response is expected")
 BLOB: Final[Reply] = _Blob()
+VALUE_LATER: Final[Reply] = _Blob()
+"""As BLOB, but perhaps later."""
+NO_VALUE: Final[Reply] = _NoValue()
 BLOBS: Final[Reply] = _Blobs()
 COUNTED_KEYS: Final[Reply] = _CountedKeys()
 POPPED: Final[Reply] = _Popped()

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tcpstore_async.blob import pack
+from tcpstore_async.blob import NO_BLOB, pack
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.limits import Limits
 from tcpstore_async.wire import shapes
@@ -40,6 +40,8 @@ REPLIES: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("WAKE", st.just(True)),
     ("CANCELED", st.just(True)),
     ("BLOB", values),
+    ("VALUE_LATER", values),
+    ("NO_VALUE", st.just(NO_BLOB)),
     ("BLOBS", st.lists(values, max_size=8)),
     ("COUNTED_KEYS", st.lists(keys, max_size=8)),
     ("POPPED", st.just((0, None)) | st.tuples(st.integers(1, 2**62), values)),
