@@ -5,16 +5,19 @@ Invariant: when `serve` or `run` ends, however it ends, the port is free and not
 """
 
 import asyncio
-import gc
+import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from typing import Final
 
 from .limits import Limits
 from .server.base import adopt, listen, prepare, raise_file_limit
+from .server.control import Event
+from .server.loop import run_loop as run_loop
+from .server.loop import spare_the_collector as spare_the_collector
+from .server.owned import Owner, ignore_signals
 from .server.uv import UvServer
 from .session import server as _session
 
@@ -70,21 +73,33 @@ async def run(
                 task.cancel()
 
 
-def spare_the_collector() -> None:
-    """Nothing the server makes for a connection is part of a cycle once it is closed: collect seldom.
+def run_owned(
+    listen_fd: int,
+    owner_pid: int,
+    control_fd: int,
+    *,
+    backend: str = "uv",
+    limits: Limits | None = None,
+    grace: float = DEFAULT_GRACE,
+) -> None:
+    """Be the server of the process that started this one, on the socket `listen_fd`, until it says stop or ends.
 
-    With the defaults, collections that find nothing cost 4 % of a job's start, and more the more ranks there are.
+    Reports to it over the socket `control_fd`; see `server/control.py`. Raises what it has reported as a failure.
     """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
+    ignore_signals()
+    run_loop(_serve_owner(listen_fd, owner_pid, control_fd, backend, limits, grace))
 
 
-def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine on uvloop, or on asyncio where uvloop does not exist."""
-    if sys.platform == "win32":
-        asyncio.run(main)
-    else:
-        import uvloop
-
-        uvloop.run(main)
+async def _serve_owner(
+    listen_fd: int, owner_pid: int, control_fd: int, backend: str, limits: Limits | None, grace: float
+) -> None:
+    with closing(Owner(owner_pid, control_fd)) as owner:
+        try:
+            raise_file_limit()
+            async with serve(listener=adopt(listen_fd), limits=limits) as server:
+                spare_the_collector()
+                owner.tell(Event("ready", port=server.port, pid=os.getpid(), backend=backend))
+                await owner.follow(server, grace)
+        except Exception as error:
+            owner.tell(Event("failed", error=str(error)))
+            raise

@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 import msgspec
 
-from ..daemon import DEFAULT_GRACE, build, run, run_loop
+from ..daemon import DEFAULT_GRACE, build, run, run_loop, run_owned
 from ..errors import DistError
 from ..limits import Limits
+from ..server.base import BACKENDS
 from ..server.uv import UvServer
 from .client import add_client_commands
 from .streams import log_without_blocking, open_standard_streams
@@ -49,7 +50,7 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
 @click.option(
     "--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 lets the kernel choose."
 )
-@click.option("--backend", default="uv", show_default=True, type=click.Choice(["uv"]), help="Kind of server.")
+@click.option("--backend", default="uv", show_default=True, type=click.Choice(BACKENDS), help="Kind of server.")
 @click.option("--listen-fd", type=click.IntRange(0), help="Listen on this inherited socket instead of an address.")
 @click.option(
     "--port-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the port here, when it is known."
@@ -59,7 +60,20 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
     default=DEFAULT_GRACE,
     show_default=True,
     type=click.FloatRange(0, 1e9),
-    help="Seconds that connections get to end after SIGTERM.",
+    help="Seconds that connections get to end after SIGTERM, or after the owner's stop.",
+)
+@click.option(
+    "--owner-pid",
+    type=click.IntRange(1),
+    metavar="PID",
+    help="Belong to the process that starts this one, and end with it. TCPStore(is_master=True) starts its server so; "
+    "by hand it is of no use. Needs --listen-fd and --control-fd.",
+)
+@click.option(
+    "--control-fd",
+    type=click.IntRange(0),
+    metavar="FD",
+    help="Inherited socket over which the owner says 'stop', instead of signals, and is told 'ready'.",
 )
 @click.option(
     "--limit",
@@ -76,14 +90,24 @@ def serve(
     listen_fd: int | None,
     port_file: Path | None,
     grace: float,
+    owner_pid: int | None,
+    control_fd: int | None,
     limits: Limits,
 ) -> None:
     """Run a server in the foreground.
 
     Prints one line of JSON when it accepts connections. SIGTERM drains, SIGINT stops.
+
+    With --owner-pid it is another process's server: it prints nothing, ignores both signals, and ends when that
+    process says so over --control-fd, closes it, or dies.
     """
     if math.isnan(grace):
         raise click.BadParameter("must be a number of seconds", param_hint="'--grace'")
+    if owner_pid is not None or control_fd is not None:
+        if owner_pid is None or control_fd is None or listen_fd is None:
+            raise click.UsageError("--owner-pid and --control-fd go together, and with --listen-fd.")
+        if port_file is not None:
+            raise click.UsageError("--port-file is of no use to an owner, who knows the port.")
     open_standard_streams()
     log_without_blocking()
 
@@ -94,6 +118,9 @@ def serve(
         click.echo(msgspec.json.encode({**event, "backend": backend, "build": build()}))
 
     try:
+        if owner_pid is not None and control_fd is not None and listen_fd is not None:
+            run_owned(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
+            return
         run_loop(run(host, port, listen_fd, limits, grace, ready))
     except DistError as error:
         raise click.ClickException(str(error)) from None

@@ -23,29 +23,55 @@ RESERVE: Final = 64
 log = logging.getLogger("tcpstore_async.server")
 
 
+BACKENDS: Final = ("uv",)
+"""Kinds of server that there are."""
+
+Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+"""What `socket.bind` takes, as `socket.getaddrinfo` gives it."""
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A non-blocking socket that listens on exactly this address; port 0 lets the kernel choose.
 
     `host` is an IPv4 or IPv6 literal or a name of this machine; `::` listens on every address of both families.
     Raises DistNetworkError, and ValueError for a port that there is not.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port must be from 0 to 65535, not {port}")
+    family, address = resolve(host, port)
+    try:
+        return listen_at(family, address)
+    except OSError as error:
+        raise DistNetworkError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
+
+
+def resolve(host: str, port: int) -> tuple[int, Address]:
+    """Family and address to listen on. Raises as `listen` does."""
+    check_port(port)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DistNetworkError(f"cannot listen on {host}: {reason}") from None
+    return family, address
+
+
+def check_port(port: int) -> None:
+    """Raise ValueError for a port that there is not."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must be from 0 to 65535, not {port}")
+
+
+def listen_at(family: int, address: Address) -> socket.socket:
+    """A non-blocking socket that listens on this address. Raises OSError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if address[0] == "::" else 1)
         listener.bind(address)
         prepare(listener)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise DistNetworkError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
+        raise
     return listener
 
 

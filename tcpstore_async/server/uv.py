@@ -16,7 +16,7 @@ from typing import Final
 from ..blob import Framed
 from ..errors import LimitError, PeerError
 from ..limits import Limits
-from ..session.server import Engine, ServerSession
+from ..session.server import NO_PID, Engine, ServerSession
 from .base import Complaints, log, room_for_connections, warn_of_short_backlog
 from .readiness import READ, WRITE, WatchWith, readiness
 
@@ -297,6 +297,23 @@ class UvServer:
         except asyncio.TimeoutError:
             log.info("connections closed after %g s of grace: %d", grace, self.count)
         self.stop()
+
+    def announce(self, joins: int) -> None:
+        """So many ranks are expected to join, all told."""
+        self.engine.announce(joins)
+
+    def dismiss_newcomers(self, complete: float) -> None:
+        """Close the connections that came after `complete`: they belong to a next round, and join again.
+
+        A peer that was there before, by host and process, keeps its later connections too.
+        """
+        there = [connection for connection in self.connections if connection is not None]
+        sessions = [connection.session for connection in there]
+        early = {(one.host, one.pid) for one in sessions if one.came <= complete and one.pid != NO_PID}
+        for connection in there:
+            session = connection.session
+            if session.came > complete and (session.host, session.pid) not in early:
+                connection.close()
 
     def stop_accepting(self) -> None:
         """Free the port; connections that are open stay."""

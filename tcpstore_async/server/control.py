@@ -1,0 +1,40 @@
+"""What the owner of a server and the server say to each other, over the control socket between them.
+
+Knows: the messages. Must not know: processes, who listens.
+Invariant: a message is one line. The owner says `joins N`, `complete` and `stop` in plain words; the server reports
+events as objects of JSON.
+"""
+
+import socket
+
+import msgspec
+
+
+class Event(msgspec.Struct, omit_defaults=True):
+    """What a server reports: `ready`, `failed`, and `stopped` once it no longer listens."""
+
+    event: str
+    port: int = 0
+    pid: int = 0
+    backend: str = ""
+    error: str = ""
+    """Why it failed."""
+    left: int = 0
+    """Connections that still have their grace after the stop; with none the server ends at once."""
+
+
+class Lines:
+    """The lines that come from a socket, whole."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self._source = source
+        self.rest = b""
+        """What came after the last whole line."""
+
+    def read(self) -> list[bytes] | None:
+        """Read once: the lines that are complete now, or None at the end. Raises OSError as `recv` does."""
+        data = self._source.recv(4096)
+        if not data:
+            return None
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        return lines

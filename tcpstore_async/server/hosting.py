@@ -1,0 +1,262 @@
+"""What the master of a job holds: a server, its own or one that it shares with other stores of this process.
+
+Knows: which address a master listens on, who shares a server, where servers run. Must not know: the protocol, clients.
+Invariants: when the last holder has released a server its port is free. A forked child shares nothing with its parent.
+"""
+
+import errno
+import logging
+import os
+import socket
+import sys
+import threading
+import warnings
+import weakref
+from typing import Final, Protocol
+
+from ..errors import DistNetworkError, DistStoreError
+from .base import BACKENDS, check_port, listen_at, prepare, resolve
+from .forks import keep_private
+
+WHERE: Final = "TCPSTORE_SERVER"
+BIND: Final = "TCPSTORE_BIND"
+
+_NOT_OPENED: Final = "Failed to open existing"
+_NOT_LISTENING: Final = "The server socket has failed to listen on provided"
+
+log = logging.getLogger("tcpstore_async.server")
+
+
+class Server(Protocol):
+    """A server that is owned, wherever it runs."""
+
+    port: int
+
+    def announce(self, joins: int) -> None: ...
+
+    def complete(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class _Tenancy:
+    """A server and how many hold it."""
+
+    def __init__(self, server: Server, backend: str, shared: bool) -> None:
+        self.server = server
+        self.backend = backend
+        self.shared = shared
+        self.holders = 0
+        self.owner = os.getpid()
+        self.lock = _shared_lock if shared else threading.RLock()
+
+    def release(self) -> None:
+        if self.owner != os.getpid():
+            return
+        with self.lock:
+            self.holders -= 1
+            if self.holders:
+                return
+            if _shared.get(self.server.port) is self:
+                del _shared[self.server.port]
+            self.server.stop()
+
+
+_shared: Final[dict[int, _Tenancy]] = {}
+"""Servers for which `multi_tenant` was said, by port."""
+
+_shared_lock = threading.RLock()
+"""Held while a shared server starts and stops, so that others wait for the outcome. Reentrant: a collection may release
+one meanwhile."""
+
+
+class Hosted:
+    """One holder's part in a server. It is released when it is dropped, too, and when the interpreter ends."""
+
+    def __init__(self, tenancy: _Tenancy) -> None:
+        tenancy.holders += 1
+        self.port = tenancy.server.port
+        self.backend = tenancy.backend
+        self.shared = tenancy.shared
+        """Whether other stores of this process may hold the same server."""
+        self._tenancy = tenancy
+        self._release = weakref.finalize(self, tenancy.release)
+
+    def announce(self, joins: int) -> None:
+        """So many more ranks are to join, this one included."""
+        self._tenancy.server.announce(joins)
+
+    def complete(self) -> None:
+        """All have joined: connections that come from now on belong to a next round."""
+        self._tenancy.server.complete()
+
+    def release(self) -> None:
+        """Hold the server no longer; the last holder stops it, and its port is free when this returns.
+
+        May be called again. In a forked child it does nothing.
+        """
+        if self._tenancy.owner != os.getpid():
+            return
+        with self._tenancy.lock:  # who comes second waits for the first
+            self._release()
+
+
+def host(
+    port: int,
+    *,
+    bind_host: str | None = None,
+    listen_fd: int | None = None,
+    multi_tenant: bool = False,
+    backend: str = "uv",
+) -> Hosted:
+    """A server that serves on `port`, which may be 0; it runs when this returns.
+
+    It listens on every address of this machine, or on exactly `bind_host` or what TCPSTORE_BIND names, or on the socket
+    `listen_fd`, which it owns from here on. With `multi_tenant`, stores of this process share the server of a port.
+    Raises DistNetworkError if the address cannot be had, DistStoreError if `listen_fd` has another port.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"there is no backend {backend!r}; there is {', '.join(BACKENDS)}")
+    where = _where()
+    check_port(port)
+    if not multi_tenant:
+        return Hosted(_open(port, bind_host, listen_fd, where, backend, shared=False))
+    with _shared_lock:
+        tenancy = _shared.get(port)
+        if tenancy is None:
+            tenancy = _open(port, bind_host, listen_fd, where, backend, shared=True)
+            _shared[tenancy.server.port] = tenancy
+        elif listen_fd is not None:
+            _take_over(listen_fd, port).close()
+        return Hosted(tenancy)
+
+
+def _where() -> str:
+    """In what servers are to run."""
+    where = os.environ.get(WHERE) or "process"
+    if where not in ("process", "thread"):
+        raise ValueError(f"{WHERE} must be process or thread, not {where!r}")
+    return where
+
+
+def _open(
+    port: int, bind_host: str | None, listen_fd: int | None, where: str, backend: str, *, shared: bool
+) -> _Tenancy:
+    listener = _listen(port, bind_host or os.environ.get(BIND)) if listen_fd is None else _take_over(listen_fd, port)
+    with keep_private(listener):
+        server = _start_process(listener, backend) if where == "process" else None
+        return _Tenancy(server or _start_thread(listener), backend, shared)
+
+
+# The socket
+
+
+def _listen(port: int, bind_host: str | None) -> socket.socket:
+    try:
+        if bind_host:
+            return listen_at(*resolve(bind_host, port))
+        return _listen_everywhere(port)
+    except OSError as error:
+        raise DistNetworkError(
+            "The server socket has failed to listen on any local network address. "
+            f"port: {port}, useIpv6: false, {_told(error)}"
+        ) from None
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    """As PyTorch's server: on both families, or on IPv4 where that fails, whatever the reason. Raises OSError."""
+    try:
+        return listen_at(socket.AF_INET6, ("::", port))
+    except OSError:
+        return listen_at(socket.AF_INET, ("0.0.0.0", port))
+
+
+def _take_over(fd: int, port: int) -> socket.socket:
+    """The socket `fd`, listening. Once it turns out to be one it is ours to close, whatever else is wrong."""
+    try:
+        listener = socket.socket(fileno=fd)
+    except OSError as error:
+        raise _unusable(_NOT_OPENED, fd, error) from None
+    except (ValueError, OverflowError):
+        raise _unusable(_NOT_OPENED, fd, OSError(errno.EBADF, "no descriptor")) from None
+    try:
+        _listen_on(listener, port)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen_on(listener: socket.socket, port: int) -> None:
+    fd = listener.fileno()
+    try:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # fails if it is no TCP socket
+    except OSError as error:
+        raise _unusable(_NOT_OPENED, fd, error) from None
+    bound = listener.getsockname()[1]
+    if port not in (0, bound):
+        raise DistStoreError(f"listen fd {fd} is bound to port {bound}, expected to be bound to port {port}")
+    try:
+        prepare(listener)
+    except OSError as error:
+        raise _unusable(_NOT_LISTENING, fd, error) from None
+
+
+def _unusable(what_failed: str, fd: int, error: OSError) -> DistNetworkError:
+    return DistNetworkError(f"{what_failed} socket. socket: {fd}, {_told(error)}")
+
+
+def _told(error: OSError) -> str:
+    """An error as libuv tells it."""
+    number = error.errno or 0
+    return f"code: -{number}, name: {errno.errorcode.get(number, 'UNKNOWN')}, message: {os.strerror(number).lower()}"
+
+
+# Where it runs
+
+
+def _start_process(listener: socket.socket, backend: str) -> Server | None:
+    """A server in a process of its own; None, after one warning, if there can be no such process."""
+    if sys.platform == "win32":
+        return None
+    from . import child  # for hosts only: it costs the clients nothing
+
+    try:
+        return child.start(listener, backend=backend)
+    except child.StartError as error:
+        _warn(error)
+        return None
+
+
+def _start_thread(listener: socket.socket) -> Server:
+    from .thread import ServerThread
+
+    return ServerThread(listener.dup())
+
+
+_warned = False
+
+
+def _warn(error: Exception) -> None:
+    global _warned
+    if _warned:
+        log.warning("the server runs in a thread of this process: %s", error)
+        return
+    _warned = True
+    warnings.warn(
+        f"The store's server cannot have a process of its own ({error}), so it runs in a thread of this one: whenever "
+        f"Python code is busy here every answer waits for it, 5 ms and more. {WHERE}=thread asks for it and is silent.",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+def _forget_inherited() -> None:
+    """In a forked child: it may host servers, but has none."""
+    global _shared_lock
+    _shared_lock = threading.RLock()
+    _shared.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_inherited)

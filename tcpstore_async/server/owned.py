@@ -1,0 +1,153 @@
+"""The server's side of belonging to another process.
+
+Knows: the owner's process, the control socket. Must not know: who starts the server, and with what.
+Invariants: an owner that is killed takes its server with it. A stop frees the port first and says so; then the ranks
+that are still there get their grace, and nobody is woken.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from typing import Final
+
+import msgspec
+
+from ..errors import DistNetworkError
+from .control import Event, Lines
+from .uv import UvServer
+
+_POLL: Final = 1.0
+"""Seconds between looks whether the owner lives, where the kernel does not report its death."""
+
+_MEANT_FOR_THE_RANKS: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""A job manager sends these to every process of a job. The store must not go before the ranks."""
+
+
+def ignore_signals() -> None:
+    """Leave it to the owner when the server ends. Only in the main thread of a process that is the server."""
+    for name in _MEANT_FOR_THE_RANKS:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+class Owner:
+    """The process that a server belongs to: its parent."""
+
+    def __init__(self, pid: int, control_fd: int) -> None:
+        """Raises DistNetworkError if `control_fd` is not a socket."""
+        self._pid = pid
+        try:
+            self._control = socket.socket(fileno=control_fd)
+        except OSError as error:
+            raise DistNetworkError(f"cannot use file descriptor {control_fd} for control: {error.strerror}") from None
+        self._control.setblocking(False)
+        self._lines = Lines(self._control)
+        self._over = asyncio.Event()
+        self._dead = asyncio.Event()
+        self._joins = 0
+        self._complete: float | None = None
+        """Since when newcomers belong to a next round."""
+        self._loop = asyncio.get_running_loop()
+        self._pidfd: int | None = None
+        self._next_look: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        self._control.close()
+
+    def tell(self, event: Event) -> None:
+        """Report to the owner, if it still listens."""
+        try:
+            self._control.send(msgspec.json.encode(event) + b"\n")
+        except OSError:
+            pass
+
+    async def follow(self, server: UvServer, grace: float) -> None:
+        """Do as the owner says until it wants the server gone, and let the ranks end."""
+        self._loop.add_reader(self._control, self._listen, server)
+        try:
+            self._watch()
+            await self._over.wait()
+            if not self._dead.is_set():
+                await self._wind_up(server, grace)
+        finally:
+            self._unwatch()
+            self._loop.remove_reader(self._control)
+
+    async def _wind_up(self, server: UvServer, grace: float) -> None:
+        server.stop_accepting()
+        if self._complete is not None:
+            server.dismiss_newcomers(self._complete)
+        self.tell(Event("stopped", left=server.count))
+        ends = [asyncio.ensure_future(server.drain(grace)), asyncio.ensure_future(self._dead.wait())]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+
+    # What the owner says
+
+    def _listen(self, server: UvServer) -> None:
+        try:
+            lines = self._lines.read()
+        except BlockingIOError:
+            return
+        except OSError:
+            lines = None
+        if lines is None:  # the owner closed it, became another program, or is dying
+            self._loop.remove_reader(self._control)
+            self._over.set()
+            return
+        for line in lines:
+            self._obey(server, line.decode())
+
+    def _obey(self, server: UvServer, line: str) -> None:
+        word, _, number = line.partition(" ")
+        if word == "joins":
+            self._joins += int(number)
+            self._complete = None
+            server.announce(self._joins)
+        elif word == "complete":
+            self._complete = time.monotonic()
+        elif word == "stop":
+            self._unwatch()  # from here on the owner may end: the others have their grace all the same
+            self._over.set()
+
+    # Whether the owner lives
+
+    def _watch(self) -> None:
+        """Notice the end of the owner."""
+        self._pidfd = _open_pidfd(self._pid)
+        if self._pidfd is not None:
+            self._loop.add_reader(self._pidfd, self._died)
+        self._look()  # it may have ended before it was watched, and its pid be another's now
+
+    def _unwatch(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+
+    def _look(self) -> None:
+        if os.getppid() != self._pid:
+            self._died()
+        elif self._pidfd is None:
+            self._next_look = self._loop.call_later(_POLL, self._look)
+
+    def _died(self) -> None:
+        self._unwatch()
+        self._dead.set()
+        self._over.set()
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """A descriptor that can be read once the process has ended; None where there is no such thing, or no process."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

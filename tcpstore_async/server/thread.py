@@ -1,0 +1,105 @@
+"""A server in a thread of this process, for where it cannot have a process of its own.
+
+Knows: one loop in one thread. Must not know: the protocol.
+Invariant: as for a server in a process, a forked child holds nothing of it and cannot end it.
+
+It is the second choice: while another thread is busy in Python every answer waits for the interpreter's lock, 5 ms at
+the median.
+"""
+
+import asyncio
+import atexit
+import os
+import socket
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import Final
+
+from ..limits import Limits
+from .forks import keep_private
+from .loop import run_loop
+from .uv import UvServer
+
+
+class ServerThread:
+    """A server on `listener`, which it closes. For any thread; the same to its owner as a `ServerProcess`."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        """Raises what keeps a server from starting."""
+        self.port: int = listener.getsockname()[1]
+        self.pid = os.getpid()
+        self._joins = 0
+        self._listener = keep_private(listener)
+        self._lock = threading.RLock()  # reentrant: a collection may stop one while its thread is at work on it
+        self._stopped = False
+        self._over = asyncio.Event()
+        started: Future[tuple[asyncio.AbstractEventLoop, UvServer]] = Future()
+        self._thread = threading.Thread(target=self._run, args=[started], name="tcpstore server", daemon=True)
+        self._thread.start()
+        self._loop, self._server = started.result()
+        atexit.register(self.stop)
+        _running.add(self)
+
+    def announce(self, joins: int) -> None:
+        """So many more ranks are to join."""
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            self._joins += joins
+            if not self._stopped:
+                self._loop.call_soon_threadsafe(self._server.announce, self._joins)
+
+    def complete(self) -> None:
+        """All have joined. Of no account here: nobody has a grace."""
+
+    def stop(self) -> None:
+        """Free the port and close every connection at once; both are done when this returns. May be called again.
+
+        There is no grace for the other ranks: this process may be about to end, and its threads with it.
+        """
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                atexit.unregister(self.stop)
+                self._loop.call_soon_threadsafe(self._over.set)
+            if threading.current_thread() is not self._thread:  # a collection may happen there
+                self._thread.join()
+
+    def _run(self, started: "Future[tuple[asyncio.AbstractEventLoop, UvServer]]") -> None:
+        try:
+            run_loop(self._serve(started))
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, UvServer]]") -> None:
+        server = UvServer(self._listener, Limits())
+        try:
+            server.start()
+            started.set_result((asyncio.get_running_loop(), server))
+            await self._over.wait()
+        finally:
+            server.stop()
+
+    def close_inherited(self) -> None:
+        """In a forked child, whose copies would keep connections open that the server has closed."""
+        for connection in self._server.connections:
+            if connection is not None and connection.fd >= 0:
+                os.close(connection.fd)
+
+
+_running: Final[weakref.WeakSet[ServerThread]] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for server in list(_running):
+        server.close_inherited()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
