@@ -4,6 +4,8 @@ from .client.aio import AsyncTCPStore
 from .daemon import serve
 from .errors import DistError, DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from .limits import Limits
+from .stores.base import Store
+from .stores.tcp import TCPStore
 from .version import VERSION as __version__
 
 __all__ = [
@@ -13,7 +15,9 @@ __all__ = [
     "DistStoreError",
     "Limits",
     "QueueEmptyError",
+    "Store",
     "StoreTimeoutError",
+    "TCPStore",
     "__version__",
     "serve",
 ]

@@ -59,3 +59,26 @@ def to_seconds(name: str, timeout: Timeout) -> float:
 
 def in_milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def to_bool(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def to_port(name: str, value: int) -> int:
+    number = to_int64(name, value)
+    if not 0 <= number <= 65535:
+        raise TypeError(f"{name} must be from 0 to 65535, not {number}")
+    return number
+
+
+def to_world_size(name: str, value: int | None) -> int | None:
+    """How many ranks there are; None if that is unknown, for which PyTorch also takes a negative number."""
+    if value is None:
+        return None
+    number = to_int64(name, value)
+    if number == 0:
+        raise ValueError(f"TCPStore world size cannot be 0, and {name} is")
+    return number if number > 0 else None

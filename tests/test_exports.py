@@ -13,7 +13,9 @@ NAMES = {
     "DistStoreError",
     "Limits",
     "QueueEmptyError",
+    "Store",
     "StoreTimeoutError",
+    "TCPStore",
     "__version__",
     "serve",
 }

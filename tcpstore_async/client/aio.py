@@ -7,32 +7,25 @@ on whichever connection. Cancelling a call leaves every connection in step.
 """
 
 import asyncio
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Final, cast
 
-from ..arguments import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_seconds
-from ..blob import pack, unpack
-from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
+from ..arguments import Text, Timeout, to_port, to_seconds
+from ..blob import unpack
+from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import Call
-from ..wire.commands import BY_METHOD
-from ..wire.shapes import Fields
+from ..session.extension import Identity, read_identity
+from . import calls
+from .calls import DEFAULT_TIMEOUT, Ask
 from .dial import Deadline, dial
 from .lane import Lane
 
-DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
-
 _SURPLUS_SECONDS: Final = 5.0
 """A connection that was opened beside the first, and is not used for so long, is closed."""
-
-
-def _key(name: str, key: Text) -> bytes:
-    return b"/" + to_bytes(name, key)
-
-
-def _keys(name: str, keys: Iterable[Text]) -> list[bytes]:
-    return [b"/" + key for key in to_bytes_list(name, keys)]
 
 
 class AsyncTCPStore:
@@ -45,10 +38,14 @@ class AsyncTCPStore:
 
     def __init__(self, host: str, port: int, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self.host = host
-        self.port = port
+        self.port = to_port("port", port)
+        self.identity: Identity | None = None
+        """Who the server is, if it is one of ours and was asked."""
         self._timeout = to_seconds("timeout", timeout)
         self._lanes: list[Lane] = []
         self._opening = asyncio.Lock()
+        self._asking = asyncio.Lock()
+        self._asked = False
         self._lost: DistNetworkError | None = None
         self._orphans: dict[bytes, deque[bytes]] = {}
 
@@ -90,132 +87,161 @@ class AsyncTCPStore:
     # Values
 
     async def set(self, key: Text, value: Text) -> None:
-        await self._ask("set", _key("key", key), pack(to_bytes("value", value)))
+        await self._ask(calls.set_(key, value))
 
     async def get(self, key: Text) -> bytes:
         """The value, as soon as there is one."""
-        name = _key("key", key)
-        await self._wait([name], self._timeout)
-        return unpack(await self._ask("get", name))
+        name = calls.key_of(key)
+        if await self._extended():
+            return unpack(await self._park(calls.fetch(name), self._timeout))
+        await self._park(calls.wait([name]), self._timeout)
+        return unpack(await self._ask(calls.get(name)))
 
     async def add(self, key: Text, amount: int) -> int:
         """Add to a counter, 0 if it is missing, and return the sum."""
-        return int(await self._ask("add", _key("key", key), to_int64("amount", amount)))
+        return int(await self._ask(calls.add(key, amount)))
 
     async def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Set `desired` if the value is `expected`, a missing key being empty; the value afterwards.
 
         For a missing key that was expected to hold something, `expected` is returned and nothing set, as in PyTorch.
         """
-        fields = (pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired)))
-        return unpack(await self._ask("compare_set", _key("key", key), *fields))
+        return unpack(await self._ask(calls.compare_set(key, expected, desired)))
 
     async def append(self, key: Text, value: Text) -> None:
-        await self._ask("append", _key("key", key), pack(to_bytes("value", value)))
+        await self._ask(calls.append(key, value))
 
     async def check(self, keys: Iterable[Text]) -> bool:
         """Whether all keys are there."""
-        return bool(await self._ask("check", _keys("keys", keys)))
+        return bool(await self._ask(calls.check(calls.keys_of(keys))))
 
     async def ping(self) -> None:
         """One round trip: the server is there, and has executed everything that was sent before."""
-        await self._ask("ping", 0)
+        await self._ask(calls.PING)
 
     async def delete_key(self, key: Text) -> bool:
         """Remove a key; whether it was there."""
-        return bool(await self._ask("delete_key", _key("key", key)) == 1)
+        return bool(await self._ask(calls.delete_key(key)) == 1)
 
     async def num_keys(self) -> int:
         """How many keys there are, PyTorch's own counter of workers included."""
-        return int(await self._ask("num_keys"))
+        return int(await self._ask(calls.NUM_KEYS))
 
     async def list_keys(self) -> list[str]:
         """The names of all keys, in no order, without PyTorch's own. Raises UnicodeDecodeError for a name not UTF-8."""
-        return [key[1:].decode() for key in await self._ask("list_keys") if key.startswith(b"/")]
+        return calls.names_of(await self._ask(calls.LIST_KEYS))
 
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """The values, as soon as all are there."""
-        names = _keys("keys", keys)
-        await self._wait(names, self._timeout)
-        return [unpack(value) for value in await self._ask("multi_get", names)]
+        names = calls.keys_of(keys)
+        await self._extended()
+        await self._park(calls.wait(names), self._timeout)
+        return [unpack(value) for value in await self._ask(calls.multi_get(names))]
 
     async def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         """Set all, or none. Raises DistStoreError if there are not as many values as keys."""
-        names = _keys("keys", keys)
-        blobs = [pack(value) for value in to_bytes_list("values", values)]
-        if len(names) != len(blobs):
-            raise DistStoreError("multiSet keys and values vectors must be of same size")
-        await self._ask("multi_set", list(zip(names, blobs, strict=True)))
+        await self._ask(calls.multi_set(keys, values))
 
     # Waiting
 
     async def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
         """Until all keys are there. The timeout is the store's unless given; 0 means one look, negative for ever."""
-        await self._wait(_keys("keys", keys), self._seconds(timeout))
+        names = calls.keys_of(keys)
+        seconds = self._seconds(timeout)
+        await self._extended()
+        await self._park(calls.wait(names), seconds)
 
     async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
+        ask = calls.barrier(key, world_size)
         seconds = self._seconds(timeout)
-        fields = (_key("key", key), to_int64("world_size", world_size))
-        text = f"barrier timeout after {in_milliseconds(seconds)}ms, key: {fields[0][1:].decode(errors='replace')}"
-        await self._park("barrier", fields, seconds, text)
+        await self._extended()
+        await self._park(ask, seconds)
 
     # Queues
 
     async def queue_push(self, key: Text, value: Text) -> None:
-        await self._ask("queue_push", _key("key", key), pack(to_bytes("value", value)))
+        await self._ask(calls.queue_push(key, value))
 
     async def queue_len(self, key: Text) -> int:
-        return int(await self._ask("queue_len", _key("key", key)))
+        return int(await self._ask(calls.queue_len(calls.key_of(key))))
 
     async def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        """Take the oldest item; with `block`, as soon as there is one. Raises QueueEmptyError without.
+        """Take the oldest item; with `block`, as soon as there is one.
 
-        If the caller is cancelled when its pop is on its way already, the item is kept by this store, and its next
-        `queue_pop` of the same key returns it first.
+        Raises QueueEmptyError without `block`, or if a plain value of that name is there instead. If the caller is
+        cancelled when its pop is on its way already, the item is kept by this store, and its next `queue_pop` of the
+        same key returns it first.
         """
-        name = _key("key", key)
+        name = calls.key_of(key)
         deadline = Deadline(self._timeout)
+        await self._extended()
         while not (orphans := self._orphans.get(name)):
-            if block:
-                item = await self._park_and_pop(name, deadline)
-            else:
-                item = await self._pop(name, await self._free_lane())
+            item = await (self._park_and_pop(name, deadline) if block else self._pop(name))
             if item is not None:
                 return item
-            if not block:
+            if not block or await self._is_plain(name):
                 raise QueueEmptyError("queue is empty")
         item = orphans.popleft()
         if not orphans:
             del self._orphans[name]
         return item
 
+    async def _is_plain(self, name: bytes) -> bool:
+        """Whether a wait for a queue of this name ends because of a value that is no item."""
+        return bool(await self._ask(calls.check([name]))) and not await self._ask(calls.queue_len(name))
+
+    # Who the server is
+
+    async def _extended(self) -> bool:
+        """Whether the server is one of ours. Asks it, once, the first time this is asked."""
+        if self._asked:
+            return self.identity is not None
+        async with self._asking:
+            if not self._asked:
+                if await self._ask(calls.HAS_EXTENSION):
+                    self.identity = read_identity(unpack(await self._ask(calls.WHO_ARE_YOU)))
+                if self.identity is not None:
+                    await self._ask(calls.introduce(_introduction()))
+                self._asked = True
+        return self.identity is not None
+
+    async def _verify(self, lane: Lane) -> None:
+        """A further connection must lead to the same server, where that can be asked."""
+        known = self.identity
+        if known is None:
+            return
+        lane.ask(*calls.introduce(_introduction()))
+        _, answer = lane.ask(*calls.WHO_ARE_YOU)
+        text = calls.out_of_time(calls.WHO_ARE_YOU, self._timeout)
+        found = read_identity(unpack(await self._answer(answer, self._timeout, lambda: _fail(answer, text))))
+        if found is None or found.instance != known.instance:
+            error = DistNetworkError("another server has taken the place of the one that this store was on")
+            self._lane_lost(lane, error)
+            raise error
+
     # How calls are made
 
-    async def _ask(self, method: str, *fields: Any) -> Any:
+    async def _ask(self, ask: Ask) -> Any:
         """A call that the server answers at once, or not at all."""
         lane = await self._free_lane()
-        _, future = lane.ask(BY_METHOD[method], fields)
-        text = f"{method} timeout after {in_milliseconds(self._timeout)}ms"
-        return await self._answer(future, self._timeout, lambda: _fail(future, text))
+        _, future = lane.ask(*ask)
+        if future.done():
+            return future.result()
+        return await self._answer(future, self._timeout, lambda: _fail(future, calls.out_of_time(ask, self._timeout)))
 
-    async def _wait(self, names: list[bytes], seconds: float) -> None:
-        keys = ", ".join(name.decode(errors="replace") for name in names)
-        text = f"wait timeout after {in_milliseconds(seconds)}ms, keys: {keys}"
-        await self._park("wait", (names,), seconds, text)
-
-    async def _park(self, method: str, fields: Fields, seconds: float, text: str) -> None:
+    async def _park(self, ask: Ask, seconds: float) -> Any:
         """A call that is answered when something happens, or canceled after `seconds`."""
         lane = await self._free_lane()
-        call, future = self._lease(lane, method, fields)
-        await self._until(lane, call, future, seconds, text)
+        call, future = self._lease(lane, ask)
+        return await self._until(lane, call, future, seconds, lambda: calls.out_of_time(ask, seconds))
 
     async def _park_and_pop(self, name: bytes, deadline: Deadline) -> bytes | None:
         """Wait for an item and pop the moment it is there, before anything else is sent; None if another was faster."""
+        ask = calls.wait([name])
         lane = await self._free_lane()
-        call, woken = self._lease(lane, "wait", ([name],))
-        popped: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
-        popped.add_done_callback(lambda future: future.cancelled() or future.exception())
+        call, woken = self._lease(lane, ask)
+        popped = _promise()
 
         def pop(call: Call) -> None:
             if not call.canceled:
@@ -227,23 +253,27 @@ class AsyncTCPStore:
             lane.when_answered(call, pop)
         seconds = deadline.left()
         left = -1.0 if seconds is None else seconds
-        text = f"wait timeout after {in_milliseconds(deadline.timeout)}ms, keys: {name.decode(errors='replace')}"
+
+        def text() -> str:
+            return calls.out_of_time(ask, deadline.timeout)
+
         try:
             await self._until(lane, call, woken, left, text)
         except asyncio.CancelledError:
             popped.cancel()
             raise
-        return cast("bytes | None", await self._answer(popped, left, lambda: _fail(popped, text)))
+        return cast("bytes | None", await self._answer(popped, left, lambda: _fail(popped, text())))
 
-    async def _pop(self, name: bytes, lane: Lane) -> bytes | None:
-        popped: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+    async def _pop(self, name: bytes) -> bytes | None:
+        lane = await self._free_lane()
+        popped = _promise()
         self._pop_into(popped, name, lane)
-        text = f"queue_pop timeout after {in_milliseconds(self._timeout)}ms"
+        text = calls.out_of_time(calls.queue_pop(name), self._timeout)
         return cast("bytes | None", await self._answer(popped, self._timeout, lambda: _fail(popped, text)))
 
     def _pop_into(self, popped: "asyncio.Future[bytes | None]", name: bytes, lane: Lane) -> None:
         """Send a pop; its item goes to `popped` or, if nobody waits for that any more, to the orphans."""
-        _, future = lane.ask(BY_METHOD["queue_pop"], (name,))
+        _, future = lane.ask(*calls.queue_pop(name))
 
         def take(future: "asyncio.Future[Any]") -> None:
             error = future.exception()
@@ -258,21 +288,23 @@ class AsyncTCPStore:
 
         future.add_done_callback(take)
 
-    def _lease(self, lane: Lane, method: str, fields: Fields) -> tuple[Call, "asyncio.Future[Any]"]:
+    def _lease(self, lane: Lane, ask: Ask) -> tuple[Call, "asyncio.Future[Any]"]:
         """Send a call that waits; behind a fence if there are writes that other connections must not overtake."""
         if lane.session.unconfirmed():
             lane.ask_fence()
-        call, future = lane.ask(BY_METHOD[method], fields)
+        call, future = lane.ask(*ask)
         assert call is not None
         return call, future
 
-    async def _until(self, lane: Lane, call: Call, future: "asyncio.Future[Any]", seconds: float, text: str) -> None:
+    async def _until(
+        self, lane: Lane, call: Call, future: "asyncio.Future[Any]", seconds: float, text: Callable[[], str]
+    ) -> Any:
         def expire() -> None:
             lane.cancel(call)
-            _fail(future, text)
+            _fail(future, text())
 
         try:
-            await self._answer(future, seconds, expire)
+            return await self._answer(future, seconds, expire)
         except asyncio.CancelledError:
             lane.cancel(call)
             raise
@@ -308,9 +340,7 @@ class AsyncTCPStore:
             if writing is not None and writing.fence is not None:
                 await asyncio.wait({writing.fence}, timeout=None if self._timeout < 0 else self._timeout)
                 if not writing.fence.done():
-                    raise DistStoreError(
-                        f"timeout after {in_milliseconds(self._timeout)}ms, the server does not answer"
-                    )
+                    raise StoreTimeoutError(calls.out_of_time(calls.PING, self._timeout))
                 continue
             if free:
                 return free[0]
@@ -323,6 +353,11 @@ class AsyncTCPStore:
             peer, session = await dial(self.host, self.port, deadline)
             lane = Lane(session, self._lane_lost)
             await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
+            try:
+                await self._verify(lane)
+            except BaseException:
+                lane.close()
+                raise
             if self._lost is not None:
                 lane.close()
             else:
@@ -338,13 +373,24 @@ class AsyncTCPStore:
             self._lanes.remove(lane)
             lane.close()
 
-    def _lane_lost(self, lane: Lane) -> None:
+    def _lane_lost(self, lane: Lane, error: DistNetworkError) -> None:
         """A connection was lost, and with it perhaps what was written on it: the store is lost, as PyTorch's is."""
-        self._lost = self._lost or lane.lost
+        self._lost = self._lost or error
         for other in self._lanes:
             if other is not lane:
                 other.close()
         self._lanes.clear()
+
+
+def _introduction() -> dict[str, str]:
+    return {"host": socket.gethostname(), "pid": str(os.getpid())}
+
+
+def _promise() -> "asyncio.Future[bytes | None]":
+    """A future whose error nobody has to look at: the caller may have gone."""
+    future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return future
 
 
 def _fail(future: "asyncio.Future[Any]", text: str) -> None:

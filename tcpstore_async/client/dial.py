@@ -13,15 +13,22 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from aiohappyeyeballs import start_connection
 
 from ..errors import DistNetworkError, ProtocolError
-from ..session.client import ClientSession
+from ..session.client import Call, ClientSession
 
 _FIRST_PAUSE: Final = 0.05
-_LONGEST_PAUSE: Final = 5.0
+_LONGEST_PAUSE: Final = 2.0
+_LAST_TRY: Final = 0.05
+"""Seconds that are kept for the last try."""
+
+_ONE_TRY: Final = 1.0
+"""Seconds that a try may take when the timeout is 0."""
+
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried beside one that has not answered."""
 
@@ -31,9 +38,10 @@ AddressInfo = tuple[Any, Any, int, str, Any]
 class Deadline:
     """When something must be over, in seconds from now; negative means never."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, began: float | None = None) -> None:
+        """From now on, or from a moment of the monotonic clock."""
         self.timeout = timeout
-        self.began = time.monotonic()
+        self.began = time.monotonic() if began is None else began
 
     def left(self) -> float | None:
         """Seconds left, 0 at the least; None if there is no end."""
@@ -48,93 +56,74 @@ class Deadline:
         return time.monotonic() - self.began
 
 
+class _Tries:
+    """When to try again, and when no more."""
+
+    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
+        self.host = host
+        self.port = port
+        self.deadline = deadline
+        self.pause = _FIRST_PAUSE
+
+    def limit(self) -> float | None:
+        """Seconds that this try may take; None for as long as it likes."""
+        return _ONE_TRY if self.deadline.timeout == 0 else self.deadline.left()
+
+    def after(self, error: Exception) -> float:
+        """Seconds until the next try. Raises DistNetworkError if there will be none."""
+        left = self.deadline.left()
+        if left is not None and left <= _LAST_TRY:
+            raise DistNetworkError(
+                f"The client socket has timed out after {round(1000 * self.deadline.timeout)}ms while trying to "
+                f"connect to ({self.host}, {self.port}). {self.deadline.spent():.1f} s were spent; the last cause: "
+                f"{_cause(error)}."
+            ) from None
+        wait = random.uniform(0.5, 1.5) * self.pause
+        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+        return wait if left is None else min(wait, left - _LAST_TRY)
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError, BlockingIOError)):
+        return "no answer"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+# From a loop
+
+
 async def dial(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
     """A connection to the store at this address, validated and answering.
 
-    A deadline of 0 means one try. Raises DistNetworkError with the last cause.
+    A timeout of 0 means one try. Raises DistNetworkError with the last cause.
     """
-    pause = _FIRST_PAUSE
+    tries = _Tries(host, port, deadline)
     while True:
         try:
-            left = deadline.left()
-            return await asyncio.wait_for(_try(host, port), left or None if left != 0.0 else _ONE_TRY)
+            return await asyncio.wait_for(_try(host, port), tries.limit())
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
-            cause = str(error) or "no answer"
-        wait = random.uniform(0.5, 1.5) * pause
-        pause = min(2 * pause, _LONGEST_PAUSE)
-        left = deadline.left()
-        if left is not None and left <= wait:
-            await asyncio.sleep(left)
-            raise DistNetworkError(
-                f"The client socket has timed out after {round(1000 * deadline.timeout)}ms while trying to connect to "
-                f"({host}, {port}). {deadline.spent():.1f} s were spent; the last cause: {cause}."
-            )
-        await asyncio.sleep(wait)
-
-
-_ONE_TRY: Final = 1.0
-"""Seconds that a try may take when the timeout is 0."""
-
-
-def dial_in_this_thread(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
-    """The same for a thread without a loop: the connection comes back blocking.
-
-    A loop lives in a helper thread for as long as it takes, so that the caller may itself be inside of one. Raises
-    DistNetworkError.
-    """
-    found: list[tuple[socket.socket, ClientSession]] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(dial(host, port, deadline)))
-        except BaseException as error:
-            failed.append(error)
-
-    helper = threading.Thread(target=run, name=f"connecting to {host}", daemon=True)
-    helper.start()
-    helper.join()
-    if failed:
-        raise failed[0]
-    peer, session = found[0]
-    peer.setblocking(True)
-    return peer, session
+            pause = tries.after(error)
+        await asyncio.sleep(pause)
 
 
 async def _try(host: str, port: int) -> tuple[socket.socket, ClientSession]:
-    peer = await start_connection(await _resolve(host, port), happy_eyeballs_delay=_STAGGER)
+    peer = await _connect(host, port)
     try:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return peer, await _shake_hands(peer)
+        loop = asyncio.get_running_loop()
+        session, hello, call = _hello(peer)
+        await loop.sock_sendall(peer, hello)
+        while not call.done:
+            _hear(session, await loop.sock_recv(peer, 4))
+        _check(call)
+        return peer, session
     except BaseException:
         peer.close()
         raise
 
 
-async def _shake_hands(peer: socket.socket) -> ClientSession:
-    loop = asyncio.get_running_loop()
-    session = ClientSession()
-    pid = os.getpid()
-    hello, call = session.hello(pid)
-    await loop.sock_sendall(peer, hello)
-    while not call.done:
-        chunk = await loop.sock_recv(peer, 4)
-        if not chunk:
-            raise ConnectionError("the peer closed the connection during the handshake")
-        session.receive(chunk)
-    if call.result != pid:
-        raise ProtocolError(f"Ping failed, invalid value returned from server. Expected: {pid}, Got: {call.result}")
-    return session
-
-
-async def _resolve(host: str, port: int) -> list[AddressInfo]:
-    """The addresses of a host. A literal is not looked up."""
-    try:
-        literal = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return await _look_up(host, port)
-    family = socket.AF_INET6 if literal.version == 6 else socket.AF_INET
-    return socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+async def _connect(host: str, port: int) -> socket.socket:
+    addresses = _literal(host, port) or await _look_up(host, port)
+    return await start_connection(addresses, happy_eyeballs_delay=_STAGGER)
 
 
 async def _look_up(host: str, port: int) -> list[AddressInfo]:
@@ -166,3 +155,128 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
 
     threading.Thread(target=ask, name=f"look-up of {host}", daemon=True).start()
     return await answer
+
+
+# From a thread without a loop
+
+
+def dial_in_this_thread(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
+    """The same for a thread that has no loop: the connection comes back blocking. Raises DistNetworkError."""
+    tries = _Tries(host, port, deadline)
+    while True:
+        try:
+            return _try_in_this_thread(host, port, Deadline(-1.0 if (limit := tries.limit()) is None else limit))
+        except (OSError, ProtocolError, asyncio.TimeoutError) as error:
+            pause = tries.after(error)
+        time.sleep(pause)
+
+
+def _try_in_this_thread(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
+    addresses = _literal(host, port)
+    if addresses:
+        family, kind, _, _, address = addresses[0]
+        peer = socket.socket(family, kind)
+    else:
+        peer = _connect_in_a_helper(host, port, deadline.left())
+    try:
+        peer.settimeout(_still(deadline))
+        if addresses:
+            peer.connect(address)
+        session, hello, call = _hello(peer)
+        peer.sendall(hello)
+        while not call.done:
+            peer.settimeout(_still(deadline))
+            _hear(session, peer.recv(4))
+        _check(call)
+        peer.settimeout(None)
+        return peer, session
+    except BaseException:
+        peer.close()
+        raise
+
+
+def _still(deadline: Deadline) -> float | None:
+    """Seconds left, as a socket's timeout. Raises TimeoutError if there are none."""
+    left = deadline.left()
+    if left == 0.0:
+        raise TimeoutError
+    return left
+
+
+def _connect_in_a_helper(host: str, port: int, limit: float | None) -> socket.socket:
+    """Look up and connect on a loop in a helper thread, for the caller may be inside of one itself."""
+    found: list[socket.socket] = []
+    failed: list[BaseException] = []
+    stop: list[Callable[[], object]] = []
+    abandoned = threading.Event()
+
+    async def connect() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        if not abandoned.is_set():
+            found.append(await asyncio.wait_for(_connect(host, port), limit))
+
+    def run() -> None:
+        try:
+            asyncio.run(connect())
+        except BaseException as error:
+            failed.append(error)
+        if abandoned.is_set():
+            _close_all(found)
+
+    helper = threading.Thread(target=run, name=f"connecting to {host}", daemon=True)
+    helper.start()
+    try:
+        helper.join()
+    except BaseException:
+        abandoned.set()
+        for cancel in stop:
+            try:
+                cancel()
+            except RuntimeError:
+                pass  # it has just ended
+        _close_all(found)
+        raise
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _close_all(peers: list[socket.socket]) -> None:
+    while peers:
+        peers.pop().close()
+
+
+# What both have in common
+
+
+def _hello(peer: socket.socket) -> tuple[ClientSession, bytes, Call]:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    session = ClientSession()
+    hello, call = session.hello(os.getpid())
+    return session, hello, call
+
+
+def _hear(session: ClientSession, chunk: bytes) -> None:
+    if not chunk:
+        raise ConnectionError("the peer closed the connection during the handshake")
+    session.receive(chunk)
+
+
+def _check(call: Call) -> None:
+    """Whether it is a store's server that answered."""
+    pid = os.getpid()
+    if call.result != pid:
+        raise ProtocolError(f"Ping failed, invalid value returned from server. Expected: {pid}, Got: {call.result}")
+
+
+def _literal(host: str, port: int) -> list[AddressInfo]:
+    """The address, if that is what the host is: there is nothing to look up."""
+    try:
+        literal = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return []
+    family = socket.AF_INET6 if literal.version == 6 else socket.AF_INET
+    return socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

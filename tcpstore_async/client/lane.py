@@ -19,7 +19,7 @@ from ..wire.shapes import Fields
 class Lane(asyncio.Protocol):
     """Writes of one turn of the loop go out together."""
 
-    def __init__(self, session: ClientSession, on_lost: Callable[["Lane"], None]) -> None:
+    def __init__(self, session: ClientSession, on_lost: Callable[["Lane", DistNetworkError], None]) -> None:
         self.session = session
         self.lost: DistNetworkError | None = None
         self.fence: asyncio.Future[Any] | None = None
@@ -140,7 +140,7 @@ class Lane(asyncio.Protocol):
                 future.set_exception(error)
                 future.exception()  # the caller may have gone
         if not self._closing:
-            self._on_lost(self)
+            self._on_lost(self, error)
 
 
 def _pass_on(source: "asyncio.Future[None]", target: "asyncio.Future[Any]") -> None:

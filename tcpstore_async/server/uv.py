@@ -7,6 +7,7 @@ is not read from; whatever a peer does, only its own connection closes.
 
 import asyncio
 import os
+import secrets
 import socket
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Final
 from ..blob import Framed
 from ..errors import LimitError, PeerError
 from ..limits import Limits
+from ..session.extension import identity
 from ..session.server import NO_PID, Engine, ServerSession
 from .base import Complaints, log, room_for_connections, warn_of_short_backlog
 from .readiness import READ, WRITE, WatchWith, readiness
@@ -248,6 +250,7 @@ class UvServer:
         self.limits = limits
         self.soft = limits.unread_soft_bytes
         self.engine = Engine(limits)
+        self.engine.identify(identity(secrets.token_hex(8), "uv"))
         self.connections: list[Connection | None] = []
         """By file descriptor."""
         self.count = 0

@@ -1,0 +1,161 @@
+"""What a store's method asks of a server: its command and fields, made from what users pass.
+
+Knows: which method is which command, how users' keys look on the wire, what PyTorch's client says when time is up. Must
+not know: connections, waiting, threads.
+Invariant: an argument that cannot be meant raises TypeError or ValueError here, before anything is sent.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Final
+
+from ..arguments import Text, in_milliseconds, to_bytes, to_bytes_list, to_int64
+from ..blob import pack
+from ..errors import DistStoreError
+from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, Command
+from ..wire.shapes import Fields
+
+DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+
+Ask = tuple[Command, Fields]
+
+_SET: Final = BY_METHOD["set"]
+_GET: Final = BY_METHOD["get"]
+_ADD: Final = BY_METHOD["add"]
+_COMPARE_SET: Final = BY_METHOD["compare_set"]
+_APPEND: Final = BY_METHOD["append"]
+_CHECK: Final = BY_METHOD["check"]
+_WAIT: Final = BY_METHOD["wait"]
+_FETCH: Final = BY_METHOD["fetch"]
+_DELETE_KEY: Final = BY_METHOD["delete_key"]
+_MULTI_GET: Final = BY_METHOD["multi_get"]
+_MULTI_SET: Final = BY_METHOD["multi_set"]
+_QUEUE_PUSH: Final = BY_METHOD["queue_push"]
+_QUEUE_POP: Final = BY_METHOD["queue_pop"]
+_QUEUE_LEN: Final = BY_METHOD["queue_len"]
+_BARRIER: Final = BY_METHOD["barrier"]
+
+NUM_KEYS: Final[Ask] = BY_METHOD["num_keys"], ()
+LIST_KEYS: Final[Ask] = BY_METHOD["list_keys"], ()
+PING: Final[Ask] = BY_METHOD["ping"], (0,)
+HAS_EXTENSION: Final[Ask] = _CHECK, ([SERVER_KEY],)
+WHO_ARE_YOU: Final[Ask] = _GET, (SERVER_KEY,)
+
+JOINS: Final[Ask] = _GET, (JOINS_KEY,)
+
+WORKERS_KEY: Final = b"init/"
+"""PyTorch's counter of those who have joined; the one key of its client without a slash before it."""
+
+
+def key_of(key: Text) -> bytes:
+    if isinstance(key, str):
+        try:
+            return b"/" + key.encode()
+        except UnicodeEncodeError:
+            pass  # said below
+    return b"/" + to_bytes("key", key)
+
+
+def keys_of(keys: Iterable[Text]) -> list[bytes]:
+    return [b"/" + key for key in to_bytes_list("keys", keys)]
+
+
+def set_(key: Text, value: Text) -> Ask:
+    return _SET, (key_of(key), pack(to_bytes("value", value)))
+
+
+def get(name: bytes) -> Ask:
+    return _GET, (name,)
+
+
+def fetch(name: bytes) -> Ask:
+    return _FETCH, (name,)
+
+
+def add(key: Text, amount: int) -> Ask:
+    return _ADD, (key_of(key), to_int64("amount", amount))
+
+
+def compare_set(key: Text, expected: Text, desired: Text) -> Ask:
+    return _COMPARE_SET, (key_of(key), pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired)))
+
+
+def append(key: Text, value: Text) -> Ask:
+    return _APPEND, (key_of(key), pack(to_bytes("value", value)))
+
+
+def check(names: list[bytes]) -> Ask:
+    return _CHECK, (names,)
+
+
+def wait(names: list[bytes]) -> Ask:
+    return _WAIT, (names,)
+
+
+def delete_key(key: Text) -> Ask:
+    return _DELETE_KEY, (key_of(key),)
+
+
+def multi_get(names: list[bytes]) -> Ask:
+    return _MULTI_GET, (names,)
+
+
+def multi_set(keys: Iterable[Text], values: Iterable[Text]) -> Ask:
+    """Raises DistStoreError, as PyTorch, if there are not as many values as keys."""
+    names = keys_of(keys)
+    blobs = [pack(value) for value in to_bytes_list("values", values)]
+    if len(names) != len(blobs):
+        raise DistStoreError("multiSet keys and values vectors must be of same size")
+    return _MULTI_SET, (list(zip(names, blobs, strict=True)),)
+
+
+def queue_push(key: Text, value: Text) -> Ask:
+    return _QUEUE_PUSH, (key_of(key), pack(to_bytes("value", value)))
+
+
+def queue_pop(name: bytes) -> Ask:
+    return _QUEUE_POP, (name,)
+
+
+def queue_len(name: bytes) -> Ask:
+    return _QUEUE_LEN, (name,)
+
+
+def barrier(key: Text, world_size: int) -> Ask:
+    return _BARRIER, (key_of(key), to_int64("world_size", world_size))
+
+
+def wait_count(name: bytes, count: int) -> Ask:
+    return BY_METHOD["wait_count"], (name, count)
+
+
+def join() -> Ask:
+    """Count this client among PyTorch's workers."""
+    return _ADD, (WORKERS_KEY, 1)
+
+
+def introduce(known: dict[str, str]) -> Ask:
+    """Say who this client is."""
+    return BY_METHOD["introduce"], ([(name.encode(), pack(text.encode())) for name, text in known.items()],)
+
+
+def names_of(keys: list[bytes]) -> list[str]:
+    """Keys as users know them, PyTorch's own left out. Raises UnicodeDecodeError for a name that is not UTF-8."""
+    return [key[1:].decode() for key in keys if key.startswith(b"/")]
+
+
+def out_of_time(ask: Ask, seconds: float) -> str:
+    """What a timeout says: PyTorch's words where it has such a timeout."""
+    command, fields = ask
+    said: Any = f"{command.method} timeout after {in_milliseconds(seconds)}ms"
+    if command is _BARRIER:
+        return f"{said}, key: {fields[0][1:].decode(errors='replace')}"
+    if command is _WAIT:
+        return f"{said}, keys: {_listed(fields[0])}"
+    if command is _FETCH:
+        return out_of_time(wait([fields[0]]), seconds)
+    return str(said)
+
+
+def _listed(names: list[bytes]) -> str:
+    return ", ".join(name.decode(errors="replace") for name in names)

@@ -1,0 +1,129 @@
+"""The contract of every synchronous store.
+
+Knows: PyTorch's methods, their defaults and what they promise. Must not know: where keys and values are kept.
+Invariant: a method means the same on every store.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, TypeVar
+
+from ..arguments import Text, Timeout, to_seconds
+
+DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+
+Self = TypeVar("Self", bound="Store")
+
+
+class Store:
+    """A key-value store that the ranks of a job share. The methods are those of `torch.distributed.Store`.
+
+    Keys and values are str, which is taken as UTF-8, bytes or bytearray; values come back as bytes. A timeout is a
+    timedelta or a number of seconds: 0 means one look, a negative one for ever. Arguments of the wrong kind raise
+    TypeError or ValueError naming the argument. A store may be used by any number of threads at once.
+    """
+
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._timeout = to_seconds("timeout", timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call may take that is given no timeout of its own."""
+        return timedelta(seconds=self._timeout)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change the timeout of later calls."""
+        self._timeout = to_seconds("timeout", timeout)
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what the store holds: connections, files, its server. May be called again."""
+
+    def set(self, key: Text, value: Text) -> None:
+        """Store a value."""
+        raise NotImplementedError
+
+    def get(self, key: Text) -> bytes:
+        """The value, as soon as there is one. Raises StoreTimeoutError, a DistStoreError."""
+        raise NotImplementedError
+
+    def add(self, key: Text, amount: int) -> int:
+        """Add to a counter, 0 if it is missing, and return the sum."""
+        raise NotImplementedError
+
+    def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        """Set `desired` if the value is `expected`, a missing key being empty; the value afterwards.
+
+        For a missing key that was expected to hold something, `expected` is returned and nothing set, as in PyTorch.
+        """
+        raise NotImplementedError
+
+    def check(self, keys: Iterable[Text]) -> bool:
+        """Whether all keys are there, a queue that holds items included."""
+        raise NotImplementedError
+
+    def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
+        """Until all keys are there. The timeout is the store's unless given. Raises StoreTimeoutError."""
+        raise NotImplementedError
+
+    def delete_key(self, key: Text) -> bool:
+        """Remove a key; whether it was there."""
+        raise NotImplementedError
+
+    def num_keys(self) -> int:
+        """How many keys there are, those included that PyTorch keeps for itself, as in PyTorch."""
+        raise NotImplementedError
+
+    def list_keys(self) -> list[str]:
+        """The names of all keys, in no order. Raises UnicodeDecodeError for a name that is not UTF-8."""
+        raise NotImplementedError
+
+    def append(self, key: Text, value: Text) -> None:
+        """Append to a value; a missing one is empty."""
+        raise NotImplementedError
+
+    def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
+        """The values, as soon as all are there. Raises StoreTimeoutError."""
+        raise NotImplementedError
+
+    def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
+        """Set all. Raises DistStoreError if there are not as many values as keys."""
+        raise NotImplementedError
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        """Append an item to a queue."""
+        raise NotImplementedError
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        """Take the oldest item of a queue; with `block`, as soon as there is one.
+
+        Raises StoreTimeoutError; QueueEmptyError without `block`, or if a plain value of that name is there instead.
+        """
+        raise NotImplementedError
+
+    def queue_len(self, key: Text) -> int:
+        """How many items a queue holds, 0 if there is none of that name."""
+        raise NotImplementedError
+
+    def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
+        """Until `world_size` callers have arrived at this key. It is never reset: use a new key for every round.
+
+        Raises StoreTimeoutError; whoever has arrived stays counted.
+        """
+        raise NotImplementedError
+
+    def has_extended_api(self) -> bool:
+        """Whether `append`, `multi_get` and `multi_set` are single operations."""
+        raise NotImplementedError
+
+    def clone(self) -> "Store":
+        """Another store on the same keys, to be closed by itself."""
+        raise NotImplementedError

@@ -1,0 +1,340 @@
+"""TCPStore: the store whose keys a server keeps.
+
+Knows: PyTorch's constructor, who hosts the server, how ranks join, which method waits. Must not know: bytes on the
+wire, sockets.
+Invariant: a store that has been made has joined the server of its own round; one that could not be made holds nothing.
+"""
+
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterable
+from typing import Any, Final
+
+from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_port, to_seconds, to_world_size
+from ..blob import unpack
+from ..client import calls
+from ..client.dial import Deadline
+from ..client.sync import TCPClient
+from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
+from ..server.hosting import Hosted, host
+from .base import DEFAULT_TIMEOUT, Store
+
+_POLL_SECONDS: Final = 0.01
+"""How often a master asks a stock server who has joined, as PyTorch's does."""
+
+_ROUND_SECONDS: Final = 30.0
+"""How long a rank that has joined too early holds out for the server of its round, at the most."""
+
+
+class TCPStore(Store):
+    """A client of a TCPStore server and, with `is_master`, the server. A drop-in for `torch.distributed.TCPStore`.
+
+    The server runs in a process of its own, on every interface, until the last store that owns it is closed or the
+    owner ends. With `world_size` and `wait_for_workers`, a master's constructor returns when so many have joined, and
+    other ranks' when they have. Everything happens within `timeout`, which is also that of later calls.
+
+    Raises DistNetworkError if the server cannot be reached or its address is in use, DistStoreError if not all have
+    joined in time.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool | None = None,
+        *,
+        bind_host: str | None = None,
+    ) -> None:
+        self._client: TCPClient | None = None
+        self._hosted: Hosted | None = None
+        super().__init__(timeout)
+        if not isinstance(host_name, str):
+            raise TypeError(f"host_name must be a str, not {type(host_name).__name__}")
+        port = to_port("port", port)
+        ranks = to_world_size("world_size", world_size)
+        multi_tenant = to_bool("multi_tenant", multi_tenant)
+        wait_for_workers = to_bool("wait_for_workers", wait_for_workers)
+        self._libuv = _use_libuv(use_libuv)
+        deadline = Deadline(self._timeout)
+        try:
+            if to_bool("is_master", is_master):
+                self._hosted = _host(port, bind_host, master_listen_fd, multi_tenant)
+            hosted = self._hosted
+            self.host = host_name
+            self.port = port if hosted is None else hosted.port
+            if hosted is not None and ranks is not None and wait_for_workers:
+                hosted.announce(ranks)
+            self._client = self._connect(ranks if wait_for_workers else None, deadline)
+            if hosted is not None and ranks is not None and wait_for_workers:
+                _wait_for_workers(self._client, ranks, deadline)
+                hosted.complete()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
+        """Connect and, if there is a number of ranks to complete, join them.
+
+        A connection that is lost in between led to a server of the last round that was about to go: its successor
+        knows nothing of that join, so this is the one command that is sent again.
+        """
+        while True:
+            left = deadline.left()
+            client = TCPClient(self.host, self.port, -1.0 if left is None else left, _introduction(ranks))
+            try:
+                if ranks is None or self._joins(client, ranks, deadline):
+                    client.timeout = self._timeout
+                    return client
+                client.close()
+            except DistNetworkError:
+                client.close()
+                if self._hosted is not None or deadline.passed():
+                    raise
+            except BaseException:
+                client.close()
+                raise
+
+    def _joins(self, client: TCPClient, ranks: int, deadline: Deadline) -> bool:
+        """Join; whether the server turns out to be that of this store's round."""
+        joined = client.ask(calls.join())
+        return self._hosted is not None or joined <= ranks or _is_of_this_round(client, joined, deadline)
+
+    @classmethod
+    def _of(cls, client: TCPClient, libuv: bool) -> "TCPStore":
+        """A store without a server, on connections of its own."""
+        store = cls.__new__(cls)
+        Store.__init__(store, client.timeout)
+        store.host = client.host
+        store.port = client.port
+        store._client = client
+        store._hosted = None
+        store._libuv = libuv
+        return store
+
+    @property
+    def libuvBackend(self) -> bool:
+        """Whether the backend that was chosen is the event-driven one."""
+        return self._libuv
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        super().set_timeout(timeout)
+        self._connection().timeout = self._timeout
+
+    def clone(self) -> "TCPStore":
+        """A store of its own connections to the same server, with the same timeout; it does not own the server."""
+        known = self._connection()
+        return TCPStore._of(TCPClient(self.host, self.port, self._timeout, known.introduction), self._libuv)
+
+    def close(self) -> None:
+        """Close the connections and stop the server, if this is the last store that owns it.
+
+        Calls under way in other threads fail. The port is free on return; ranks that are connected get 10 seconds to
+        finish what they do.
+        """
+        client, hosted = self._client, self._hosted
+        if client is not None:
+            client.close()
+        self._hosted = None
+        if hosted is not None:
+            hosted.release()
+
+    def __del__(self) -> None:
+        client = getattr(self, "_client", None)
+        if client is not None and not client.closed:
+            warnings.warn(f"a TCPStore was not closed: {self!r}", ResourceWarning, source=self, stacklevel=1)
+            self.close()
+
+    def __repr__(self) -> str:
+        client = self._client
+        server = "<nullptr>" if self._hosted is None else f"TCPServer(port={self.port})"
+        return f"TCPStore(client=TCPClient({client.describe() if client else '<nullptr>'}), server={server})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle 'TCPStore' object: make one in the other process, or clone() it")
+
+    # Values
+
+    def set(self, key: Text, value: Text) -> None:
+        self._connection().ask(calls.set_(key, value))
+
+    def get(self, key: Text) -> bytes:
+        client = self._connection()
+        name = calls.key_of(key)
+        if client.extended():
+            return unpack(client.park(calls.fetch(name), self._timeout))
+        return unpack(client.park(calls.wait([name]), self._timeout, calls.get(name)))
+
+    def add(self, key: Text, amount: int) -> int:
+        total: int = self._connection().ask(calls.add(key, amount))
+        return total
+
+    def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        return unpack(self._connection().ask(calls.compare_set(key, expected, desired)))
+
+    def check(self, keys: Iterable[Text]) -> bool:
+        present: bool = self._connection().ask(calls.check(calls.keys_of(keys)))
+        return present
+
+    def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
+        names = calls.keys_of(keys)
+        seconds = self._seconds(timeout)
+        client = self._connection()
+        client.extended()
+        client.park(calls.wait(names), seconds)
+
+    def delete_key(self, key: Text) -> bool:
+        return bool(self._connection().ask(calls.delete_key(key)) == 1)
+
+    def num_keys(self) -> int:
+        number: int = self._connection().ask(calls.NUM_KEYS)
+        return number
+
+    def list_keys(self) -> list[str]:
+        return calls.names_of(self._connection().ask(calls.LIST_KEYS))
+
+    def append(self, key: Text, value: Text) -> None:
+        self._connection().ask(calls.append(key, value))
+
+    def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
+        names = calls.keys_of(keys)
+        client = self._connection()
+        client.extended()
+        return [unpack(blob) for blob in client.park(calls.wait(names), self._timeout, calls.multi_get(names))]
+
+    def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
+        self._connection().ask(calls.multi_set(keys, values))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    # Queues
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        self._queues().ask(calls.queue_push(key, value))
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        name = calls.key_of(key)
+        client = self._queues()
+        deadline = Deadline(self._timeout)
+        while True:
+            if block:
+                left = deadline.left()
+                client.extended()
+                _, item = client.park(calls.wait([name]), -1.0 if left is None else left, calls.queue_pop(name))
+            else:
+                _, item = client.ask(calls.queue_pop(name))
+            if item is not None:
+                return unpack(item)
+            if not block or (client.ask(calls.check([name])) and not client.ask(calls.queue_len(name))):
+                raise QueueEmptyError("queue is empty")
+
+    def queue_len(self, key: Text) -> int:
+        length: int = self._queues().ask(calls.queue_len(calls.key_of(key)))
+        return length
+
+    # Meeting
+
+    def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
+        ask = calls.barrier(key, world_size)
+        seconds = self._seconds(timeout)
+        client = self._connection()
+        client.extended()
+        client.park(ask, seconds)
+
+    # Helpers
+
+    def _connection(self) -> TCPClient:
+        if self._client is None:
+            raise DistNetworkError("the store has not been made")
+        return self._client
+
+    def _queues(self) -> TCPClient:
+        """The connections, if queues are to be had: asking PyTorch's legacy server would lose them."""
+        client = self._connection()
+        if not self._libuv and not client.extended():
+            raise NotImplementedError("queues not implemented on legacy TCPStore backend")
+        return client
+
+    def _seconds(self, timeout: Timeout | None) -> float:
+        return self._timeout if timeout is None else to_seconds("timeout", timeout)
+
+
+def _use_libuv(given: bool | None) -> bool:
+    """The argument or, if there is none, USE_LIBUV, of which only exactly 1 means yes, as in PyTorch."""
+    if given is None:
+        return os.environ.get("USE_LIBUV", "1") == "1"
+    return to_bool("use_libuv", given)
+
+
+def _introduction(ranks: int | None) -> dict[str, str]:
+    """Who this client is, as far as that is known here."""
+    known = {"host": socket.gethostname(), "pid": str(os.getpid())}
+    for name, variables in (("rank", ("RANK",)), ("job", ("TCPSTORE_JOB", "TORCHELASTIC_RUN_ID"))):
+        for variable in variables:
+            if text := os.environ.get(variable):
+                known.setdefault(name, text[:200])
+    if ranks is not None:
+        known["world_size"] = str(ranks)
+    return known
+
+
+def _host(port: int, bind_host: str | None, listen_fd: int | None, multi_tenant: bool) -> Hosted | None:
+    """Host a server; None if torchrun's agent does at this address, as in PyTorch."""
+    try:
+        return host(port, bind_host=bind_host, listen_fd=listen_fd, multi_tenant=multi_tenant)
+    except DistNetworkError:
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("1", "True")
+        if agent and listen_fd is None and os.environ.get("MASTER_PORT") == str(port):
+            return None
+        raise
+
+
+def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None:
+    """Until all have joined: an event on our servers, a poll on PyTorch's. Raises DistStoreError."""
+    name = calls.WORKERS_KEY
+    try:
+        if client.extended():
+            left = deadline.left()
+            client.park(calls.wait_count(name, ranks), -1.0 if left is None else left)
+            return
+        while _joined(client) < ranks:
+            if deadline.passed():
+                raise StoreTimeoutError
+            time.sleep(_POLL_SECONDS)
+    except StoreTimeoutError:
+        seconds = -(-in_milliseconds(deadline.timeout) // 1000)
+        raise DistStoreError(
+            f"Timed out after {seconds} seconds waiting for clients. {_joined(client)}/{ranks} clients joined."
+        ) from None
+
+
+def _joined(client: TCPClient) -> int:
+    return int(unpack(client.ask(calls.get(calls.WORKERS_KEY))) or b"0")
+
+
+def _is_of_this_round(client: TCPClient, joined: int, deadline: Deadline) -> bool:
+    """Whether a server that has more ranks than the world is the one to stay on.
+
+    A rank of the next round may come before the master has closed the server of the last one. It holds out until that
+    one goes, or the owner announces that it expects more ranks, or it takes too long: then this is no next round.
+    """
+    if not client.extended():
+        return True
+    limit = Deadline(min(_ROUND_SECONDS, _ROUND_SECONDS if deadline.timeout < 0 else deadline.timeout / 2))
+    try:
+        while not limit.passed():
+            announced = unpack(client.ask(calls.JOINS))
+            if not announced or joined <= int(announced):
+                return True
+            time.sleep(_POLL_SECONDS)
+    except DistNetworkError:
+        return False
+    return True
