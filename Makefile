@@ -24,7 +24,7 @@ endif
 
 .PHONY: help
 help:
-	@echo "make demo      start a server; 1,000 simulated ranks and 4 PyTorch processes meet on it (TORCH=0: no PyTorch)"
+	@echo "make demo      1,000 simulated ranks, 4 PyTorch and 8 plain processes find each other (TORCH=0: no PyTorch)"
 	@echo "make test      all tests, on the interpreted build (ARGS='-k limits -x' goes to pytest)"
 	@echo "make check     format, lint, types, and all tests on the interpreted and on the compiled build"
 	@echo "make lint      format, lint, types"

@@ -1,4 +1,5 @@
-"""The demo: a server, simulated ranks that all come at once, and PyTorch processes that form a group over it.
+"""The demo: a server, simulated ranks that all come at once, and PyTorch processes that form a group over it; then
+plain Python processes that host their own.
 
 `make demo` runs it. Exit status 0 if every step did what it should; otherwise 1 and one line that says what did not.
 """
@@ -77,9 +78,7 @@ async def server() -> AsyncIterator[dict[str, Any]]:
             if status:
                 raise Failed(f"the server ended with status {status}: {last_line(log.read_text())}")
         finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            await kill(process)
 
 
 async def simulated_ranks(port: int, count: int) -> None:
@@ -113,6 +112,54 @@ async def simulated_ranks(port: int, count: int) -> None:
             rank.leave()
 
 
+async def plain_ranks(count: int) -> None:
+    print(f"\n{count} plain Python processes; rank 0 hosts the server", flush=True)
+    start = time.monotonic()
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    reports = await together(
+        "finding each other", STEP_SECONDS, [plain_rank(port, rank, count) for rank in range(count)]
+    )
+    for report in reports:
+        if report["found"] != count:
+            raise Failed(f"rank {report['rank']} found {report['found']} addresses, not {count}")
+        say(f"rank {report['rank']}", f"pid {report['pid']:<7} read {count} addresses, reached {report['next']}")
+    say("took", f"{time.monotonic() - start:.2f} s, three barriers included")
+
+
+async def plain_rank(port: "asyncio.Future[int]", rank: int, count: int) -> dict[str, Any]:
+    """One plain process; its report. Rank 0 says at which port the others find it."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(Path(__file__).with_name("plain_rank.py"))),
+        *map(str, (await port if rank else 0, rank, count)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        first = b"" if rank else await process.stdout.readline()
+        if first:
+            port.set_result(json.loads(first)["port"])
+        return await report_of(process, f"rank {rank}")
+    finally:
+        await kill(process)
+
+
+async def report_of(process: asyncio.subprocess.Process, name: str) -> dict[str, Any]:
+    """The last line that a process prints. Raises Failed if it fails."""
+    out, errors = await process.communicate()
+    if process.returncode:
+        text = last_line(errors.decode(errors="replace"))
+        raise Failed(f"{name} ended with status {process.returncode}: {text}")
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return report
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
 async def torch_ranks(port: int, count: int) -> None:
     print(f"\n{count} PyTorch processes, a gloo group over the same server", flush=True)
     start = time.monotonic()
@@ -143,23 +190,16 @@ async def torch_rank(port: int, rank: int, count: int) -> dict[str, Any]:
         env={**loopback, **os.environ},
     )
     try:
-        out, errors = await process.communicate()
+        return await report_of(process, f"PyTorch rank {rank}")
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        text = last_line(errors.decode(errors="replace"))
-        raise Failed(f"PyTorch rank {rank} ended with status {process.returncode}: {text}")
-    report: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return report
+        await kill(process)
 
 
 def last_line(text: str) -> str:
     return (text.strip().splitlines() or ["(it said nothing)"])[-1]
 
 
-async def demo(ranks: int, torch: int) -> None:
+async def demo(ranks: int, torch: int, plain: int) -> None:
     main_task = asyncio.current_task()
     assert main_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
@@ -174,7 +214,9 @@ async def demo(ranks: int, torch: int) -> None:
         await simulated_ranks(ready["port"], ranks)
         if torch:
             await torch_ranks(ready["port"], torch)
-    print("\nThe server has stopped; everything above did what it should.")
+    if plain:
+        await plain_ranks(plain)
+    print("\nThe servers have stopped; everything above did what it should.")
     print(NEXT if torch else NEXT_WITHOUT_TORCH)
 
 
@@ -201,9 +243,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="demo", description="Show the server at work.")
     parser.add_argument("--ranks", type=positive, default=1000, help="simulated ranks (1000)")
     parser.add_argument("--torch", type=int, default=4, help="PyTorch processes (4); 0 leaves PyTorch out")
+    parser.add_argument("--plain", type=int, default=8, help="plain Python processes (8); 0 leaves them out")
     options = parser.parse_args()
     try:
-        run_loop(demo(options.ranks, options.torch))
+        run_loop(demo(options.ranks, options.torch, options.plain))
     except Failed as error:
         sys.exit(f"demo: {error}")
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -32,7 +32,7 @@ def assert_server_gone(output: str) -> None:
 
 
 def test_a_thousand_ranks_join_and_pass_a_barrier(tmp_path: Path) -> None:
-    done = run_demo(tmp_path, "--torch", "0")
+    done = run_demo(tmp_path, "--torch", "0", "--plain", "0")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"joined +1,000 in [\d.]+ s; rank \d+ first, rank \d+ last\n", done.stdout)
     assert re.search(r"barrier +1,000 passed in [\d.]+ s; rank \d+ came last", done.stdout)
@@ -40,9 +40,15 @@ def test_a_thousand_ranks_join_and_pass_a_barrier(tmp_path: Path) -> None:
     assert_server_gone(done.stdout)
 
 
+def test_plain_processes_find_each_other(tmp_path: Path) -> None:
+    done = run_demo(tmp_path, "--ranks", "8", "--torch", "0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(re.findall(r"rank \d +pid \d+ +read 8 addresses, reached 127.0.0.1:\d+\n", done.stdout)) == 8
+
+
 @pytest.mark.timeout(4 * LIMIT)
 def test_pytorch_processes_form_a_group(tmp_path: Path) -> None:
-    done = run_demo(tmp_path, "--ranks", "8", "--torch", "2")
+    done = run_demo(tmp_path, "--ranks", "8", "--torch", "2", "--plain", "0")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(re.findall(r"rank \d +pid \d+ +all_reduce: 1 \+ 2 = 3\n", done.stdout)) == 2
     assert_server_gone(done.stdout)
