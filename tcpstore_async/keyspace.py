@@ -157,6 +157,10 @@ class Keyspace:
             return self.reserved.get(key, EMPTY)
         if isinstance(blob, Growing) and size(blob) > self.max_reply:
             raise LimitError("unread_hard_bytes", size(blob), self.max_reply)
+        return self._flatten(key, blob)
+
+    def _flatten(self, key: bytes, blob: Blob) -> Framed:
+        """The blob of a key as it goes into a reply; one that was appended to is kept so."""
         flat = framed(blob)
         if isinstance(blob, Growing):
             self._put(key, flat, len(flat))
@@ -306,9 +310,12 @@ class Keyspace:
         value = self.values.get(key)
         if isinstance(value, bytes):  # the common case, without a call
             return value
-        self._demand_idle(waiter)
-        if self.wait(waiter, [key]):
+        if value is not None or self._elsewhere(key):
             return self.get(key)
+        self._demand_idle(waiter)
+        self._grow(self._parking(key))
+        self._unpark(waiter)
+        self._park(waiter, [key])
         waiter.fetching = key
         return None
 
@@ -325,8 +332,9 @@ class Keyspace:
         self._demand_idle(waiter)
         if self._count(key) >= target:
             return True
-        self._grow(2 * self._parking(key))
         counter = self.counters.get(key)
+        self._grow(self._parking(key) * (2 if counter is None else 1))
+        self._unpark(waiter)
         if counter is None:
             counter = self.counters[key] = Counter(self, key)
             self._register(counter)
@@ -361,6 +369,10 @@ class Keyspace:
             self._grow(self._growth(key, COUNTER_SIZE) + self._parking(key))
         self._put(key, count, COUNTER_SIZE)
         if count < world_size:
+            counter = self.counters.get(key)
+            if counter is not None:
+                self._unpark(counter)
+                self.count(counter)
             self._park(waiter, [key])
             waiter.barrier = key
             return False
@@ -396,6 +408,8 @@ class Keyspace:
 
     def _count(self, key: bytes) -> int:
         blob = self.values.get(key)
+        if blob is None:
+            blob = self.reserved.get(key)
         return 0 if blob is None else number(blob)
 
     def _register(self, counter: Counter) -> None:
@@ -417,16 +431,21 @@ class Keyspace:
             self._unpark(counter)
 
     def _demand_idle(self, waiter: Waiter) -> None:
-        """Commands of the extension do not follow one that waits. Raises ProtocolError."""
+        """Raise ProtocolError if it waits: waits of the extension take no other's place.
+
+        What is left over of former waits must go then, lest it ends this one.
+        """
         if waiter.left > 0:
             raise ProtocolError("it waits already")
 
     # Size
 
     def _growth(self, key: bytes, length: int) -> int:
-        """By how much a value of `length` bytes under `key` enlarges the store."""
+        """By how much a value of `length` bytes under `key` enlarges the store. Raises ProtocolError if it may not."""
         old = self.values.get(key)
         if old is None:
+            if key in self.reserved:
+                raise ProtocolError(f"{key.decode()} is not to be written")
             return len(key) + ENTRY_BYTES + length
         return length - size(old)
 
@@ -514,7 +533,10 @@ class Keyspace:
                 self._fire(waiter)
 
     def _wake_next(self, key: bytes, handed_on: bool = False) -> None:
-        """Count an item down for those in line, up to and including the first whose wait it ends."""
+        """Count an item down for those in line, up to and including the first whose wait it ends.
+
+        A FETCH takes no item: it ends, and those behind it have their turn.
+        """
         line = self.waiters[key]
         if len(line) >= _LONG_LINE and not isinstance(line, OrderedDict):
             line = self.waiters[key] = OrderedDict(line)
@@ -522,11 +544,12 @@ class Keyspace:
         for waiter, count in line.items():
             if count > 0 and not (handed_on and waiter.barrier == key):
                 counted.append(waiter)
-                if waiter.left <= count:
+                if waiter.left <= count and waiter.fetching is None:
                     break
         for waiter in counted:
             if self._count_down(waiter, key, line.pop(waiter)):
-                waiter.promise = self._promise(key)
+                if waiter.fetching is None:
+                    waiter.promise = self._promise(key)
                 self._fire(waiter)
         if not line:
             del self.waiters[key]
@@ -537,7 +560,8 @@ class Keyspace:
             waiter.fire(None)
         else:
             waiter.fetching = None
-            waiter.fire(self.get(key))
+            blob = self.values.get(key)
+            waiter.fire(EMPTY if blob is None else self._flatten(key, blob))
 
     def _promise(self, queue: bytes) -> Promise:
         self.promises[queue] = self.promises.get(queue, 0) + 1
