@@ -9,17 +9,18 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import click
 import msgspec
+from click.shell_completion import get_completion_class
 
 from ..client.aio import AsyncTCPStore
 from ..daemon import build, run_loop
 from ..errors import DistError, DistNetworkError, StoreTimeoutError
 from ..limits import Limits
+from ..version import VERSION
 
 DEFAULT_URL: Final = "tcp://127.0.0.1:29500"
 DEFAULT_PORT: Final = 29500
@@ -299,7 +300,12 @@ def info(asker: Asker, local: bool) -> None:
         began = time.perf_counter()
         await store.ping()
         took = round((time.perf_counter() - began) * 1000, 3)
-        return {"host": asker.host, "port": asker.port, "num_keys": await store.num_keys(), "ping_milliseconds": took}
+        known = {"host": asker.host, "port": asker.port, "num_keys": await store.num_keys(), "ping_milliseconds": took}
+        server = await store.server()
+        return {
+            **known,
+            **(msgspec.to_builtins(server) if server else {"server": "PyTorch's, or one that speaks as it"}),
+        }
 
     known = _local() if local else asker.ask(ask)
     if asker.output == "json":
@@ -316,12 +322,26 @@ def info(asker: Asker, local: bool) -> None:
 def _local() -> dict[str, Any]:
     loop = "asyncio" if sys.platform == "win32" else "uvloop"
     limits = msgspec.to_builtins(Limits())
-    return {"version": version("tcpstore_async"), "build": build(), "loop": loop, "limits": limits}
+    return {"version": VERSION, "build": build(), "loop": loop, "limits": limits}
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print what makes a shell complete this command.
+
+    For bash: tcpstore completion bash > ~/.tcpstore-complete; then put 'source ~/.tcpstore-complete' into ~/.bashrc.
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(ctx.find_root().command, {}, "tcpstore", "_TCPSTORE_COMPLETE").source())
 
 
 def add_client_commands(group: click.Group) -> None:
     """Add them to the command line."""
     for command in (
         ping, get, set_, add, append, compare_set, check, wait, delete, keys, num_keys, queue, barrier, info,
+        completion,
     ):  # fmt: skip
         group.add_command(command)

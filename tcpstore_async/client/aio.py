@@ -193,6 +193,11 @@ class AsyncTCPStore:
 
     # Who the server is
 
+    async def server(self) -> Identity | None:
+        """Who the server is; None if it is one of PyTorch's, or another that speaks as it."""
+        await self._extended()
+        return self.identity
+
     async def _extended(self) -> bool:
         """Whether the server is one of ours. Asks it, once, the first time this is asked."""
         if self._asked:

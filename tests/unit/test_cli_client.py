@@ -63,6 +63,8 @@ def test_the_commands(backend: tuple[str, Run]) -> None:
     assert run("delete", "a").returncode == 1
     assert run("barrier", "b", "--world-size", "1").returncode == 0
     assert b"num_keys: 3\n" in run("info").stdout
+    server = json.loads(run("info", "-o", "json").stdout)["server"]
+    assert (server == "tcpstore_async") == (kind == "ours")
     pushed = run("queue", "push", "q", "item")
     if kind == "legacy":  # it has no queues, and closes
         assert pushed.returncode == 4
@@ -103,3 +105,25 @@ def test_usage_is_2(words: list[str]) -> None:
 def test_this_installation() -> None:
     assert b"limits.key_bytes: 8192\n" in tcpstore("info", "--local").stdout
     assert set(json.loads(tcpstore("info", "--local", "-o", "json").stdout)) == {"version", "build", "loop", "limits"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed(shell: str) -> None:
+    done = tcpstore("completion", shell)
+    assert done.returncode == 0
+    assert f"_TCPSTORE_COMPLETE={shell}_complete".encode() in done.stdout
+
+
+def test_bash_completes_commands() -> None:
+    """What the printed script does when somebody presses the tabulator."""
+    script = tcpstore("completion", "bash").stdout.decode()
+    folder = os.path.dirname(sys.executable)
+    typed = 'COMP_WORDS=(tcpstore ch); COMP_CWORD=1; _tcpstore_completion tcpstore; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "--norc", "-c", f"{script}\n{typed}"],
+        capture_output=True,
+        timeout=LIMIT,
+        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+        check=False,
+    )
+    assert done.stdout == b"check\n", done.stderr
