@@ -46,8 +46,8 @@ def _epoch(seed: int) -> int:
     try:
         print(f"epoch {seed}: {run_epoch(seed, steps):,} commands, no difference")
         return 0
-    except Difference as error:
-        print(f"epoch {seed}: {error}"[:2000])
+    except Exception as error:
+        print(f"epoch {seed}: {error if isinstance(error, Difference) else repr(error)}"[:2000])
     driver = Driver(seed)
     for step in shrink(driver.slots, driver.fleet.soft, steps):
         print(f"    {step}")

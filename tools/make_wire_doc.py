@@ -67,13 +67,16 @@ MEANINGS = {
     "given: wakes all who wait for the key, and replies 0. Else the connection is registered under the key, and 0 "
     "follows when somebody completes the barrier or sets the key. Nothing ever resets the count.",
     "FETCH": "Replies the value at once if the key is present, as CHECK sees it; else when it appears, as a WAIT of "
-    "that one key followed by a GET would. Closes the connection if that has to wait and something else waits already.",
+    "that one key followed by a GET would: a QUEUE_PUSH ends it with the empty value, and leaves the item to those "
+    "behind. Closes the connection if that has to wait and something else waits already.",
     "CANCEL_FETCH": "As CANCEL_WAIT, for a FETCH. If the value was on its way already, it stands before the answer.",
     "WAIT_COUNT": "0 at once if the number that the value's text begins with, 0 if the key is missing, is at least the "
-    "number given; else 0 follows when something was written that makes it so. Ended by CANCEL_WAIT. Closes the "
-    "connection if the text begins with no number, or if something else waits already.",
+    "number given; else 0 follows when something was written that makes it so, be it the arrival at a barrier; what is "
+    "no number ends no wait. Ended by CANCEL_WAIT. Closes the connection if the text begins with no number, or if "
+    "something else waits already.",
     "INTRODUCE": "Says who the client is, for the server's log: rank, world_size, host, pid, job, as far as they are "
-    "known, each as text. At most 2,048 bytes in all.",
+    "known, each as text. Closes the connection for more than 2,048 bytes of names and values, lengths of the values "
+    "included.",
 }
 
 HEAD = """# The wire
@@ -138,7 +141,10 @@ GET of `{JOINS_KEY.decode()}` says in decimal text how many ranks the owner of t
 stores that it has made on it; the empty value if the server has no owner. When PyTorch's counter of workers, `init/`,
 is past that number, whoever joined last belongs to a store that the owner has yet to make.
 
-Neither key is counted, listed or deleted, and WAIT finds both there.
+Neither key is counted, listed or deleted, WAIT finds both there, and a command that would write to one closes its
+connection.
+
+FETCH and WAIT_COUNT that have to wait drop what WAITs that were replaced have left registered.
 """
 
 
@@ -157,7 +163,8 @@ def _tail() -> str:
 
 The server closes a connection, after the replies to what came before, for: a first frame that is not VALIDATE; a wrong
 magic number; an opcode that is not above; ADD or BARRIER on a value that is no number; a length or a count over a
-limit, as soon as it is announced. A frame that was not complete has had no effect.
+limit, as soon as it is announced; and for what is said of the extension above. A frame that was not complete has had no
+effect.
 
 By default a key may have {key}, a value {value} and a request {limits.keys:,} keys, as on PyTorch's
 server, and {_size(limits.request_bytes)} in all.

@@ -21,7 +21,7 @@ NO_PID: Final = -1
 _WOKEN: Final = bytes([STOP_WAITING])
 
 _MOST_SAID: Final = 2048
-"""Bytes that a peer may say of itself."""
+"""Bytes that a peer may say of itself: names and framed values, so that their number has a limit too."""
 
 Introduction = dict[str, str]
 
@@ -108,7 +108,7 @@ class ServerSession(Waiter):
         self.peer: Introduction = {}
         """What the peer has said of itself, in its own words."""
         self.slot: _Slot = engine.first
-        """Its last command, the one that `rest` is for included. What it waits for is `parked`."""
+        """Its last command, the one that `rest` is for included. What it waits for is `parked`, or `counter`."""
         self.kept: bytearray | None = None
         """Bytes not decoded yet."""
         self.need: int = 0
@@ -265,6 +265,7 @@ class ServerSession(Waiter):
     # Out
 
     def fire(self, value: Framed | None) -> None:
+        """Say it, whatever is unread: a peer has one value at most to come, which others' commands must not refuse."""
         if value is None:
             value = _WOKEN
         self.out.append(value)

@@ -5,9 +5,11 @@ Whatever arrives, a session answers or raises PeerError, and memory stays within
 
 from __future__ import annotations
 
+from tcpstore_async.blob import pack
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.wire.commands import SERVER_KEY
 
 LIMITS = Limits(
     key_bytes=40,
@@ -20,6 +22,9 @@ LIMITS = Limits(
     store_bytes=100_000,
 )
 HANDSHAKE = bytes.fromhex("00cef7853c")
+MOST_UNREAD = LIMITS.unread_hard_bytes + 28 + LIMITS.value_bytes
+"""A value that was fetched may come on top, perhaps with the digits of a counter that it was appended to."""
+IDENTITY = b"{}"
 SLOTS = 4
 ZEROS = 1000
 """What one instruction may stand for, so that short inputs reach large values."""
@@ -34,6 +39,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.engine = Engine(LIMITS)
+        self.engine.identify(IDENTITY)
         self.sessions: list[ServerSession | None] = [None] * SLOTS
         self.refused = 0
         self.said = 0
@@ -106,8 +112,12 @@ class Machine:
         for session in present:
             if session.unread != sum(map(len, session.out)):
                 raise Broken("unread is not what is in out")
-            if session.unread > LIMITS.unread_hard_bytes:
+            if session.unread > MOST_UNREAD:
                 raise Broken(f"unread: {session.unread}")
+            if not str(session).isprintable():
+                raise Broken("a peer breaks the lines of the log")
+            if session.counter is not None and session.left <= 0:
+                raise Broken("a counter is waited for by somebody who does not wait")
             if session.kept is not None and len(session.kept) > LIMITS.request_bytes:
                 raise Broken(f"kept: {len(session.kept)}")
 
@@ -116,7 +126,7 @@ class Machine:
             self.leave(slot)
         self.check()
         keyspace = self.engine.keyspace
-        if keyspace.waiters or keyspace.promises or self.engine.unfinished:
+        if keyspace.waiters or keyspace.counters or keyspace.promises or self.engine.unfinished:
             raise Broken("somebody who left is still awaited")
         for key in list(keyspace.values):
             keyspace.delete_key(key)
@@ -125,6 +135,8 @@ class Machine:
                 keyspace.queue_pop(key)
         if keyspace.size:
             raise Broken(f"{keyspace.size} bytes of an empty store")
+        if keyspace.get(SERVER_KEY) != pack(IDENTITY):
+            raise Broken("the server says of itself what a peer told it")
 
     def _take(self, session: ServerSession) -> None:
         size = sum(map(len, session.out))

@@ -17,6 +17,8 @@ CORPUS = Path(__file__).parent / "corpus"
 SET, CAS, GET, ADD, CHECK, WAIT, NUM, DELETE, APPEND, MGET, MSET, CANCEL, PING, PUSH, POP, LEN, LIST, BARRIER = (
     bytes([opcode]) for opcode in range(1, 19)
 )
+FETCH, CANCEL_FETCH, WAIT_COUNT, INTRODUCE = (bytes([opcode]) for opcode in range(64, 68))
+SERVER = b"tcpstore_async/server"
 
 
 def leave(slot: int) -> bytes:
@@ -160,6 +162,57 @@ PROGRAMS = {
     "value-too-long": say(0, APPEND + blob(b"/k") + u64(70_001)),
     "too-many-keys": say(0, CHECK + u64(21)),
     "no-keys": say(0, WAIT + u64(0) + CHECK + u64(0) + MGET + u64(0) + MSET + u64(0)),
+    "fetch": say(0, SET + blob(b"/k") + blob(b"v") + FETCH + blob(b"/k") + FETCH + blob(b"/j"))
+    + say(1, FETCH + blob(b"/j") + CANCEL_FETCH + APPEND + blob(b"/j") + blob(b"w"))
+    + read(0)
+    + read(1),
+    "fetch-drip": drip(0, FETCH + blob(b"/k") + SET + blob(b"/k") + blob(b"v") + CANCEL_FETCH) + read(0),
+    "fetch-large": say(0, FETCH + blob(b"/big")) + large(1, SET, 66_000) + read(0) + large(1, APPEND, 66_000),
+    "fetch-behind-unread": large(0, SET, 66_000)
+    + say(1, FETCH + blob(b"/k") + MGET + keys(*[b"/big"] * 4))
+    + say(2, SET + blob(b"/k") + u64(69_000))
+    + zeros(2, 69_000)
+    + say(1, CANCEL_FETCH)
+    + read(1),
+    "fetch-of-queue": say(0, FETCH + blob(b"q"))
+    + say(1, WAIT + keys(b"q"))
+    + say(2, PUSH + blob(b"q") + blob(b"i"))
+    + say(1, FETCH + blob(b"q"))
+    + leave(0),
+    "fetch-of-barrier": say(0, FETCH + blob(b"/b"))
+    + say(1, BARRIER + blob(b"/b") + u64(9))
+    + say(2, APPEND + blob(b"/b") + blob(b"0") + GET + blob(b"/b")),
+    "fetch-after-waits": say(0, WAIT + keys(b"/a") + WAIT + keys(b"/b"))
+    + say(1, SET + blob(b"/a") + blob(b""))
+    + say(0, FETCH + blob(b"/k"))
+    + say(1, SET + blob(b"/b") + blob(b"") + SET + blob(b"/k") + blob(b"")),
+    "fetch-twice": say(0, FETCH + blob(b"/a") + FETCH + blob(b"/b")),
+    "fetch-then-wait": say(0, FETCH + blob(b"/a") + WAIT + keys(b"/b"))
+    + say(1, SET + blob(b"/b") + blob(b"") + SET + blob(b"/a") + blob(b"")),
+    "count": say(0, WAIT_COUNT + blob(b"/n") + u64(3))
+    + say(1, WAIT_COUNT + blob(b"/n") + u64(5))
+    + say(2, ADD + blob(b"/n") + u64(4) + SET + blob(b"/n") + blob(b"x") + SET + blob(b"/n") + blob(b"7")),
+    "count-negative": say(0, ADD + blob(b"/n") + u64(-9) + WAIT_COUNT + blob(b"/n") + u64(-4) + DELETE + blob(b"/n")),
+    "count-no-number": say(0, SET + blob(b"/n") + blob(b"x") + WAIT_COUNT + blob(b"/n") + u64(1)),
+    "count-barrier": say(0, WAIT_COUNT + blob(b"/b") + u64(1) + BARRIER + blob(b"/b") + u64(2))
+    + say(1, WAIT_COUNT + blob(b"/b") + u64(2) + CANCEL)
+    + say(1, BARRIER + blob(b"/b") + u64(2)),
+    "count-then-wait": say(0, WAIT_COUNT + blob(b"/n") + u64(1) + WAIT + keys(b"/k"))
+    + say(1, ADD + blob(b"/n") + u64(1) + SET + blob(b"/k") + blob(b"")),
+    "count-and-leave": say(0, WAIT_COUNT + blob(b"/n") + u64(1)) + say(1, WAIT_COUNT + blob(b"/n") + u64(1)) + leave(0),
+    "count-targets": say(0, WAIT_COUNT + blob(b"/n") + u64(99))
+    + say(1, b"".join(WAIT_COUNT + blob(b"/n") + u64(number) + CANCEL for number in range(40)))
+    + say(2, ADD + blob(b"/n") + u64(99)),
+    "count-of-queue": say(0, WAIT_COUNT + blob(b"q") + u64(1))
+    + say(1, PUSH + blob(b"q") + blob(b"i") + WAIT + keys(b"q")),
+    "introduce": say(0, INTRODUCE + u64(2) + blob(b"rank") + blob(b"3") + blob(b"a\nb") + blob(b"\xff\x1b[0m")),
+    "introduce-at-length": say(0, INTRODUCE + u64(1) + blob(b"host") + blob(bytes(2037)) + INTRODUCE + u64(0)),
+    "reserved": say(0, CHECK + keys(SERVER) + GET + blob(SERVER) + FETCH + blob(SERVER) + DELETE + blob(SERVER) + LIST),
+    "reserved-set": say(0, SET + blob(SERVER) + blob(b"v")) + say(1, MSET + u64(1) + blob(SERVER) + blob(b"v")),
+    "reserved-count": say(0, WAIT_COUNT + blob(SERVER) + u64(1)),
+    "extension-first": stranger(0, FETCH + blob(b"/k")),
+    **{f"absurd-fetch-{n}": say(0, FETCH + u64(length)) for n, length in enumerate(ABSURD)},
+    **{f"absurd-introduction-{n}": say(0, INTRODUCE + u64(length)) for n, length in enumerate(ABSURD)},
     **{f"absurd-key-{n}": say(0, GET + u64(length)) for n, length in enumerate(ABSURD)},
     **{f"absurd-value-{n}": say(0, SET + blob(b"/k") + u64(length)) for n, length in enumerate(ABSURD)},
     **{f"absurd-count-{n}": say(0, MSET + u64(length)) for n, length in enumerate(ABSURD)},

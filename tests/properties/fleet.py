@@ -21,8 +21,9 @@ from tcpstore_async.blob import framed, size, unpack
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
-from .model import MAGIC, Closed, Model
+from .model import MAGIC, Closed, Model, Peer
 
 Step = tuple[str, int, "tuple[Command, ...]", int]
 
@@ -60,8 +61,15 @@ OPCODES = {
     "list_keys": 17,
     "barrier": 18,
     "unknown": 19,
+    "fetch": 64,
+    "cancel_fetch": 65,
+    "wait_count": 66,
+    "introduce": 67,
 }
-"""From PROTOCOL.md, section 1."""
+"""From PROTOCOL.md, section 1, and docs/wire.md."""
+
+RESERVED = {SERVER_KEY: b'{"server":"this"}', JOINS_KEY: b"3"}
+"""What the engine says of itself, and the model too."""
 
 
 class Command:
@@ -77,11 +85,11 @@ class Command:
         match self.name:
             case "validate" | "ping":
                 return struct.pack("<I", self.fields[0])
-            case "add" | "barrier":
+            case "add" | "barrier" | "wait_count":
                 return _blob(self.fields[0]) + struct.pack("<q", self.fields[1])
             case "check" | "wait" | "multi_get":
                 return _keys(self.fields[0])
-            case "multi_set":
+            case "multi_set" | "introduce":
                 items = self.fields[0]
                 return struct.pack("<Q", len(items)) + b"".join(_blob(key) + _blob(value) for key, value in items)
             case _:
@@ -93,6 +101,7 @@ class Command:
 
 HANDSHAKE = Command("validate", MAGIC)
 CANCEL = Command("cancel_wait")
+CANCEL_FETCH = Command("cancel_fetch")
 
 
 class Line:
@@ -117,6 +126,9 @@ class Fleet:
         self.soft = soft
         self.engine = Engine(Limits(unread_soft_bytes=soft))
         self.model = Model()
+        self.engine.identify(RESERVED[SERVER_KEY])
+        self.engine.announce(int(RESERVED[JOINS_KEY]))
+        self.model.reserved = RESERVED
         self.lines: list[Line | None] = [None] * slots
         self.done = 0
         """Commands executed."""
@@ -255,8 +267,12 @@ class Fleet:
         recount = sum(len(key) + ENTRY_BYTES + size(value) for key, value in keyspace.values.items())
         recount += sum(len(key) + ENTRY_BYTES + len(item) for key, items in keyspace.queues.items() for item in items)
         recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in keyspace.waiters.items())
+        for key, counter in keyspace.counters.items():
+            recount += (len(key) + PARKED_BYTES) * sum(map(len, counter.awaiting.values()))
         _same("size", keyspace.size, recount)
+        self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}
+        parked.update((id(counter), set()) for counter in keyspace.counters.values())
         for key, waiters in keyspace.waiters.items():
             if not waiters:
                 raise Difference(f"an empty line for {key!r}")
@@ -280,11 +296,46 @@ class Fleet:
             }
             _same("registrations", registered, expected)
             _same("left", max(session.left, 0), max(peer.left, 0))
-            if session.left > 0 and sum(map(abs, registered.values())) < session.left:
+            _same("fetching", session.fetching, peer.fetching)
+            counting = None if session.counter is None else (session.counter.key, session.target)
+            _same("counting", counting, peer.counting)
+            _same("introduced", session.peer, peer.introduced)
+            if session.left > 0 and sum(map(abs, registered.values())) < session.left and counting is None:
                 raise Difference(f"a lost wake-up: {session.left} to come, of {registered}")
             kept = 0 if session.kept is None else len(session.kept)
             rest = 0 if session.rest is None else session.rest.held()
             _same("held", session.held, kept + rest)
+
+    def _check_counters(self) -> None:
+        keyspace, model = self.engine.keyspace, self.model
+        sessions = {id(line.session): line.peer for line in self.lines if line is not None}
+        for key, counter in keyspace.counters.items():
+            _same("the registration of a counter", keyspace.waiters.get(key, {}).get(counter), -1)
+            _same("what a counter waits for", (counter.key, counter.parked, counter.left), (key, {key}, 1))
+            if not counter.awaiting:
+                raise Difference(f"a counter for {key!r} that nobody waits for")
+            targets = counter.targets
+            if any(targets[at] < targets[(at - 1) // 2] for at in range(1, len(targets))):
+                raise Difference(f"no heap: {targets}")
+            if not set(counter.awaiting) <= set(targets):
+                raise Difference(f"a target that will not be reached: {targets} of {list(counter.awaiting)}")
+            for target, crowd in counter.awaiting.items():
+                if not crowd:
+                    raise Difference(f"nobody waits until {key!r} reaches {target}")
+                for waiter in crowd:
+                    if id(waiter) not in sessions:
+                        raise Difference(f"somebody who left waits until {key!r} reaches {target}")
+                    _same("who counts", sessions[id(waiter)].counting, (key, target))
+        for peer in model.peers:
+            if peer.counting is None:
+                continue
+            key, target = peer.counting
+            try:
+                reached = model.number(key) >= target
+            except Closed:
+                continue
+            if reached and key in model.store:
+                raise Difference(f"a lost wake-up: {key!r} has reached {target}")
 
     def finish(self) -> None:
         """Everybody leaves, then everything is deleted; nothing may be left."""
@@ -296,7 +347,10 @@ class Fleet:
         keyspace = self.engine.keyspace
         _same("waiters", len(keyspace.waiters), 0)
         _same("promises", len(keyspace.promises), 0)
+        _same("counters", len(keyspace.counters), 0)
         _same("unfinished", self.engine.unfinished, 0)
+        for key, raw in RESERVED.items():
+            _same("reserved", unpack(keyspace.reserved[key]), raw)
         wipe = [Command("delete_key", key) for key in self.model.store]
         wipe += [Command("queue_pop", key) for key, items in self.model.queues.items() for _ in items]
         self.apply(("say", 0, (HANDSHAKE, *wipe), 0))
@@ -316,7 +370,7 @@ def _same_but_for_order(said: bytes, expected: bytes) -> bool:
 
 # Random steps
 
-NAMES = [b"/a", b"/b", b"q", b"", b"/a/long/name/with\0zero", b"init/", b"/c", b"\xff"]
+NAMES = [b"/a", b"/b", b"q", b"", b"/a/long/name/with\0zero", b"init/", b"/c", b"\xff", SERVER_KEY, JOINS_KEY]
 TEXTS = [
     b"",
     b"0",
@@ -330,6 +384,8 @@ TEXTS = [
     b"-9223372036854775808",
     b"y" * 30,
 ]
+TARGETS = [-(2**63), -5, 0, 1, 1, 2, 2, 3, 3, 4, 5, 7, 8, 12, 20, 2**63 - 1]
+SAID = [b"", b"rank", b"7", b"a\nb", b"\xff\xfe", "\u2028é".encode(), b"x" * 700]
 DELTAS = [0, 1, 1, 1, -1, 2, 5, 2**63 - 1, -(2**63)]
 LARGE = bytes(70_000)
 
@@ -352,6 +408,10 @@ WEIGHTS = {
     "queue_len": 2,
     "list_keys": 1,
     "barrier": 5,
+    "fetch": 20,
+    "cancel_fetch": 1,
+    "wait_count": 20,
+    "introduce": 1,
 }
 
 
@@ -367,12 +427,16 @@ def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Com
             return Command(name, key(), text())
         case "compare_set":
             return Command(name, key(), text(), text())
-        case "get" | "delete_key" | "queue_pop" | "queue_len":
+        case "get" | "delete_key" | "queue_pop" | "queue_len" | "fetch":
             return Command(name, key())
         case "add":
             return Command(name, key(), rng.choice(DELTAS))
         case "barrier":
             return Command(name, key(), rng.choice([-1, 0, 1, 2, 2, 3, 3, 4]))
+        case "wait_count":
+            return Command(name, key(), rng.choice(TARGETS) if rng.random() < 0.5 else rng.randrange(-20, 100))
+        case "introduce":
+            return Command(name, [(rng.choice(SAID), rng.choice(SAID)) for _ in range(rng.randrange(5))])
         case "check" | "multi_get":
             return Command(name, [key() for _ in range(rng.randrange(5))])
         case "wait":
@@ -386,9 +450,13 @@ def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Com
 
 
 CROWD = 40
-"""Sessions that stand in long lines, mostly for queues."""
+"""Sessions that stand in long lines: mostly for queues, for counters, or for values."""
 
-CROWD_WEIGHTS = {"wait": 60, "queue_push": 5, "queue_pop": 14, "delete_key": 10, "cancel_wait": 2, "queue_len": 1}
+CROWD_WEIGHTS = [
+    {"wait": 60, "queue_push": 5, "queue_pop": 14, "delete_key": 10, "cancel_wait": 2, "queue_len": 1, "fetch": 2},
+    {"wait_count": 60, "add": 12, "set": 1, "barrier": 1, "delete_key": 8, "cancel_wait": 9, "wait": 2, "fetch": 2},
+    {"fetch": 60, "set": 4, "append": 2, "delete_key": 20, "cancel_fetch": 4, "queue_push": 2, "queue_pop": 2},
+]
 
 
 class Driver:
@@ -403,7 +471,8 @@ class Driver:
         weights = [weight * rng.choice([0.1, 1, 1, 3]) for weight in WEIGHTS.values()]
         if self.slots == CROWD:
             names = names[:2]
-            weights = [CROWD_WEIGHTS.get(kind, 0.1) for kind in WEIGHTS]
+            crowd = rng.choice(CROWD_WEIGHTS)
+            weights = [crowd.get(kind, 0.1) for kind in WEIGHTS]
         kinds = rng.choices(list(WEIGHTS), weights, k=250)
         self.pool = [random_command(rng, names, kind) for kind in kinds]
         self.polite = 0.9 if self.slots == CROWD else rng.choice([0.1, 0.5, 0.9, 0.99])
@@ -428,15 +497,22 @@ class Driver:
             return self._trouble(slot)
         commands: tuple[Command, ...]
         if line.peer.left > 0 and random_() < self.polite:
-            commands = (CANCEL,) if random_() < 0.1 else ()
+            commands = () if random_() >= 0.1 else (CANCEL,) if line.peer.fetching is None else (CANCEL_FETCH,)
         elif random_() < 0.85:
-            commands = (self.pool[int(random_() * 250)],)
+            commands = (self._pick(line.peer),)
         else:
             commands = tuple(rng.choices(self.pool, k=rng.randrange(2, 7)))
         keep = 0
         if random_() < self.cuts:
             keep = rng.randrange(len(line.wire) + sum(command.size for command in commands) + 1)
         return "say", slot, commands, keep
+
+    def _pick(self, peer: Peer) -> Command:
+        """A command, but seldom one that closes the connection because something else waits."""
+        while True:
+            command = self.pool[int(self.rng.random() * 250)]
+            if peer.left <= 0 or command.name not in ("fetch", "wait_count") or self.rng.random() < 0.1:
+                return command
 
     def _trouble(self, slot: int) -> Step:
         rng = self.rng
@@ -493,7 +569,7 @@ def shrink(slots: int, soft: int, steps: list[Step]) -> list[Step]:
     def differs(candidate: list[Step]) -> bool:
         try:
             replay(slots, soft, candidate)
-        except Difference:
+        except Exception:  # the package's own, too
             return True
         return False
 

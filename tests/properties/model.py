@@ -1,7 +1,8 @@
 """What the server means, said once more and as plainly as possible: the other side of every comparison.
 
-Written from PROTOCOL.md, section 2, and from the list of what this server mends (docs/quirks.md), not from the
-package's own keyspace. Nothing here is fast, framed or accounted for; a `Peer` collects the bytes it would be sent.
+Written from PROTOCOL.md, section 2, from the list of what this server mends (docs/quirks.md), and from what
+docs/wire.md says of the extension, not from the package's own keyspace. Nothing here is fast, framed or accounted for;
+a `Peer` collects the bytes it would be sent.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ class Peer:
         """The barrier it is in; it must not be handed an item of a queue of that name."""
         self.promise: bytes | None = None
         """The queue it was woken for, until its next command."""
+        self.fetching: bytes | None = None
+        """The key whose value ends its wait."""
+        self.counting: tuple[bytes, int] | None = None
+        """The key whose number it waits for, and the number."""
+        self.introduced: dict[str, str] = {}
+        """What it said of itself."""
         self.said: list[bytes] = []
         """What it was sent and has not read."""
         self.unread = 0
@@ -72,11 +79,19 @@ def int64(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
+def one_line(raw: bytes) -> str:
+    """Text as a log may have it."""
+    text = raw.decode("utf-8", "replace")
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 class Model:
     """The server. `do` executes a command of a peer; `woken` lists the peers that were told to stop waiting."""
 
     def __init__(self) -> None:
         self.store: dict[bytes, bytes] = {}
+        self.reserved: dict[bytes, bytes] = {}
+        """What the server says of itself when it is asked for by name: no keys of the store, and not to be written."""
         self.queues: dict[bytes, list[bytes]] = {}
         self.lines: dict[bytes, list[Place]] = {}
         self.peers: list[Peer] = []
@@ -85,7 +100,7 @@ class Model:
             name: getattr(self, name)
             for name in (
                 "set compare_set get add check wait num_keys delete_key append multi_get multi_set cancel_wait ping "
-                "queue_push queue_pop queue_len list_keys barrier"
+                "queue_push queue_pop queue_len list_keys barrier fetch cancel_fetch wait_count introduce"
             ).split()
         }
 
@@ -125,6 +140,7 @@ class Model:
     # Values
 
     def set(self, peer: Peer, key: bytes, value: bytes) -> bytes:
+        self.demand_writable(key)
         self.store[key] = value
         self.wake_all(key)
         return b""
@@ -132,13 +148,14 @@ class Model:
     def compare_set(self, peer: Peer, key: bytes, expected: bytes, desired: bytes) -> bytes:
         if key not in self.store and expected:
             return framed(expected)
+        self.demand_writable(key)
         if self.store.get(key, b"") != expected:
             return framed(self.store[key])
         self.set(peer, key, desired)
         return framed(desired)
 
     def get(self, peer: Peer, key: bytes) -> bytes:
-        return framed(self.store.get(key, b""))
+        return framed(self.store.get(key, self.reserved.get(key, b"")))
 
     def add(self, peer: Peer, key: bytes, delta: int) -> bytes:
         total = int64(stoll(self.store.get(key, b"0")) + delta)
@@ -161,6 +178,8 @@ class Model:
         return b"".join(self.get(peer, key) for key in keys)
 
     def multi_set(self, peer: Peer, items: list[tuple[bytes, bytes]]) -> bytes:
+        for key, _ in items:
+            self.demand_writable(key)
         for key, value in items:
             self.set(peer, key, value)
         return b""
@@ -191,7 +210,11 @@ class Model:
     # Waiting
 
     def present(self, key: bytes) -> bool:
-        return key in self.store or key in self.queues
+        return key in self.store or key in self.queues or key in self.reserved
+
+    def demand_writable(self, key: bytes) -> None:
+        if key in self.reserved:
+            raise Closed
 
     def check(self, peer: Peer, keys: list[bytes]) -> bytes:
         return b"\0" if all(map(self.present, keys)) else b"\1"
@@ -204,8 +227,10 @@ class Model:
         return b""
 
     def barrier(self, peer: Peer, key: bytes, world_size: int) -> bytes:
+        self.demand_writable(key)
         count = int64(stoll(self.store.get(key, b"0")) + 1)
         self.store[key] = b"%d" % count
+        self.recount(key)
         if count < world_size:
             self.register(peer, [key], barrier=True)
             peer.barrier = key
@@ -217,10 +242,64 @@ class Model:
         self.forget(peer)
         return b"\1"
 
+    # The extension
+
+    def fetch(self, peer: Peer, key: bytes) -> bytes:
+        if self.present(key):
+            return self.get(peer, key)
+        self.begin_waiting(peer)
+        self.register(peer, [key], barrier=False)
+        peer.fetching = key
+        return b""
+
+    def cancel_fetch(self, peer: Peer) -> bytes:
+        self.forget(peer)
+        return b"\xff" * 8
+
+    def wait_count(self, peer: Peer, key: bytes, target: int) -> bytes:
+        if peer.left > 0:
+            raise Closed
+        if self.number(key) >= target:
+            return b"\0"
+        self.begin_waiting(peer)
+        peer.left = 1
+        peer.counting = (key, target)
+        return b""
+
+    def introduce(self, peer: Peer, items: list[tuple[bytes, bytes]]) -> bytes:
+        if sum(len(name) + len(framed(text)) for name, text in items) > 2048:
+            raise Closed
+        peer.introduced = {one_line(name): one_line(text) for name, text in items}
+        return b""
+
+    def begin_waiting(self, peer: Peer) -> None:
+        """Nothing else may be waited for, and nothing that is left over may end this wait."""
+        if peer.left > 0:
+            raise Closed
+        self.forget(peer)
+
+    def number(self, key: bytes) -> int:
+        return stoll(self.store.get(key, self.reserved.get(key, b"0")))
+
+    def recount(self, key: bytes) -> None:
+        """Something was written to the key: who waits for its number?"""
+        try:
+            number = self.number(key)
+        except Closed:
+            return
+        for peer in self.peers:
+            if peer.counting is not None and peer.counting[0] == key and peer.counting[1] <= number:
+                peer.counting = None
+                peer.left = 0
+                self.woken.append(peer)
+                self.say(peer, b"\0")
+
     # Lines
 
     def register(self, peer: Peer, keys: list[bytes], *, barrier: bool) -> None:
         peer.left = len(keys)
+        peer.fetching = None
+        peer.counting = None
         for key in keys:
             line = self.lines.setdefault(key, [])
             place = next((place for place in line if place.peer is peer), None)
@@ -237,19 +316,23 @@ class Model:
     def forget(self, peer: Peer) -> None:
         peer.left = 0
         peer.barrier = None
+        peer.fetching = None
+        peer.counting = None
         for line in self.lines.values():
             line[:] = [place for place in line if place.peer is not peer]
 
     def wake_all(self, key: bytes) -> None:
         for place in self.lines.pop(key, []):
             self.count_down(place)
+        self.recount(key)
 
     def wake_next(self, key: bytes, *, handed_on: bool = False) -> None:
         line = self.lines.get(key, [])
         for place in line[:]:
             if not place.leftover and not (handed_on and place.peer.barrier == key):
                 line.remove(place)
-                if self.count_down(place):
+                takes = place.peer.fetching is None
+                if self.count_down(place) and takes:
                     place.peer.promise = key
                     return
 
@@ -266,7 +349,8 @@ class Model:
                 if other.peer is peer:
                     other.leftover = True
         self.woken.append(peer)
-        self.say(peer, b"\0")
+        self.say(peer, b"\0" if peer.fetching is None else self.get(peer, peer.fetching))
+        peer.fetching = None
         return True
 
     def hand_on(self, queue: bytes) -> None:

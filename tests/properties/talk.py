@@ -99,7 +99,15 @@ def everything(engine: Engine) -> object:
         {key: list(map(unpack, items)) for key, items in keyspace.queues.items()},
         {key: list(waiters.values()) for key, waiters in keyspace.waiters.items()},
         dict(keyspace.promises),
+        {
+            key: sorted((target, len(crowd)) for target, crowd in counter.awaiting.items())
+            for key, counter in keyspace.counters.items()
+        },
     )
+
+
+NOTHING: object = ({}, {}, {}, {}, {})
+"""What `everything` says of an engine that holds nothing."""
 
 
 def measured(engine: Engine) -> int:

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
 from properties.fleet import HANDSHAKE, Command
-from properties.talk import cut, everything, greeted, session_on, take, tell, tell_as_door
+from properties.talk import NOTHING, cut, everything, greeted, session_on, take, tell, tell_as_door
 from properties.test_fleet import commands
 from support import blob
 from tcpstore_async.limits import MIB, Limits
@@ -72,7 +72,7 @@ def test_half_a_frame_does_nothing_and_is_forgotten(command: Command, at: int) -
         return
     session.receive(command.frame[: at % command.size])
     assert not session.out
-    assert everything(engine) == ({}, {}, {}, {})
+    assert everything(engine) == NOTHING
     session.leave()
     assert engine.unfinished == 0
     assert engine.keyspace.size == 0

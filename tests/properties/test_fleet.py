@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from properties.fleet import DELTAS, HANDSHAKE, TEXTS, Command, Difference, Fleet, Step, replay, run_epoch
+from properties.fleet import DELTAS, HANDSHAKE, TARGETS, TEXTS, Command, Difference, Fleet, Step, replay, run_epoch
 from properties.model import MAGIC, Closed, Model, stoll
 
 SLOTS = 4
@@ -22,7 +22,8 @@ def commands(draw: st.DrawFn) -> Command:
     kind = draw(
         st.sampled_from(
             "wait queue_push queue_pop delete_key set cancel_wait barrier add compare_set append multi_set check get "
-            "multi_get num_keys queue_len list_keys ping validate unknown".split()
+            "multi_get num_keys queue_len list_keys ping validate unknown fetch fetch cancel_fetch wait_count "
+            "wait_count introduce".split()
         )
     )
     match kind:
@@ -30,12 +31,16 @@ def commands(draw: st.DrawFn) -> Command:
             return Command(kind, draw(name), draw(text))
         case "compare_set":
             return Command(kind, draw(name), draw(text), draw(text))
-        case "get" | "delete_key" | "queue_pop" | "queue_len":
+        case "get" | "delete_key" | "queue_pop" | "queue_len" | "fetch":
             return Command(kind, draw(name))
         case "add":
             return Command(kind, draw(name), draw(st.sampled_from(DELTAS)))
         case "barrier":
             return Command(kind, draw(name), draw(st.integers(-1, 4)))
+        case "wait_count":
+            return Command(kind, draw(name), draw(st.sampled_from(TARGETS)))
+        case "introduce":
+            return Command(kind, draw(st.lists(st.tuples(text, text), max_size=3)))
         case "check" | "wait" | "multi_get":
             return Command(kind, draw(names))
         case "multi_set":

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from properties.fleet import OPCODES, Command, random_command
-from properties.talk import cut, everything, greeted, measured, take, tell
+from properties.talk import NOTHING, cut, everything, greeted, measured, take, tell
 from properties.test_fleet import commands
 from support import blob, u64
 from tcpstore_async.blob import pack
@@ -24,8 +24,9 @@ SHORT = Limits(key_bytes=70, value_bytes=50, keys=4, request_bytes=200)
 HUGE = [2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
 
 KEYED = ["set", "compare_set", "get", "add", "delete_key", "append", "queue_push", "queue_pop", "queue_len", "barrier"]
+KEYED += ["fetch", "wait_count"]
 VALUED = ["set", "append", "queue_push"]
-LISTED = ["check", "wait", "multi_get", "multi_set"]
+LISTED = ["check", "wait", "multi_get", "multi_set", "introduce"]
 
 
 def _refused(start: bytes, limits: Limits = SMALL) -> LimitError:
@@ -37,7 +38,7 @@ def _refused(start: bytes, limits: Limits = SMALL) -> LimitError:
         for byte in start:
             drops.receive(bytes([byte]))
     assert error.value.args == error_of_drops.value.args
-    assert everything(whole.engine) == ({}, {}, {}, {})
+    assert everything(whole.engine) == NOTHING
     return error.value
 
 
@@ -51,7 +52,13 @@ def test_key_length(name: str, length: int) -> None:
 @pytest.mark.parametrize("name", LISTED)
 @pytest.mark.parametrize("length", [11, *HUGE])
 def test_key_length_in_a_list(name: str, length: int) -> None:
-    start = bytes([OPCODES[name]]) + u64(3) + blob(b"/a") + (blob(b"v") if name == "multi_set" else b"") + u64(length)
+    start = (
+        bytes([OPCODES[name]])
+        + u64(3)
+        + blob(b"/a")
+        + (blob(b"v") if name in ("multi_set", "introduce") else b"")
+        + u64(length)
+    )
     error = _refused(start)
     assert (error.limit, error.size, error.allowed) == ("key_bytes", length, 10)
 
@@ -107,7 +114,7 @@ def test_length_of_a_request(command: Command) -> None:
     for chunks in ([command.frame], cut(command.frame, range(command.size))):
         session = greeted(limits=SHORT)
         assert tell(session, chunks) == (b"", "request_bytes")
-        assert everything(session.engine) == ({}, {}, {}, {})
+        assert everything(session.engine) == NOTHING
 
 
 def test_an_item_of_a_list_is_refused_before_it_comes() -> None:
@@ -221,7 +228,7 @@ def test_a_full_store_refuses_whole_commands(said: list[tuple[bool, Command]], m
 def test_a_full_store_refuses_whole_commands_for_long(seed: int) -> None:
     rng = random.Random(seed)
     kinds = ["set", "append", "add", "multi_set", "multi_set", "compare_set", "queue_push", "wait", "barrier", "get"]
-    kinds += ["delete_key", "queue_pop", "cancel_wait"]
+    kinds += ["delete_key", "queue_pop", "cancel_wait", "fetch", "wait_count", "wait_count"]
     names = [b"/a", b"/b", b"q"]
     said = [(rng.random() < 0.5, random_command(rng, names, rng.choice(kinds))) for _ in range(1500)]
     _fill(said, rng.choice([400, 700, FULL]))

@@ -9,7 +9,7 @@ import pytest
 
 from support import HANDSHAKE, blob, u64
 from tcpstore_async import Limits
-from tcpstore_async.blob import pack, unpack
+from tcpstore_async.blob import NO_BLOB, pack, unpack
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.session.client import Call, ClientSession
 from tcpstore_async.session.server import Engine, ServerSession
@@ -187,3 +187,154 @@ def test_a_long_reply_in_small_pieces_is_decoded_once() -> None:
     done = [one for at in range(0, len(said), 1000) for one in client.receive(said[at : at + 1000])]
     assert done == [call]
     assert call.result == list(map(blob, names))
+
+
+# FETCH and its cancel
+
+
+def _fetch() -> tuple[ClientSession, Call]:
+    client = ClientSession()
+    data, call = client.request(BY_METHOD["fetch"], (b"/k",))
+    assert data == b"\x40" + blob(b"/k")
+    assert call is not None
+    return client, call
+
+
+def _receive(client: ClientSession, pieces: list[bytes]) -> list[Call]:
+    return [call for piece in pieces for call in client.receive(piece)]
+
+
+def _pieces(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_command_of_the_extension(seed: int) -> None:
+    engine = Engine(Limits())
+    line, setter = Line(engine, seed), Line(engine, seed + 100)
+    line.call("introduce", [(b"rank", pack(b"3"))])
+    assert line.server.peer == {"rank": "3"}
+    assert not line.client.unconfirmed()
+    line.call("set", b"/a", pack(b"x" * 70_000))
+    assert unpack(line.call("fetch", b"/a")) == b"x" * 70_000
+    fetching = line.park("fetch", b"/b")
+    setter.call("add", b"/b", 7)
+    assert line.fetch() == [fetching]
+    assert fetching.result == pack(b"7")
+    assert line.call("wait_count", b"/b", 7) is True
+    counting = line.park("wait_count", b"/b", 9)
+    setter.call("add", b"/b", 1)
+    assert line.fetch() == []
+    setter.call("add", b"/b", 1)
+    assert line.fetch() == [counting]
+    assert (counting.done, counting.result) == (True, True)
+    assert line.call("ping", 5) == 5
+
+
+@pytest.mark.parametrize("size", range(1, 27))
+def test_a_fetched_value_in_pieces_of_every_size(size: int) -> None:
+    for value in (b"", b"v", b"a value of 18 bytes", b"\xff" * 8):
+        client, call = _fetch()
+        assert _receive(client, _pieces(pack(value), size)) == [call]
+        assert call.result == pack(value)
+        assert client.waiting is None
+
+
+def test_a_large_fetched_value_in_pieces() -> None:
+    client, call = _fetch()
+    value = pack(bytes(range(256)) * 4096)
+    assert _receive(client, _pieces(value, 5000)) == [call]
+    assert call.result == value
+
+
+def test_nothing_follows_a_fetch_but_its_cancel() -> None:
+    client, call = _fetch()
+    with pytest.raises(RuntimeError, match="PING cannot be sent behind a FETCH that waits"):
+        client.fence(1)
+    assert client.cancel(call) == b"\x41"
+    with pytest.raises(RuntimeError, match="once"):
+        client.cancel(call)
+    with pytest.raises(RuntimeError, match="PING cannot be sent"):
+        client.fence(1)
+
+
+def test_a_count_is_canceled_as_a_wait_is() -> None:
+    client = ClientSession()
+    _, call = client.request(BY_METHOD["wait_count"], (b"/n", 3))
+    assert call is not None
+    assert client.cancel(call) == b"\x0c"
+    assert client.receive(b"\0") == []
+    assert client.receive(b"\1") == [call]
+
+
+@pytest.mark.parametrize("value", [None, b"", b"v", b"\xff" * 8, bytes(40)])
+def test_a_canceled_fetch_in_every_order_and_cut(value: bytes | None) -> None:
+    """The value may be on its way, whole or in part, before the cancel is sent or after."""
+    before = b"" if value is None else pack(value)
+    said = before + NO_BLOB
+    for early in range(len(before) + (value is None)):
+        for cut in range(early, len(said) + 1):
+            client, call = _fetch()
+            assert client.receive(said[:early]) == []
+            client.cancel(call)
+            done = _receive(client, [said[early:cut], said[cut:]])
+            assert done == [call]
+            assert (call.done, call.canceled, call.woken) == (True, True, value is not None)
+            _, pong = client.fence(3)
+            assert client.receive(b"\3\0\0\0") == [pong]
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_a_canceled_fetch_in_pieces(size: int) -> None:
+    client, call = _fetch()
+    client.cancel(call)
+    assert _receive(client, _pieces(pack(b"value") + NO_BLOB, size)) == [call]
+    assert call.woken
+
+
+def test_a_value_that_was_faster_than_its_cancel() -> None:
+    client, call = _fetch()
+    assert client.receive(pack(b"v")) == [call]
+    with pytest.raises(RuntimeError, match="only a call that waits"):
+        client.cancel(call)
+
+
+@pytest.mark.parametrize("race", [False, True])
+@pytest.mark.parametrize("method", ["fetch", "wait_count"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, race: bool, seed: int) -> None:
+    engine = Engine(Limits())
+    waiter, setter = Line(engine, seed), Line(engine)
+    call = waiter.park("fetch", b"/k") if method == "fetch" else waiter.park("wait_count", b"/k", 1)
+    cancel = waiter.client.cancel(call)
+    if race:
+        setter.call("set", b"/k", pack(b"1"))
+    assert waiter.carry(cancel) == [call]
+    assert (call.done, call.canceled, call.woken) == (True, True, race)
+    assert waiter.call("ping", 9) == 9
+    setter.call("set", b"/k", pack(b"2"))
+    assert waiter.fetch() == []
+    assert waiter.call("fetch", b"/k") == pack(b"2")
+
+
+@pytest.mark.parametrize(
+    ("canceled", "said", "complaint"),
+    [
+        (False, u64(2**63), "announces 9223372036854775808 bytes"),
+        (False, u64(2**40 + 1), "announces"),
+        (False, NO_BLOB, "announces 18446744073709551615 bytes"),
+        (True, u64(2**63), "announces 9223372036854775808 bytes"),
+        (True, b"\xff" * 7 + b"\xfe", "announces"),
+        (True, pack(b"v") + pack(b"w"), "the answer to a canceled FETCH is expected"),
+        (True, pack(b"v") + b"\1" + bytes(7), "the answer to a canceled FETCH is expected"),
+        (True, NO_BLOB * 2, "nobody asked for"),
+        (True, NO_BLOB + pack(b"v"), "nobody asked for"),
+    ],
+)
+def test_what_cannot_answer_a_fetch(canceled: bool, said: bytes, complaint: str) -> None:
+    for size in (len(said), 1):
+        client, call = _fetch()
+        if canceled:
+            client.cancel(call)
+        with pytest.raises(ProtocolError, match=complaint):
+            _receive(client, _pieces(said, size))

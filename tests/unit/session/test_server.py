@@ -19,6 +19,11 @@ SET = b"\x01"
 ADD = b"\x04"
 WAIT = b"\x06"
 CANCEL = b"\x0c"
+FETCH = b"\x40"
+CANCEL_FETCH = b"\x41"
+WAIT_COUNT = b"\x42"
+INTRODUCE = b"\x43"
+NO_VALUE = b"\xff" * 8
 
 
 @pytest.fixture
@@ -64,6 +69,140 @@ def test_what_it_waits_for(engine: Engine) -> None:
     session.receive(CANCEL)
     assert not session.parked
     assert take(session) == b"\1"
+
+
+def introduction(*items: tuple[bytes, bytes]) -> bytes:
+    return INTRODUCE + u64(len(items)) + b"".join(blob(name) + blob(text) for name, text in items)
+
+
+def test_what_a_peer_says_of_itself(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(introduction((b"rank", b"3"), (b"job", "søk".encode())))
+    assert take(session) == b""
+    assert (session.peer, str(session)) == ({"rank": "3", "job": "søk"}, "10.0.0.7:4711 (rank 3, job søk)")
+    session.receive(PING + struct.pack("<I", 42))
+    assert str(session) == "10.0.0.7:4711 (pid 42, rank 3, job søk)"
+    session.receive(introduction((b"pid", b"7"), (b"rank", b"1"), (b"rank", b"2")))
+    assert str(session) == "10.0.0.7:4711 (pid 7, rank 2)"
+    session.receive(introduction())
+    assert (session.peer, str(session)) == ({}, "10.0.0.7:4711 (pid 42)")
+
+
+@pytest.mark.parametrize("raw", [
+    b"\n", b"a\r\nERROR: all is lost", b"\x1b[31m", b"\0\t", b"\xff\xfe", b"\xed\xa0\x80", "\u2028\u202e\x85".encode(),
+])  # fmt: skip
+def test_what_a_peer_says_breaks_no_line_of_the_log(engine: Engine, raw: bytes) -> None:
+    session = join(engine)
+    session.receive(introduction((raw, raw), (b"after", b"all")))
+    assert str(session).isprintable()
+    assert len(str(session).splitlines()) == 1
+    str(session).encode()
+    assert session.peer["after"] == "all"
+
+
+def test_a_peer_may_say_so_much_of_itself(engine: Engine) -> None:
+    """Names and values, with the lengths of the values: so the number of items has a limit too."""
+    session, other, third = join(engine), join(engine), join(engine)
+    session.receive(introduction((b"host", bytes(2048 - 4 - 8))))
+    with pytest.raises(ProtocolError, match="introduces itself with more than 2048 bytes"):
+        session.receive(introduction((b"host", bytes(2048 - 4 - 8 + 1))))
+    assert len(session.peer["host"]) == 4 * (2048 - 4 - 8)  # the former one stands
+    other.receive(introduction(*[(b"", b"")] * 256))
+    assert other.peer == {"": ""}
+    with pytest.raises(ProtocolError):
+        third.receive(introduction(*[(b"", b"")] * 257))
+
+
+def test_introducing_itself_stores_nothing(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(introduction((b"rank", b"3")))
+    assert (engine.keyspace.num_keys(), engine.keyspace.size, engine.unfinished) == (0, 0, 0)
+
+
+# A value, now or later
+
+
+def test_a_fetch_is_answered_at_once_or_later(engine: Engine) -> None:
+    session, other = join(engine), join(engine)
+    session.receive(SET + blob(b"/k") + blob(b"v") + FETCH + blob(b"/k") + FETCH + blob(b"/j") + PING + b"\1\0\0\0")
+    assert take(session) == blob(b"v") + b"\1\0\0\0"
+    other.receive(SET + blob(b"/j") + blob(b"w"))
+    assert take(session) == blob(b"w")
+    assert engine.dirty == [session]
+
+
+def test_a_large_value_that_comes_later_is_sent_without_a_copy(engine: Engine) -> None:
+    sessions = [join(engine) for _ in range(20)]
+    for session in sessions:
+        session.receive(FETCH + blob(b"/k"))
+    setter = join(engine)
+    frame = SET + blob(b"/k") + blob(bytes(8 << 20))
+    setter.receive(frame[:100_000])
+    assert setter.bulk() is not None
+    setter.receive(frame[100_000:])
+    for session in sessions:
+        assert session.out[0] is engine.keyspace.values[b"/k"]
+        assert session.unread == len(session.out[0]) == (8 << 20) + 8
+
+
+@pytest.mark.parametrize("cut", range(30))
+def test_a_wake_and_a_cancel_in_one_chunk(engine: Engine, cut: int) -> None:
+    """A connection that sets what it fetches itself: whichever comes first, and however it is cut."""
+    set_k = SET + blob(b"/k") + blob(b"v")
+    for frames, reply in (
+        (FETCH + blob(b"/k") + set_k + CANCEL_FETCH, blob(b"v") + NO_VALUE),
+        (FETCH + blob(b"/k") + CANCEL_FETCH + set_k, NO_VALUE),
+        (WAIT_COUNT + blob(b"/n") + u64(2) + ADD + blob(b"/n") + u64(5) + CANCEL, b"\0" + u64(5) + b"\1"),
+        (WAIT_COUNT + blob(b"/n") + u64(2) + CANCEL + ADD + blob(b"/n") + u64(5), b"\1" + u64(5)),
+    ):
+        fresh = Engine(Limits())
+        session = join(fresh)
+        session.receive(frames[:cut])
+        session.receive(frames[cut:])
+        assert take(session) == reply
+        assert (fresh.keyspace.waiters, fresh.keyspace.counters) == ({}, {})
+
+
+def test_a_cancel_with_nothing_to_cancel(engine: Engine) -> None:
+    session = join(engine)
+    session.receive(CANCEL_FETCH + CANCEL + CANCEL_FETCH)
+    assert take(session) == NO_VALUE + b"\1" + NO_VALUE
+
+
+@pytest.mark.parametrize("second", [FETCH + blob(b"/j"), WAIT_COUNT + blob(b"/n") + u64(1)])
+@pytest.mark.parametrize("first", [
+    FETCH + blob(b"/k"), WAIT_COUNT + blob(b"/n") + u64(1), WAIT + keys(b"/k"), b"\x12" + blob(b"/b") + u64(2),
+])  # fmt: skip
+def test_a_second_wait_of_the_extension_closes(engine: Engine, first: bytes, second: bytes) -> None:
+    session = join(engine)
+    with pytest.raises(ProtocolError, match="it waits already"):
+        session.receive(first + second)
+    session.leave()
+    assert (engine.keyspace.waiters, engine.keyspace.counters) == ({}, {})
+
+
+def test_a_fetch_with_unread_replies() -> None:
+    """The value comes behind them, even if that makes them more than a peer may leave unread."""
+    engine = Engine(Limits(value_bytes=100, unread_soft_bytes=50, unread_hard_bytes=170))
+    session, setter = join(engine), join(engine)
+    session.receive(SET + blob(b"/k") + blob(bytes(52)) + FETCH + blob(b"/j") + (GET + blob(b"/k")) * 3)
+    assert (session.unread, session.stalled()) == (60, True)
+    setter.receive(SET + blob(b"/j") + blob(bytes(100)))
+    assert session.unread == 168
+    assert take(session) == blob(bytes(52)) + blob(bytes(100))
+    session.receive(b"")
+    assert take(session) == blob(bytes(52))
+
+
+def test_leaving_while_it_fetches_or_counts(engine: Engine) -> None:
+    for frame in (FETCH + blob(b"/k"), WAIT_COUNT + blob(b"/k") + u64(3)):
+        session = join(engine)
+        session.receive(frame)
+        session.leave()
+        assert (engine.keyspace.waiters, engine.keyspace.counters, engine.keyspace.size) == ({}, {}, 0)
+        assert (session.fetching, session.counter, session.left) == (None, None, 0)
+    join(engine).receive(SET + blob(b"/k") + blob(b"9"))
+    assert not engine.dirty
 
 
 # The beginning
@@ -178,7 +317,8 @@ def test_leaving_hands_on_what_was_promised(engine: Engine) -> None:
     assert engine.dirty == [second]
 
 
-def test_a_session_that_leaves_is_in_no_cycle() -> None:
+@pytest.mark.parametrize("waits", [WAIT + keys(b"/a"), FETCH + blob(b"/a"), WAIT_COUNT + blob(b"/a") + u64(1)])
+def test_a_session_that_leaves_is_in_no_cycle(waits: bytes) -> None:
     """The server collects seldom: it relies on this. (A weak reference is taken of what the session holds.)"""
 
     class Door:
@@ -190,7 +330,7 @@ def test_a_session_that_leaves_is_in_no_cycle() -> None:
     gc.disable()
     try:
         session = ServerSession(engine, door, "::1", 1, 0.0)
-        session.receive(HANDSHAKE + WAIT + keys(b"/a") + PING + b"\1\2\3\4")
+        session.receive(HANDSHAKE + waits + PING + b"\1\2\3\4")
         session.leave()
         del door
         assert gone() is None

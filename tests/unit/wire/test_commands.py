@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tcpstore_async.wire.commands import BY_OPCODE, COMMANDS, MAGIC, Flag, by_opcode
+from tcpstore_async.wire.commands import BY_OPCODE, COMMANDS, JOINS_KEY, MAGIC, SERVER_KEY, Flag, by_opcode
 
 MUTATING = {"SET", "COMPARE_SET", "ADD", "DELETE_KEY", "APPEND", "MULTI_SET", "QUEUE_PUSH", "QUEUE_POP", "BARRIER"}
+PARKING = {"WAIT", "CANCEL_WAIT", "BARRIER", "FETCH", "CANCEL_FETCH", "WAIT_COUNT"}
+EXTENSION = ["FETCH", "CANCEL_FETCH", "WAIT_COUNT", "INTRODUCE"]
+FIRST = 64
+"""The first opcode of the extension: far from PyTorch's, which grow from 19."""
 
 
 def test_opcodes_and_names_are_pytorchs() -> None:
@@ -14,17 +18,31 @@ def test_opcodes_and_names_are_pytorchs() -> None:
         "VALIDATE SET COMPARE_SET GET ADD CHECK WAIT GETNUMKEYS DELETE_KEY APPEND MULTI_GET MULTI_SET CANCEL_WAIT PING "
         "QUEUE_PUSH QUEUE_POP QUEUE_LEN LIST_KEYS BARRIER"
     ).split()
-    assert [(command.opcode, command.name) for command in COMMANDS] == list(enumerate(names))
+    stock = [command for command in COMMANDS if command.opcode < FIRST]
+    assert [(command.opcode, command.name) for command in stock] == list(enumerate(names))
     assert MAGIC == 0x3C85F7CE
+
+
+def test_opcodes_and_names_of_the_extension() -> None:
+    ours = [command for command in COMMANDS if command.opcode >= FIRST]
+    assert [(command.opcode, command.name) for command in ours] == list(enumerate(EXTENSION, FIRST))
+
+
+def test_the_extension_is_flagged_and_nothing_else_is() -> None:
+    for command in COMMANDS:
+        assert bool(command.flags & Flag.EXTENSION) == (command.opcode >= FIRST), command.name
+
+
+def test_the_extension_changes_nothing_that_is_stored() -> None:
+    assert not [command.name for command in COMMANDS if command.opcode >= FIRST and command.flags & Flag.MUTATES]
 
 
 def test_slots() -> None:
     assert len(BY_OPCODE) == 256
+    declared = {command.opcode: command for command in COMMANDS}
+    assert len(declared) == len(COMMANDS)
     for opcode, command in enumerate(BY_OPCODE):
-        if opcode < len(COMMANDS):
-            assert command is COMMANDS[opcode]
-        else:
-            assert command is None
+        assert command is declared.get(opcode)
 
 
 def test_an_opcode_is_declared_once() -> None:
@@ -34,10 +52,15 @@ def test_an_opcode_is_declared_once() -> None:
 
 def test_flags() -> None:
     assert {command.name for command in COMMANDS if command.flags & Flag.MUTATES} == MUTATING
-    assert {command.name for command in COMMANDS if command.flags & Flag.PARKS} == {"WAIT", "CANCEL_WAIT", "BARRIER"}
-    assert {command.name for command in COMMANDS if command.flags & Flag.SESSION} == {"VALIDATE", "PING"}
+    assert {command.name for command in COMMANDS if command.flags & Flag.PARKS} == PARKING
+    assert {command.name for command in COMMANDS if command.flags & Flag.SESSION} == {"VALIDATE", "PING", "INTRODUCE"}
     assert {command.name for command in COMMANDS if command.flags & Flag.HANDSHAKE} == {"VALIDATE"}
 
 
 def test_methods_are_named_once() -> None:
     assert len({command.method for command in COMMANDS}) == len(COMMANDS)
+
+
+@pytest.mark.parametrize("key", [SERVER_KEY, JOINS_KEY])
+def test_no_stock_client_can_name_a_reserved_key(key: bytes) -> None:
+    assert not key.startswith((b"/", b"init/"))

@@ -1,0 +1,644 @@
+"""What the commands of the extension mean: a value when it is there, a number when it is reached, reserved keys."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from tcpstore_async.blob import EMPTY, NO_BLOB, pack
+from tcpstore_async.errors import LimitError, ProtocolError
+from tcpstore_async.keyspace import Keyspace
+from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
+from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
+
+WOKEN = b"\0"
+Write = Callable[[Keyspace], object]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(Limits())
+
+
+@pytest.fixture
+def keyspace(engine: Engine) -> Keyspace:
+    return engine.keyspace
+
+
+def waiter(engine: Engine) -> ServerSession:
+    return ServerSession(engine, None, "::1", 1, 0.0)
+
+
+def heard(session: ServerSession) -> list[bytes]:
+    """What it was told since this was last asked."""
+    said = list(map(bytes, session.out))
+    session.out.clear()
+    session.unread = 0
+    return said
+
+
+def nothing_is_left(keyspace: Keyspace) -> bool:
+    return (keyspace.waiters, keyspace.counters, keyspace.promises, keyspace.size) == ({}, {}, {}, 0)
+
+
+# Fetching
+
+WRITES: dict[str, tuple[Write, bytes]] = {
+    "set": (lambda k: k.set(b"k", pack(b"v")), b"v"),
+    "set of a large value": (lambda k: k.set(b"k", bytearray(pack(bytes(8 * MIB)))), bytes(8 * MIB)),
+    "set of the empty value": (lambda k: k.set(b"k", EMPTY), b""),
+    "add": (lambda k: k.add(b"k", -7), b"-7"),
+    "append": (lambda k: k.append(b"k", pack(b"v")), b"v"),
+    "compare_set": (lambda k: k.compare_set(b"k", EMPTY, pack(b"v")), b"v"),
+    "multi_set": (lambda k: k.multi_set([(b"j", EMPTY), (b"k", pack(b"v"))]), b"v"),
+    "multi_set, twice": (lambda k: k.multi_set([(b"k", pack(b"1")), (b"k", pack(b"2"))]), b"1"),
+    "queue_push": (lambda k: k.queue_push(b"k", pack(b"item")), b""),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_value_is_told_when_it_appears(engine: Engine, keyspace: Keyspace, how: str) -> None:
+    write, value = WRITES[how]
+    first, second, other = waiter(engine), waiter(engine), waiter(engine)
+    assert keyspace.fetch(first, b"k") is None
+    assert keyspace.fetch(second, b"k") is None
+    assert keyspace.fetch(other, b"elsewhere") is None
+    write(keyspace)
+    assert (heard(first), heard(second), heard(other)) == ([pack(value)], [pack(value)], [])
+    write(keyspace)
+    assert (heard(first), heard(second)) == ([], [])
+    assert (first.left, first.parked, first.fetching, first.promise) == (0, None, None, None)
+    assert engine.dirty.count(first) == 1
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_value_that_is_there_is_told_at_once(engine: Engine, keyspace: Keyspace, how: str) -> None:
+    write, _ = WRITES[how]
+    write(keyspace)
+    session = waiter(engine)
+    assert keyspace.fetch(session, b"k") == keyspace.get(b"k")
+    assert (session.left, session.parked, session.fetching, keyspace.waiters) == (0, None, None, {})
+
+
+def test_a_large_value_is_told_without_a_copy(engine: Engine, keyspace: Keyspace) -> None:
+    sessions = [waiter(engine) for _ in range(50)]
+    for session in sessions:
+        keyspace.fetch(session, b"k")
+    keyspace.set(b"k", pack(bytes(MIB)))
+    assert all(session.out[0] is keyspace.values[b"k"] for session in sessions)
+
+
+def test_what_was_appended_to_is_copied_once_for_all(engine: Engine, keyspace: Keyspace) -> None:
+    sessions = [waiter(engine) for _ in range(50)]
+    for session in sessions:
+        keyspace.fetch(session, b"k")
+    keyspace.barrier(waiter(engine), b"k", 9)  # makes the key and wakes nobody
+    keyspace.append(b"k", pack(bytes(MIB)))
+    assert len({id(session.out[0]) for session in sessions}) == 1
+    assert heard(sessions[0]) == [pack(b"1" + bytes(MIB))]
+
+
+def test_a_value_that_outgrows_a_reply_by_its_barrier_harms_nobody() -> None:
+    """The largest value of a request behind a count: longer than any reply may be, if those are kept short."""
+    limits = Limits(value_bytes=100, unread_soft_bytes=0, unread_hard_bytes=116)
+    engine = Engine(limits)
+    keyspace = engine.keyspace
+    session, last = waiter(engine), waiter(engine)
+    keyspace.fetch(session, b"k")
+    keyspace.wait(last, [b"k"])
+    keyspace.set(b"j", EMPTY)
+    for _ in range(1000):
+        keyspace.barrier(waiter(engine), b"k", 2**60)
+    keyspace.append(b"k", pack(bytes(106)))
+    assert len(heard(session)[0]) == 8 + 4 + 106
+    assert heard(last) == [WOKEN]
+    with pytest.raises(LimitError):
+        keyspace.append(b"k", EMPTY)
+        keyspace.fetch(session, b"k")
+
+
+def test_an_arrival_at_a_barrier_ends_no_fetch_but_its_completion_does(engine: Engine, keyspace: Keyspace) -> None:
+    """As for WAIT."""
+    session = waiter(engine)
+    keyspace.fetch(session, b"b")
+    keyspace.barrier(waiter(engine), b"b", 2)
+    assert heard(session) == []
+    keyspace.barrier(waiter(engine), b"b", 2)
+    assert heard(session) == [pack(b"2")]
+
+
+def test_what_was_deleted_meanwhile_is_still_awaited(engine: Engine, keyspace: Keyspace) -> None:
+    session = waiter(engine)
+    keyspace.set(b"k", pack(b"1"))
+    keyspace.delete_key(b"k")
+    keyspace.fetch(session, b"k")
+    keyspace.delete_key(b"k")
+    keyspace.set(b"k", pack(b"2"))
+    keyspace.delete_key(b"k")
+    assert heard(session) == [pack(b"2")]
+    assert keyspace.fetch(session, b"k") is None
+
+
+@pytest.mark.parametrize("again", ["fetch", "wait", "barrier", "wait_count"])
+def test_on_a_connection_that_fetches(engine: Engine, keyspace: Keyspace, again: str) -> None:
+    session = waiter(engine)
+    keyspace.fetch(session, b"k")
+    size = keyspace.size
+    match again:
+        case "fetch" | "wait_count":
+            with pytest.raises(ProtocolError, match="it waits already"):
+                if again == "fetch":
+                    keyspace.fetch(session, b"j")
+                else:
+                    keyspace.wait_count(session, b"j", 1)
+            assert (session.fetching, keyspace.size) == (b"k", size)
+            keyspace.set(b"k", pack(b"v"))
+            assert heard(session) == [pack(b"v")]
+        case "wait":
+            keyspace.wait(session, [b"j"])
+            keyspace.set(b"j", EMPTY)
+            assert heard(session) == [WOKEN]
+            keyspace.set(b"k", pack(b"v"))
+            assert heard(session) == []
+        case _:
+            keyspace.barrier(session, b"b", 2)
+            keyspace.barrier(waiter(engine), b"b", 2)
+            assert heard(session) == [WOKEN]
+
+
+@pytest.mark.parametrize("value", [b"v", 5])
+def test_a_value_that_is_there_is_told_even_while_something_else_waits(
+    engine: Engine, keyspace: Keyspace, value: bytes | int
+) -> None:
+    session = waiter(engine)
+    if isinstance(value, int):
+        keyspace.add(b"k", value)
+    else:
+        keyspace.set(b"k", pack(value))
+    keyspace.wait(session, [b"j"])
+    assert keyspace.fetch(session, b"k") == keyspace.get(b"k")
+    keyspace.set(b"j", EMPTY)
+    assert heard(session) == [WOKEN]
+
+
+def test_what_is_left_over_of_other_waits_ends_no_fetch(engine: Engine, keyspace: Keyspace) -> None:
+    session = waiter(engine)
+    keyspace.wait(session, [b"a"])
+    keyspace.wait(session, [b"left over"])
+    keyspace.set(b"a", EMPTY)
+    assert heard(session) == [WOKEN]
+    keyspace.fetch(session, b"k")
+    keyspace.set(b"left over", EMPTY)
+    assert heard(session) == []
+    keyspace.set(b"k", pack(b"v"))
+    assert heard(session) == [pack(b"v")]
+
+
+@pytest.mark.parametrize("cancel", ["cancel_fetch", "cancel_wait", "leave"])
+def test_whoever_fetches_no_more_is_told_nothing(engine: Engine, keyspace: Keyspace, cancel: str) -> None:
+    session = waiter(engine)
+    keyspace.fetch(session, b"k")
+    if cancel == "cancel_fetch":
+        assert keyspace.cancel_fetch(session) == NO_BLOB
+    elif cancel == "cancel_wait":
+        assert keyspace.cancel_wait(session)
+    else:
+        session.leave()
+    assert nothing_is_left(keyspace)
+    keyspace.set(b"k", pack(b"v"))
+    assert heard(session) == []
+    assert session.fetching is None
+    keyspace.wait(session, [b"j"])
+    keyspace.set(b"j", pack(b"v"))
+    assert heard(session) == [WOKEN]
+
+
+def test_a_fetch_takes_no_item_from_those_in_line(engine: Engine, keyspace: Keyspace) -> None:
+    """As a WAIT and a GET behind it would."""
+    fetchers = [waiter(engine) for _ in range(40)]  # enough for a long line
+    first, second = waiter(engine), waiter(engine)
+    for session in fetchers[:20]:
+        keyspace.fetch(session, b"q")
+    keyspace.wait(first, [b"q"])
+    for session in fetchers[20:]:
+        keyspace.fetch(session, b"q")
+    keyspace.wait(second, [b"q"])
+    keyspace.queue_push(b"q", pack(b"1"))
+    assert [heard(session) for session in fetchers] == [[EMPTY]] * 20 + [[]] * 20
+    assert (heard(first), heard(second)) == ([WOKEN], [])
+    assert keyspace.promises == {b"q": 1}
+    first.leave()
+    assert [heard(session) for session in fetchers] == [[]] * 20 + [[EMPTY]] * 20
+    assert heard(second) == [WOKEN]
+
+
+def test_a_fetch_of_a_promised_queue_hands_the_item_on(engine: Engine, keyspace: Keyspace) -> None:
+    first, second, pusher = waiter(engine), waiter(engine), waiter(engine)
+    for session in (first, second, pusher):
+        session.receive(bytes.fromhex("00cef7853c"))
+    wait = b"\x06" + pack(b"q").join([(1).to_bytes(8, "little"), b""])
+    first.receive(wait)
+    second.receive(wait)
+    pusher.receive(b"\x0e" + pack(b"q") + pack(b"item"))
+    assert heard(first) == [WOKEN]
+    first.receive(b"\x40" + pack(b"q"))
+    assert heard(first) == [EMPTY]
+    assert heard(second) == [WOKEN]
+
+
+# Waiting for a number
+
+REACHING: dict[str, Write] = {
+    "add": lambda k: k.add(b"n", 1),
+    "add of more than one": lambda k: k.add(b"n", 1000),
+    "add of all there is": lambda k: k.add(b"n", 2**63 - 4),
+    "set": lambda k: k.set(b"n", pack(b" +4 and text")),
+    "append": lambda k: k.append(b"n", pack(b"0")),
+    "compare_set": lambda k: k.compare_set(b"n", pack(b"3"), pack(b"4")),
+    "multi_set": lambda k: k.multi_set([(b"n", pack(b"4")), (b"n", pack(b"0"))]),
+}
+
+
+@pytest.mark.parametrize("how", REACHING)
+def test_a_number_is_reached(engine: Engine, keyspace: Keyspace, how: str) -> None:
+    keyspace.set(b"n", pack(b"3"))
+    size = keyspace.size
+    first, second, more = waiter(engine), waiter(engine), waiter(engine)
+    assert not keyspace.wait_count(first, b"n", 4)
+    assert not keyspace.wait_count(second, b"n", 4)
+    assert not keyspace.wait_count(more, b"n", 2**63 - 1)
+    assert first.parked is None
+    REACHING[how](keyspace)
+    assert (heard(first), heard(second)) == ([WOKEN], [WOKEN])
+    assert (first.left, first.counter) == (0, None)
+    more.leave()
+    keyspace.set(b"n", pack(b"9"))
+    assert heard(first) == []
+    assert (keyspace.waiters, keyspace.counters, keyspace.size) == ({}, {}, size)
+
+
+def test_arrivals_at_a_barrier_are_counted(engine: Engine, keyspace: Keyspace) -> None:
+    """They wake nobody else; but the number is reached, and nobody might write to it again."""
+    one, two, three, plain = (waiter(engine) for _ in range(4))
+    keyspace.wait_count(one, b"b", 1)
+    keyspace.wait_count(two, b"b", 2)
+    keyspace.wait_count(three, b"b", 3)
+    keyspace.wait(plain, [b"b"])
+    keyspace.barrier(waiter(engine), b"b", 3)
+    assert [heard(session) for session in (one, two, three, plain)] == [[WOKEN], [], [], []]
+    keyspace.barrier(waiter(engine), b"b", 3)
+    assert [heard(session) for session in (one, two, three, plain)] == [[], [WOKEN], [], []]
+    keyspace.barrier(waiter(engine), b"b", 3)
+    assert [heard(session) for session in (one, two, three, plain)] == [[], [], [WOKEN], [WOKEN]]
+    assert (keyspace.counters, keyspace.waiters) == ({}, {})
+
+
+def test_whoever_counts_and_then_enters_the_barrier_hears_of_both(engine: Engine, keyspace: Keyspace) -> None:
+    session = waiter(engine)
+    keyspace.wait_count(session, b"b", 1)
+    keyspace.barrier(session, b"b", 2)
+    assert heard(session) == [WOKEN]
+    keyspace.barrier(waiter(engine), b"b", 2)
+    assert heard(session) == [WOKEN]
+    keyspace.delete_key(b"b")
+    assert nothing_is_left(keyspace)
+
+
+@pytest.mark.parametrize(("text", "target", "reached"), [
+    (None, 0, True), (None, 1, False), (None, -1, True), (None, -(2**63), True), (None, 2**63 - 1, False),
+    (b"-5", -5, True), (b"-5", -4, False), (b"-5", 0, False), (b"7x", 7, True), (b"7x", 8, False),
+    (b"9223372036854775807", 2**63 - 1, True), (b"-9223372036854775808", -(2**63) + 1, False),
+])  # fmt: skip
+def test_what_is_reached_at_once(
+    engine: Engine, keyspace: Keyspace, text: bytes | None, target: int, reached: bool
+) -> None:
+    if text is not None:
+        keyspace.set(b"n", pack(text))
+    session = waiter(engine)
+    assert keyspace.wait_count(session, b"n", target) == reached
+    assert (session.counter is None) == reached == (keyspace.counters == {})
+    keyspace.set(b"n", pack(b"9223372036854775807"))
+    assert heard(session) == ([] if reached else [WOKEN])
+
+
+def test_a_sum_that_wraps_reaches_nothing(engine: Engine, keyspace: Keyspace) -> None:
+    session = waiter(engine)
+    keyspace.set(b"n", pack(b"1"))
+    keyspace.wait_count(session, b"n", 2)
+    keyspace.add(b"n", 2**63 - 1)
+    assert heard(session) == []
+
+
+def test_a_value_that_is_deleted_reaches_nothing(engine: Engine, keyspace: Keyspace) -> None:
+    """A missing key counts as 0; but DELETE_KEY wakes nobody."""
+    session = waiter(engine)
+    keyspace.add(b"n", -5)
+    keyspace.wait_count(session, b"n", -3)
+    keyspace.delete_key(b"n")
+    assert heard(session) == []
+    keyspace.add(b"n", 0)
+    assert heard(session) == [WOKEN]
+
+
+def test_what_is_no_number_harms_whoever_asks_and_nobody_else(engine: Engine, keyspace: Keyspace) -> None:
+    early, late = waiter(engine), waiter(engine)
+    keyspace.wait_count(early, b"n", 2)
+    size = keyspace.size
+    keyspace.set(b"n", pack(b"text"))
+    with pytest.raises(ProtocolError, match="not a 64-bit number"):
+        keyspace.wait_count(late, b"n", 2)
+    assert (late.left, late.counter, keyspace.size) == (0, None, size + ENTRY_BYTES + 1 + 12)
+    late.leave()
+    for text in (b"", b"9" * 20, b"-"):
+        keyspace.set(b"n", pack(text))
+    assert heard(early) == []
+    keyspace.set(b"n", pack(b"2"))
+    assert heard(early) == [WOKEN]
+    assert (keyspace.waiters, keyspace.counters) == ({}, {})
+
+
+def test_each_is_woken_at_its_own_number(engine: Engine, keyspace: Keyspace) -> None:
+    targets = [random.Random(number).randrange(1, 40) for number in range(200)]
+    sessions = [waiter(engine) for _ in targets]
+    for session, target in zip(sessions, targets, strict=True):
+        keyspace.wait_count(session, b"n", target)
+    for _ in range(19):
+        total = keyspace.add(b"n", 2)
+        told = [target for session, target in zip(sessions, targets, strict=True) if heard(session)]
+        assert sorted(told) == sorted(target for target in targets if total - 2 < target <= total)
+    keyspace.add(b"n", 2)
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+@pytest.mark.parametrize("how", ["cancel_wait", "cancel_fetch", "leave", "wait", "barrier"])
+def test_whoever_counts_no_more_is_not_woken(engine: Engine, keyspace: Keyspace, how: str) -> None:
+    session, same, more = waiter(engine), waiter(engine), waiter(engine)
+    for other, target in ((session, 3), (same, 3), (more, 4)):
+        keyspace.wait_count(other, b"n", target)
+    match how:
+        case "cancel_wait":
+            keyspace.cancel_wait(session)
+        case "cancel_fetch":
+            keyspace.cancel_fetch(session)
+        case "leave":
+            session.leave()
+        case "wait":
+            keyspace.wait(session, [b"k"])
+        case _:
+            keyspace.barrier(session, b"k", 2)
+    assert session.counter is None
+    keyspace.add(b"n", 3)
+    assert (heard(session), heard(same), heard(more)) == ([], [WOKEN], [])
+    if how in ("wait", "barrier"):
+        keyspace.set(b"k", EMPTY)
+        assert heard(session) == [WOKEN]
+        keyspace.delete_key(b"k")
+    more.leave()
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+def test_what_is_left_over_of_other_waits_ends_no_count(engine: Engine, keyspace: Keyspace) -> None:
+    session = waiter(engine)
+    keyspace.wait(session, [b"a"])
+    keyspace.wait(session, [b"left over"])
+    keyspace.set(b"a", EMPTY)
+    assert heard(session) == [WOKEN]
+    keyspace.wait_count(session, b"n", 1)
+    keyspace.set(b"left over", EMPTY)
+    assert heard(session) == []
+    keyspace.add(b"n", 1)
+    keyspace.add(b"n", 1)
+    assert heard(session) == [WOKEN]
+
+
+@pytest.mark.parametrize("again", ["fetch", "wait_count"])
+def test_on_a_connection_that_counts(engine: Engine, keyspace: Keyspace, again: str) -> None:
+    session = waiter(engine)
+    keyspace.wait_count(session, b"n", 5)
+    size = keyspace.size
+    with pytest.raises(ProtocolError, match="it waits already"):
+        if again == "fetch":
+            keyspace.fetch(session, b"j")
+        else:
+            keyspace.wait_count(session, b"m", 0)
+    assert keyspace.size == size
+    keyspace.add(b"n", 5)
+    assert heard(session) == [WOKEN]
+
+
+def test_a_queue_of_that_name_passes_it_over(engine: Engine, keyspace: Keyspace) -> None:
+    counting = waiter(engine)
+    keyspace.wait_count(counting, b"q", 1)
+    keyspace.queue_push(b"q", pack(b"alone in line"))
+    assert (heard(counting), keyspace.promises) == ([], {})
+    assert keyspace.queue_pop(b"q") == (1, pack(b"alone in line"))
+    sessions = [waiter(engine) for _ in range(30)]  # enough for a long line
+    for session in sessions:
+        keyspace.wait(session, [b"q"])
+    for session in sessions:
+        keyspace.queue_push(b"q", pack(b"item"))
+        assert heard(session) == [WOKEN]
+    assert heard(counting) == []
+    for session in sessions:
+        session.leave()
+    assert heard(counting) == []
+    keyspace.add(b"q", 1)
+    assert heard(counting) == [WOKEN]
+
+
+def test_waiters_for_the_key_and_for_its_number(engine: Engine, keyspace: Keyspace) -> None:
+    plain, fetching, counting = waiter(engine), waiter(engine), waiter(engine)
+    keyspace.wait_count(counting, b"n", 2)
+    keyspace.wait(plain, [b"n"])
+    keyspace.fetch(fetching, b"n")
+    keyspace.add(b"n", 1)
+    assert (heard(plain), heard(fetching), heard(counting)) == ([WOKEN], [pack(b"1")], [])
+    keyspace.add(b"n", 1)
+    assert heard(counting) == [WOKEN]
+
+
+def test_many_targets_cost_one_look_a_write(engine: Engine, keyspace: Keyspace) -> None:
+    """What a write touches is one registration and the top of a heap, however many wait."""
+    count = 10_000
+    sessions = [waiter(engine) for _ in range(count)]
+    order = list(range(1, count + 1))
+    random.Random(1).shuffle(order)
+    for session, target in zip(sessions, order, strict=True):
+        keyspace.wait_count(session, b"n", target)
+    counter = keyspace.counters[b"n"]
+    assert len(keyspace.waiters[b"n"]) == 1
+    for total in range(1, count + 1):
+        assert keyspace.add(b"n", 1) == total
+        assert len(engine.dirty) == 1
+        assert len(counter.targets) == len(counter.awaiting) == count - total
+        assert total == count or len(keyspace.waiters[b"n"]) == 1
+        engine.dirty.clear()
+    assert all(heard(session) == [WOKEN] for session in sessions)
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+def test_ever_new_targets_cost_no_memory(engine: Engine, keyspace: Keyspace) -> None:
+    others = [waiter(engine) for _ in range(10)]
+    for number, other in enumerate(others):
+        keyspace.wait_count(other, b"n", 2**40 + number)
+    session = waiter(engine)
+    size = keyspace.size
+    counter = keyspace.counters[b"n"]
+    most = 0
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            keyspace.wait_count(session, b"n", 10 + number)
+            keyspace.cancel_wait(session)
+            most = max(most, len(counter.targets))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most <= 2 * 11 + 17
+    assert len(counter.awaiting) == 10
+    assert used < 64 * 1024
+    assert keyspace.size == size
+    keyspace.add(b"n", 2**40 + 9)
+    assert all(heard(other) == [WOKEN] for other in others)
+    assert heard(session) == []
+
+
+def test_a_crowd_that_leaves_one_by_one_leaves_nothing(engine: Engine, keyspace: Keyspace) -> None:
+    sessions = [waiter(engine) for _ in range(500)]
+    for number, session in enumerate(sessions):
+        keyspace.wait_count(session, b"n", 1 + number // 2)
+    rng = random.Random(2)
+    rng.shuffle(sessions)
+    for session in sessions[:250]:
+        session.leave()
+    keyspace.add(b"n", 125)
+    left = [session for session in sessions[250:] if not heard(session)]
+    assert all(session.target > 125 for session in left)
+    for session in left:
+        session.leave()
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+# Reserved keys
+
+
+def _reserved(engine: Engine) -> Keyspace:
+    engine.identify(b"who")
+    engine.announce(12)
+    return engine.keyspace
+
+
+def test_reserved_keys_are_there_when_asked_for_by_name(engine: Engine) -> None:
+    keyspace = _reserved(engine)
+    session = waiter(engine)
+    assert (keyspace.get(SERVER_KEY), keyspace.get(JOINS_KEY)) == (pack(b"who"), pack(b"12"))
+    assert keyspace.multi_get([JOINS_KEY, b"k", SERVER_KEY]) == [pack(b"12"), EMPTY, pack(b"who")]
+    assert keyspace.check([SERVER_KEY, JOINS_KEY])
+    assert not keyspace.check([SERVER_KEY, b"k"])
+    assert keyspace.wait(session, [SERVER_KEY, JOINS_KEY])
+    assert keyspace.fetch(session, SERVER_KEY) == pack(b"who")
+    assert keyspace.wait_count(session, JOINS_KEY, 12)
+    assert not keyspace.wait(session, [SERVER_KEY, b"k"])
+    assert session.parked == {b"k"}
+
+
+def test_reserved_keys_are_no_keys_of_the_store(engine: Engine) -> None:
+    keyspace = _reserved(engine)
+    assert (keyspace.num_keys(), keyspace.list_keys(), keyspace.size) == (0, [], 0)
+    assert (keyspace.delete_key(SERVER_KEY), keyspace.delete_key(JOINS_KEY)) == (0, 0)
+    assert keyspace.get(SERVER_KEY) == pack(b"who")
+    engine.announce(13)
+    assert keyspace.get(JOINS_KEY) == pack(b"13")
+
+
+def test_without_an_owner_nothing_is_announced(engine: Engine, keyspace: Keyspace) -> None:
+    assert not keyspace.check([JOINS_KEY])
+    assert keyspace.get(JOINS_KEY) == EMPTY
+
+
+@pytest.mark.parametrize("how", ["set", "append", "add", "compare_set", "multi_set", "barrier", "open barrier"])
+def test_reserved_keys_are_not_to_be_written(engine: Engine, how: str) -> None:
+    keyspace = _reserved(engine)
+    session = waiter(engine)
+    with pytest.raises(ProtocolError, match="tcpstore_async/joins is not to be written"):
+        match how:
+            case "set":
+                keyspace.set(JOINS_KEY, EMPTY)
+            case "append":
+                keyspace.append(JOINS_KEY, EMPTY)
+            case "add":
+                keyspace.add(JOINS_KEY, 1)
+            case "compare_set":
+                keyspace.compare_set(JOINS_KEY, EMPTY, pack(b"v"))
+            case "multi_set":
+                keyspace.multi_set([(b"k", EMPTY), (JOINS_KEY, EMPTY)])
+            case _:
+                keyspace.barrier(session, JOINS_KEY, 9 if how == "barrier" else 1)
+    assert (keyspace.num_keys(), keyspace.size, keyspace.waiters, session.left) == (0, 0, {}, 0)
+    assert keyspace.get(JOINS_KEY) == pack(b"12")
+
+
+def test_a_queue_of_a_reserved_name_hides_nothing(engine: Engine) -> None:
+    keyspace = _reserved(engine)
+    keyspace.queue_push(SERVER_KEY, pack(b"item"))
+    assert keyspace.get(SERVER_KEY) == pack(b"who")
+    assert keyspace.fetch(waiter(engine), SERVER_KEY) == pack(b"who")
+    assert keyspace.queue_pop(SERVER_KEY) == (1, pack(b"item"))
+    assert keyspace.check([SERVER_KEY])
+
+
+# The size of the store
+
+
+def test_whoever_waits_counts(engine: Engine, keyspace: Keyspace) -> None:
+    fetching, first, second = waiter(engine), waiter(engine), waiter(engine)
+    keyspace.fetch(fetching, b"key")
+    assert keyspace.size == PARKED_BYTES + 3
+    keyspace.wait_count(first, b"n", 1)
+    assert keyspace.size == PARKED_BYTES + 3 + 2 * (PARKED_BYTES + 1)
+    keyspace.wait_count(second, b"n", 2)
+    assert keyspace.size == PARKED_BYTES + 3 + 3 * (PARKED_BYTES + 1)
+    keyspace.add(b"n", 1)
+    assert keyspace.size == PARKED_BYTES + 3 + 2 * (PARKED_BYTES + 1) + ENTRY_BYTES + 1 + 8
+    second.leave()
+    fetching.leave()
+    keyspace.delete_key(b"n")
+    assert nothing_is_left(keyspace)
+
+
+@pytest.mark.parametrize("command", ["fetch", "wait_count", "wait_count of more"])
+@pytest.mark.parametrize("left_over", [False, True])
+def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool) -> None:
+    engine = Engine(Limits(store_bytes=10_000))
+    keyspace = engine.keyspace
+    session, early = waiter(engine), waiter(engine)
+    if left_over:
+        keyspace.wait(session, [b"a"])
+        keyspace.wait(session, [b"b"])
+        keyspace.set(b"a", EMPTY)
+    if command == "wait_count of more":
+        keyspace.wait_count(early, b"n", 1)
+    needed = (PARKED_BYTES + 1) * (2 if command == "wait_count" else 1)
+    keyspace.set(b"filling", pack(bytes(10_001 - needed - keyspace.size - ENTRY_BYTES - 7 - 8)))
+    before = session.left, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
+    with pytest.raises(LimitError) as error:
+        if command == "fetch":
+            keyspace.fetch(session, b"n")
+        else:
+            keyspace.wait_count(session, b"n", 5)
+    assert (error.value.limit, error.value.size) == ("store_bytes", 10_001)
+    after = session.left, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
+    assert after == before
+    keyspace.set(b"filling", EMPTY)
+    assert not keyspace.wait_count(session, b"n", 5)
+    session.leave()
+    early.leave()
+    assert (keyspace.waiters, keyspace.counters) == ({}, {})
