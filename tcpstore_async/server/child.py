@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -94,7 +95,12 @@ class ServerProcess:
 
     def complete(self) -> None:
         """All have joined: connections that come from now on belong to a next round."""
-        self._say("complete")
+        self._say(f"complete {time.monotonic()}")
+
+    def alive(self) -> bool:
+        """Whether it runs still: it was not stopped, and has not crashed."""
+        with self._lock:
+            return not self._stopped and self._process.poll() is None
 
     def stop(self) -> None:
         """Free the port; it is free when this returns. May be called again, and by a forked child, which does nothing.

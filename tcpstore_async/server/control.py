@@ -1,7 +1,8 @@
 """What the owner of a server and the server say to each other, over the control socket between them.
 
 Knows: the messages. Must not know: processes, who listens.
-Invariant: a message is one line. The owner says `joins N`, `complete` and `stop` in plain words; the server reports
+Invariant: a message is one line. The owner says in plain words `joins N` (so many more are to join), `complete T` (all
+had at that time of the clock that the processes of a machine share, `time.monotonic`) and `stop`. The server reports
 events as objects of JSON.
 """
 

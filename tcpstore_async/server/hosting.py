@@ -31,10 +31,13 @@ class Server(Protocol):
     """A server that is owned, wherever it runs."""
 
     port: int
+    pid: int
 
     def announce(self, joins: int) -> None: ...
 
     def complete(self) -> None: ...
+
+    def alive(self) -> bool: ...
 
     def stop(self) -> None: ...
 
@@ -76,6 +79,8 @@ class Hosted:
     def __init__(self, tenancy: _Tenancy) -> None:
         tenancy.holders += 1
         self.port = tenancy.server.port
+        self.pid = tenancy.server.pid
+        """The process that serves."""
         self.backend = tenancy.backend
         self.shared = tenancy.shared
         """Whether other stores of this process may hold the same server."""
@@ -123,7 +128,7 @@ def host(
         return Hosted(_open(port, bind_host, listen_fd, where, backend, shared=False))
     with _shared_lock:
         tenancy = _shared.get(port)
-        if tenancy is None:
+        if tenancy is None or not tenancy.server.alive():
             tenancy = _open(port, bind_host, listen_fd, where, backend, shared=True)
             _shared[tenancy.server.port] = tenancy
         elif listen_fd is not None:
@@ -177,7 +182,7 @@ def _take_over(fd: int, port: int) -> socket.socket:
         listener = socket.socket(fileno=fd)
     except OSError as error:
         raise _unusable(_NOT_OPENED, fd, error) from None
-    except (ValueError, OverflowError):
+    except ValueError:  # it is negative
         raise _unusable(_NOT_OPENED, fd, OSError(errno.EBADF, "no descriptor")) from None
     try:
         _listen_on(listener, port)

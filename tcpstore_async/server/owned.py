@@ -9,7 +9,6 @@ import asyncio
 import os
 import signal
 import socket
-import time
 from typing import Final
 
 import msgspec
@@ -105,10 +104,10 @@ class Owner:
         word, _, number = line.partition(" ")
         if word == "joins":
             self._joins += int(number)
-            self._complete = None
+            self._complete = None  # another store has joined in, and waits for its ranks
             server.announce(self._joins)
         elif word == "complete":
-            self._complete = time.monotonic()
+            self._complete = float(number)
         elif word == "stop":
             self._unwatch()  # from here on the owner may end: the others have their grace all the same
             self._over.set()

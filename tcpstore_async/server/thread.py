@@ -53,6 +53,10 @@ class ServerThread:
     def complete(self) -> None:
         """All have joined. Of no account here: nobody has a grace."""
 
+    def alive(self) -> bool:
+        """Whether it runs still: it was not stopped, and has not crashed."""
+        return not self._stopped and self._thread.is_alive()
+
     def stop(self) -> None:
         """Free the port and close every connection at once; both are done when this returns. May be called again.
 

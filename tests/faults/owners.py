@@ -1,0 +1,148 @@
+"""Programs that host a server, and how they and the server end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+import tcpstore_async
+from support import LIMIT
+
+ROOT = str(Path(tcpstore_async.__file__).parent.parent)
+PLACES = [ROOT, *{str(Path(module.__file__ or "").parent.parent) for module in (msgspec, uvloop)}]
+"""Where the package under test is, and what it needs."""
+
+STREAMS = """
+import os, sys
+IN, OUT = os.dup2(0, 8), os.dup2(1, 9)
+
+def say(*words):
+    os.write(OUT, " ".join(map(str, words)).encode() + b"\\n")
+"""
+
+HOST = """
+from tcpstore_async.server import hosting
+hosted = hosting.host(0)
+say(hosted.port, hosted.pid)
+"""
+"""What a program does to host, after STREAMS: it says where. What it does then, a test appends."""
+
+WAIT = "os.read(IN, 1)\n"
+
+RELEASE = WAIT + "hosted.release()\nsay('released')\n" + WAIT
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on it now, on both families."""
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("::", port))
+            probe.listen()
+        except OSError:
+            return False
+        return True
+
+
+class Seen:
+    """A process that is not our child, seen through a descriptor: its pid cannot become another's."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+
+    def running(self, seconds: float = 0) -> bool:
+        """Whether it still runs after so long."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return not poll.poll(seconds * 1000)
+
+    def ended(self) -> bool:
+        """Wait for its end."""
+        return not self.running(LIMIT)
+
+    def signal(self, number: signal.Signals) -> None:
+        signal.pidfd_send_signal(self._fd, number)
+
+    def maps(self) -> str:
+        """Files it has in memory."""
+        return Path("/proc", str(self.pid), "maps").read_text()
+
+    def close(self) -> None:
+        """Kill it if it still runs."""
+        if self.running():
+            self.signal(signal.SIGKILL)
+        os.close(self._fd)
+
+
+@contextmanager
+def seen(pid: int) -> Iterator[Seen]:
+    process = Seen(pid)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+class Owner:
+    """A program that hosts a server."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, server: Seen) -> None:
+        self.process = process
+        self.port = port
+        self.server = server
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def go_on(self) -> None:
+        """End a WAIT."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def owner(
+    then: str,
+    options: Sequence[str] = (),
+    *,
+    before: str = "",
+    env: dict[str, str] | None = None,
+    cwd: str | None = None,
+) -> Iterator[Owner]:
+    """A program that hosts, with what it does before and then. It and its server are killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error::RuntimeWarning", *options, "-c", STREAMS + before + HOST + then],
+        cwd=cwd or tempfile.gettempdir(),
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, "the program did not come to host"
+        port, pid = map(int, line.split())
+        with seen(pid) as server:
+            yield Owner(process, port, server)
+    finally:
+        process.stdin.close()
+        process.kill()
+        process.wait(LIMIT)
+        process.stdout.close()

@@ -1,0 +1,379 @@
+"""The server of a master lives as long as its owner wants, whatever becomes of the owner and however it was started."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from faults.owners import HOST, PLACES, RELEASE, ROOT, STREAMS, WAIT, Owner, owner, port_is_free, seen
+from faults.watching import until
+from support import LIMIT, RawPeer
+from tcpstore_async.daemon import build
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+SOURCES = Path(__file__).parent.parent.parent / "tcpstore_async"
+
+# How an owner ends
+
+WORKER = "if os.fork() == 0:\n    os.read(IN, 1)\n    os._exit(0)\n"
+"""It outlives the owner: it waits for standard input, which the test holds."""
+
+ENDINGS = {
+    "returns": "",
+    "raises SystemExit": "sys.exit(0)",
+    "leaves by os._exit": "os._exit(0)",
+    "aborts": "os.abort()",
+    "gets SIGTERM": "import signal\nos.kill(os.getpid(), signal.SIGTERM)\n",
+    "leaves a forked worker": WORKER + "os._exit(0)",
+    "returns and leaves a forked worker": WORKER,
+    "leaves a multiprocessing worker": """
+import multiprocessing
+multiprocessing.get_context("fork").Process(target=os.read, args=(IN, 1)).start()
+os._exit(0)
+""",
+    "leaves a worker's worker": "if os.fork() == 0:\n    if os.fork() == 0:\n        os.read(IN, 1)\n    os._exit(0)\n",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_server_ends_with_its_owner(ending: str) -> None:
+    with owner(ENDINGS[ending]) as program:
+        program.process.wait(LIMIT)
+        assert program.server.ended()
+        assert port_is_free(program.port)
+
+
+@pytest.mark.parametrize("worker", ["", WORKER], ids=["alone", "with a worker"])
+def test_an_owner_that_is_killed_takes_the_server_with_it(worker: str) -> None:
+    with owner(worker + WAIT) as program, RawPeer(program.port) as peer:
+        peer.ping()
+        program.process.kill()
+        assert program.server.ended()
+        assert port_is_free(program.port)
+        assert peer.closed()
+
+
+NO_PIDFD = """
+from tcpstore_async.server import child
+child._PROGRAM = "import os\\ndel os.pidfd_open\\n" + child._PROGRAM
+"""
+
+
+@pytest.mark.parametrize("worker", ["", WORKER], ids=["alone", "with a worker"])
+def test_without_a_descriptor_for_processes_it_looks_again_and_again(worker: str) -> None:
+    with owner(worker + WAIT, before=NO_PIDFD) as program, RawPeer(program.port) as peer:
+        peer.ping()
+        program.process.kill()
+        assert program.server.ended()
+        assert peer.closed()
+
+
+def test_an_owner_that_becomes_another_program_has_let_go() -> None:
+    """The pid stays, so the end of the control socket tells. The ranks keep their grace."""
+    become = "os.execv(sys.executable, [sys.executable, '-c', 'import os; os.write(9, b\"new\\\\n\"); os.read(8, 1)'])"
+    with owner(WAIT + become) as program:
+        with RawPeer(program.port) as peer:
+            peer.ping()
+            program.go_on()
+            assert program.line() == "new"
+            until(lambda: port_is_free(program.port), "the port is free")
+            peer.ping()
+        assert program.server.ended()
+        assert program.process.poll() is None
+
+
+@pytest.mark.parametrize("last", ["", "hosted.release()\n"], ids=["without a release", "after a release"])
+def test_ranks_have_their_grace_when_the_owner_returns(last: str) -> None:
+    with owner(WAIT + last) as program, RawPeer(program.port) as peer:
+        peer.ping()
+        program.go_on()
+        assert program.process.wait(LIMIT) == 0
+        assert port_is_free(program.port)
+        peer.ping()
+        peer.close()
+        assert program.server.ended()
+
+
+def test_ranks_have_their_grace_when_the_owner_is_killed_after_a_release() -> None:
+    with owner(RELEASE) as program, RawPeer(program.port) as peer:
+        peer.ping()
+        program.go_on()
+        assert program.line() == "released"
+        program.process.kill()
+        program.process.wait(LIMIT)
+        peer.ping()
+        peer.close()
+        assert program.server.ended()
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["to the server", "to the process group"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_for_the_ranks_do_not_end_it(number: signal.Signals, group: bool) -> None:
+    immune = f"import signal\nos.setpgid(0, 0)\nsignal.signal({int(number)}, lambda *_: None)\n"
+    with owner(WAIT, before=immune) as program, RawPeer(program.port) as peer:
+        if group:
+            os.killpg(program.process.pid, number)
+        else:
+            program.server.signal(number)
+        peer.ping()
+        assert program.server.running(0.1)
+        peer.ping()
+
+
+INTERRUPTED = """
+try:
+    say("waits")
+    os.read(IN, 1)
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def test_an_owner_interrupted_by_the_keyboard_stops_it_in_order() -> None:
+    with owner(INTERRUPTED, before="os.setpgid(0, 0)\n") as program:
+        assert program.line() == "waits"
+        os.killpg(program.process.pid, signal.SIGINT)
+        assert program.process.wait(LIMIT) == 0
+        assert program.server.ended()
+        assert port_is_free(program.port)
+
+
+# However it was started
+
+
+def serves_and_stops(program: Owner) -> None:
+    """A round trip, a release, and the end."""
+    with RawPeer(program.port) as peer:
+        peer.ping()
+    for fd in range(3):
+        assert os.readlink(f"/proc/{program.server.pid}/fd/{fd}") == "/dev/null"
+    assert os.getsid(program.server.pid) == program.server.pid
+    program.go_on()
+    assert program.line() == "released"
+    assert port_is_free(program.port)
+    assert program.server.ended()
+    program.go_on()
+    assert program.process.wait(LIMIT) == 0
+
+
+STATES = {
+    "as usual": "",
+    "no standard streams": "for fd in range(3): os.close(fd)\n",
+    "no standard input and output": "os.close(0)\nos.close(1)\n",
+    "no standard output and error": "os.close(1)\nos.close(2)\n",
+    "SIGCHLD ignored": "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n",
+    "all signals blocked": "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n",
+    "an odd umask": "os.umask(0o777)\n",
+    "an empty environment": "os.environ.clear()\n",
+    "variables for the user's program": "os.environ.update(PYTHONINSPECT='1', PYTHONPATH='/', PYTHONDEVMODE='1')\n",
+    "PYTHONHOME": "os.environ['PYTHONHOME'] = sys.base_prefix\n",
+    "no working directory": "import tempfile\nos.chdir(tempfile.mkdtemp())\nos.rmdir(os.getcwd())\n",
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_an_owner_in_an_odd_state(state: str) -> None:
+    with owner(RELEASE, before=STATES[state]) as program:
+        assert ("tcpstore_async__mypyc" in program.server.maps()) == (build() == "compiled")
+        serves_and_stops(program)
+
+
+@pytest.mark.parametrize("options", [["-S"], ["-I"], ["-S", "-I"], ["-X", "utf8"], ["-O"], ["-B"]], ids=" ".join)
+def test_an_interpreter_with_options(options: list[str]) -> None:
+    """Without `site`, or isolated, the program says itself where the package is."""
+    with owner(RELEASE, options, before=f"sys.path += {PLACES}\n") as program:
+        assert ("tcpstore_async__mypyc" in program.server.maps()) == (build() == "compiled")
+        serves_and_stops(program)
+
+
+def test_the_package_in_a_zip_file(tmp_path: Path) -> None:
+    archive = tmp_path / "päckage.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for path in SOURCES.rglob("*.py"):
+            packed.write(path, path.relative_to(SOURCES.parent))
+    places = [str(archive), *PLACES]
+    with owner(RELEASE, ["-S", "-I"], before=f"sys.path += {places}\n") as program:
+        assert "tcpstore_async__mypyc" not in program.server.maps(), "it is the same build as its owner"
+        serves_and_stops(program)
+
+
+def test_the_package_in_a_directory_that_was_added(tmp_path: Path) -> None:
+    """A relative one, and the program has gone elsewhere since."""
+    shutil.copytree(SOURCES, tmp_path / "lib" / "tcpstore_async")
+    elsewhere = f"sys.path[1:1] = ['lib', *{PLACES}]\nimport tcpstore_async.server.child\nos.chdir('/')\n"
+    with owner(RELEASE, ["-S", "-I"], before=elsewhere, cwd=str(tmp_path)) as program:
+        environment = Path("/proc", str(program.server.pid), "cmdline").read_bytes().decode()
+        assert str(tmp_path / "lib") in environment
+        serves_and_stops(program)
+
+
+def test_nothing_in_the_current_directory_is_imported(tmp_path: Path) -> None:
+    trap = "import os\nos.write(2, b'imported: ' + __file__.encode())\nos._exit(7)\n"
+    for name in (
+        "asyncio",
+        "socket",
+        "signal",
+        "uvloop",
+        "msgspec",
+        "tcpstore_async",
+        "sitecustomize",
+        "types",
+        "click",
+    ):
+        (tmp_path / f"{name}.py").write_text(trap)
+    here = "import tcpstore_async.server.child, asyncio, msgspec, tempfile\nsys.path[:0] = ['', os.getcwd(), '.']\n"
+    with owner(RELEASE, ["-I"], before=f"sys.path += {PLACES}\n" + here, cwd=str(tmp_path)) as program:
+        serves_and_stops(program)
+
+
+def test_the_users_program_is_not_run_again(tmp_path: Path) -> None:
+    """It has no `if __name__`."""
+    script = tmp_path / "train.py"
+    script.write_text(STREAMS + "say('once')\n" + HOST)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stdout.count("once") == 1
+    assert done.stderr == ""
+
+
+DAEMON = """
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+"""
+
+
+def test_a_daemon_hosts() -> None:
+    with owner(RELEASE.removesuffix(WAIT), before=DAEMON) as program:
+        with RawPeer(program.port) as peer:
+            peer.ping()
+        program.go_on()
+        assert program.line() == "released"
+        assert program.server.ended()
+        assert port_is_free(program.port)
+
+
+WORKERS = """
+import multiprocessing, os, sys
+
+def work(pipe):
+    from tcpstore_async.server import hosting
+    hosted = hosting.host(0)
+    pipe.send((hosted.port, hosted.pid))
+    pipe.recv()
+    if sys.argv[2] == "releases":
+        hosted.release()
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=work, args=[theirs], daemon=True)
+    process.start()
+    print(*pipe.recv(), flush=True)
+    sys.stdin.readline()
+    pipe.send(None)
+    process.join()
+    print("over", process.exitcode, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("last", ["releases", "returns"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_daemonic_multiprocessing_worker_hosts(method: str, last: str, tmp_path: Path) -> None:
+    """Which may have no multiprocessing children of its own."""
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    process = subprocess.Popen(
+        [sys.executable, script, method, last], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        port, pid = map(int, process.stdout.readline().split())
+        with seen(pid) as server:
+            with RawPeer(port) as peer:
+                peer.ping()
+            print(file=process.stdin, flush=True)
+            assert process.stdout.readline() == "over 0\n"
+            assert server.ended()
+            assert port_is_free(port)
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(LIMIT)
+
+
+# A forked child of the owner
+
+
+CHILD = """
+import signal
+if os.fork() == 0:
+    signal.alarm(60)
+    hosted.announce(3)
+    hosted.complete()
+    hosted.release()
+    again = hosting.host(0, multi_tenant=True)
+    say(again.port, again.pid)
+    os.read(IN, 1)
+    again.release()
+    say("child released")
+    sys.exit()
+"""
+
+
+def test_a_forked_child_cannot_end_its_parents_server_and_may_have_one() -> None:
+    with owner(CHILD + WAIT) as program, RawPeer(program.port) as peer:
+        peer.ping()
+        port, pid = map(int, program.line().split())
+        assert port != program.port
+        with seen(pid) as another:
+            with RawPeer(port) as other:
+                other.ping()
+            program.go_on()  # either of the two reads that line
+            peer.ping()
+            program.go_on()
+            assert program.line() == "child released"
+            assert another.ended()
+            assert program.process.wait(LIMIT) == 0
+
+
+# Started by hand
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--owner-pid", "1"],
+        ["--control-fd", "3"],
+        ["--owner-pid", "1", "--control-fd", "3"],
+        ["--listen-fd", "3", "--control-fd", "3"],
+        ["--listen-fd", "3", "--owner-pid", "1"],
+        ["--listen-fd", "3", "--owner-pid", "1", "--control-fd", "3", "--port-file", "port"],
+        ["--listen-fd", "3", "--owner-pid", "0", "--control-fd", "3"],
+    ],
+    ids=" ".join,
+)
+def test_options_that_do_not_go_together(options: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tcpstore_async", "serve", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 2
+    assert "Error" in done.stderr
+    assert not done.stdout
+
+
+def test_root_is_where_the_package_is() -> None:
+    assert Path(ROOT, "tcpstore_async").is_dir()
