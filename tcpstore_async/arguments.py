@@ -1,13 +1,15 @@
 """What callers may pass, turned into what the store works with: text to bytes, timeouts to seconds.
 
 Knows: which types PyTorch's methods take. Must not know: what they are for.
-Invariant: every error is a TypeError or ValueError that names the argument.
+Invariant: every error is a TypeError or ValueError that names the argument, but for the one that PyTorch raises.
 """
 
 import math
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Final
+
+from .errors import DistStoreError
 
 Text = str | bytes | bytearray
 Timeout = timedelta | float
@@ -32,6 +34,13 @@ def to_bytes_list(name: str, values: Iterable[Text]) -> list[bytes]:
     if isinstance(values, (str, bytes, bytearray, dict)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of str or bytes, not {type(values).__name__}")
     return [to_bytes(f"{name}[{number}]", value) for number, value in enumerate(values)]
+
+
+def to_pairs(keys: list[bytes], values: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Keys with their values. Raises DistStoreError, as PyTorch's TCPStore, if there are not as many of each."""
+    if len(keys) != len(values):
+        raise DistStoreError("multiSet keys and values vectors must be of same size")
+    return list(zip(keys, values, strict=True))
 
 
 def to_int64(name: str, value: int) -> int:

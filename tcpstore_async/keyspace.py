@@ -10,6 +10,7 @@ The counting is PyTorch's libuv server's to the byte, except for the queue defec
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -64,6 +65,17 @@ class Waiter:
     def fire(self, value: Framed | None) -> None:
         """Tell the waiter that its wait is over, and the value if it is fetching one. Must not call back."""
         raise NotImplementedError
+
+
+class Bell(Waiter):
+    """A waiter that calls somebody, who must not call back into the keyspace."""
+
+    def __init__(self, ring: Callable[[], object]) -> None:
+        super().__init__()
+        self.ring = ring
+
+    def fire(self, value: Framed | None) -> None:
+        self.ring()
 
 
 class Counter(Waiter):

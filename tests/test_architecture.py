@@ -27,7 +27,7 @@ FLOORS = {
     "__init__": 6, "__main__": 6,
 }  # fmt: skip
 MACHINE = {"socket", "asyncio", "threading", "time", "os", "logging", "click", "select"}
-GROUND_MAY = {("blob", "errors"), ("limits", "errors")}
+GROUND_MAY = {("arguments", "errors"), ("blob", "errors"), ("limits", "errors")}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

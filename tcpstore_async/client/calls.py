@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
 
-from ..arguments import Text, in_milliseconds, to_bytes, to_bytes_list, to_int64
+from ..arguments import Text, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..blob import pack
-from ..errors import DistStoreError
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, Command
 from ..wire.shapes import Fields
 
@@ -102,11 +101,8 @@ def multi_get(names: list[bytes]) -> Ask:
 
 def multi_set(keys: Iterable[Text], values: Iterable[Text]) -> Ask:
     """Raises DistStoreError, as PyTorch, if there are not as many values as keys."""
-    names = keys_of(keys)
-    blobs = [pack(value) for value in to_bytes_list("values", values)]
-    if len(names) != len(blobs):
-        raise DistStoreError("multiSet keys and values vectors must be of same size")
-    return _MULTI_SET, (list(zip(names, blobs, strict=True)),)
+    pairs = to_pairs(keys_of(keys), to_bytes_list("values", values))
+    return _MULTI_SET, ([(name, pack(value)) for name, value in pairs],)
 
 
 def queue_push(key: Text, value: Text) -> Ask:

@@ -1,6 +1,7 @@
 """The contract of every synchronous store.
 
-Knows: PyTorch's methods, their defaults and what they promise. Must not know: where keys and values are kept.
+Knows: PyTorch's methods, their defaults, what they promise, and which of them follow from others. Must not know: where
+keys and values are kept.
 Invariant: a method means the same on every store.
 """
 
@@ -9,7 +10,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, TypeVar
 
-from ..arguments import Text, Timeout, to_seconds
+from ..arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 
@@ -22,6 +23,9 @@ class Store:
     Keys and values are str, which is taken as UTF-8, bytes or bytearray; values come back as bytes. A timeout is a
     timedelta or a number of seconds: 0 means one look, a negative one for ever. Arguments of the wrong kind raise
     TypeError or ValueError naming the argument. A store may be used by any number of threads at once.
+
+    A store of one's own inherits from this and defines `set`, `get`, `add`, `compare_set`, `check`, `wait`,
+    `delete_key`, `num_keys` and `clone`; the rest works by these, as far as it can.
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -84,46 +88,64 @@ class Store:
 
     def list_keys(self) -> list[str]:
         """The names of all keys, in no order. Raises UnicodeDecodeError for a name that is not UTF-8."""
-        raise NotImplementedError
+        raise NotImplementedError("this store cannot list its keys")
 
     def append(self, key: Text, value: Text) -> None:
         """Append to a value; a missing one is empty."""
-        raise NotImplementedError
+        more = to_bytes("value", value)
+        old = self.get(key) if self.check([key]) else b""
+        while (found := self.compare_set(key, old, old + more)) != old + more:
+            old = found
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """The values, as soon as all are there. Raises StoreTimeoutError."""
-        raise NotImplementedError
+        return [self.get(key) for key in to_bytes_list("keys", keys)]
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         """Set all. Raises DistStoreError if there are not as many values as keys."""
-        raise NotImplementedError
+        for key, value in to_pairs(to_bytes_list("keys", keys), to_bytes_list("values", values)):
+            self.set(key, value)
 
     def queue_push(self, key: Text, value: Text) -> None:
         """Append an item to a queue."""
-        raise NotImplementedError
+        raise NotImplementedError(NO_QUEUES)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Take the oldest item of a queue; with `block`, as soon as there is one.
 
         Raises StoreTimeoutError; QueueEmptyError without `block`, or if a plain value of that name is there instead.
         """
-        raise NotImplementedError
+        raise NotImplementedError(NO_QUEUES)
 
     def queue_len(self, key: Text) -> int:
         """How many items a queue holds, 0 if there is none of that name."""
-        raise NotImplementedError
+        raise NotImplementedError(NO_QUEUES)
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Until `world_size` callers have arrived at this key. It is never reset: use a new key for every round.
 
-        Raises StoreTimeoutError; whoever has arrived stays counted.
+        Raises StoreTimeoutError; whoever has arrived stays counted. Done as in PyTorch's base class, by two keys beside
+        `key`, unless the store has something better.
         """
-        raise NotImplementedError
+        name = to_bytes("key", key)
+        last = name + b"/last_member"
+        if self.add(name + b"/num_members", 1) == to_int64("world_size", world_size):
+            self.set(last, b"1")
+        self.wait([last], self.timeout if timeout is None else timeout)
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` are single operations."""
-        raise NotImplementedError
+        return False
 
     def clone(self) -> "Store":
         """Another store on the same keys, to be closed by itself."""
         raise NotImplementedError
+
+    # For those who inherit
+
+    def _seconds(self, timeout: Timeout | None) -> float:
+        """The timeout of one call, in seconds."""
+        return self._timeout if timeout is None else to_seconds("timeout", timeout)
+
+
+NO_QUEUES: Final = "queue support is not implemented."

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_port, to_seconds, to_world_size
+from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_port, to_world_size
 from ..blob import unpack
 from ..client import calls
 from ..client.dial import Deadline
@@ -262,9 +262,6 @@ class TCPStore(Store):
         if not self._libuv and not client.extended():
             raise NotImplementedError("queues not implemented on legacy TCPStore backend")
         return client
-
-    def _seconds(self, timeout: Timeout | None) -> float:
-        return self._timeout if timeout is None else to_seconds("timeout", timeout)
 
 
 def _use_libuv(given: bool | None) -> bool:
