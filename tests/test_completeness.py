@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.cases import own_cases
+from conformance.extension import extension_cases
 from conformance.script import Deed
 from conformance.vectors import libuv_vectors
 from properties.test_shapes import REPLIES, REQUESTS
@@ -58,7 +59,7 @@ def test_a_command_has_shapes_with_both_directions(command: Command) -> None:
 def _opcodes_in_vectors() -> frozenset[int]:
     """Opcodes of the frames that peers say in the recorded vectors and in our own cases."""
     found: set[int] = set()
-    for script in [*libuv_vectors(), *own_cases()]:
+    for script in [*libuv_vectors(), *own_cases(), *extension_cases()]:
         said: dict[str, bytes] = {}
         for step in script.steps:
             if step.deed is Deed.SAY:

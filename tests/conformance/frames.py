@@ -9,6 +9,8 @@ from support import blob, keys, u64
 WOKEN = b"\x00"
 """The reply to a WAIT or BARRIER that is over."""
 CANCELED = b"\x01"
+NO_VALUE = b"\xff" * 8
+"""The reply to a CANCEL_FETCH."""
 READY = b"\x00"
 NOT_READY = b"\x01"
 
@@ -84,6 +86,21 @@ LIST_KEYS = b"\x11"
 
 def barrier(key: bytes, world_size: int) -> bytes:
     return b"\x12" + blob(key) + i64(world_size)
+
+
+def fetch(key: bytes) -> bytes:
+    return b"\x40" + blob(key)
+
+
+CANCEL_FETCH = b"\x41"
+
+
+def wait_count(key: bytes, target: int) -> bytes:
+    return b"\x42" + blob(key) + i64(target)
+
+
+def introduce(*pairs: tuple[bytes, bytes]) -> bytes:
+    return b"\x43" + u64(len(pairs)) + b"".join(blob(name) + blob(text) for name, text in pairs)
 
 
 def popped(length: int, value: bytes) -> bytes:

@@ -22,6 +22,7 @@ from conformance.script import Answer, Deed, Script, in_order
 from support import LIMIT, RawPeer
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
+from tcpstore_async.session.extension import identity
 from tcpstore_async.session.server import Engine, ServerSession
 
 
@@ -99,6 +100,7 @@ class EngineTarget:
 
     def __init__(self, cut: Cut = whole, *, bulk: bool = False, limits: Limits | None = None) -> None:
         self.engine = Engine(limits or Limits())
+        self.engine.identify(identity("an engine", "none"))
         self.cut = cut
         self.bulk = bulk
         """Receive large values into their own buffer, as the running server does."""
@@ -140,7 +142,7 @@ class EngineTarget:
         for peer in self.sessions:
             self.close(peer)
         keyspace = self.engine.keyspace
-        assert (keyspace.waiters, keyspace.promises, self.engine.unfinished) == ({}, {}, 0)
+        assert (keyspace.waiters, keyspace.counters, keyspace.promises, self.engine.unfinished) == ({}, {}, {}, 0)
 
     def _receive(self, peer: str, piece: bytes) -> None:
         session = self.sessions[peer]

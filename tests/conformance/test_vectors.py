@@ -1,16 +1,19 @@
 """Every recorded vector and every case of our own, on the pure engine, on our server, and on PyTorch's as the control.
 
 The control hears PyTorch's answers where ours are mended: so each defect we mend has a test that PyTorch's server
-fails.
+fails. What the extension does is not said to PyTorch's server; the control of it shows why.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
 from conformance.cases import own_cases
+from conformance.extension import control_cases, extension_cases
+from conformance.frames import CANCEL_FETCH, NOT_READY, check, fetch, get, introduce, wait_count
 from conformance.mended import MENDED
 from conformance.script import Script
 from conformance.targets import (
@@ -25,12 +28,19 @@ from conformance.targets import (
     servers,
 )
 from conformance.vectors import LISTS, STATES, libuv_vectors
+from support import RawPeer, torch_server
+from tcpstore_async.session.extension import EXTENSION, build, read_identity
+from tcpstore_async.version import VERSION
+from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 VECTORS = libuv_vectors()
-SCRIPTS = VECTORS + own_cases()
+STOCK = VECTORS + own_cases() + control_cases()
+"""What PyTorch's server is told too."""
+SCRIPTS = STOCK + extension_cases()
 ENGINE_SCRIPTS = [script for script in SCRIPTS if not script.stops_server]
 
 every = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+every_stock = pytest.mark.parametrize("script", STOCK, ids=lambda script: script.name)
 every_on_the_engine = pytest.mark.parametrize("script", ENGINE_SCRIPTS, ids=lambda script: script.name)
 
 
@@ -79,15 +89,52 @@ def test_our_server(script: Script, our_servers: Servers) -> None:
     _play_to_a_new_server(script, our_servers, torch=False)
 
 
-@every
+@every_stock
 def test_torch_server(script: Script, torch_servers: Servers) -> None:
     _play_to_a_new_server(script, torch_servers, torch=True)
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.mended], ids=lambda script: script.name)
+@pytest.mark.parametrize("script", [script for script in STOCK if script.mended], ids=lambda script: script.name)
 def test_the_answers_of_pytorch_are_not_ours(script: Script) -> None:
     with pytest.raises(AssertionError, match="hears"):
         play(script, EngineTarget(), torch=True)
+
+
+def _ask_for_value(peer: RawPeer, frame: bytes) -> bytes:
+    return peer.read(int.from_bytes(peer.ask(frame, 8), "little"))
+
+
+def test_who_our_server_is(our_servers: Servers) -> None:
+    """And that each is another one."""
+    seen = set()
+    for _ in range(2):
+        port = our_servers.start()
+        with RawPeer(port) as peer:
+            raw = _ask_for_value(peer, get(SERVER_KEY))
+            identity = read_identity(raw)
+            assert identity is not None
+            assert json.loads(raw)["server"] == identity.server == "tcpstore_async"
+            assert (identity.version, identity.extension, identity.build) == (VERSION, EXTENSION, build())
+            assert _ask_for_value(peer, fetch(SERVER_KEY)) == raw
+            assert _ask_for_value(peer, get(JOINS_KEY)) == b""
+            seen.add(identity.instance)
+        our_servers.stop(port)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("backend", ["libuv", "legacy"])
+def test_pytorchs_servers_have_no_extension(backend: str) -> None:
+    """What a client that asks first relies on. (The legacy server closes for GET of a missing key.)"""
+    with torch_server(backend) as port:
+        with RawPeer(port) as peer:
+            peer.ping()
+            assert peer.ask(check(SERVER_KEY), 1) == NOT_READY
+            assert peer.ask(check(JOINS_KEY), 1) == NOT_READY
+        for frame in (fetch(b"/k"), CANCEL_FETCH, wait_count(b"/k", 0), introduce((b"rank", b"0"))):
+            with RawPeer(port) as peer:
+                peer.ping()
+                peer.send(frame[:1])
+                assert peer.closed()
 
 
 def test_tables_name_only_what_exists() -> None:

@@ -1,0 +1,413 @@
+"""Cases of the extension that `docs/wire.md` specifies. PyTorch's server has no part in it, and no answer here.
+
+`control_cases` are those that are played to it all the same: they show that it closes for our opcodes and lacks our
+reserved keys, and that a stock client finds the same on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from conformance.frames import (
+    CANCEL_FETCH,
+    CANCEL_WAIT,
+    CANCELED,
+    LIST_KEYS,
+    NO_VALUE,
+    NOT_READY,
+    NUM_KEYS,
+    READY,
+    WOKEN,
+    add,
+    append,
+    barrier,
+    check,
+    compare_set,
+    delete,
+    fetch,
+    get,
+    i64,
+    introduce,
+    multi_set,
+    ping,
+    pop,
+    popped,
+    push,
+    set_,
+    wait,
+    wait_count,
+)
+from conformance.script import CLOSED, SILENCE, Answer, Script, Writer
+from support import blob, keys, u64
+
+SERVER = b"tcpstore_async/server"
+JOINS = b"tcpstore_async/joins"
+
+_EXTENSION: list[Script] = []
+_CONTROL: list[Script] = []
+
+
+def extension_cases() -> list[Script]:
+    return _EXTENSION
+
+
+def control_cases() -> list[Script]:
+    return _CONTROL
+
+
+def case(name: str = "", scripts: list[Script] = _EXTENSION) -> Callable[[Writer], Writer]:
+    """The decorated function writes a case, named after it unless a name is given."""
+
+    def add_case(write: Writer) -> Writer:
+        script = Script(f"extension_{name or write.__name__}")
+        write(script)
+        assert scripts is _CONTROL or not script.mended, f"{script.name} gives PyTorch's answer"
+        scripts.append(script)
+        return write
+
+    return add_case
+
+
+def control(name: str = "") -> Callable[[Writer], Writer]:
+    return case(name, _CONTROL)
+
+
+# FETCH
+
+
+@case()
+def fetch_of_what_is_there(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(set_(b"k", b"v") + fetch(b"k"), blob(b"v"))
+    a.asks(add(b"n", 7) + fetch(b"n") + fetch(b"n"), i64(7) + blob(b"7") * 2)
+    a.asks(append(b"k", b"w") + fetch(b"k"), blob(b"vw"))
+    a.asks(push(b"q", b"item") + fetch(b"q") + pop(b"q"), blob(b"") + popped(1, b"item"))
+    large = bytes(range(256)) * 4096
+    a.asks(set_(b"", large) + fetch(b""), blob(large))
+
+
+def _fetched(name: str, write: bytes, reply: bytes, value: bytes) -> None:
+    @case(f"fetched[{name}]")
+    def _(s: Script) -> None:
+        a, b, c = s.peers("abc")
+        a.says(fetch(b"k"))
+        b.says(fetch(b"k"))
+        c.asks(write, reply)
+        a.hears(blob(value))
+        b.hears(blob(value))
+        c.asks(write, reply if name != "add" else i64(10))
+        a.asks(ping(b"pong"), b"pong")
+
+
+for _name, _write, _reply, _value in (
+    ("set", set_(b"k", b"v"), b"", b"v"),
+    ("add", add(b"k", 5), i64(5), b"5"),
+    ("append", append(b"k", b"v"), b"", b"v"),
+    ("compare_set", compare_set(b"k", b"", b"v"), blob(b"v"), b"v"),
+    ("multi_set", multi_set((b"j", b"1"), (b"k", b"2")), b"", b"2"),
+    ("barrier", barrier(b"k", 1), WOKEN, b"1"),
+    ("push", push(b"k", b"v"), b"", b""),
+    ("8 MiB", set_(b"k", bytes(8 << 20)), b"", bytes(8 << 20)),
+):
+    _fetched(_name, _write, _reply, _value)
+
+
+@case()
+def fetch_of_its_own_write_comes_before_the_reply(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(fetch(b"n") + add(b"n", 7) + ping(b"pong"), blob(b"7") + i64(7) + b"pong")
+
+
+@case()
+def fetch_between_others_replies(s: Script) -> None:
+    a, b = s.peers("ab")
+    a.asks(fetch(b"k") + ping(b"pong") + get(b"j"), b"pong" + blob(b""))
+    b.says(set_(b"k", b"v"))
+    a.hears(blob(b"v"))
+
+
+@case()
+def fetch_is_canceled(s: Script) -> None:
+    a, b = s.peers("ab")
+    a.asks(CANCEL_FETCH, NO_VALUE)
+    a.asks(fetch(b"k") + CANCEL_FETCH + ping(b"pong"), NO_VALUE + b"pong")
+    b.says(set_(b"k", b"v"))
+    a.hears(SILENCE)
+    a.asks(fetch(b"j"), SILENCE)
+    b.says(set_(b"j", b"w"))
+    a.asks(CANCEL_FETCH, blob(b"w") + NO_VALUE)
+    a.asks(fetch(b"i"), SILENCE)
+    a.asks(CANCEL_WAIT, CANCELED)
+    b.says(set_(b"i", b""))
+    a.hears(SILENCE)
+
+
+@case()
+def fetch_takes_no_item(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    a.says(fetch(b"q"))
+    b.says(wait(b"q"))
+    c.says(fetch(b"q"))
+    z.says(push(b"q", b"1"))
+    a.hears(blob(b""))
+    b.hears(WOKEN)
+    c.hears(SILENCE)
+    b.asks(pop(b"q"), popped(1, b"1"))
+    z.says(push(b"q", b"2"))
+    c.hears(blob(b""))
+    z.asks(pop(b"q"), popped(1, b"2"))
+
+
+@case()
+def fetch_by_a_woken_waiter_hands_on(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    a.says(wait(b"q"))
+    b.says(wait(b"q"))
+    z.says(push(b"q", b"1"))
+    a.hears(WOKEN)
+    a.asks(fetch(b"q"), blob(b""))
+    b.hears(WOKEN)
+
+
+@case()
+def fetch_that_leaves_disturbs_nobody(s: Script) -> None:
+    a, b, c = s.peers("abc")
+    a.says(fetch(b"k"))
+    b.says(fetch(b"k"))
+    c.says(wait_count(b"k", 1))
+    a.leaves()
+    c.half_closes()
+    c.hears(CLOSED)
+    s.peer("z").says(set_(b"k", b"v"))
+    b.hears(blob(b"v"))
+
+
+def _busy(name: str, first: bytes, second: bytes) -> None:
+    @case(f"second_wait_closes[{name}]")
+    def _(s: Script) -> None:
+        a, b = s.peers("ab")
+        a.asks(first, SILENCE)
+        a.asks(second, CLOSED)
+        b.says(set_(b"k", b"9"), set_(b"j", b"9"))
+        b.asks(ping(b"pong"), b"pong")
+
+
+for _name, _first in (("fetch", fetch(b"k")), ("wait_count", wait_count(b"k", 3)), ("wait", wait(b"k"))):
+    _busy(f"{_name}, fetch", _first, fetch(b"j"))
+    _busy(f"{_name}, wait_count", _first, wait_count(b"j", 0))
+
+
+@case()
+def stock_waits_take_the_place_of_ours(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    a.says(fetch(b"k"), wait(b"j"))
+    b.says(wait_count(b"n", 1), wait(b"j"))
+    z.says(set_(b"j", b"1"))
+    a.hears(WOKEN)
+    b.hears(WOKEN)
+    z.asks(set_(b"k", b"1") + add(b"n", 1), i64(1))
+    a.hears(SILENCE)
+    b.hears(SILENCE)
+
+
+@case()
+def what_is_left_over_ends_neither(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    for peer in (a, b):
+        peer.says(wait(b"k"), wait(b"j"))
+    z.says(set_(b"k", b"1"))
+    a.hears(WOKEN)
+    b.hears(WOKEN)
+    a.says(fetch(b"i"))
+    b.says(wait_count(b"n", 1))
+    z.says(set_(b"j", b"1"))
+    a.hears(SILENCE)
+    b.hears(SILENCE)
+    z.asks(set_(b"i", b"v") + add(b"n", 1) + add(b"n", 1), i64(1) + i64(2))
+    a.hears(blob(b"v"))
+    b.hears(WOKEN)
+
+
+# WAIT_COUNT
+
+
+@case()
+def count_of_what_is_reached(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(wait_count(b"n", 0) + wait_count(b"n", -(2**63)), WOKEN * 2)
+    a.asks(set_(b"n", b" +7x") + wait_count(b"n", 7), WOKEN)
+    a.asks(add(b"m", -5) + wait_count(b"m", -5), i64(-5) + WOKEN)
+
+
+@case()
+def count_is_reached(s: Script) -> None:
+    a, b, c, d, z = s.peers("abcdz")
+    for peer, target in ((a, 2), (b, 2), (c, 5), (d, 2**63 - 1)):
+        peer.says(wait_count(b"n", target))
+    z.asks(add(b"n", 1), i64(1))
+    a.hears(SILENCE)
+    z.asks(add(b"n", 1), i64(2))
+    a.hears(WOKEN)
+    b.hears(WOKEN)
+    c.hears(SILENCE)
+    z.says(set_(b"n", b"no number"), multi_set((b"n", b"9"), (b"n", b"1")))
+    c.hears(WOKEN)
+    z.says(set_(b"n", b"9223372036854775807"))
+    d.hears(WOKEN)
+
+
+@case()
+def count_of_its_own_write_comes_before_the_reply(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(wait_count(b"n", 7) + add(b"n", 9) + ping(b"pong"), WOKEN + i64(9) + b"pong")
+
+
+@case()
+def count_of_arrivals_at_a_barrier(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    a.says(wait_count(b"b", 1))
+    b.says(wait_count(b"b", 2))
+    z.says(wait(b"b"))
+    c.says(barrier(b"b", 3))
+    a.hears(WOKEN)
+    b.hears(SILENCE)
+    z.hears(SILENCE)
+    a.says(barrier(b"b", 3))
+    b.hears(WOKEN)
+    b.asks(barrier(b"b", 3), WOKEN)
+    for peer in (a, c, z):
+        peer.hears(WOKEN)
+
+
+@case()
+def count_is_canceled(s: Script) -> None:
+    a, z = s.peers("az")
+    a.asks(wait_count(b"n", 1) + CANCEL_WAIT, CANCELED)
+    z.asks(add(b"n", 1), i64(1))
+    a.asks(wait_count(b"n", 2), SILENCE)
+    z.asks(add(b"n", 1), i64(2))
+    a.asks(CANCEL_WAIT, WOKEN + CANCELED)
+    z.asks(add(b"n", 9), i64(11))
+    a.hears(SILENCE)
+
+
+@case()
+def count_of_a_deleted_key(s: Script) -> None:
+    a, z = s.peers("az")
+    z.asks(add(b"n", -9), i64(-9))
+    a.says(wait_count(b"n", -4))
+    z.asks(delete(b"n"), i64(1))
+    a.hears(SILENCE)
+    z.asks(add(b"n", -1), i64(-1))
+    a.hears(WOKEN)
+
+
+@case()
+def count_of_no_number_closes(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    b.says(wait_count(b"n", 2))
+    z.says(set_(b"n", b"x"))
+    a.asks(wait_count(b"n", 2), CLOSED)
+    b.hears(SILENCE)
+    z.says(set_(b"n", b"2"))
+    b.hears(WOKEN)
+
+
+@case()
+def count_is_passed_over_by_a_queue(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    a.says(wait_count(b"q", 1))
+    z.says(push(b"q", b"1"))
+    a.hears(SILENCE)
+    z.asks(pop(b"q"), popped(1, b"1"))
+    b.says(wait(b"q"))
+    z.says(push(b"q", b"2"))
+    a.hears(SILENCE)
+    b.hears(WOKEN)
+
+
+# INTRODUCE and the reserved keys
+
+
+@case()
+def introduce_says_nothing_and_stores_nothing(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(introduce((b"rank", b"3"), (b"host", b"a\r\nb\xff")) + NUM_KEYS + LIST_KEYS, i64(0) + keys())
+    a.asks(introduce() + introduce((b"rank", b"3"), (b"rank", b"4")) + ping(b"pong"), b"pong")
+
+
+@case()
+def introduce_at_length(s: Script) -> None:
+    a, b = s.peers("ab")
+    a.asks(introduce((b"host", bytes(2048 - 4 - 8))) + ping(b"pong"), b"pong")
+    b.asks(introduce((b"host", bytes(2048 - 4 - 8 + 1))), CLOSED)
+
+
+@case()
+def reserved_keys_are_not_to_be_written(s: Script) -> None:
+    for name, frame in (
+        ("set", set_(SERVER, b"v")),
+        ("append", append(SERVER, b"v")),
+        ("add", add(SERVER, 1)),
+        ("compare_set", compare_set(SERVER, b"", b"v")),
+        ("multi_set", multi_set((b"k", b"v"), (SERVER, b"v"))),
+        ("barrier", barrier(SERVER, 1)),
+    ):
+        s.peer(name).asks(ping(b"pong") + frame, Answer(b"pong", closed=True))
+    s.peer("z").asks(NUM_KEYS + LIST_KEYS + check(SERVER), i64(0) + keys() + READY)
+
+
+def _length(name: str, before: bytes, most: int) -> None:
+    @case(f"length[{name}]")
+    def _(s: Script) -> None:
+        a, b, c = s.peers("abc")
+        a.asks(before + u64(most), SILENCE)
+        b.asks(before + u64(most + 1), CLOSED)
+        c.asks(before + u64(2**64 - 1), CLOSED)
+
+
+for _name, _before, _most in (
+    ("fetch", b"\x40", 8192),
+    ("wait_count", b"\x42", 8192),
+    ("introduce", b"\x43", 131072),
+    ("name", b"\x43" + u64(1), 8192),
+    ("text", b"\x43" + u64(1) + blob(b"rank"), 8 << 20),
+):
+    _length(_name, _before, _most)
+
+
+# What PyTorch's server says to it, and what a stock client sees
+
+
+@control()
+def opcodes_close_on_pytorchs(s: Script) -> None:
+    s.peer("a").asks(set_(b"k", b"v") + fetch(b"k"), blob(b"v"), CLOSED)
+    s.peer("b").asks(CANCEL_FETCH, NO_VALUE, CLOSED)
+    s.peer("c").asks(wait_count(b"n", 0), WOKEN, CLOSED)
+    s.peer("d").asks(introduce((b"rank", b"0")), SILENCE, CLOSED)
+
+
+@control()
+def server_key_is_not_there_on_pytorchs(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(check(SERVER), READY, NOT_READY)
+    a.asks(wait(SERVER), WOKEN, SILENCE)
+
+
+@control()
+def joins_key_is_there_on_neither(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(check(JOINS) + get(JOINS) + wait(JOINS), NOT_READY + blob(b""))
+    a.asks(CANCEL_WAIT, CANCELED)
+
+
+@control()
+def stock_client_sees_no_difference(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(NUM_KEYS + LIST_KEYS, i64(0) + keys())
+    a.asks(check(b"/" + SERVER) + check(b"/" + JOINS), NOT_READY * 2)
+    a.asks(get(b"/" + SERVER) + delete(b"/" + SERVER), blob(b"") + i64(0))
+    a.says(set_(b"/" + SERVER, b"mine"))
+    a.asks(get(b"/" + SERVER) + NUM_KEYS + LIST_KEYS, blob(b"mine") + i64(1) + keys(b"/" + SERVER))
+    a.asks(delete(SERVER) + delete(JOINS) + check(b"/" + SERVER), i64(0) * 2 + READY)
+    a.asks(delete(b"/" + SERVER) + NUM_KEYS + LIST_KEYS, i64(1) + i64(0) + keys())
