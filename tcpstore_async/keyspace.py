@@ -156,7 +156,7 @@ class Keyspace:
             self.size = grown
             self.values[key] = value
         else:
-            self._put(key, value, len(value))
+            self._put(key, old, value, len(value))
         if key in self.waiters:
             self._wake_all(key)
 
@@ -175,7 +175,7 @@ class Keyspace:
         """The blob of a key as it goes into a reply; one that was appended to is kept so."""
         flat = framed(blob)
         if isinstance(blob, Growing):
-            self._put(key, flat, len(flat))
+            self._put(key, blob, flat, len(flat))
         return flat
 
     def add(self, key: bytes, amount: int) -> int:
@@ -183,13 +183,13 @@ class Keyspace:
         old = self.values.get(key)
         if old is None:
             total = amount
-            self._put(key, total, COUNTER_SIZE)
+            self._put(key, None, total, COUNTER_SIZE)
         elif isinstance(old, int):
             total = wrap(old + amount)
             self.values[key] = total
         else:
             total = wrap(number(old) + amount)
-            self._put(key, total, COUNTER_SIZE)
+            self._put(key, old, total, COUNTER_SIZE)
         if key in self.waiters:
             self._wake_all(key)
         return total
@@ -212,7 +212,7 @@ class Keyspace:
     def append(self, key: bytes, value: Framed) -> None:
         old = self.values.get(key)
         if old is None:
-            self._put(key, value, len(value))
+            self._put(key, None, value, len(value))
         else:
             piece = unpack(value)
             if isinstance(old, Growing):
@@ -267,10 +267,10 @@ class Keyspace:
         """Set every pair in order, or none if the store would grow too large."""
         growth = 0
         for key, value in dict(items).items():
-            growth += self._growth(key, len(value))
+            growth += self._growth(key, self.values.get(key), len(value))
         self._grow(growth)
         for key, value in items:
-            self.size += self._growth(key, len(value))
+            self.size += self._growth(key, self.values.get(key), len(value))
             self.values[key] = value
             if key in self.waiters:
                 self._wake_all(key)
@@ -378,8 +378,8 @@ class Keyspace:
         old = self.values.get(key)
         count = 1 if old is None else wrap(number(old) + 1)
         if count < world_size:
-            self._grow(self._growth(key, COUNTER_SIZE) + self._parking(key))
-        self._put(key, count, COUNTER_SIZE)
+            self._grow(self._growth(key, old, COUNTER_SIZE) + self._parking(key))
+        self._put(key, old, count, COUNTER_SIZE)
         if count < world_size:
             counter = self.counters.get(key)
             if counter is not None:
@@ -452,9 +452,11 @@ class Keyspace:
 
     # Size
 
-    def _growth(self, key: bytes, length: int) -> int:
-        """By how much a value of `length` bytes under `key` enlarges the store. Raises ProtocolError if it may not."""
-        old = self.values.get(key)
+    def _growth(self, key: bytes, old: Blob | None, length: int) -> int:
+        """By how much a value of `length` bytes in place of `old` enlarges the store.
+
+        Raises ProtocolError for a key that is not to be written.
+        """
         if old is None:
             if key in self.reserved:
                 raise ProtocolError(f"{key.decode()} is not to be written")
@@ -465,8 +467,8 @@ class Keyspace:
         if growth > 0 and self.size + growth > self.max_size:
             raise LimitError("store_bytes", self.size + growth, self.max_size)
 
-    def _put(self, key: bytes, blob: Blob, length: int) -> None:
-        growth = self._growth(key, length)
+    def _put(self, key: bytes, old: Blob | None, blob: Blob, length: int) -> None:
+        growth = self._growth(key, old, length)
         self._grow(growth)
         self.size += growth
         self.values[key] = blob
