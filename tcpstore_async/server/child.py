@@ -98,7 +98,9 @@ class ServerProcess:
         self._say(f"complete {time.monotonic()}")
 
     def alive(self) -> bool:
-        """Whether it runs still: it was not stopped, and has not crashed."""
+        """Whether it runs still: it was not stopped, and has not crashed. False in a forked child."""
+        if self._owner != os.getpid():
+            return False
         with self._lock:
             return not self._stopped and self._process.poll() is None
 

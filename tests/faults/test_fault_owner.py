@@ -1,19 +1,25 @@
 """The server of a master lives as long as its owner wants, whatever becomes of the owner and however it was started."""
 
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from faults.owners import HOST, PLACES, RELEASE, ROOT, STREAMS, WAIT, Owner, owner, port_is_free, seen
+from faults.owners import HOST, PLACES, RELEASE, STREAMS, WAIT, Owner, owner, port_is_free, seen
 from faults.watching import until
 from support import LIMIT, RawPeer
 from tcpstore_async.daemon import build
+from tcpstore_async.server.base import listen
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -28,7 +34,7 @@ ENDINGS = {
     "returns": "",
     "raises SystemExit": "sys.exit(0)",
     "leaves by os._exit": "os._exit(0)",
-    "aborts": "os.abort()",
+    "gets SIGABRT": "os.kill(os.getpid(), 6)",
     "gets SIGTERM": "import signal\nos.kill(os.getpid(), signal.SIGTERM)\n",
     "leaves a forked worker": WORKER + "os._exit(0)",
     "returns and leaves a forked worker": WORKER,
@@ -43,7 +49,8 @@ os._exit(0)
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_server_ends_with_its_owner(ending: str) -> None:
-    with owner(ENDINGS[ending]) as program:
+    with owner(WAIT + ENDINGS[ending]) as program:
+        program.go_on()
         program.process.wait(LIMIT)
         assert program.server.ended()
         assert port_is_free(program.port)
@@ -346,7 +353,118 @@ def test_a_forked_child_cannot_end_its_parents_server_and_may_have_one() -> None
             assert program.process.wait(LIMIT) == 0
 
 
-# Started by hand
+# By the command line, which is the same server
+
+
+@contextmanager
+def serve(
+    listener: socket.socket, *, owner_pid: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """`tcpstore serve` as an owner starts it, and the owner's end of the control socket."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(LIMIT)
+    fds = (listener.fileno(), theirs.fileno())
+    command = [sys.executable, "-m", "tcpstore_async", "serve", "--grace", "60", "--listen-fd", str(fds[0])]
+    with ours, tempfile.TemporaryFile() as output:
+        with theirs, listener:
+            process = subprocess.Popen(
+                [*command, "--owner-pid", str(owner_pid or os.getpid()), "--control-fd", str(fds[1])],
+                cwd=tempfile.gettempdir(),
+                pass_fds=fds,
+                stdout=output,
+                stderr=output,
+            )
+        try:
+            yield process, ours
+        finally:
+            process.kill()
+            process.wait(LIMIT)
+
+
+def heard(control: socket.socket) -> dict[str, object]:
+    """The next line that the server says."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = control.recv(1)
+        assert part, f"it ended after saying {line!r}"
+        line += part
+    event: dict[str, object] = json.loads(line)
+    return event
+
+
+def test_what_is_said_over_the_control_socket() -> None:
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    with serve(listener) as (process, control):
+        assert heard(control) == {"event": "ready", "port": port, "pid": process.pid, "backend": "uv"}
+        with RawPeer(port) as peer:
+            peer.ping()
+            process.terminate()
+            process.send_signal(signal.SIGINT)
+            control.sendall(b"joins 2\njoi")
+            control.sendall(b"ns 1\nwhat is that\ncomplete 0.0\n")
+            peer.ping()
+            with RawPeer(port) as other:
+                other.ping()
+                control.sendall(b"stop\n")
+                assert heard(control) == {"event": "stopped"}, "all came after the time that was said"
+                assert peer.closed()
+                assert other.closed()
+        assert process.wait(LIMIT) == 0
+
+
+def test_connections_that_are_left_are_counted() -> None:
+    listener = listen("127.0.0.1", 0)
+    with serve(listener) as (process, control):
+        with RawPeer(int(str(heard(control)["port"]))) as peer:
+            peer.ping()
+            control.sendall(b"stop\n")
+            assert heard(control) == {"event": "stopped", "left": 1}
+            peer.ping()
+        assert process.wait(LIMIT) == 0
+
+
+def test_an_owner_that_was_gone_before_it_was_watched() -> None:
+    """Its pid is another's by now, and somebody holds its end of the control socket."""
+    with serve(listen("127.0.0.1", 0), owner_pid=1) as (process, control):
+        assert heard(control)["event"] == "ready"
+        assert process.wait(LIMIT) == 0
+        assert control.recv(1) == b""
+
+
+def test_what_it_cannot_listen_on_is_reported() -> None:
+    with serve(socket.socket(type=socket.SOCK_DGRAM)) as (process, control):
+        said = heard(control)
+        assert said["event"] == "failed"
+        assert "it is not a TCP socket" in str(said["error"])
+        assert process.wait(LIMIT) == 1
+
+
+def test_a_server_outlives_the_thread_that_started_it() -> None:
+    """The owner is a process: death signals of the kernel's would fire when the thread ends."""
+    in_a_thread = """
+import threading
+from tcpstore_async.server import hosting
+
+def host(port, host=hosting.host):
+    def run():
+        hosts.append(host(port))
+
+    hosts = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return hosts[0]
+
+hosting.host = host
+"""
+    with owner(WAIT, before=in_a_thread) as program:
+        assert program.server.running(0.1)
+        with RawPeer(program.port) as peer:
+            peer.ping()
+        program.go_on()
+        assert program.process.wait(LIMIT) == 0
+        assert program.server.ended()
 
 
 @pytest.mark.parametrize(
@@ -373,7 +491,3 @@ def test_options_that_do_not_go_together(options: list[str], tmp_path: Path) -> 
     assert done.returncode == 2
     assert "Error" in done.stderr
     assert not done.stdout
-
-
-def test_root_is_where_the_package_is() -> None:
-    assert Path(ROOT, "tcpstore_async").is_dir()
