@@ -156,54 +156,56 @@ def start(
     _reap()
     if not sys.executable or getattr(sys, "frozen", False):
         raise StartError("there is no Python interpreter to run it")
+    try:
+        server = _launch(listener, backend, grace, timeout)
+    except TimeoutError:
+        raise StartError(f"it was not ready within {timeout:g} s") from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise StartError(str(error)) from None
+    listener.close()
+    return server
+
+
+def _launch(listener: socket.socket, backend: str, grace: float, timeout: float) -> ServerProcess:
+    """Start the program and wait for it. Raises StartError, OSError and SubprocessError, and leaves nothing then."""
     control, theirs = _socket_pair()
     try:
         with theirs:
             process = _spawn(listener, theirs, backend, grace)
-        ready = _await_ready(process, control, timeout)
+        control.settimeout(timeout)
+        return ServerProcess(process, control, _await_ready(process, control))
     except BaseException:
         control.close()
-        raise
-    listener.close()
-    return ServerProcess(process, control, ready)
-
-
-def _await_ready(process: _Process, control: socket.socket, timeout: float) -> Event:
-    """What a server says when it serves. One that does not come to that is killed."""
-    try:
-        control.settimeout(timeout)
-        said = _hear(Lines(control))
-        if said.event == "ready":
-            return said
-        raise StartError(said.error)
-    except BaseException as error:
-        process.kill()
-        process.wait()
-        if isinstance(error, TimeoutError):
-            raise StartError(f"it was not ready within {timeout:g} s") from None
-        if isinstance(error, OSError):
-            raise StartError(str(error)) from None
         raise
 
 
 def _spawn(listener: socket.socket, control: socket.socket, backend: str, grace: float) -> _Process:
-    """Start the program. Raises StartError."""
     flags = ["-B"] if sys.dont_write_bytecode else []
     with keep_private(_high(listener.dup())) as ours:
         options = [str(ours.fileno()), str(os.getpid()), str(control.fileno()), backend, str(grace)]
-        try:
-            return _Process(
-                [sys.executable, "-S", *flags, "-c", _PROGRAM, *options, *_path()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env={name: value for name, value in os.environ.items() if name[:6] != "PYTHON" or name in _KEPT},
-                pass_fds=(ours.fileno(), control.fileno()),
-                start_new_session=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise StartError(str(error)) from None
+        return _Process(
+            [sys.executable, "-S", *flags, "-c", _PROGRAM, *options, *_path()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={name: value for name, value in os.environ.items() if name[:6] != "PYTHON" or name in _KEPT},
+            pass_fds=(ours.fileno(), control.fileno()),
+            start_new_session=True,
+        )
+
+
+def _await_ready(process: _Process, control: socket.socket) -> Event:
+    """What a server says when it serves. One that does not come to that is killed."""
+    try:
+        said = _hear(Lines(control))
+        if said.event != "ready":
+            raise StartError(said.error)
+        return said
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
 
 
 def _path() -> list[str]:

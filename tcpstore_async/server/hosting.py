@@ -88,7 +88,7 @@ class Hosted:
         self._release = weakref.finalize(self, tenancy.release)
 
     def announce(self, joins: int) -> None:
-        """So many more ranks are to join, this one included."""
+        """So many more ranks are expected to join."""
         self._tenancy.server.announce(joins)
 
     def complete(self) -> None:
