@@ -18,6 +18,17 @@ class StoreTimeoutError(DistStoreError):
     """A store operation was not done within its timeout. PyTorch raises a plain DistStoreError for it."""
 
 
+class MissingRanksError(StoreTimeoutError):
+    """Not all ranks came in time. PyTorch raises a plain RuntimeError for it.
+
+    `ranks` are those that are known to be missing.
+    """
+
+    def __init__(self, text: str, ranks: list[int]) -> None:
+        super().__init__(text)
+        self.ranks = ranks
+
+
 class DistNetworkError(DistError):
     """A connection could not be made or was lost, as `torch.distributed.DistNetworkError`."""
 

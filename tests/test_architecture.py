@@ -21,8 +21,8 @@ FLOORS = {
     "wire": 0, "keyspace": 0,
     "session": 1,
     "server": 2, "client": 2,
-    "stores": 3, "collectives": 3, "ops": 3,
-    "daemon": 4, "rendezvous": 4, "torch": 4,
+    "stores": 3, "ops": 3,
+    "daemon": 4, "rendezvous": 4, "collectives": 4, "torch": 4,
     "cli": 5,
     "__init__": 6, "__main__": 6,
 }  # fmt: skip

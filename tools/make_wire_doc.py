@@ -88,7 +88,7 @@ answers otherwise, [quirks.md](quirks.md) says so.
 
 One TCP connection for each client. A request is one byte, the opcode, and fields; a reply is fields alone. There is no
 frame length, no request id and no version. Requests are executed in the order in which they arrive and answered in that
-order, but for the reply to a WAIT or BARRIER, which may come later, between the replies to others. However requests
+order, but for the replies "now or later", which may come later, between the replies to others. However requests
 are cut into packets, the answers are the same.
 
 | field | bytes |

@@ -36,7 +36,7 @@ def read_identity(raw: bytes) -> Identity | None:
     """Who answered; None if it is not one of ours, or too old to have the commands that are used here."""
     try:
         found = msgspec.json.decode(raw, type=Identity)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found if found.extension >= EXTENSION else None
 

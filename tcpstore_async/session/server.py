@@ -273,6 +273,15 @@ class ServerSession(Waiter):
         self.engine.dirty.append(self)
 
 
+def newcomers(sessions: list[ServerSession], complete: float) -> list[ServerSession]:
+    """Those that came after the world was complete: they belong to a next round.
+
+    A peer that was there before, by host and process, keeps its later connections too.
+    """
+    early = {(one.host, one.pid) for one in sessions if one.came <= complete and one.pid != NO_PID}
+    return [one for one in sessions if one.came > complete and (one.host, one.pid) not in early]
+
+
 def _readable(raw: bytes) -> str:
     """Text that cannot break a line of the log."""
     text = raw.decode(errors="replace")

@@ -1,0 +1,60 @@
+"""Our ranks and PyTorch's in one barrier, one gather, one sum: the keys are the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from support import LIMIT, tcpstore_server, torch_server
+from tcpstore_async import TCPStore
+from tcpstore_async.collectives import StoreCollectives, barrier, store_based_barrier, synchronize
+
+THEIRS = """
+import datetime, sys, torch, torch.distributed as dist
+from torch.distributed.elastic.utils import store as elastic
+from torch._C._distributed_c10d import _StoreCollectives
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, datetime.timedelta(seconds=60))
+dist.distributed_c10d._store_based_barrier(0, store, "g", 2, datetime.timedelta(seconds=60))
+elastic.barrier(store, 2, "elastic", 60)
+assert elastic.synchronize(store, b"theirs", 0, 2, "sync", 60) == [b"theirs", b"ours"]
+world = _StoreCollectives(store, 0, 2)
+world.barrier("b")
+world.broadcast_send("cast", "news")
+assert world.gather_recv("gather", "theirs") == [b"theirs", b"ours"]
+assert world.scatter_send("scatter", ["a", "b"]) == b"a"
+assert world.all_gather("all", "theirs") == [b"theirs", b"ours"]
+assert world.all_sum("sum", 3) == 7
+print("done")
+"""
+
+
+@pytest.mark.parametrize("server", ["ours", "libuv"])
+def test_one_world(server: str) -> None:
+    with tcpstore_server() as ours, torch_server() as theirs:
+        port = ours.port if server == "ours" else theirs
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", THEIRS, str(port)],
+            cwd=tempfile.gettempdir(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+                store_based_barrier(1, store, "g", 2, LIMIT)
+                barrier(store, 2, "elastic", LIMIT)
+                assert synchronize(store, "ours", 1, 2, "sync", LIMIT) == [b"theirs", b"ours"]
+                world = StoreCollectives(store, 1, 2)
+                world.barrier("b", LIMIT)
+                assert world.broadcast_recv("cast", LIMIT) == b"news"
+                world.gather_send("gather", "ours")
+                assert world.scatter_recv("scatter", LIMIT) == b"b"
+                assert world.all_gather("all", "ours", LIMIT) == [b"theirs", b"ours"]
+                assert world.all_sum("sum", 4, LIMIT) == 7
+                output, _ = process.communicate(timeout=LIMIT)
+            assert output == b"done\n"
+        finally:
+            process.kill()
+            process.communicate()
