@@ -5,6 +5,8 @@ from .daemon import serve
 from .errors import DistError, DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from .limits import Limits
 from .stores.base import Store
+from .stores.hash import HashStore
+from .stores.prefix import PrefixStore
 from .stores.tcp import TCPStore
 from .version import VERSION as __version__
 
@@ -13,7 +15,9 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "HashStore",
     "Limits",
+    "PrefixStore",
     "QueueEmptyError",
     "Store",
     "StoreTimeoutError",

@@ -128,8 +128,9 @@ class Store:
         `key`, unless the store has something better.
         """
         name = to_bytes("key", key)
+        size = to_int64("world_size", world_size)
         last = name + b"/last_member"
-        if self.add(name + b"/num_members", 1) == to_int64("world_size", world_size):
+        if self.add(name + b"/num_members", 1) >= size:
             self.set(last, b"1")
         self.wait([last], self.timeout if timeout is None else timeout)
 

@@ -1,0 +1,205 @@
+"""HashStore: the store whose keys this process keeps, for its threads.
+
+Knows: how threads sleep until a keyspace wakes them, locks, fork. Must not know: what a command means, which is the
+keyspace's; files, connections.
+Invariants: one lock guards every keyspace here, and is held by nobody who sleeps. Whoever stops waiting, for whatever
+reason, hands on what it was promised. A forked child has a copy of its own, on which none of its parent's threads wait.
+"""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from weakref import WeakSet
+
+from ..arguments import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
+from ..blob import Framed, pack, unpack
+from ..client.dial import Deadline
+from ..errors import ProtocolError, QueueEmptyError, StoreTimeoutError
+from ..keyspace import Bell, Keyspace
+from ..limits import Limits
+from .base import Store
+
+UNLIMITED: Final = Limits(store_bytes=2**62, unread_hard_bytes=2**62)
+"""What a keyspace grants that nobody else can fill: everything."""
+
+
+class Alarm:
+    """Wakes the thread that sleeps on it when its waiter fires.
+
+    Not an Event: a signal handler could set that while its own thread holds the lock inside.
+    """
+
+    def __init__(self) -> None:
+        self._rung = threading.Lock()
+        self._rung.acquire()
+        self.waiter = Bell(self._rung.release)
+
+    def sleep(self, seconds: float | None) -> bool:
+        """Until the waiter fires, which is True, or the time is over; None means for ever."""
+        return self._rung.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+
+
+def wait_timeout(names: list[bytes], seconds: float) -> StoreTimeoutError:
+    """What is raised when keys, as users know them, have not appeared in time."""
+    listed = ", ".join(name.decode(errors="replace") for name in names)
+    return StoreTimeoutError(f"wait timeout after {in_milliseconds(seconds)}ms, keys: {listed}")
+
+
+def no_number(name: bytes) -> ValueError:
+    """What is raised for an `add` to a key, as users know it, whose value is not a number."""
+    return ValueError(f"the value of key {name.decode(errors='replace')!r} is not a 64-bit number: nothing was added")
+
+
+class HashStore(Store):
+    """A store in the memory of this process, shared by its threads. A drop-in for `torch.distributed.HashStore`.
+
+    `add` raises ValueError if the value is no number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keyspace = Keyspace(UNLIMITED)
+        _STORES.add(self)
+
+    def clone(self) -> "HashStore":
+        """This store itself, as in PyTorch."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle 'HashStore' object: its keys are in the memory of this process")
+
+    # Values
+
+    def set(self, key: Text, value: Text) -> None:
+        name, blob = to_bytes("key", key), pack(to_bytes("value", value))
+        with _LOCK:
+            self._keyspace.set(name, blob)
+
+    def get(self, key: Text) -> bytes:
+        return self._get([to_bytes("key", key)])[0]
+
+    def add(self, key: Text, amount: int) -> int:
+        name, number = to_bytes("key", key), to_int64("amount", amount)
+        try:
+            with _LOCK:
+                return self._keyspace.add(name, number)
+        except ProtocolError:
+            raise no_number(name) from None
+
+    def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        name = to_bytes("key", key)
+        old, new = pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired))
+        with _LOCK:
+            return unpack(self._keyspace.compare_set(name, old, new))
+
+    def append(self, key: Text, value: Text) -> None:
+        name, blob = to_bytes("key", key), pack(to_bytes("value", value))
+        with _LOCK:
+            self._keyspace.append(name, blob)
+
+    def check(self, keys: Iterable[Text]) -> bool:
+        names = to_bytes_list("keys", keys)
+        with _LOCK:
+            return self._keyspace.check(names)
+
+    def delete_key(self, key: Text) -> bool:
+        name = to_bytes("key", key)
+        with _LOCK:
+            return self._keyspace.delete_key(name) == 1
+
+    def num_keys(self) -> int:
+        with _LOCK:
+            return self._keyspace.num_keys()
+
+    def list_keys(self) -> list[str]:
+        with _LOCK:
+            names = self._keyspace.list_keys()
+        return [name.decode() for name in names]
+
+    def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
+        return self._get(to_bytes_list("keys", keys))
+
+    def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
+        pairs = to_pairs(to_bytes_list("keys", keys), to_bytes_list("values", values))
+        items: list[tuple[bytes, Framed]] = [(name, pack(value)) for name, value in pairs]
+        with _LOCK:
+            self._keyspace.multi_set(items)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    # Queues
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        name, blob = to_bytes("key", key), pack(to_bytes("value", value))
+        with _LOCK:
+            self._keyspace.queue_push(name, blob)
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        name = to_bytes("key", key)
+        deadline = Deadline(self._timeout)
+        while True:
+            with self._appeared([name], deadline) if block else _LOCK:
+                _, item = self._keyspace.queue_pop(name)
+                if item is not None:
+                    return unpack(item)
+                if not block or self._keyspace.check([name]):
+                    raise QueueEmptyError("queue is empty")
+
+    def queue_len(self, key: Text) -> int:
+        name = to_bytes("key", key)
+        with _LOCK:
+            return self._keyspace.queue_len(name)
+
+    # Waiting
+
+    def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
+        names = to_bytes_list("keys", keys)
+        with self._appeared(names, Deadline(self._seconds(timeout))):
+            pass
+
+    def _get(self, names: list[bytes]) -> list[bytes]:
+        """The values, as soon as all are there at once."""
+        deadline = Deadline(self._timeout)
+        while True:
+            with self._appeared(names, deadline):
+                if self._keyspace.check(names):
+                    return [unpack(blob) for blob in self._keyspace.multi_get(names)]
+
+    @contextmanager
+    def _appeared(self, names: list[bytes], deadline: Deadline) -> Iterator[None]:
+        """The lock, as soon as all keys have appeared; they may be gone again. Raises StoreTimeoutError."""
+        alarm = Alarm()
+        with _LOCK:
+            if self._keyspace.wait(alarm.waiter, names):
+                yield
+                return
+        try:
+            if not alarm.sleep(deadline.left()):
+                raise wait_timeout(names, deadline.timeout)
+            with _LOCK:
+                yield
+        finally:
+            with _LOCK:
+                self._keyspace.leave(alarm.waiter)
+
+
+_LOCK: Final = threading.RLock()
+"""One for all stores, so that fork can take it; it may be taken again, by a signal handler."""
+
+_STORES: Final["WeakSet[HashStore]"] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """Only the thread that forked is there: nobody else waits any more."""
+    for store in _STORES:
+        keyspace = store._keyspace
+        keyspace.waiters.clear()
+        keyspace.counters.clear()
+        keyspace.promises.clear()
+    _LOCK.release()
+
+
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_after_fork_in_child)
