@@ -13,35 +13,37 @@ from contextlib import asynccontextmanager, closing
 from typing import Final
 
 from .limits import Limits
+from .server.backends import DEFAULT_BACKEND, Server, server_of
 from .server.base import adopt, listen, prepare, raise_file_limit
 from .server.control import Event
 from .server.loop import run_loop as run_loop
 from .server.loop import spare_the_collector as spare_the_collector
 from .server.owned import Owner, ignore_signals
-from .server.uv import UvServer
-from .session import server as _session
+from .session.extension import build as build
 
 DEFAULT_GRACE: Final = 10.0
 """Seconds that connections get to end after SIGTERM."""
 
 
-def build() -> str:
-    """How the hot path of this installation runs: `compiled` or `interpreted`."""
-    return "interpreted" if (_session.__file__ or "").endswith(".py") else "compiled"
-
-
 @asynccontextmanager
 async def serve(
-    host: str = "127.0.0.1", port: int = 0, *, listener: socket.socket | None = None, limits: Limits | None = None
-) -> AsyncIterator[UvServer]:
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    listener: socket.socket | None = None,
+    limits: Limits | None = None,
+    backend: str = DEFAULT_BACKEND,
+) -> AsyncIterator[Server]:
     """A server on the running loop, for as long as the context lasts; `.port` tells where.
 
     It listens on exactly `host`; port 0 lets the kernel choose. A TCP socket that is bound, or listens already, may be
-    given as `listener` instead; it is closed at the end. Raises DistNetworkError if the address cannot be had.
+    given as `listener` instead; it is closed at the end. `backend` is `uv` or `threaded`. Raises DistNetworkError if
+    the address cannot be had.
     """
+    make = server_of(backend)
     with listener if listener is not None else listen(host, port) as listening:
         prepare(listening)
-        server = UvServer(listening, limits or Limits())
+        server = make(listening, limits or Limits())
         try:
             server.start()
             yield server
@@ -50,7 +52,14 @@ async def serve(
 
 
 async def run(
-    host: str, port: int, fd: int | None, limits: Limits, grace: float, ready: Callable[[UvServer], None]
+    host: str,
+    port: int,
+    fd: int | None,
+    *,
+    backend: str,
+    limits: Limits,
+    grace: float,
+    ready: Callable[[Server], None],
 ) -> None:
     """Serve until SIGTERM, which drains, or SIGINT, which does not. For a process that is the server.
 
@@ -62,7 +71,7 @@ async def run(
     asked: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, number)
-    async with serve(listener=listener, limits=limits) as server:
+    async with serve(listener=listener, limits=limits, backend=backend) as server:
         spare_the_collector()
         ready(server)
         if await asked.get() is signal.SIGTERM:
@@ -78,7 +87,7 @@ def run_owned(
     owner_pid: int,
     control_fd: int,
     *,
-    backend: str = "uv",
+    backend: str = DEFAULT_BACKEND,
     limits: Limits | None = None,
     grace: float = DEFAULT_GRACE,
 ) -> None:
@@ -96,7 +105,7 @@ async def _serve_owner(
     with closing(Owner(owner_pid, control_fd)) as owner:
         try:
             raise_file_limit()
-            async with serve(listener=adopt(listen_fd), limits=limits) as server:
+            async with serve(listener=adopt(listen_fd), limits=limits, backend=backend) as server:
                 spare_the_collector()
                 owner.tell(Event("ready", port=server.port, pid=os.getpid(), backend=backend))
                 await owner.follow(server, grace)

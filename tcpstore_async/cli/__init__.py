@@ -14,8 +14,8 @@ import msgspec
 from ..daemon import DEFAULT_GRACE, build, run, run_loop, run_owned
 from ..errors import DistError
 from ..limits import Limits
+from ..server.backends import DEFAULT_BACKEND, Server
 from ..server.base import BACKENDS
-from ..server.uv import UvServer
 from .client import add_client_commands
 from .streams import log_without_blocking, open_standard_streams
 
@@ -50,7 +50,13 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
 @click.option(
     "--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 lets the kernel choose."
 )
-@click.option("--backend", default="uv", show_default=True, type=click.Choice(BACKENDS), help="Kind of server.")
+@click.option(
+    "--backend",
+    default=DEFAULT_BACKEND,
+    show_default=True,
+    type=click.Choice(BACKENDS),
+    help="uv is driven by events; threaded, the legacy one, has a thread for each connection.",
+)
 @click.option("--listen-fd", type=click.IntRange(0), help="Listen on this inherited socket instead of an address.")
 @click.option(
     "--port-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the port here, when it is known."
@@ -111,7 +117,7 @@ def serve(
     open_standard_streams()
     log_without_blocking()
 
-    def ready(server: UvServer) -> None:
+    def ready(server: Server) -> None:
         if port_file is not None:
             _write_atomically(port_file, f"{server.port}\n")
         event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
@@ -121,7 +127,7 @@ def serve(
         if owner_pid is not None and control_fd is not None and listen_fd is not None:
             run_owned(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
-        run_loop(run(host, port, listen_fd, limits, grace, ready))
+        run_loop(run(host, port, listen_fd, backend=backend, limits=limits, grace=grace, ready=ready))
     except DistError as error:
         raise click.ClickException(str(error)) from None
 

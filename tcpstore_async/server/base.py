@@ -23,7 +23,7 @@ RESERVE: Final = 64
 log = logging.getLogger("tcpstore_async.server")
 
 
-BACKENDS: Final = ("uv",)
+BACKENDS: Final = ("uv", "threaded")
 """Kinds of server that there are."""
 
 Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]

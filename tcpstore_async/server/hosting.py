@@ -150,7 +150,7 @@ def _open(
     listener = _listen(port, bind_host or os.environ.get(BIND)) if listen_fd is None else _take_over(listen_fd, port)
     with keep_private(listener):
         server = _start_process(listener, backend) if where == "process" else None
-        return _Tenancy(server or _start_thread(listener), backend, shared)
+        return _Tenancy(server or _start_thread(listener, backend), backend, shared)
 
 
 # The socket
@@ -233,10 +233,10 @@ def _start_process(listener: socket.socket, backend: str) -> Server | None:
         return None
 
 
-def _start_thread(listener: socket.socket) -> Server:
+def _start_thread(listener: socket.socket, backend: str) -> Server:
     from .thread import ServerThread
 
-    return ServerThread(listener.dup())
+    return ServerThread(listener.dup(), backend)
 
 
 _warned = False

@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 
 from ..errors import DistNetworkError
+from .backends import Server
 from .control import Event, Lines
-from .uv import UvServer
 
 _POLL: Final = 1.0
 """Seconds between looks whether the owner lives, where the kernel does not report its death."""
@@ -62,7 +62,7 @@ class Owner:
         except OSError:
             pass
 
-    async def follow(self, server: UvServer, grace: float) -> None:
+    async def follow(self, server: Server, grace: float) -> None:
         """Do as the owner says until it wants the server gone, and let the ranks end."""
         self._loop.add_reader(self._control, self._listen, server)
         try:
@@ -74,7 +74,7 @@ class Owner:
             self._unwatch()
             self._loop.remove_reader(self._control)
 
-    async def _wind_up(self, server: UvServer, grace: float) -> None:
+    async def _wind_up(self, server: Server, grace: float) -> None:
         server.stop_accepting()
         if self._complete is not None:
             server.dismiss_newcomers(self._complete)
@@ -86,7 +86,7 @@ class Owner:
 
     # What the owner says
 
-    def _listen(self, server: UvServer) -> None:
+    def _listen(self, server: Server) -> None:
         try:
             lines = self._lines.read()
         except BlockingIOError:
@@ -100,7 +100,7 @@ class Owner:
         for line in lines:
             self._obey(server, line.decode())
 
-    def _obey(self, server: UvServer, line: str) -> None:
+    def _obey(self, server: Server, line: str) -> None:
         word, _, number = line.partition(" ")
         if word == "joins":
             self._joins += int(number)

@@ -17,24 +17,25 @@ from concurrent.futures import Future
 from typing import Final
 
 from ..limits import Limits
+from .backends import DEFAULT_BACKEND, Server, server_of
 from .forks import keep_private
 from .loop import run_loop
-from .uv import UvServer
 
 
 class ServerThread:
     """A server on `listener`, which it closes. For any thread; the same to its owner as a `ServerProcess`."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, backend: str = DEFAULT_BACKEND) -> None:
         """Raises what keeps a server from starting."""
         self.port: int = listener.getsockname()[1]
         self.pid = os.getpid()
+        self._backend = backend
         self._joins = 0
         self._listener = keep_private(listener)
         self._lock = threading.RLock()  # reentrant: a collection may stop one while its thread is at work on it
         self._stopped = False
         self._over = asyncio.Event()
-        started: Future[tuple[asyncio.AbstractEventLoop, UvServer]] = Future()
+        started: Future[tuple[asyncio.AbstractEventLoop, Server]] = Future()
         self._thread = threading.Thread(target=self._run, args=[started], name="tcpstore server", daemon=True)
         self._thread.start()
         self._loop, self._server = started.result()
@@ -72,7 +73,7 @@ class ServerThread:
             if threading.current_thread() is not self._thread:  # a collection may happen there
                 self._thread.join()
 
-    def _run(self, started: "Future[tuple[asyncio.AbstractEventLoop, UvServer]]") -> None:
+    def _run(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
         try:
             run_loop(self._serve(started))
         except BaseException as error:
@@ -80,8 +81,8 @@ class ServerThread:
                 raise
             started.set_exception(error)
 
-    async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, UvServer]]") -> None:
-        server = UvServer(self._listener, Limits())
+    async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
+        server = server_of(self._backend)(self._listener, Limits())
         try:
             server.start()
             started.set_result((asyncio.get_running_loop(), server))
@@ -91,9 +92,7 @@ class ServerThread:
 
     def close_inherited(self) -> None:
         """In a forked child, whose copies would keep connections open that the server has closed."""
-        for connection in self._server.connections:
-            if connection is not None and connection.fd >= 0:
-                os.close(connection.fd)
+        self._server.close_inherited()
 
 
 _running: Final[weakref.WeakSet[ServerThread]] = weakref.WeakSet()

@@ -227,6 +227,11 @@ class ThreadedServer:
                 if isinstance(session.owner, Connection):
                     session.owner.close()
 
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the connections, which are the parent's to close."""
+        for connection in self.connections:
+            connection.peer.close()
+
     def stop_accepting(self) -> None:
         """Free the port; connections that are open stay."""
         self._wake.close()

@@ -18,7 +18,7 @@ from ..blob import Framed
 from ..errors import LimitError, PeerError
 from ..limits import Limits
 from ..session.extension import identity
-from ..session.server import NO_PID, Engine, ServerSession
+from ..session.server import Engine, ServerSession, newcomers
 from .base import Complaints, log, room_for_connections, warn_of_short_backlog
 from .readiness import READ, WRITE, WatchWith, readiness
 
@@ -306,17 +306,17 @@ class UvServer:
         self.engine.announce(joins)
 
     def dismiss_newcomers(self, complete: float) -> None:
-        """Close the connections that came after `complete`: they belong to a next round, and join again.
+        """Close the connections that came after `complete`: they belong to a next round, and join again."""
+        there = [connection.session for connection in self.connections if connection is not None]
+        for session in newcomers(there, complete):
+            if isinstance(session.owner, Connection):
+                session.owner.close()
 
-        A peer that was there before, by host and process, keeps its later connections too.
-        """
-        there = [connection for connection in self.connections if connection is not None]
-        sessions = [connection.session for connection in there]
-        early = {(one.host, one.pid) for one in sessions if one.came <= complete and one.pid != NO_PID}
-        for connection in there:
-            session = connection.session
-            if session.came > complete and (session.host, session.pid) not in early:
-                connection.close()
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the connections, which are the parent's to close."""
+        for connection in self.connections:
+            if connection is not None and connection.fd >= 0:
+                os.close(connection.fd)
 
     def stop_accepting(self) -> None:
         """Free the port; connections that are open stay."""
