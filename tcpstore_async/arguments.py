@@ -5,6 +5,7 @@ Invariant: every error is a TypeError or ValueError that names the argument, but
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Final
@@ -45,8 +46,8 @@ def to_pairs(keys: list[bytes], values: list[bytes]) -> list[tuple[bytes, bytes]
 
 def to_int64(name: str, value: int) -> int:
     try:
-        number = value.__index__()
-    except AttributeError:
+        number = operator.index(value)
+    except TypeError:
         raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
     if number not in INT64:
         raise TypeError(f"{name} must fit 64 bits, not {number}")
@@ -58,12 +59,19 @@ def to_seconds(name: str, timeout: Timeout) -> float:
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
     elif isinstance(timeout, (int, float)):
-        seconds = float(timeout)
+        seconds = _to_float(timeout)
     else:
         raise TypeError(f"{name} must be a timedelta or a number of seconds, not {type(timeout).__name__}")
     if not math.isfinite(seconds):
         raise ValueError(f"{name} must be finite; a negative one means for ever")
     return math.trunc(round(seconds * 1e6) / 1e3) / 1e3
+
+
+def _to_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an int has no limit
+        return math.inf
 
 
 def in_milliseconds(seconds: float) -> int:
@@ -73,6 +81,14 @@ def in_milliseconds(seconds: float) -> int:
 def to_bool(name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def to_host(name: str, value: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+    if "\0" in value:
+        raise ValueError(f"{name} must have no NUL in it")
     return value
 
 

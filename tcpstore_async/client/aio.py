@@ -9,23 +9,38 @@ on whichever connection. Cancelling a call leaves every connection in step.
 import asyncio
 import os
 import socket
+import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, Final, cast
 
-from ..arguments import Text, Timeout, to_port, to_seconds
+from ..arguments import Text, Timeout, to_host, to_port, to_seconds
 from ..blob import unpack
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls
 from .calls import DEFAULT_TIMEOUT, Ask
-from .dial import Deadline, dial
+from .dial import ONE_LOOK, Deadline, dial
 from .lane import Lane
 
 _SURPLUS_SECONDS: Final = 5.0
 """A connection that was opened beside the first, and is not used for so long, is closed."""
+
+
+class _Patience(Deadline):
+    """How long a call may take, and what it says then. 0 means one look: that takes what a round trip takes."""
+
+    def __init__(self, ask: Ask, seconds: float, began: float | None = None) -> None:
+        super().__init__(seconds or ONE_LOOK, began)
+        self.one_look = seconds == 0
+        self._ask = ask
+        self._seconds = seconds
+
+    def error(self) -> StoreTimeoutError:
+        return StoreTimeoutError(calls.out_of_time(self._ask, self._seconds))
 
 
 class AsyncTCPStore:
@@ -37,14 +52,14 @@ class AsyncTCPStore:
     """
 
     def __init__(self, host: str, port: int, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self.host = host
+        self.host = to_host("host", host)
         self.port = to_port("port", port)
         self.identity: Identity | None = None
         """Who the server is, if it is one of ours and was asked."""
         self._timeout = to_seconds("timeout", timeout)
         self._lanes: list[Lane] = []
-        self._opening = asyncio.Lock()
-        self._asking = asyncio.Lock()
+        self._opening: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._asked = False
         self._lost: DistNetworkError | None = None
         self._orphans: dict[bytes, deque[bytes]] = {}
@@ -56,7 +71,7 @@ class AsyncTCPStore:
         The timeout is that of every later call too; negative means for ever, 0 one try.
         """
         store = cls(host, port, timeout)
-        await store._open_lane(Deadline(store._timeout))
+        await store._open_lane()
         return store
 
     async def __aenter__(self) -> "AsyncTCPStore":
@@ -67,10 +82,17 @@ class AsyncTCPStore:
 
     async def close(self) -> None:
         """Close every connection. Calls under way fail; later ones too."""
-        self._lost = self._lost or DistNetworkError("the store has been closed")
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            lane.close()
+        self._lose(DistNetworkError("the store has been closed"))
+        if self._opening is not None:
+            await asyncio.wait({self._opening})
+
+    def __del__(self) -> None:
+        lanes = getattr(self, "_lanes", None)
+        if lanes:
+            text = f"an AsyncTCPStore of {self.host}:{self.port} was not closed"
+            warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
+            for lane in lanes:
+                lane.forget()
 
     @property
     def timeout(self) -> timedelta:
@@ -92,9 +114,11 @@ class AsyncTCPStore:
     async def get(self, key: Text) -> bytes:
         """The value, as soon as there is one."""
         name = calls.key_of(key)
-        if await self._extended():
-            return unpack(await self._park(calls.fetch(name), self._timeout))
-        await self._park(calls.wait([name]), self._timeout)
+        ask = calls.wait([name])
+        patience = _Patience(ask, self._timeout)
+        if await self._extended(patience) and not patience.one_look:  # that must not be canceled when it saw something
+            return unpack(await self._park(calls.fetch(name), patience))
+        await self._park(ask, patience)
         return unpack(await self._ask(calls.get(name)))
 
     async def add(self, key: Text, amount: int) -> int:
@@ -134,8 +158,7 @@ class AsyncTCPStore:
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """The values, as soon as all are there."""
         names = calls.keys_of(keys)
-        await self._extended()
-        await self._park(calls.wait(names), self._timeout)
+        await self._wait(calls.wait(names), self._timeout)
         return [unpack(value) for value in await self._ask(calls.multi_get(names))]
 
     async def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
@@ -146,17 +169,11 @@ class AsyncTCPStore:
 
     async def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
         """Until all keys are there. The timeout is the store's unless given; 0 means one look, negative for ever."""
-        names = calls.keys_of(keys)
-        seconds = self._seconds(timeout)
-        await self._extended()
-        await self._park(calls.wait(names), seconds)
+        await self._wait(calls.wait(calls.keys_of(keys)), self._seconds(timeout))
 
     async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
-        ask = calls.barrier(key, world_size)
-        seconds = self._seconds(timeout)
-        await self._extended()
-        await self._park(ask, seconds)
+        await self._wait(calls.barrier(key, world_size), self._seconds(timeout))
 
     # Queues
 
@@ -174,14 +191,17 @@ class AsyncTCPStore:
         same key returns it first.
         """
         name = calls.key_of(key)
-        deadline = Deadline(self._timeout)
-        await self._extended()
+        patience = _Patience(calls.wait([name]), self._timeout)
+        if block:
+            await self._extended(patience)
         while not (orphans := self._orphans.get(name)):
-            item = await (self._park_and_pop(name, deadline) if block else self._pop(name))
+            item = await (self._park_and_pop(name, patience) if block else self._pop(name))
             if item is not None:
                 return item
             if not block or await self._is_plain(name):
                 raise QueueEmptyError("queue is empty")
+            if patience.one_look:
+                raise patience.error()
         item = orphans.popleft()
         if not orphans:
             del self._orphans[name]
@@ -195,21 +215,36 @@ class AsyncTCPStore:
 
     async def server(self) -> Identity | None:
         """Who the server is; None if it is one of PyTorch's, or another that speaks as it."""
-        await self._extended()
+        await self._extended(_Patience(calls.HAS_EXTENSION, self._timeout))
         return self.identity
 
-    async def _extended(self) -> bool:
+    async def _extended(self, patience: _Patience) -> bool:
         """Whether the server is one of ours. Asks it, once, the first time this is asked."""
-        if self._asked:
-            return self.identity is not None
-        async with self._asking:
-            if not self._asked:
-                if await self._ask(calls.HAS_EXTENSION):
-                    self.identity = read_identity(unpack(await self._ask(calls.WHO_ARE_YOU)))
-                if self.identity is not None:
-                    await self._ask(calls.introduce(_introduction()))
-                self._asked = True
+        if not self._asked:
+            if self._asking is None or self._asking.done():
+                self._asking = _shared(self._ask_who())
+            await self._outcome(self._asking, patience)
         return self.identity is not None
+
+    async def _ask_who(self) -> None:
+        if await self._ask(calls.HAS_EXTENSION):
+            self.identity = read_identity(unpack(await self._ask(calls.WHO_ARE_YOU)))
+        if self.identity is not None:
+            await self._ask(calls.introduce(_introduction()))
+        self._asked = True
+
+    async def _outcome(self, task: "asyncio.Task[None]", patience: _Patience) -> None:
+        """Wait for what several calls need, each for as long as it may. Raises what that has raised."""
+        await asyncio.wait({task}, timeout=patience.left())
+        if self._lost is not None:
+            raise self._lost
+        if not task.done():
+            raise patience.error()
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, StoreTimeoutError) or (isinstance(error, DistNetworkError) and self._lanes):
+            raise patience.error() from error
+        if error is not None:
+            raise error
 
     async def _verify(self, lane: Lane) -> None:
         """A further connection must lead to the same server, where that can be asked."""
@@ -218,8 +253,8 @@ class AsyncTCPStore:
             return
         lane.ask(*calls.introduce(_introduction()))
         _, answer = lane.ask(*calls.WHO_ARE_YOU)
-        text = calls.out_of_time(calls.WHO_ARE_YOU, self._timeout)
-        found = read_identity(unpack(await self._answer(answer, self._timeout, lambda: _fail(answer, text))))
+        patience = _Patience(calls.WHO_ARE_YOU, self._timeout)
+        found = read_identity(unpack(await self._answer(answer, patience)))
         if found is None or found.instance != known.instance:
             error = DistNetworkError("another server has taken the place of the one that this store was on")
             self._lane_lost(lane, error)
@@ -229,23 +264,34 @@ class AsyncTCPStore:
 
     async def _ask(self, ask: Ask) -> Any:
         """A call that the server answers at once, or not at all."""
-        lane = await self._free_lane()
+        patience = _Patience(ask, self._timeout)
+        lane = await self._free_lane(patience)
         _, future = lane.ask(*ask)
-        if future.done():
-            return future.result()
-        return await self._answer(future, self._timeout, lambda: _fail(future, calls.out_of_time(ask, self._timeout)))
+        return future.result() if future.done() else await self._answer(future, patience)
 
-    async def _park(self, ask: Ask, seconds: float) -> Any:
-        """A call that is answered when something happens, or canceled after `seconds`."""
-        lane = await self._free_lane()
+    async def _wait(self, ask: Ask, seconds: float) -> None:
+        """A call that waits; the server is asked who it is before, so that a further connection can be checked."""
+        patience = _Patience(ask, seconds)
+        await self._extended(patience)
+        await self._park(ask, patience)
+
+    async def _park(self, ask: Ask, patience: _Patience) -> Any:
+        """A call that is answered when something happens, or canceled when time is up."""
+        lane = await self._free_lane(patience)
         call, future = self._lease(lane, ask)
-        return await self._until(lane, call, future, seconds, lambda: calls.out_of_time(ask, seconds))
+        if patience.one_look:
+            lane.cancel(call)
+        result = await self._until(lane, call, future, patience)
+        if call.canceled and not call.woken:
+            raise patience.error()
+        return result
 
-    async def _park_and_pop(self, name: bytes, deadline: Deadline) -> bytes | None:
+    async def _park_and_pop(self, name: bytes, patience: _Patience) -> bytes | None:
         """Wait for an item and pop the moment it is there, before anything else is sent; None if another was faster."""
-        ask = calls.wait([name])
-        lane = await self._free_lane()
-        call, woken = self._lease(lane, ask)
+        if patience.one_look:
+            return await self._pop(name)
+        lane = await self._free_lane(patience)
+        call, woken = self._lease(lane, calls.wait([name]))
         popped = _promise()
 
         def pop(call: Call) -> None:
@@ -256,25 +302,19 @@ class AsyncTCPStore:
             pop(call)
         else:
             lane.when_answered(call, pop)
-        seconds = deadline.left()
-        left = -1.0 if seconds is None else seconds
-
-        def text() -> str:
-            return calls.out_of_time(ask, deadline.timeout)
-
         try:
-            await self._until(lane, call, woken, left, text)
+            await self._until(lane, call, woken, patience)
         except asyncio.CancelledError:
             popped.cancel()
             raise
-        return cast("bytes | None", await self._answer(popped, left, lambda: _fail(popped, text())))
+        return cast("bytes | None", await self._answer(popped, patience))
 
     async def _pop(self, name: bytes) -> bytes | None:
-        lane = await self._free_lane()
+        patience = _Patience(calls.queue_pop(name), self._timeout)
+        lane = await self._free_lane(patience)
         popped = _promise()
         self._pop_into(popped, name, lane)
-        text = calls.out_of_time(calls.queue_pop(name), self._timeout)
-        return cast("bytes | None", await self._answer(popped, self._timeout, lambda: _fail(popped, text)))
+        return cast("bytes | None", await self._answer(popped, patience))
 
     def _pop_into(self, popped: "asyncio.Future[bytes | None]", name: bytes, lane: Lane) -> None:
         """Send a pop; its item goes to `popped` or, if nobody waits for that any more, to the orphans."""
@@ -301,28 +341,31 @@ class AsyncTCPStore:
         assert call is not None
         return call, future
 
-    async def _until(
-        self, lane: Lane, call: Call, future: "asyncio.Future[Any]", seconds: float, text: Callable[[], str]
-    ) -> Any:
-        def expire() -> None:
-            lane.cancel(call)
-            _fail(future, text())
-
+    async def _until(self, lane: Lane, call: Call, future: "asyncio.Future[Any]", patience: _Patience) -> Any:
         try:
-            return await self._answer(future, seconds, expire)
+            return await self._answer(future, patience, lambda: lane.cancel(call))
         except asyncio.CancelledError:
             lane.cancel(call)
             raise
         finally:
             self._close_later(lane)
 
-    async def _answer(self, future: "asyncio.Future[Any]", seconds: float, expire: Callable[[], None]) -> Any:
-        """What a future brings, unless `seconds` pass; negative means for ever."""
+    async def _answer(
+        self, future: "asyncio.Future[Any]", patience: _Patience, expire: Callable[[], None] = lambda: None
+    ) -> Any:
+        """What a future brings, unless time is up before."""
         if future.done():
             return future.result()
-        if seconds < 0:
+        left = patience.left()
+        if left is None:
             return await future
-        timer = asyncio.get_running_loop().call_later(seconds, expire)
+
+        def end() -> None:
+            expire()
+            if not future.done():
+                future.set_exception(patience.error())
+
+        timer = asyncio.get_running_loop().call_later(left, end)
         try:
             return await future
         finally:
@@ -333,7 +376,7 @@ class AsyncTCPStore:
 
     # Lanes
 
-    async def _free_lane(self) -> Lane:
+    async def _free_lane(self, patience: _Patience) -> Lane:
         """A connection on which nothing waits and on which all that this store has written is there."""
         while True:
             if self._lost is not None:
@@ -343,30 +386,29 @@ class AsyncTCPStore:
             if writing is not None and writing in free:
                 return writing
             if writing is not None and writing.fence is not None:
-                await asyncio.wait({writing.fence}, timeout=None if self._timeout < 0 else self._timeout)
+                await asyncio.wait({writing.fence}, timeout=patience.left())
                 if not writing.fence.done():
-                    raise StoreTimeoutError(calls.out_of_time(calls.PING, self._timeout))
+                    raise patience.error()
                 continue
             if free:
                 return free[0]
-            await self._open_lane(Deadline(self._timeout))
+            if self._opening is None or self._opening.done():
+                self._opening = _shared(self._open_lane())
+            await self._outcome(self._opening, patience)
 
-    async def _open_lane(self, deadline: Deadline) -> None:
-        async with self._opening:
-            if any(lane.session.waiting is None for lane in self._lanes):
-                return
-            peer, session = await dial(self.host, self.port, deadline)
-            lane = Lane(session, self._lane_lost)
-            await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
-            try:
-                await self._verify(lane)
-            except BaseException:
-                lane.close()
-                raise
-            if self._lost is not None:
-                lane.close()
-            else:
-                self._lanes.append(lane)
+    async def _open_lane(self) -> None:
+        peer, session = await dial(self.host, self.port, Deadline(self._timeout))
+        lane = Lane(session, _weak(self._lane_lost))
+        await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
+        try:
+            await self._verify(lane)
+        except BaseException:
+            lane.close()
+            raise
+        if self._lost is not None:
+            lane.close()
+        else:
+            self._lanes.append(lane)
 
     def _close_later(self, lane: Lane) -> None:
         """A connection beside the first is closed when it has not been used for a while."""
@@ -380,11 +422,34 @@ class AsyncTCPStore:
 
     def _lane_lost(self, lane: Lane, error: DistNetworkError) -> None:
         """A connection was lost, and with it perhaps what was written on it: the store is lost, as PyTorch's is."""
+        self._lose(error)
+
+    def _lose(self, error: DistNetworkError) -> None:
         self._lost = self._lost or error
-        for other in self._lanes:
-            if other is not lane:
-                other.close()
-        self._lanes.clear()
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.close(self._lost)
+        if self._opening is not None and self._opening is not asyncio.current_task():
+            self._opening.cancel()
+
+
+def _shared(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """A task on which several calls wait; each of them may go before it ends."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return task
+
+
+def _weak(method: Callable[[Lane, DistNetworkError], None]) -> Callable[[Lane, DistNetworkError], None]:
+    """The same, but it does not keep its object: a store that is forgotten must be seen to go."""
+    reference = weakref.WeakMethod(method)
+
+    def call(lane: Lane, error: DistNetworkError) -> None:
+        found = reference()
+        if found is not None:
+            found(lane, error)
+
+    return call
 
 
 def _introduction() -> dict[str, str]:
@@ -396,8 +461,3 @@ def _promise() -> "asyncio.Future[bytes | None]":
     future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda future: future.cancelled() or future.exception())
     return future
-
-
-def _fail(future: "asyncio.Future[Any]", text: str) -> None:
-    if not future.done():
-        future.set_exception(StoreTimeoutError(text))

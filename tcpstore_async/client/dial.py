@@ -7,9 +7,11 @@ thread that nobody waits for.
 """
 
 import asyncio
+import errno
 import ipaddress
 import os
 import random
+import select
 import socket
 import threading
 import time
@@ -26,11 +28,17 @@ _LONGEST_PAUSE: Final = 2.0
 _LAST_TRY: Final = 0.05
 """Seconds that are kept for the last try."""
 
-_ONE_TRY: Final = 1.0
-"""Seconds that a try may take when the timeout is 0."""
+ONE_LOOK: Final = 1.0
+"""Seconds that a try, or a round trip, may take when the timeout is 0."""
 
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried beside one that has not answered."""
+
+_TICK: Final = 0.1
+"""Seconds between two looks whether a connection that another thread makes is still wanted."""
+
+_NEVER: Final = 20 * 24 * 3600.0
+"""A timeout of so many seconds is none: system calls take no more than 2**31 ms."""
 
 AddressInfo = tuple[Any, Any, int, str, Any]
 
@@ -43,9 +51,14 @@ class Deadline:
         self.timeout = timeout
         self.began = time.monotonic() if began is None else began
 
+    @classmethod
+    def of_a_call(cls, timeout: float, began: float | None = None) -> "Deadline":
+        """The same for a call, to which 0 means one look: that takes as long as a round trip takes, within a limit."""
+        return cls(timeout or ONE_LOOK, began)
+
     def left(self) -> float | None:
         """Seconds left, 0 at the least; None if there is no end."""
-        if self.timeout < 0:
+        if self.timeout < 0 or self.timeout > _NEVER:
             return None
         return max(0.0, self.began + self.timeout - time.monotonic())
 
@@ -67,7 +80,7 @@ class _Tries:
 
     def limit(self) -> float | None:
         """Seconds that this try may take; None for as long as it likes."""
-        return _ONE_TRY if self.deadline.timeout == 0 else self.deadline.left()
+        return ONE_LOOK if self.deadline.timeout == 0 else self.deadline.left()
 
     def after(self, error: Exception) -> float:
         """Seconds until the next try. Raises DistNetworkError if there will be none."""
@@ -146,7 +159,7 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             failed = error
-        except UnicodeError as error:
+        except ValueError as error:  # too long a label, say
             failed = OSError(f"{host!r} is no host name: {error}")
         try:
             loop.call_soon_threadsafe(tell, found, failed)
@@ -160,32 +173,69 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
 # From a thread without a loop
 
 
-def dial_in_this_thread(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
-    """The same for a thread that has no loop: the connection comes back blocking. Raises DistNetworkError."""
+class Unwanted(Exception):
+    """While a connection was being made, another thread has closed or lost what it was for."""
+
+
+def _always() -> bool:
+    return True
+
+
+class _Patience:
+    """How long a try may take, in a thread that looks every now and then whether its outcome is still wanted."""
+
+    def __init__(self, seconds: float | None, wanted: Callable[[], bool]) -> None:
+        self.deadline = Deadline(-1.0 if seconds is None else seconds)
+        self.wanted = wanted
+
+    def tick(self) -> float:
+        """Seconds until the next look. Raises TimeoutError when time is up, Unwanted."""
+        if not self.wanted():
+            raise Unwanted
+        left = self.deadline.left()
+        if left == 0.0:
+            raise TimeoutError
+        return _TICK if left is None else min(left, _TICK)
+
+    def wait_for(self, peer: socket.socket, event: int) -> None:
+        poll = select.poll()
+        poll.register(peer, event)
+        while not poll.poll(self.tick() * 1000):
+            pass
+
+    def sleep(self) -> None:
+        """Until time is up."""
+        try:
+            while True:
+                time.sleep(self.tick())
+        except TimeoutError:
+            pass
+
+
+def dial_in_this_thread(
+    host: str, port: int, deadline: Deadline, wanted: Callable[[], bool] = _always
+) -> tuple[socket.socket, ClientSession]:
+    """The same for a thread that has no loop: the connection comes back blocking.
+
+    Raises DistNetworkError, or Unwanted if that is what it has become.
+    """
     tries = _Tries(host, port, deadline)
     while True:
         try:
-            return _try_in_this_thread(host, port, Deadline(-1.0 if (limit := tries.limit()) is None else limit))
+            return _try_in_this_thread(host, port, _Patience(tries.limit(), wanted))
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
-        time.sleep(pause)
+        _Patience(pause, wanted).sleep()
 
 
-def _try_in_this_thread(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
+def _try_in_this_thread(host: str, port: int, patience: _Patience) -> tuple[socket.socket, ClientSession]:
     addresses = _literal(host, port)
-    if addresses:
-        family, kind, _, _, address = addresses[0]
-        peer = socket.socket(family, kind)
-    else:
-        peer = _connect_in_a_helper(host, port, deadline.left())
+    peer = _connect_to(addresses[0], patience) if addresses else _connect_in_a_helper(host, port, patience)
     try:
-        peer.settimeout(_still(deadline))
-        if addresses:
-            peer.connect(address)
         session, hello, call = _hello(peer)
         peer.sendall(hello)
         while not call.done:
-            peer.settimeout(_still(deadline))
+            patience.wait_for(peer, select.POLLIN)
             _hear(session, peer.recv(4))
         _check(call)
         peer.settimeout(None)
@@ -195,16 +245,25 @@ def _try_in_this_thread(host: str, port: int, deadline: Deadline) -> tuple[socke
         raise
 
 
-def _still(deadline: Deadline) -> float | None:
-    """Seconds left, as a socket's timeout. Raises TimeoutError if there are none."""
-    left = deadline.left()
-    if left == 0.0:
-        raise TimeoutError
-    return left
+def _connect_to(address: AddressInfo, patience: _Patience) -> socket.socket:
+    peer = socket.socket(address[0], address[1])
+    try:
+        peer.setblocking(False)
+        error = peer.connect_ex(address[4])
+        if error == errno.EINPROGRESS:
+            patience.wait_for(peer, select.POLLOUT)
+            error = peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        return peer
+    except BaseException:
+        peer.close()
+        raise
 
 
-def _connect_in_a_helper(host: str, port: int, limit: float | None) -> socket.socket:
+def _connect_in_a_helper(host: str, port: int, patience: _Patience) -> socket.socket:
     """Look up and connect on a loop in a helper thread, for the caller may be inside of one itself."""
+    limit = patience.deadline.left()
     found: list[socket.socket] = []
     failed: list[BaseException] = []
     stop: list[Callable[[], object]] = []
@@ -229,7 +288,8 @@ def _connect_in_a_helper(host: str, port: int, limit: float | None) -> socket.so
     helper = threading.Thread(target=run, name=f"connecting to {host}", daemon=True)
     helper.start()
     try:
-        helper.join()
+        while helper.is_alive():
+            helper.join(patience.tick())
     except BaseException:
         abandoned.set()
         for cancel in stop:

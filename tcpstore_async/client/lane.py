@@ -72,12 +72,23 @@ class Lane(asyncio.Protocol):
         """Whether nothing is under way on it."""
         return not self.session.pending and not self._outbox and self._drained is None
 
-    def close(self) -> None:
+    def close(self, reason: DistNetworkError | None = None) -> None:
         """Close; calls under way fail."""
         self._closing = True
         self._flush()
-        self.transport.close()
-        self._fail(DistNetworkError("the store has been closed"))
+        if self._drained is None:
+            self.transport.close()
+        else:  # closing would wait until the peer reads
+            self.transport.abort()
+        self._fail(reason or DistNetworkError("the store has been closed"))
+
+    def forget(self) -> None:
+        """Close at once, whichever thread this is in and even if the loop has been closed."""
+        self._closing = True
+        try:
+            self._loop.call_soon_threadsafe(self.transport.abort)
+        except RuntimeError:
+            pass  # then the transport warns and closes when it goes, too
 
     # Called by the loop
 

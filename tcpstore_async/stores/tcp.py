@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_port, to_world_size
+from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
 from ..blob import unpack
 from ..client import calls
+from ..client.calls import Ask
 from ..client.dial import Deadline
 from ..client.sync import TCPClient
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
@@ -56,8 +57,9 @@ class TCPStore(Store):
         self._client: TCPClient | None = None
         self._hosted: Hosted | None = None
         super().__init__(timeout)
-        if not isinstance(host_name, str):
-            raise TypeError(f"host_name must be a str, not {type(host_name).__name__}")
+        host_name = to_host("host_name", host_name)
+        bind_host = None if bind_host is None else to_host("bind_host", bind_host)
+        master_listen_fd = None if master_listen_fd is None else to_int64("master_listen_fd", master_listen_fd)
         port = to_port("port", port)
         ranks = to_world_size("world_size", world_size)
         multi_tenant = to_bool("multi_tenant", multi_tenant)
@@ -168,9 +170,10 @@ class TCPStore(Store):
     def get(self, key: Text) -> bytes:
         client = self._connection()
         name = calls.key_of(key)
-        if client.extended():
-            return unpack(client.park(calls.fetch(name), self._timeout))
-        return unpack(client.park(calls.wait([name]), self._timeout, calls.get(name)))
+        ask, seconds, began = calls.wait([name]), self._timeout, time.monotonic()
+        if client.extended(ask, seconds, began) and seconds:  # one look must not be canceled when it has seen something
+            return unpack(client.park(calls.fetch(name), seconds, began=began))
+        return unpack(client.park(ask, seconds, calls.get(name), began))
 
     def add(self, key: Text, amount: int) -> int:
         total: int = self._connection().ask(calls.add(key, amount))
@@ -184,11 +187,7 @@ class TCPStore(Store):
         return present
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        names = calls.keys_of(keys)
-        seconds = self._seconds(timeout)
-        client = self._connection()
-        client.extended()
-        client.park(calls.wait(names), seconds)
+        self._park(calls.wait(calls.keys_of(keys)), self._seconds(timeout))
 
     def delete_key(self, key: Text) -> bool:
         return bool(self._connection().ask(calls.delete_key(key)) == 1)
@@ -205,9 +204,7 @@ class TCPStore(Store):
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         names = calls.keys_of(keys)
-        client = self._connection()
-        client.extended()
-        return [unpack(blob) for blob in client.park(calls.wait(names), self._timeout, calls.multi_get(names))]
+        return [unpack(blob) for blob in self._park(calls.wait(names), self._timeout, calls.multi_get(names))]
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         self._connection().ask(calls.multi_set(keys, values))
@@ -223,12 +220,10 @@ class TCPStore(Store):
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         name = calls.key_of(key)
         client = self._queues()
-        deadline = Deadline(self._timeout)
+        began = time.monotonic()
         while True:
             if block:
-                left = deadline.left()
-                client.extended()
-                _, item = client.park(calls.wait([name]), -1.0 if left is None else left, calls.queue_pop(name))
+                _, item = self._park(calls.wait([name]), self._timeout, calls.queue_pop(name), began)
             else:
                 _, item = client.ask(calls.queue_pop(name))
             if item is not None:
@@ -243,11 +238,7 @@ class TCPStore(Store):
     # Meeting
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        ask = calls.barrier(key, world_size)
-        seconds = self._seconds(timeout)
-        client = self._connection()
-        client.extended()
-        client.park(ask, seconds)
+        self._park(calls.barrier(key, world_size), self._seconds(timeout))
 
     # Helpers
 
@@ -255,6 +246,13 @@ class TCPStore(Store):
         if self._client is None:
             raise DistNetworkError("the store has not been made")
         return self._client
+
+    def _park(self, ask: Ask, seconds: float, then: Ask | None = None, began: float | None = None) -> Any:
+        """A call that waits; the server is asked who it is before, so that a further connection can be checked."""
+        client = self._connection()
+        began = time.monotonic() if began is None else began
+        client.extended(ask, seconds, began)
+        return client.park(ask, seconds, then, began)
 
     def _queues(self) -> TCPClient:
         """The connections, if queues are to be had: asking PyTorch's legacy server would lose them."""
