@@ -1,27 +1,73 @@
-"""The key-value store through which the ranks of a distributed job find each other."""
+"""The key-value store through which the ranks of a distributed job find each other.
 
-from .client.aio import AsyncTCPStore
-from .daemon import serve
-from .errors import DistError, DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
-from .limits import Limits
-from .stores.base import Store
-from .stores.hash import HashStore
-from .stores.prefix import PrefixStore
-from .stores.tcp import TCPStore
+What is named here is imported when it is first used: a plugin of PyTorch's that has nothing to do must cost nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from .client.aio import AsyncTCPStore
+    from .daemon import serve
+    from .errors import (
+        DistError,
+        DistNetworkError,
+        DistStoreError,
+        MissingRanksError,
+        QueueEmptyError,
+        StoreTimeoutError,
+    )
+    from .limits import Limits
+    from .rendezvous_url import register_rendezvous_handler, rendezvous
+    from .stores.base import Store
+    from .stores.file import FileStore
+    from .stores.hash import HashStore
+    from .stores.prefix import PrefixStore
+    from .stores.tcp import TCPStore
 
 __all__ = [
     "AsyncTCPStore",
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "FileStore",
     "HashStore",
     "Limits",
+    "MissingRanksError",
     "PrefixStore",
     "QueueEmptyError",
     "Store",
     "StoreTimeoutError",
     "TCPStore",
     "__version__",
+    "register_rendezvous_handler",
+    "rendezvous",
     "serve",
 ]
+
+_ROOMS = {
+    "client.aio": ["AsyncTCPStore"],
+    "daemon": ["serve"],
+    "errors": [name for name in __all__ if name.endswith("Error")],
+    "limits": ["Limits"],
+    "rendezvous_url": ["register_rendezvous_handler", "rendezvous"],
+    "stores.base": ["Store"],
+    "stores.file": ["FileStore"],
+    "stores.hash": ["HashStore"],
+    "stores.prefix": ["PrefixStore"],
+    "stores.tcp": ["TCPStore"],
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import tcpstore_async
 
 NAMES = {
-    "AsyncTCPStore",
-    "DistError",
-    "DistNetworkError",
-    "DistStoreError",
-    "HashStore",
-    "Limits",
-    "PrefixStore",
-    "QueueEmptyError",
-    "Store",
-    "StoreTimeoutError",
-    "TCPStore",
-    "__version__",
-    "serve",
+    *("AsyncTCPStore", "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
+    *("DistError", "DistNetworkError", "DistStoreError", "MissingRanksError", "QueueEmptyError", "StoreTimeoutError"),
+    *("Limits", "__version__", "register_rendezvous_handler", "rendezvous", "serve"),
 }
 
 
 def test_public_names() -> None:
-    assert set(tcpstore_async.__all__) == NAMES
+    assert set(tcpstore_async.__all__) == NAMES == set(tcpstore_async._HOME) | {"__version__"}
+    assert set(dir(tcpstore_async)) >= NAMES
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        tcpstore_async.nothing  # noqa: B018
     assert tcpstore_async.__all__ == sorted(tcpstore_async.__all__)
     for name in NAMES:
         assert hasattr(tcpstore_async, name)
@@ -40,3 +37,19 @@ def test_errors_are_related_as_pytorchs() -> None:
 
 def test_the_package_is_typed() -> None:
     assert Path(tcpstore_async.__path__[0], "py.typed").is_file()
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    """PyTorch imports it to ask whether there is something to install."""
+    code = "import sys; before = set(sys.modules); import tcpstore_async; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert [name for name in done.stdout.split() if name.startswith("tcpstore")] == [
+        "tcpstore_async",
+        "tcpstore_async.version",
+    ]
+    assert "asyncio" not in done.stdout
+
+
+def test_importing_a_room_hides_no_name() -> None:
+    code = "import tcpstore_async, tcpstore_async.rendezvous_url; assert callable(tcpstore_async.rendezvous)"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
