@@ -22,8 +22,8 @@ FLOORS = {
     "session": 1,
     "server": 2, "client": 2,
     "stores": 3, "ops": 3,
-    "daemon": 4, "rendezvous": 4, "collectives": 4, "torch": 4,
-    "cli": 5,
+    "daemon": 4, "rendezvous_url": 4, "collectives": 4,
+    "cli": 5, "torch": 5,
     "__init__": 6, "__main__": 6,
 }  # fmt: skip
 MACHINE = {"socket", "asyncio", "threading", "time", "os", "logging", "click", "select"}

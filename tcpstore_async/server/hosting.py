@@ -65,6 +65,9 @@ class _Tenancy:
             self.server.stop()
 
 
+_PROCESS_ONLY: Final = "process, or not at all"
+_NO_THREAD: Final = "the server of this store must not be a thread of its own process"
+
 _shared: Final[dict[int, _Tenancy]] = {}
 """Servers for which `multi_tenant` was said, by port."""
 
@@ -113,16 +116,22 @@ def host(
     listen_fd: int | None = None,
     multi_tenant: bool = False,
     backend: str = "uv",
+    may_be_thread: bool = True,
 ) -> Hosted:
     """A server that serves on `port`, which may be 0; it runs when this returns.
 
     It listens on every address of this machine, or on exactly `bind_host` or what TCPSTORE_BIND names, or on the socket
     `listen_fd`, which it owns from here on. With `multi_tenant`, stores of this process share the server of a port.
-    Raises DistNetworkError if the address cannot be had, DistStoreError if `listen_fd` has another port.
+    It runs in a process of its own or, where that is asked for or nothing else is to be had, in a thread of this one,
+    if it may. Raises DistNetworkError if the address cannot be had, DistStoreError if `listen_fd` has another port,
+    RuntimeError if the server could be a thread only and must not.
     """
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; there is {', '.join(BACKENDS)}")
     where = _where()
+    if where == "thread" and not may_be_thread:
+        raise RuntimeError(f"{_NO_THREAD}: unset {WHERE}")
+    where = where if may_be_thread else _PROCESS_ONLY
     check_port(port)
     if not multi_tenant:
         return Hosted(_open(port, bind_host, listen_fd, where, backend, shared=False))
@@ -133,6 +142,8 @@ def host(
             _shared[tenancy.server.port] = tenancy
         elif listen_fd is not None:
             _take_over(listen_fd, port).close()
+        if not may_be_thread and tenancy.server.pid == os.getpid():
+            raise RuntimeError(f"{_NO_THREAD}, and another store has made it one")
         return Hosted(tenancy)
 
 
@@ -149,7 +160,7 @@ def _open(
 ) -> _Tenancy:
     listener = _listen(port, bind_host or os.environ.get(BIND)) if listen_fd is None else _take_over(listen_fd, port)
     with keep_private(listener):
-        server = _start_process(listener, backend) if where == "process" else None
+        server = _start_process(listener, backend, where != _PROCESS_ONLY) if where != "thread" else None
         return _Tenancy(server or _start_thread(listener, backend), backend, shared)
 
 
@@ -220,15 +231,19 @@ def _told(error: OSError) -> str:
 # Where it runs
 
 
-def _start_process(listener: socket.socket, backend: str) -> Server | None:
+def _start_process(listener: socket.socket, backend: str, may_be_thread: bool) -> Server | None:
     """A server in a process of its own; None, after one warning, if there can be no such process."""
     if sys.platform == "win32":
+        if not may_be_thread:
+            raise RuntimeError(f"{_NO_THREAD}, and Windows has no other")
         return None
     from . import child  # for hosts only: it costs the clients nothing
 
     try:
         return child.start(listener, backend=backend)
     except child.StartError as error:
+        if not may_be_thread:
+            raise RuntimeError(f"{_NO_THREAD}, and cannot be a process either: {error}") from None
         _warn(error)
         return None
 

@@ -76,6 +76,7 @@ class Owner:
 
     async def _wind_up(self, server: Server, grace: float) -> None:
         server.stop_accepting()
+        server.announce(0)
         if self._complete is not None:
             server.dismiss_newcomers(self._complete)
         self.tell(Event("stopped", left=server.count))

@@ -64,7 +64,10 @@ class Engine:
         self.keyspace.reserved[SERVER_KEY] = pack(identity)
 
     def announce(self, joins: int) -> None:
-        """Say how many ranks the owner of this server expects to join, in all stores it has made on it."""
+        """Say how many ranks the owner of this server expects to join, in all stores it has made on it.
+
+        0 once the server is about to go.
+        """
         self.keyspace.reserved[JOINS_KEY] = pack(b"%d" % joins)
 
     def _meaning(self, command: Command) -> Call:

@@ -17,11 +17,11 @@ class PrefixStore(Store):
     """A view of another store in which every key `k` is the other's `prefix/k`. A drop-in for PyTorch's PrefixStore.
 
     Timeouts are the other store's. `num_keys` counts all of its keys, as in PyTorch; `list_keys` names those of this
-    view, without the prefix. Closing a view leaves the other store open, for that may have other users; only a
-    `clone()` closes the store under it, which was made for it. Raises ValueError if there is no store.
+    view, without the prefix. Closing a view leaves the other store open, for that may have other users, unless
+    the view `owns` it; a `clone()` does. Raises ValueError if there is no store.
     """
 
-    def __init__(self, prefix: Text, store: Store) -> None:
+    def __init__(self, prefix: Text, store: Store, *, owns: bool = False) -> None:
         if store is None:
             raise ValueError("store argument cannot be None")
         if not isinstance(store, Store):
@@ -29,7 +29,7 @@ class PrefixStore(Store):
         self._prefix: Final = prefix if isinstance(prefix, str) else to_bytes("prefix", prefix)
         self._start: Final = to_bytes("prefix", prefix) + b"/"
         self._store: Final = store
-        self._owns = False
+        self._owns = owns
 
     @property
     def underlying_store(self) -> Store:
@@ -53,9 +53,7 @@ class PrefixStore(Store):
 
     def clone(self) -> "PrefixStore":
         """The same view of a clone of the other store, which it closes when it is closed."""
-        clone = PrefixStore(self._prefix, self._store.clone())
-        clone._owns = True
-        return clone
+        return PrefixStore(self._prefix, self._store.clone(), owns=True)
 
     def close(self) -> None:
         if self._owns:

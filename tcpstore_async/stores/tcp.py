@@ -40,6 +40,9 @@ class TCPStore(Store):
     joined in time.
     """
 
+    _may_be_thread = True
+    """Whether the server may be a thread of this process."""
+
     def __init__(
         self,
         host_name: str,
@@ -68,7 +71,8 @@ class TCPStore(Store):
         deadline = Deadline(self._timeout)
         try:
             if to_bool("is_master", is_master):
-                self._hosted = _host(port, bind_host, master_listen_fd, multi_tenant)
+                backend = "uv" if self._libuv else "threaded"
+                self._hosted = _host(port, bind_host, master_listen_fd, multi_tenant, backend, self._may_be_thread)
             hosted = self._hosted
             self.host = host_name
             self.port = port if hosted is None else hosted.port
@@ -92,6 +96,7 @@ class TCPStore(Store):
             left = deadline.left()
             client = TCPClient(self.host, self.port, -1.0 if left is None else left, _introduction(ranks))
             try:
+                self._before_joining()
                 if ranks is None or self._joins(client, ranks, deadline):
                     client.timeout = self._timeout
                     return client
@@ -103,6 +108,15 @@ class TCPStore(Store):
             except BaseException:
                 client.close()
                 raise
+
+    def _before_joining(self) -> None:
+        """For those who have more to connect before this rank is counted."""
+
+    def _leave_server(self) -> Hosted | None:
+        """Close the connections; the server, if this store owns one, is the caller's to release."""
+        hosted, self._hosted = self._hosted, None
+        self.close()
+        return hosted
 
     def _joins(self, client: TCPClient, ranks: int, deadline: Deadline) -> bool:
         """Join; whether the server turns out to be that of this store's round."""
@@ -281,10 +295,19 @@ def _introduction(ranks: int | None) -> dict[str, str]:
     return known
 
 
-def _host(port: int, bind_host: str | None, listen_fd: int | None, multi_tenant: bool) -> Hosted | None:
+def _host(
+    port: int, bind_host: str | None, listen_fd: int | None, multi_tenant: bool, backend: str, may_be_thread: bool
+) -> Hosted | None:
     """Host a server; None if torchrun's agent does at this address, as in PyTorch."""
     try:
-        return host(port, bind_host=bind_host, listen_fd=listen_fd, multi_tenant=multi_tenant)
+        return host(
+            port,
+            bind_host=bind_host,
+            listen_fd=listen_fd,
+            multi_tenant=multi_tenant,
+            backend=backend,
+            may_be_thread=may_be_thread,
+        )
     except DistNetworkError:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("1", "True")
         if agent and listen_fd is None and os.environ.get("MASTER_PORT") == str(port):
@@ -327,6 +350,8 @@ def _is_of_this_round(client: TCPClient, joined: int, deadline: Deadline) -> boo
     try:
         while not limit.passed():
             announced = unpack(client.ask(calls.JOINS))
+            if announced == b"0":
+                return False
             if not announced or joined <= int(announced):
                 return True
             time.sleep(_POLL_SECONDS)

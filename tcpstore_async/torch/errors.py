@@ -1,0 +1,55 @@
+"""The exceptions that are PyTorch's and ours at once.
+
+Knows: both trees. Must not know: who raises them.
+Invariant: whatever program catches, PyTorch's class or ours, it catches what a store under PyTorch raises.
+"""
+
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from .. import errors
+
+
+class DistError(errors.DistError, dist.DistError):
+    """As `torch.distributed.DistError`."""
+
+
+class DistNetworkError(errors.DistNetworkError, DistError, dist.DistNetworkError):
+    """As `torch.distributed.DistNetworkError`."""
+
+
+class DistStoreError(errors.DistStoreError, DistError, dist.DistStoreError):
+    """As `torch.distributed.DistStoreError`."""
+
+
+class StoreTimeoutError(errors.StoreTimeoutError, DistStoreError):
+    """A store operation was not done within its timeout; a `torch.distributed.DistStoreError`."""
+
+
+_QUEUE_EMPTY: Any = getattr(dist, "QueueEmptyError", dist.DistStoreError)  # since PyTorch 2.8
+
+
+class QueueEmptyError(errors.QueueEmptyError, DistStoreError, _QUEUE_EMPTY):  # type: ignore[misc]
+    """As `torch.distributed.QueueEmptyError`."""
+
+
+_JOINT: Final[dict[type[errors.DistError], type[errors.DistError]]] = {
+    errors.StoreTimeoutError: StoreTimeoutError,
+    errors.QueueEmptyError: QueueEmptyError,
+    errors.DistStoreError: DistStoreError,
+    errors.DistNetworkError: DistNetworkError,
+    errors.DistError: DistError,
+}
+
+
+def joint(error: errors.DistError) -> errors.DistError:
+    """The same error, as one of PyTorch's too."""
+    if isinstance(error, dist.DistError):
+        return error
+    for kind in type(error).__mro__:
+        if kind in _JOINT:
+            found = _JOINT[kind](*error.args)
+            found.__dict__.update(error.__dict__)
+            return found
+    return error

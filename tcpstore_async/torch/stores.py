@@ -1,0 +1,207 @@
+"""Our stores as `torch.distributed.Store`s: every method is the plain store's.
+
+Knows: which names PyTorch's C++ side looks up on a Python store, and what it passes. Must not know: what a method
+does.
+Invariant: a store that PyTorch may hold lives until it is closed. PyTorch keeps the C++ half only, and when Python
+drops the other one, its methods are gone from under PyTorch.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from .. import errors
+from ..arguments import Timeout
+from ..stores import base, file, hash, tcp
+from ..stores import prefix as plain_prefix
+from ..stores.base import DEFAULT_TIMEOUT
+from .errors import joint
+
+S = TypeVar("S", bound="Store")
+
+_kept: Final[set["Store"]] = set()
+
+
+def close_kept() -> None:
+    """Close every store that is still open."""
+    for store in list(_kept):
+        store.close()
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """The plain store's method of that name, under the timeout that PyTorch may have set."""
+    plain_method: Any = getattr(base.Store, name)
+
+    def method(self: "Store", *given: Any, **named: Any) -> Any:
+        plain = self._plain
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        if timeout != self._told:
+            plain.set_timeout(timeout)
+            self._told = timeout
+        try:
+            return getattr(plain, name)(*given, **named)
+        except errors.DistError as error:
+            raise joint(error) from error.__cause__
+
+    method.__name__ = name
+    method.__qualname__ = f"Store.{name}"
+    method.__doc__ = plain_method.__doc__
+    return method
+
+
+class Store(dist.Store):
+    """A `torch.distributed.Store` whose methods are those of a plain store.
+
+    PyTorch may hold it: it, and its clones, live until `close()`, `destroy_process_group` under `install()`, or the end
+    of the process.
+    """
+
+    def __init__(self, plain: base.Store) -> None:
+        super().__init__()
+        self._plain: Any = plain
+        self._told: timedelta | None = None
+        """The timeout that the plain store was given last. PyTorch sets that of the C++ half behind our back."""
+        self.set_timeout(plain.timeout)
+        _kept.add(self)
+
+    @classmethod
+    def _of(cls: type[S], plain: base.Store) -> S:
+        store = cls.__new__(cls)
+        Store.__init__(store, plain)
+        return store
+
+    set = _method("set")
+    get = _method("get")
+    add = _method("add")
+    compare_set = _method("compare_set")
+    check = _method("check")
+    wait = _method("wait")
+    delete_key = _method("delete_key")
+    num_keys = _method("num_keys")
+    list_keys = _method("list_keys")
+    append = _method("append")
+    multi_get = _method("multi_get")
+    multi_set = _method("multi_set")
+    queue_push = _method("queue_push")
+    queue_pop = _method("queue_pop")
+    queue_len = _method("queue_len")
+    barrier = _method("barrier")
+    has_extended_api = _method("has_extended_api")
+
+    deleteKey = delete_key
+    """What C++ calls it."""
+    getNumKeys = num_keys
+    """What C++ calls it."""
+
+    def clone(self: S) -> S:
+        """Another store on the same keys, to be closed by itself."""
+        try:
+            return self._of(self._plain.clone())
+        except errors.DistError as error:
+            raise joint(error) from error.__cause__
+
+    def close(self) -> None:
+        """Give back what the store holds, and let it go. May be called again."""
+        _kept.discard(self)
+        self._plain.close()
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return repr(self._plain)
+
+
+def _made(kind: type[base.Store], *given: Any, **named: Any) -> base.Store:
+    try:
+        return kind(*given, **named)
+    except errors.DistError as error:
+        raise joint(error) from error.__cause__
+
+
+class TCPStore(Store):
+    """As `tcpstore_async.TCPStore`, which see for the arguments, and a `torch.distributed.Store`."""
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool | None = None,
+        **ours: Any,
+    ) -> None:
+        flags = (wait_for_workers, multi_tenant, master_listen_fd, use_libuv)
+        super().__init__(_made(tcp.TCPStore, host_name, port, world_size, is_master, timeout, *flags, **ours))
+
+    @property
+    def host(self) -> str:
+        """The server's host, as it was given."""
+        return str(self._plain.host)
+
+    @property
+    def port(self) -> int:
+        """The server's port."""
+        return int(self._plain.port)
+
+    @property
+    def libuvBackend(self) -> bool:
+        """Whether the backend that was chosen is the event-driven one."""
+        return bool(self._plain.libuvBackend)
+
+
+class FileStore(Store):
+    """As `tcpstore_async.FileStore`, and a `torch.distributed.Store`."""
+
+    def __init__(self, file_name: str, world_size: int = -1) -> None:
+        super().__init__(_made(file.FileStore, file_name, world_size))
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return str(self._plain.path)
+
+
+class HashStore(Store):
+    """As `tcpstore_async.HashStore`, and a `torch.distributed.Store`."""
+
+    def __init__(self) -> None:
+        super().__init__(_made(hash.HashStore))
+
+    def clone(self) -> "HashStore":
+        """This same store, as in PyTorch."""
+        return self
+
+
+class PrefixStore(Store):
+    """As `tcpstore_async.PrefixStore`, over one of these stores, and a `torch.distributed.Store`."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        if store is None:
+            raise ValueError("store argument cannot be None")
+        if not isinstance(store, Store):
+            raise TypeError(
+                f"store must be a tcpstore_async.torch store, not {type(store).__name__}; "
+                "torch.distributed.PrefixStore takes any"
+            )
+        self._prefix = prefix
+        self._underlying = store
+        super().__init__(plain_prefix.PrefixStore(prefix, store._plain))
+
+    @property
+    def underlying_store(self) -> Store:
+        """The store below."""
+        return self._underlying
+
+    def clone(self) -> "PrefixStore":
+        """The same prefix over a clone of the store below."""
+        return PrefixStore(self._prefix, self._underlying.clone())

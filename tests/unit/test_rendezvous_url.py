@@ -1,0 +1,130 @@
+"""What URLs and the environment mean; PyTorch's errors are compared in tests/interop/test_rendezvous_errors.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import tcpstore_async
+from support import tcpstore_server
+from tcpstore_async.rendezvous_url import Place, read_env, read_file, read_tcp
+
+VARIABLES = [
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TCPSTORE_JOIN", "TCPSTORE_JOB", "TCPSTORE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    yield
+
+
+def test_tcp() -> None:
+    assert read_tcp("tcp://h:1?rank=2&world_size=3") == Place("h", 1, 2, 3, True, "")
+    assert read_tcp("tcp://[::1]:1/ignored?rank=0&rank=1&world_size=3&a=b=c").host == "::1"
+    assert read_tcp("tcp://h:1?rank=0&rank=1&world_size=3").rank == 1
+
+
+def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("MASTER_ADDR", "h"), ("MASTER_PORT", "1"), ("RANK", "2"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, text)
+    assert read_env("env://") == Place("h", 1, 2, 3, True, "")
+    assert read_env("env://?rank=5&world_size=6&use_libuv=0") == Place("h", 1, 5, 6, False, "")
+
+
+def test_file() -> None:
+    assert read_file("file:///a/b?rank=1&world_size=2") == ("/a/b", 1, 2)
+
+
+@pytest.mark.parametrize("query", [None, "0", "1", "true", ""])
+@pytest.mark.parametrize("env", [None, "0", "1", "true", ""])
+def test_the_query_comes_before_the_environment(
+    query: str | None, env: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if env is not None:
+        monkeypatch.setenv("USE_LIBUV", env)
+    url = "tcp://h:1?rank=0&world_size=1" + ("" if query is None else f"&use_libuv={query}")
+    said = query if query is not None else env if env is not None else "1"
+    assert read_tcp(url).use_libuv is (said == "1")
+
+
+def test_rank_0_hosts_unless_the_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = read_tcp("tcp://h:1?rank=0&world_size=2")
+    assert place.hosts()
+    assert not place._replace(rank=1).hosts()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "h")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert not place.hosts()
+    assert place._replace(port=2).hosts(), "that is another endpoint"
+
+
+def test_joining_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "tcp://h:1?rank=0&world_size=2&join=1"
+    with pytest.raises(ValueError, match="TCPSTORE_JOB"):
+        read_tcp(url)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert read_tcp(url).prefix == "run/0"
+    monkeypatch.setenv("TCPSTORE_JOB", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert read_tcp(url).prefix == "job/2"
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "x")
+    with pytest.raises(ValueError, match="TCPSTORE_ATTEMPT must be a number, not 'x'"):
+        read_tcp(url)
+    assert not read_tcp("tcp://h:1?rank=0&world_size=2").prefix
+
+
+def test_jobs_on_one_server_see_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCPSTORE_JOIN", "1")
+    with tcpstore_server() as server:
+        stores = []
+        for job, attempt in (("a", "0"), ("a", "1"), ("b", "0")):
+            monkeypatch.setenv("TCPSTORE_JOB", job)
+            monkeypatch.setenv("TCPSTORE_ATTEMPT", attempt)
+            store, _, _ = next(tcpstore_async.rendezvous(f"tcp://127.0.0.1:{server.port}", 0, 2))
+            stores.append(store)
+            assert not store.check(["key"])
+            store.set("key", job + attempt)
+        assert [store.get("key") for store in stores] == [b"a0", b"a1", b"b0"]
+        for store in stores:
+            store.close()
+
+
+def ranks(url: str, count: int, env: dict[str, str]) -> list[int]:
+    """Fork so many ranks that meet at a URL and tell each other their names; their exit statuses."""
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.environ.update({**env, "RANK": str(rank)})
+                if url == "env://":
+                    found = tcpstore_async.rendezvous(url, timeout=60.0)
+                else:
+                    found = tcpstore_async.rendezvous(url, rank, count, timeout=60.0)
+                store, _, _ = next(found)
+                with store:
+                    store.set(f"name/{rank}", f"rank {rank}")
+                    names = store.multi_get([f"name/{other}" for other in range(count)])
+                    store.barrier("done", count)
+                status = names != [b"rank %d" % other for other in range(count)]
+            finally:
+                os._exit(status)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "env", "file"])
+def test_a_world_of_64_processes(scheme: str, tmp_path: object) -> None:
+    with tcpstore_async.TCPStore("127.0.0.1", 0, is_master=True) as other:
+        port = other.port  # free again in a moment
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "64"}
+    url = {"tcp": f"tcp://127.0.0.1:{port}", "env": "env://", "file": f"file://{tmp_path}/meet"}[scheme]
+    assert ranks(url, 64, env) == [0] * 64
+    assert not os.path.exists(f"{tmp_path}/meet")
