@@ -24,7 +24,7 @@ FLOORS = {
     "stores": 3, "ops": 3,
     "daemon": 4, "rendezvous_url": 4, "collectives": 4,
     "cli": 5, "torch": 5,
-    "__init__": 6, "__main__": 6,
+    "autoload": 6, "__init__": 7, "__main__": 7,
 }  # fmt: skip
 MACHINE = {"socket", "asyncio", "threading", "time", "os", "logging", "click", "select"}
 GROUND_MAY = {("arguments", "errors"), ("blob", "errors"), ("limits", "errors")}

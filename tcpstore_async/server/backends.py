@@ -11,8 +11,6 @@ from typing import Final, Protocol
 
 from ..limits import Limits
 from .base import BACKENDS
-from .threaded import ThreadedServer
-from .uv import UvServer
 
 DEFAULT_BACKEND: Final = BACKENDS[0]
 
@@ -51,11 +49,14 @@ class Server(Protocol):
         """In a forked child: close its copies of the connections, which are the parent's to close."""
 
 
-_SERVERS: Final[dict[str, Callable[[socket.socket, Limits], Server]]] = {"uv": UvServer, "threaded": ThreadedServer}
-
-
 def server_of(backend: str) -> Callable[[socket.socket, Limits], Server]:
     """What makes a server of this kind on a listener. Raises ValueError if there is no such kind."""
-    if backend not in _SERVERS:
-        raise ValueError(f"there is no backend {backend!r}; there is {', '.join(BACKENDS)}")
-    return _SERVERS[backend]
+    if backend == "uv":
+        from .uv import UvServer  # each kind is imported by those who use it: a server is to start fast
+
+        return UvServer
+    if backend == "threaded":
+        from .threaded import ThreadedServer
+
+        return ThreadedServer
+    raise ValueError(f"there is no backend {backend!r}; there is {', '.join(BACKENDS)}")

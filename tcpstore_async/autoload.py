@@ -1,0 +1,20 @@
+"""What PyTorch calls at its import, if this package is installed: TCPSTORE_INSTALL=1 needs no change to a program.
+
+Knows: one environment variable. Must not know: anything else unless that is set.
+Invariant: nothing that happens here can keep PyTorch from being imported.
+"""
+
+import os
+import warnings
+
+
+def autoload() -> None:
+    """Install what TCPSTORE_INSTALL asks for; a failure is a warning."""
+    if not os.environ.get("TCPSTORE_INSTALL"):
+        return
+    try:
+        from .torch.install import from_environment
+
+        from_environment()
+    except Exception as error:
+        warnings.warn(f"TCPSTORE_INSTALL is set, but tcpstore_async was not installed: {error}", stacklevel=2)
