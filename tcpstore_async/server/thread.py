@@ -20,6 +20,7 @@ from ..limits import Limits
 from .backends import DEFAULT_BACKEND, Server, server_of
 from .forks import keep_private
 from .loop import run_loop
+from .threaded import Worker
 
 
 class ServerThread:
@@ -70,7 +71,8 @@ class ServerThread:
                 self._stopped = True
                 atexit.unregister(self.stop)
                 self._loop.call_soon_threadsafe(self._over.set)
-            if threading.current_thread() is not self._thread:  # a collection may happen there
+            here = threading.current_thread()
+            if here is not self._thread and not isinstance(here, Worker):  # a collection may happen there
                 self._thread.join()
 
     def _run(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:

@@ -1,9 +1,9 @@
 """The legacy server: a thread for each connection, and one lock over the engine.
 
 Knows: threads, sockets. Must not know: opcodes, keys, what a command means.
-Invariants: the lock is never held while anything waits. A connection's own thread alone reads from it, and alone closes
-its descriptor; whoever has the lock may write to it what the kernel takes at once, and one thread for all writes what is
-left over. A peer that does not read is not read from. After the start no thread has to be had but for a new connection.
+Invariants: the lock is never held while anything waits. A connection's own thread alone reads from it and frees its
+descriptor; whoever has the lock may write to it what the kernel takes at once, and one thread writes what is left over,
+of all connections. A peer that does not read is not read from. Once started, only a new connection needs a new thread.
 
 It answers byte for byte as the event-driven server. It is here for those who ask for it, as in PyTorch: every rank
 costs a thread and every command two switches between threads.
@@ -29,7 +29,7 @@ from ..session.server import Engine, ServerSession, newcomers
 from .base import Complaints, log, room_for_connections, warn_of_short_backlog
 
 _READ: Final = 16 * 1024
-"""One read of the shortest commands keeps the others waiting for some 50 ms."""
+"""More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
 
 _PIECES: Final = 256
 """Pieces of replies that go out in one write."""
@@ -39,10 +39,58 @@ _PAUSE: Final = 0.1
 
 
 class Worker(threading.Thread):
-    """A thread of a server's. Whoever stops the server waits for it, so it must not wait for the end of one."""
+    """A thread of a server's. Whoever stops the server waits for it: it must not wait for the end of one itself."""
 
-    def __init__(self, run: Callable[[], object], name: str) -> None:
+    def __init__(self, run: Callable[[], object], name: str, ended: "deque[Worker]") -> None:
         super().__init__(target=run, name=name, daemon=True)
+        self._ended = ended
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._ended.append(self)
+
+
+class Turns:
+    """A lock that goes to whoever has waited longest.
+
+    `threading.Lock` goes to who asks when it happens to be free: with twenty peers that send without a pause, another
+    one's PING took six seconds.
+    """
+
+    def __init__(self) -> None:
+        self._inner = threading.Lock()
+        self._line: deque[threading.Lock] = deque()
+        self._held = False
+
+    def __enter__(self) -> None:
+        with self._inner:
+            if not self._held:
+                self._held = True
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._line.append(turn)
+        try:
+            turn.acquire()
+        except BaseException:  # an interrupt from the keyboard
+            self._step_back(turn)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._inner:
+            if self._line:
+                self._line.popleft().release()
+            else:
+                self._held = False
+
+    def _step_back(self, turn: threading.Lock) -> None:
+        with self._inner:
+            if turn in self._line:
+                self._line.remove(turn)
+                return
+        self.__exit__()
 
 
 class Connection:
@@ -54,8 +102,9 @@ class Connection:
         self.session = ServerSession(server.engine, self, host, port, time.monotonic())
         self.unsent: deque[Framed | memoryview] = deque()
         """What the kernel did not take yet, in order; the writer sends it on."""
-        self.caught_up = threading.Condition(server.lock)
-        """The kernel has taken everything, or the connection is closed."""
+        self.caught_up = threading.Event()
+        """Set while nothing is unsent."""
+        self.caught_up.set()
         self.closed = False
 
     # Its own thread
@@ -66,7 +115,8 @@ class Connection:
             try:
                 self._serve()
             except Exception:
-                log.exception("closing the connection of %s after an error of the server's", self.session)
+                with self.server.lock:
+                    self.give_up()
             finally:
                 with self.server.lock:
                     self.close()
@@ -77,8 +127,7 @@ class Connection:
                 self._execute(chunk)
             while self._behind():
                 self._catch_up()
-        while self.unsent:  # it sends no more, and may read still
-            self._catch_up()
+        self.caught_up.wait()  # it sends no more, and may read still
 
     def _read(self) -> bytes:
         """What the peer sends next; nothing at the end, whoever made it."""
@@ -94,9 +143,8 @@ class Connection:
 
     def _catch_up(self) -> None:
         """Wait until the peer has been sent everything, and go on with requests that were kept back for that."""
+        self.caught_up.wait()
         with self.server.lock:
-            while self.unsent:
-                self.caught_up.wait()
             if self.session.stalled():
                 self._execute(b"")
 
@@ -154,8 +202,13 @@ class Connection:
             count -= len(piece)
         return True
 
+    def give_up(self) -> None:
+        """Close after a defect of ours, or for want of memory: it must not cost the others."""
+        log.exception("closing the connection of %s after an error of the server's", self.session)
+        self.close()
+
     def close(self) -> None:
-        """Close the connection, and hand on what the session was promised. Its thread ends, and frees the descriptor."""
+        """Close the connection, and hand on what the session was promised. Its thread ends and frees the descriptor."""
         if self.closed:
             return
         self.closed = True
@@ -170,7 +223,7 @@ class Connection:
 class Writer:
     """Sends what peers did not read at once, while their own threads wait for what they say. One thread for all."""
 
-    def __init__(self, lock: threading.RLock) -> None:
+    def __init__(self, lock: Turns) -> None:
         self._lock = lock
         self._behind: dict[int, Connection] = {}
         """By file descriptor."""
@@ -182,6 +235,7 @@ class Writer:
 
     def add(self, connection: Connection) -> None:
         """Write what is unsent when the kernel takes more. With the lock."""
+        connection.caught_up.clear()
         fd = connection.peer.fileno()
         self._behind[fd] = connection
         self._poll.register(fd, select.POLLOUT)
@@ -192,7 +246,7 @@ class Writer:
         """There is nothing left to write. With the lock."""
         if self._behind.pop(connection.peer.fileno(), None) is not None:
             self._poll.unregister(connection.peer)
-        connection.caught_up.notify()
+        connection.caught_up.set()
 
     def stop(self) -> None:
         """End its thread."""
@@ -221,5 +275,232 @@ class Writer:
             if not connection.unsent:
                 self.remove(connection)
         except Exception:
-            log.exception("closing the connection of %s after an error of the server's", connection.session)
+            connection.give_up()
+
+
+class ThreadedServer:
+    """One server. To be made and stopped on a running loop, which waits for signals and the owner meanwhile."""
+
+    def __init__(self, listener: socket.socket, limits: Limits) -> None:
+        self.listener = listener
+        self.limits = limits
+        self.engine = Engine(limits)
+        self.engine.identify(identity(secrets.token_hex(8), "threaded"))
+        self.lock = Turns()
+        self.writer = Writer(self.lock)
+        self.connections: set[Connection] = set()
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.host: str = listener.getsockname()[0]
+        self.port: int = listener.getsockname()[1]
+        self.max_connections = 0
+        self.stopped = False
+        self._complaints = Complaints()
+        self._counting: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._accepting: Worker | None = None
+        self._closing = threading.Event()
+        self._bell, self._woken = socket.socketpair()
+        self._threads: set[Worker] = set()
+        """Those to wait for when the server stops."""
+        self._ended: deque[Worker] = deque()
+        """Those of them that are ending."""
+        self._flushing = False
+
+    @property
+    def count(self) -> int:
+        """Connections that are open."""
+        return len(self.connections)
+
+    def start(self) -> None:
+        """Accept connections from now on. Raises RuntimeError if the threads for it cannot be had."""
+        room = room_for_connections()
+        self.max_connections = min(room, self.limits.connections or room)
+        warn_of_short_backlog()
+        log.info("listening on %s, port %d, for up to %d connections", self.host, self.port, self.max_connections)
+        self._start_thread(self.writer.run, "tcpstore writing")
+        self._accepting = self._start_thread(self._accept_all, "tcpstore accepting")
+
+    def stop(self) -> None:
+        """Stop at once: the port is free and every connection closed when this returns. May be called again."""
+        if self.stopped:
+            return
+        self.stopped = True
+        self.stop_accepting()
+        with self.lock:
+            for connection in list(self.connections):
+                connection.close()
+            self.writer.stop()
+        for thread in self._threads:
+            thread.join()
+        for own in (self.writer, self._bell, self._woken):
+            own.close()
+        if self._counting is not None:
+            self._counting.cancel()
+        self._complaints.finish()
+        self._note_empty()
+
+    async def drain(self, grace: float) -> None:
+        """Stop accepting, give the peers up to `grace` seconds to leave, then stop."""
+        self.stop_accepting()
+        self._note_empty()  # the loop may not have heard of the last one to come
+        try:
+            await asyncio.wait_for(self.empty.wait(), grace)
+        except asyncio.TimeoutError:
+            log.info("connections closed after %g s of grace: %d", grace, self.count)
+        self.stop()
+
+    def announce(self, joins: int) -> None:
+        """So many ranks are expected to join, all told."""
+        with self.lock:
+            self.engine.announce(joins)
+
+    def dismiss_newcomers(self, complete: float) -> None:
+        """Close the connections that came after `complete`: they belong to a next round, and join again."""
+        with self.lock:
+            for session in newcomers([connection.session for connection in self.connections], complete):
+                if isinstance(session.owner, Connection):
+                    session.owner.close()
+
+    def close_inherited(self) -> None:
+        """In a forked child, which has no thread of the server's: close its copies of what is the parent's to close."""
+        for connection in self.connections:
+            connection.peer.close()
+        for own in (self.writer, self._bell, self._woken):
+            own.close()
+
+    def stop_accepting(self) -> None:
+        """Free the port; connections that are open stay."""
+        self._closing.set()
+        with suppress(OSError):  # it has been done
+            self._bell.shutdown(socket.SHUT_RDWR)
+        if self._accepting is not None:
+            self._accepting.join()
+        self.listener.close()
+
+    # Called with the lock
+
+    def flush_dirty(self) -> None:
+        """Flush the sessions that another one's command, or its end, gave something to say."""
+        if self._flushing:
+            return  # a connection failed under the loop below, which goes on with whom its end woke
+        self._flushing = True
+        try:
+            dirty = self.engine.dirty
+            while dirty:
+                connection = dirty.pop().owner
+                if isinstance(connection, Connection):
+                    try:
+                        connection.flush()
+                    except Exception:
+                        connection.give_up()
+        finally:
+            self._flushing = False
+
+    def refuse(self, connection: Connection, error: PeerError) -> None:
+        """Say why a connection closes."""
+        kind = error.limit if isinstance(error, LimitError) else "protocol"
+        self._complain(kind, f"closed the connection of {connection.session}: {error}")
+
+    def forget(self, connection: Connection) -> None:
+        """A connection has closed."""
+        self.connections.discard(connection)
+        if not self.stopped:
+            self.flush_dirty()
+        if not self.connections:
+            self._tell_loop(self._note_empty)
+
+    def _complain(self, kind: str, text: str) -> None:
+        """Log what a peer did, now or, if the log has had its line of that kind, in a count a second later."""
+        if not self._complaints.add(kind, text) and self._counting is None:
+            self._tell_loop(self._count_later)
+
+    # On the loop
+
+    def _tell_loop(self, what: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(what)
+
+    def _note_empty(self) -> None:
+        if self.connections:
+            self.empty.clear()
+        else:
+            self.empty.set()
+
+    def _count_later(self) -> None:
+        if self._counting is None and not self.stopped:
+            self._counting = self._loop.call_later(1.0, self._count_complaints)
+
+    def _count_complaints(self) -> None:
+        self._counting = None
+        with self.lock:
+            self._complaints.finish()
+
+    # The accepting thread
+
+    def _accept_all(self) -> None:
+        poll = select.poll()
+        poll.register(self.listener, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        while not self._closing.is_set():
+            poll.poll()
+            try:
+                self._accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                continue
+            except Exception as error:  # there is no descriptor or no memory
+                self._pause(error)
+
+    def _pause(self, error: Exception) -> None:
+        """Those who come next wait; those who are in are served."""
+        reason = error.strerror if isinstance(error, OSError) else error
+        with self.lock:
+            self._complain("accept", f"cannot accept connections for now: {reason}")
+        self._closing.wait(_PAUSE)
+
+    def _accept(self) -> None:
+        peer, (host, port, *_) = self.listener.accept()
+        served = False
+        try:
+            connection = self._admit(peer, host, port)
+            served = connection is not None and self._serve(connection)
+        finally:
+            if not served:
+                peer.close()
+
+    def _admit(self, peer: socket.socket, host: str, port: int) -> Connection | None:
+        """Its connection, if there is room for one more."""
+        peer.setblocking(True)
+        with self.lock:
+            if self.count >= self.max_connections:
+                text = f"refused the connection of {host}, port {port}: {self.count} are open, the most allowed"
+                self._complain("connections", text)
+                return None
+            connection = Connection(self, peer, host, port)
+            self.connections.add(connection)
+            if self.count == 1:
+                self._tell_loop(self._note_empty)
+        return connection
+
+    def _serve(self, connection: Connection) -> bool:
+        """Give it its thread, once there can be one; False if the server stops accepting before."""
+        while not self._closing.is_set():
+            try:
+                self._start_thread(connection.run, f"tcpstore serving {connection.session}")
+                return True
+            except (RuntimeError, MemoryError) as error:
+                self._pause(error)
+        with self.lock:
             connection.close()
+        return False
+
+    def _start_thread(self, run: Callable[[], object], name: str) -> Worker:
+        """A thread that the server waits for when it stops. Raises RuntimeError if there can be none."""
+        while self._ended:
+            ended = self._ended.popleft()
+            ended.join()
+            self._threads.discard(ended)
+        worker = Worker(run, name, self._ended)
+        worker.start()
+        self._threads.add(worker)
+        return worker
