@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +90,32 @@ def torch_server(backend: str = "libuv") -> Iterator[int]:
         process.wait(LIMIT)
         process.stdin.close()
         process.stdout.close()
+
+
+def resting(pid: int) -> None:
+    """Wait until all threads of a process wait for something: it has dealt with everything that had arrived.
+
+    They are looked at one by one, twice. Each one that sleeps both times and has not woken between, which its count of
+    context switches tells, slept at the moment between the two looks; so if that is true of all, all did at that moment.
+    """
+    deadline = time.monotonic() + LIMIT
+    while True:
+        first = _threads(pid)
+        if all(state == "S" for state, _ in first.values()) and _threads(pid) == first:
+            return
+        assert time.monotonic() < deadline, f"process {pid} does not come to rest: {first}"
+
+
+def _threads(pid: int) -> dict[str, tuple[str, str]]:
+    """State and context switches of every thread, by thread."""
+    found = {}
+    for path in Path("/proc", str(pid), "task").iterdir():
+        try:
+            status = (path / "status").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        found[path.name] = (status.partition("State:\t")[2][0], status[status.index("voluntary_ctxt_switches") :])
+    return found
 
 
 class RawPeer:

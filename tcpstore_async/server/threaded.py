@@ -127,6 +127,8 @@ class Connection:
                 self._execute(chunk)
             while self._behind():
                 self._catch_up()
+            if self.closed:  # with bytes unread, which makes the end a reset: the peer may be waiting for room to send
+                return
         self.caught_up.wait()  # it sends no more, and may read still
 
     def _read(self) -> bytes:

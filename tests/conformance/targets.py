@@ -1,9 +1,11 @@
-"""The three servers a script is played to: the pure engine, our running server, PyTorch's own.
+"""The servers a script is played to: the pure engine, our running servers, PyTorch's own.
 
 Nothing here sleeps and hopes. On sockets, "the server has dealt with that" is known by round trips on a connection of
-its own: each of the servers has one thread and serves its connections in the order in which their bytes arrived, so
-what was sent before has been executed and answered when the second pong is here. (A PING on the connection under test
-would be a command like any other, and could change what happens.)
+its own: a server of one thread serves its connections in the order in which their bytes arrived, so what was sent
+before has been executed and answered when the second pong is here. (A PING on the connection under test would be a
+command like any other, and could change what happens.) Of a server with a thread for each connection the first pong
+says only that those bytes have arrived: that they have been dealt with shows when, between the two round trips, all
+threads of its process are seen asleep at the same moment; see `resting`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from conformance.script import Answer, Deed, Script, in_order
-from support import LIMIT, RawPeer
+from support import LIMIT, RawPeer, resting
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.extension import identity
@@ -194,7 +196,7 @@ async def main():
     while line := await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline):
         if line == "new\\n":
             stack = AsyncExitStack()
-            port = (await stack.enter_async_context(serve())).port
+            port = (await stack.enter_async_context(serve(backend=sys.argv[1]))).port
             running[port] = stack
         else:
             port = int(line)
@@ -245,12 +247,12 @@ class Servers:
 
 
 @contextmanager
-def servers(program: str) -> Iterator[Servers]:
+def servers(program: str, *arguments: str) -> Iterator[Servers]:
     # The working directory must not be the checkout, whose plain sources would hide a compiled build.
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program],
+            [sys.executable, "-W", "ignore", "-c", program, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -268,9 +270,11 @@ def servers(program: str) -> Iterator[Servers]:
 class SocketTarget:
     """A server on a port."""
 
-    def __init__(self, port: int, stop: Callable[[], object]) -> None:
+    def __init__(self, port: int, stop: Callable[[], object], threads_of: int | None = None) -> None:
         self.port = port
         self.stop = stop
+        self.threads_of = threads_of
+        """The server's process, if it has more than one thread."""
         self.stopped = False
         self.peers: dict[str, RawPeer] = {}
         self.control = RawPeer(port)
@@ -339,5 +343,7 @@ class SocketTarget:
 
     def _fence(self) -> None:
         self.control.ping()
+        if self.threads_of is not None:
+            resting(self.threads_of)
         self.control.ping()
         self.executed = True

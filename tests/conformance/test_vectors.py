@@ -1,4 +1,4 @@
-"""Every recorded vector and every case of our own, on the pure engine, on our server, and on PyTorch's as the control.
+"""Every recorded vector and every case of our own, on the pure engine, on our servers, and on PyTorch's as the control.
 
 The control hears PyTorch's answers where ours are mended: so each defect we mend has a test that PyTorch's server
 fails. What the extension does is not said to PyTorch's server; the control of it shows why.
@@ -7,6 +7,7 @@ fails. What the extension does is not said to PyTorch's server; the control of i
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -29,6 +30,7 @@ from conformance.targets import (
 )
 from conformance.vectors import LISTS, STATES, libuv_vectors
 from support import RawPeer, torch_server
+from tcpstore_async.server.base import BACKENDS
 from tcpstore_async.session.extension import EXTENSION, build, read_identity
 from tcpstore_async.version import VERSION
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
@@ -44,9 +46,17 @@ every_stock = pytest.mark.parametrize("script", STOCK, ids=lambda script: script
 every_on_the_engine = pytest.mark.parametrize("script", ENGINE_SCRIPTS, ids=lambda script: script.name)
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    which: str = request.param
+    if which == "threaded" and sys.platform != "linux":
+        pytest.skip("when a server with threads is done is seen in /proc")
+    return which
+
+
 @pytest.fixture(scope="module")
-def our_servers() -> Iterator[Servers]:
-    with servers(OUR_SERVERS) as running:
+def our_servers(backend: str) -> Iterator[Servers]:
+    with servers(OUR_SERVERS, backend) as running:
         yield running
 
 
@@ -78,15 +88,15 @@ def test_engine_in_random_pieces(script: Script) -> None:
         target.finish()
 
 
-def _play_to_a_new_server(script: Script, running: Servers, *, torch: bool) -> None:
+def _play_to_a_new_server(script: Script, running: Servers, *, torch: bool = False, threads: bool = False) -> None:
     port = running.start()
-    with SocketTarget(port, lambda: running.stop(port)) as target:
+    with SocketTarget(port, lambda: running.stop(port), running.process.pid if threads else None) as target:
         play(script, target, torch=torch)
 
 
 @every
-def test_our_server(script: Script, our_servers: Servers) -> None:
-    _play_to_a_new_server(script, our_servers, torch=False)
+def test_our_server(script: Script, our_servers: Servers, backend: str) -> None:
+    _play_to_a_new_server(script, our_servers, threads=backend == "threaded")
 
 
 @every_stock
@@ -104,7 +114,7 @@ def _ask_for_value(peer: RawPeer, frame: bytes) -> bytes:
     return peer.read(int.from_bytes(peer.ask(frame, 8), "little"))
 
 
-def test_who_our_server_is(our_servers: Servers) -> None:
+def test_who_our_server_is(our_servers: Servers, backend: str) -> None:
     """And that each is another one."""
     seen = set()
     for _ in range(2):
@@ -115,6 +125,7 @@ def test_who_our_server_is(our_servers: Servers) -> None:
             assert identity is not None
             assert json.loads(raw)["server"] == identity.server == "tcpstore_async"
             assert (identity.version, identity.extension, identity.build) == (VERSION, EXTENSION, build())
+            assert identity.backend == backend
             assert _ask_for_value(peer, fetch(SERVER_KEY)) == raw
             assert _ask_for_value(peer, get(JOINS_KEY)) == b""
             seen.add(identity.instance)
@@ -122,10 +133,10 @@ def test_who_our_server_is(our_servers: Servers) -> None:
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("backend", ["libuv", "legacy"])
-def test_pytorchs_servers_have_no_extension(backend: str) -> None:
+@pytest.mark.parametrize("theirs", ["libuv", "legacy"])
+def test_pytorchs_servers_have_no_extension(theirs: str) -> None:
     """What a client that asks first relies on. (The legacy server closes for GET of a missing key.)"""
-    with torch_server(backend) as port:
+    with torch_server(theirs) as port:
         with RawPeer(port) as peer:
             peer.ping()
             assert peer.ask(check(SERVER_KEY), 1) == NOT_READY
