@@ -95,8 +95,8 @@ def torch_server(backend: str = "libuv") -> Iterator[int]:
 def resting(pid: int) -> None:
     """Wait until all threads of a process wait for something: it has dealt with everything that had arrived.
 
-    They are looked at one by one, twice. Each one that sleeps both times and has not woken between, which its count of
-    context switches tells, slept at the moment between the two looks; so if that is true of all, all did at that moment.
+    They are looked at one by one, twice. Each one that sleeps both times and has not woken between, which its count
+    of context switches tells, slept at the moment between the two looks; if that is true of all, all did so at once.
     """
     deadline = time.monotonic() + LIMIT
     while True:

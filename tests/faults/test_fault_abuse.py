@@ -64,9 +64,13 @@ def test_an_announcement_counts_what_has_arrived() -> None:
     assert engine.unfinished < 1000 * 50
 
 
-def test_a_grown_value_over_the_hard_mark_is_not_sent_in_part() -> None:
+def test_a_grown_value_over_the_hard_mark_is_not_sent_in_part(backend: str) -> None:
     options = ("--limit=unread_hard_bytes=2000000", "--limit=unread_soft_bytes=1000", "--limit=value_bytes=1000000")
-    with tcpstore_server(*options) as server, RawPeer(server.port) as peer, RawPeer(server.port) as other:
+    with (
+        tcpstore_server("--backend", backend, *options) as server,
+        RawPeer(server.port) as peer,
+        RawPeer(server.port) as other,
+    ):
         for _ in range(3):
             peer.send(b"\x09" + blob(b"/grown") + blob(bytes(900_000)))
         peer.ping()
@@ -76,10 +80,10 @@ def test_a_grown_value_over_the_hard_mark_is_not_sent_in_part() -> None:
         assert "over the limit unread_hard_bytes: 2700008, allowed 2000000" in server.log()
 
 
-async def test_a_bound_socket_is_listened_on() -> None:
+async def test_a_bound_socket_is_listened_on(backend: str) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    async with serve(listener=listener) as server:
+    async with serve(listener=listener, backend=backend) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(HANDSHAKE + b"\x0dpong")
         assert await reader.readexactly(4) == b"pong"
@@ -108,9 +112,9 @@ def test_a_closed_standard_stream_harms_nobody(closed: int) -> None:
             assert process.wait(LIMIT) == 0
 
 
-def test_a_log_that_nobody_reads_stops_nobody() -> None:
+def test_a_log_that_nobody_reads_stops_nobody(backend: str) -> None:
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", "0", "--backend", backend]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing, cwd=tempfile.gettempdir()) as process:
         try:
             assert process.stdout is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 
-from faults.watching import I64, get, num_keys, number, until
+from faults.watching import I64, get, num_keys, number, settled, until
 from support import RawPeer, Server, blob, keys, tcpstore_server, u64
 from tcpstore_async import Limits
 
@@ -30,8 +30,8 @@ def options(limits: Limits) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with tcpstore_server(*options(SMALL)) as started:
+def server(backend: str) -> Iterator[Server]:
+    with tcpstore_server("--backend", backend, *options(SMALL)) as started:
         yield started
 
 
@@ -192,7 +192,7 @@ def test_a_long_request_is_refused_however_it_arrives(server: Server, other: Raw
         peer.ping()
         with suppress(ConnectionError):
             peer.send(frame[:cut])
-            other.ping()
+            settled(server, other)
             peer.send(frame[cut:] + b"\x0dpong")
         assert peer.closed(), "the request has been executed"
 
@@ -201,10 +201,10 @@ LOGGED = {name: ANNOUNCED[name] for name in ("key of SET", "absurd key", "value 
 
 
 @pytest.mark.parametrize("name", LOGGED)
-def test_the_log_names_peer_limit_and_size(name: str) -> None:
+def test_the_log_names_peer_limit_and_size(backend: str, name: str) -> None:
     """On a server whose log has no offence yet, so that this one is logged at once."""
     offence = LOGGED[name]
-    with tcpstore_server(*options(SMALL)) as server, RawPeer(server.port) as peer:
+    with tcpstore_server("--backend", backend, *options(SMALL)) as server, RawPeer(server.port) as peer:
         peer.send(b"\x01" + blob(b"/kept") + blob(b"v" * 1000))
         peer.ping(4242)
         offend(peer, offence.frames)
@@ -220,8 +220,8 @@ def test_the_log_names_peer_limit_and_size(name: str) -> None:
 
 
 @pytest.fixture
-def tight() -> Iterator[Server]:
-    with tcpstore_server(*options(replace(SMALL, unfinished_bytes=5000))) as started:
+def tight(backend: str) -> Iterator[Server]:
+    with tcpstore_server("--backend", backend, *options(replace(SMALL, unfinished_bytes=5000))) as started:
         yield started
 
 
@@ -233,7 +233,7 @@ def test_unfinished_requests_of_all_connections_count_together(tight: Server) ->
             for peer in (first, second):
                 peer.ping()
                 peer.send(frame[:-10])
-                other.ping()
+                settled(tight, other)
             third.ping(4243)
             offend(third, frame[:-10])
             [line] = complaints(tight.log(), "unfinished_bytes")
@@ -253,12 +253,12 @@ def test_what_was_unfinished_is_given_back_when_a_peer_goes(tight: Server) -> No
             peer = RawPeer(tight.port)
             peer.ping()
             peer.send(frame[:-10])
-            other.ping()
+            settled(tight, other)
             if ending == "garbage":
                 peer.send(b"x" * 10 + b"\xff")
                 assert peer.closed()
             peer.reset() if ending == "reset" else peer.close()
-            other.ping()
+            settled(tight, other)
         with RawPeer(tight.port) as peer:
             peer.send(frame)
             peer.ping()
@@ -290,8 +290,8 @@ def test_a_frame_within_every_limit_is_served(server: Server, other: RawPeer) ->
         assert peer.ask(b"\x05" + keys(*[b"/kept"] * 8), 1) == b"\0"
 
 
-def test_fifty_offences_are_a_few_lines_whose_counts_add_up() -> None:
-    with tcpstore_server(*options(SMALL)) as server, RawPeer(server.port) as other:
+def test_fifty_offences_are_a_few_lines_whose_counts_add_up(backend: str) -> None:
+    with tcpstore_server("--backend", backend, *options(SMALL)) as server, RawPeer(server.port) as other:
         began = time.monotonic()
         for _ in range(50):
             for frames in (b"\x03" + LONG_KEY, b"\x01" + K + LONG_VALUE, b"\xff"):
@@ -308,8 +308,8 @@ def test_fifty_offences_are_a_few_lines_whose_counts_add_up() -> None:
         assert counted(complaints(server.log(), "opcode") + complaints(server.log(), "kind 'protocol'")) == 50
 
 
-def test_a_later_line_counts_those_before() -> None:
-    with tcpstore_server(*options(SMALL)) as server:
+def test_a_later_line_counts_those_before(backend: str) -> None:
+    with tcpstore_server("--backend", backend, *options(SMALL)) as server:
         offences = 0
 
         def once_more() -> bool:
@@ -339,8 +339,8 @@ def admitted(port: int) -> RawPeer | None:
     return None
 
 
-def test_more_connections_than_allowed_are_refused() -> None:
-    with tcpstore_server("--limit", "connections=5") as server:
+def test_more_connections_than_allowed_are_refused(backend: str) -> None:
+    with tcpstore_server("--backend", backend, "--limit", "connections=5") as server:
         peers = [admitted(server.port) for _ in range(5)]
         assert "for up to 5 connections" in server.log()
         for _ in range(20):

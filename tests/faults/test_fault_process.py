@@ -59,9 +59,9 @@ def idle(server: Server) -> bool:
     return watch.cpu() - before < 0.1
 
 
-def test_few_descriptors() -> None:
+def test_few_descriptors(backend: str) -> None:
     """At the number that the log names, new ones are refused at once and cheaply, and the others are served."""
-    with server_under(["prlimit", "--nofile=100:160"]) as server:
+    with server_under(["prlimit", "--nofile=100:160"], "--backend", backend) as server:
         watch = Watch(server.process.pid)
         assert watch.file_limit() == (160, 160), "the soft limit is raised to the hard one"
         found = re.search(r"for up to (\d+) connections", server.log())
@@ -94,7 +94,7 @@ logging.basicConfig(stream=sys.stdout, format="%(message)s")
 
 async def main():
     loop = asyncio.get_running_loop()
-    async with tcpstore_async.serve() as server:
+    async with tcpstore_async.serve(backend=sys.argv[1]) as server:
         print(server.port, flush=True)
         taken = []
         while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -112,9 +112,9 @@ uvloop.run(main())
 """
 
 
-def test_no_descriptor_left_for_accept() -> None:
+def test_no_descriptor_left_for_accept(backend: str) -> None:
     """Inside a process that uses its descriptors otherwise: those who are in are served, those who come wait."""
-    with program(OUT_OF_DESCRIPTORS) as process:
+    with program(OUT_OF_DESCRIPTORS, backend) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
@@ -151,13 +151,13 @@ def test_the_backlog_is_as_long_as_the_kernel_allows() -> None:
 
 
 @pytest.mark.parametrize("somaxconn", [128, 65_535])
-def test_a_short_backlog_is_warned_of(somaxconn: int) -> None:
+def test_a_short_backlog_is_warned_of(backend: str, somaxconn: int) -> None:
     """In a network namespace of its own, where the kernel's limit can be set."""
     script = f'ip link set lo up; echo {somaxconn} > {SOMAXCONN}; exec "$@"'
     prefix = ["unshare", "-n", "sh", "-c", script, "sh"]
     if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("a network namespace needs root")
-    with server_under(prefix) as server:
+    with server_under(prefix, "--backend", backend) as server:
         assert ("somaxconn" in server.log()) == (somaxconn < BACKLOG)
         if shutil.which("nsenter") and shutil.which("ss"):
             listed = subprocess.run(
@@ -169,9 +169,9 @@ def test_a_short_backlog_is_warned_of(somaxconn: int) -> None:
             assert listed.stdout.split()[2] == str(min(BACKLOG, somaxconn))
 
 
-def test_a_reply_that_ends_in_an_empty_value_is_one_segment() -> None:
+def test_a_reply_that_ends_in_an_empty_value_is_one_segment(backend: str) -> None:
     """A length held back until its value comes would arrive 200 ms late, as on PyTorch's legacy server."""
-    with tcpstore_server() as server, RawPeer(server.port) as peer:
+    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
         peer.send(b"\x01" + blob(b"/k") + blob(b"") + b"\x0e" + blob(b"/q") + blob(b""))
         peer.ping()
         for request, reply in (
@@ -186,16 +186,16 @@ def test_a_reply_that_ends_in_an_empty_value_is_one_segment() -> None:
             assert peer.socket.recv(100) == reply
 
 
-def test_pipelined_requests_are_answered_in_one_segment() -> None:
-    with tcpstore_server() as server, RawPeer(server.port) as peer:
+def test_pipelined_requests_are_answered_in_one_segment(backend: str) -> None:
+    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
         peer.ping()
         peer.send(b"\x07" * 100)
         assert len(peer.socket.recv(1000)) == 800
 
 
-def test_no_descriptor_is_left_behind() -> None:
+def test_no_descriptor_is_left_behind(backend: str) -> None:
     """A thousand connections, of several endings, among them parked and paused ones."""
-    with tcpstore_server() as server, RawPeer(server.port) as other:
+    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as other:
         other.send(b"\x01" + blob(b"/big") + blob(bytes(1 << 20)))
         other.ping()
         watch = Watch(server.process.pid)
@@ -215,8 +215,8 @@ def test_no_descriptor_is_left_behind() -> None:
         until(lambda: watch.files() == files, "all are closed")
 
 
-def test_a_killed_server_is_an_end_of_file_for_everyone() -> None:
-    with tcpstore_server() as server, connections(server.port, 20) as peers:
+def test_a_killed_server_is_an_end_of_file_for_everyone(backend: str) -> None:
+    with tcpstore_server("--backend", backend) as server, connections(server.port, 20) as peers:
         for peer in peers[:10]:
             peer.send(b"\x06" + keys(b"/never"))
         server.process.kill()
@@ -232,8 +232,8 @@ def refused(port: int) -> bool:
     return False
 
 
-def test_sigterm_serves_on_until_the_last_has_left() -> None:
-    with tcpstore_server("--grace", "60") as server:
+def test_sigterm_serves_on_until_the_last_has_left(backend: str) -> None:
+    with tcpstore_server("--backend", backend, "--grace", "60") as server:
         with RawPeer(server.port) as parked, RawPeer(server.port) as peer:
             parked.send(b"\x06" + keys(b"/k"))
             peer.ping()
@@ -248,8 +248,8 @@ def test_sigterm_serves_on_until_the_last_has_left() -> None:
 
 
 @pytest.mark.parametrize("grace", ["0", "0.2"])
-def test_the_grace_ends(grace: str) -> None:
-    with tcpstore_server("--grace", grace) as server, RawPeer(server.port) as peer:
+def test_the_grace_ends(backend: str, grace: str) -> None:
+    with tcpstore_server("--backend", backend, "--grace", grace) as server, RawPeer(server.port) as peer:
         peer.ping()
         server.process.send_signal(signal.SIGTERM)
         assert peer.closed()
@@ -259,8 +259,8 @@ def test_the_grace_ends(grace: str) -> None:
 
 
 @pytest.mark.parametrize("drain", [False, True])
-def test_sigint_stops_at_once_even_while_draining(drain: bool) -> None:
-    with tcpstore_server("--grace", "3600") as server, RawPeer(server.port) as peer:
+def test_sigint_stops_at_once_even_while_draining(backend: str, drain: bool) -> None:
+    with tcpstore_server("--backend", backend, "--grace", "3600") as server, RawPeer(server.port) as peer:
         peer.send(b"\x06" + keys(b"/never"))
         peer.ping()
         if drain:
@@ -272,11 +272,14 @@ def test_sigint_stops_at_once_even_while_draining(drain: bool) -> None:
         assert "Traceback" not in server.log()
 
 
-def test_the_port_can_be_had_again_at_once() -> None:
-    with tcpstore_server() as server, RawPeer(server.port) as peer:
+def test_the_port_can_be_had_again_at_once(backend: str) -> None:
+    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
         peer.ping()
         server.stop()
-        with tcpstore_server("--port", str(server.port)) as next_one, RawPeer(next_one.port) as newcomer:
+        with (
+            tcpstore_server("--backend", backend, "--port", str(server.port)) as next_one,
+            RawPeer(next_one.port) as newcomer,
+        ):
             assert next_one.port == server.port
             newcomer.ping()
 
@@ -307,7 +310,8 @@ for name in ("getnameinfo", "gethostbyaddr", "getfqdn", "gethostbyname", "gethos
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 
 async def main():
-    async with tcpstore_async.serve("127.0.0.1", 0, limits=tcpstore_async.Limits(connections=1)) as server:
+    limits = tcpstore_async.Limits(connections=1)
+    async with tcpstore_async.serve("127.0.0.1", 0, limits=limits, backend=sys.argv[2]) as server:
         print(server.port, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
 
@@ -317,8 +321,8 @@ print("over", flush=True)
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_names_of_peers_are_never_looked_up(loop: str) -> None:
-    with program(NAMELESS, loop) as process:
+def test_names_of_peers_are_never_looked_up(loop: str, backend: str) -> None:
+    with program(NAMELESS, loop, backend) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")

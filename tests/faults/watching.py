@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support import LIMIT, RawPeer, Server, blob, keys, u64
+from support import LIMIT, RawPeer, Server, blob, keys, resting, u64
 
 I64 = struct.Struct("<q")
 
@@ -25,6 +25,12 @@ def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         time.sleep(0.005)
+
+
+def settled(server: Server, other: RawPeer) -> None:
+    """Wait until the server has dealt with everything that was sent before, on any connection."""
+    other.ping()  # what was sent before has arrived
+    resting(server.process.pid)
 
 
 class Watch:

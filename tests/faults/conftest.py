@@ -1,0 +1,11 @@
+"""Whatever a peer or the system does, both kinds of server take it."""
+
+import pytest
+
+from tcpstore_async.server.base import BACKENDS
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    which: str = request.param
+    return which
