@@ -129,10 +129,11 @@ class Store:
         """
         name = to_bytes("key", key)
         size = to_int64("world_size", world_size)
+        limit = self.timeout if timeout is None else timedelta(seconds=to_seconds("timeout", timeout))
         last = name + b"/last_member"
         if self.add(name + b"/num_members", 1) >= size:
             self.set(last, b"1")
-        self.wait([last], self.timeout if timeout is None else timeout)
+        self.wait([last], limit)
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` are single operations."""

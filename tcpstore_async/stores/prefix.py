@@ -123,13 +123,14 @@ class PrefixStore(Store):
 
     # Names
 
-    def _name(self, key: Text) -> Text:
+    def _name(self, key: Text, said: str = "key") -> Text:
         """The other store's name of a key: text as long as all of it is, for a store of one's own that expects it."""
         if isinstance(key, str) and isinstance(self._prefix, str):
+            to_bytes(said, key)
             return f"{self._prefix}/{key}"
-        return self._start + to_bytes("key", key)
+        return self._start + to_bytes(said, key)
 
     def _names(self, keys: Iterable[Text]) -> list[Text]:
-        if not isinstance(keys, list):
-            keys = to_bytes_list("keys", keys)
-        return [self._name(key) for key in keys]
+        if isinstance(keys, (str, bytes, bytearray, dict)) or not isinstance(keys, Iterable):
+            to_bytes_list("keys", keys)  # it says what is wrong
+        return [self._name(key, f"keys[{number}]") for number, key in enumerate(keys)]

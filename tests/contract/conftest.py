@@ -1,0 +1,59 @@
+"""One store of every kind for every test of the contract, with nothing in it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from contract.kinds import KINDS, Kind, Maker
+from support import LIMIT
+from tcpstore_async import Store
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def maker(kind: Kind) -> Iterator[Maker]:
+    with ExitStack() as stack:
+        yield kind.start(stack)
+        gc.collect()
+
+
+@pytest.fixture
+def make(maker: Maker) -> Iterator[Maker]:
+    """Makes stores on the same keys, which are closed when the test is over."""
+    with ExitStack() as stack:
+
+        def made() -> Store:
+            store = stack.enter_context(maker())
+            store.set_timeout(LIMIT)
+            return store
+
+        yield made
+
+
+@pytest.fixture
+def store(make: Maker) -> Store:
+    return make()
+
+
+_numbers = iter(range(1_000_000))
+
+
+@pytest.fixture
+def name() -> Callable[[str], str]:
+    """Makes names that no other test uses."""
+    number = next(_numbers)
+    return lambda text: f"{text}-{number}"
+
+
+@pytest.fixture
+def key(name: Callable[[str], str]) -> str:
+    return name("key")
