@@ -14,7 +14,7 @@ from typing import Final
 
 from .limits import Limits
 from .server.backends import DEFAULT_BACKEND, Server, server_of
-from .server.base import adopt, listen, prepare, raise_file_limit
+from .server.base import adopt, listen, prepare, raise_file_limit, warn_of_short_backlog
 from .server.control import Event
 from .server.loop import run_loop as run_loop
 from .server.loop import spare_the_collector as spare_the_collector
@@ -67,6 +67,7 @@ async def run(
     """
     raise_file_limit()
     listener = listen(host, port) if fd is None else adopt(fd)
+    warn_of_short_backlog()
     loop = asyncio.get_running_loop()
     asked: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,73 @@
+"""The tutorial's programs do what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from support import LIMIT
+
+TUTORIAL = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
+
+
+def program(holds: str) -> str:
+    (found,) = [text for text in PROGRAMS if holds in text]
+    return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+    return port
+
+
+def test_ranks_find_each_other(tmp_path: Path) -> None:
+    text = program("is_master=rank == 0")
+    assert "29600" in text
+    (tmp_path / "rank.py").write_text(text.replace("29600", str(free_port())))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "rank.py"],
+            cwd=tmp_path,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "4"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        said = [rank.communicate(timeout=LIMIT) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    name = socket.gethostname()
+    everybody = [f"{name}:{9000 + rank}".encode() for rank in range(4)]
+    assert said == [(f"{rank} {everybody}\n", "") for rank in range(4)]
+
+
+def test_asynchronous(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program("asyncio.run")], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert (done.stdout, done.stderr) == ("1000\n", "")
+
+
+def test_rendezvous(tmp_path: Path) -> None:
+    text = f"import tcpstore_async\n{program('rendezvous')}print(rank, world_size)\nstore.close()\n"
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.stdout, done.stderr) == ("0 1\n", "")
