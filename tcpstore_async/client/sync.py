@@ -13,7 +13,8 @@ import socket
 import struct
 import time
 import weakref
-from threading import Condition, RLock, get_ident
+from collections import deque
+from threading import Lock, RLock, get_ident
 from typing import Any, Final
 
 from ..blob import unpack
@@ -40,6 +41,15 @@ Not for longer, because a signal makes it start again.
 _SURPLUS_SECONDS: Final = 5.0
 """A connection that was opened beside the first, and is not used for so long, is closed."""
 
+_PATIENCE: Final = 0.001
+"""Seconds that a thread waits for a connection before others let it go first.
+
+Without that, a thread that makes call after call gives its connection back and has it again before any other runs.
+"""
+
+_MOMENT: Final = 0.01
+"""Seconds that a thread lets others go first without a look for itself."""
+
 _NOBODY: Final = 0
 
 
@@ -59,7 +69,10 @@ class Channel:
         self.parked = False
         """Whether the call that leases it may wait for ever; then others need not wait for it to end."""
         self.broken = False
-        """Whether a request is on it in part, or may be: then nothing else can be sent."""
+        """Whether a request is on it in part, or a reply is lost in part, or may be: then it is of no use any more."""
+        self._chunks: list[bytes] = []
+        """What was received but not looked at. It gets here without a step of the interpreter, at which an interrupt
+        could strike and lose it."""
         self.used = time.monotonic()
         """When it was given back; kept only while it is one of several."""
 
@@ -108,7 +121,8 @@ class Channel:
     def read_until(self, call: Call, deadline: Deadline) -> None:
         """Read replies until this call is answered. Raises OSError, ProtocolError or OutOfTime."""
         while not call.done:
-            self._poll(select.POLLIN, deadline)
+            if not self._chunks:
+                self._poll(select.POLLIN, deadline)
             self.read(_LONG)
 
     def read_soon(self) -> None:
@@ -119,10 +133,14 @@ class Channel:
             pass
 
     def read(self, size: int) -> None:
-        chunk = self.peer.recv(size)
-        if not chunk:
+        chunks = self._chunks
+        if not chunks:
+            chunks.extend(map(self.peer.recv, (size,)))
+        if not chunks[0]:
             raise ConnectionError(LOST)
-        self.session.receive(chunk)
+        self.broken = True
+        self.session.receive(chunks.pop())
+        self.broken = False
 
     def _poll(self, event: int, deadline: Deadline) -> None:
         left = deadline.left()
@@ -130,6 +148,51 @@ class Channel:
         poll.register(self.peer, event)
         if not poll.poll(None if left is None else left * 1000):
             raise OutOfTime
+
+
+class Turn:
+    """One thread's place in a line."""
+
+    def __init__(self) -> None:
+        self.told = Lock()
+        """Can be acquired once this thread has been told."""
+        self.starving = False
+        """Whether it has waited for long, and is counted as such."""
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether it has been told by then."""
+        return self.told.acquire(timeout=-1 if seconds is None else seconds)
+
+
+class Line:
+    """Threads that wait to be told of a change. All of it is done with the client's lock held.
+
+    Nobody waits with the lock: unlike a Condition, this stays whole wherever an interrupt strikes.
+    """
+
+    def __init__(self) -> None:
+        self.turns: deque[Turn] = deque()
+
+    def join(self, turn: Turn) -> None:
+        if turn not in self.turns:
+            turn.told.acquire(blocking=False)
+            self.turns.append(turn)
+
+    def leave(self, turn: Turn) -> None:
+        if turn in self.turns:
+            self.turns.remove(turn)
+
+    def tell(self) -> None:
+        """Tell the first. Who is interrupted here and does it again tells nobody else."""
+        if self.turns:
+            told = self.turns[0].told
+            if told.locked():
+                told.release()
+            self.turns.popleft()
+
+    def tell_all(self) -> None:
+        while self.turns:
+            self.tell()
 
 
 class TCPClient:
@@ -160,10 +223,12 @@ class TCPClient:
         self._asking = _NOBODY
         """The thread that asks the server who it is."""
         self._lock = RLock()  # a handler of signals may make a call in the midst of one
-        self._changed = Condition(self._lock)
-        self._known = Condition(self._lock)
-        self._waiting = 0
-        """Threads that wait for a connection."""
+        self._line = Line()
+        """For a connection."""
+        self._curious = Line()
+        """To hear who the server is."""
+        self._starving = 0
+        """Threads that have waited for a connection for long."""
 
     def close(self) -> None:
         """Close every connection. Calls under way in other threads fail, and later ones."""
@@ -221,7 +286,11 @@ class TCPClient:
             raise self._lose(_said(error)) from None
         finally:
             if channel is not None:
-                self._give_back(channel)
+                try:
+                    self._release(channel)
+                except BaseException:  # an interrupt, of which there is no second so soon
+                    self._release(channel)
+                    raise
 
     def park(self, ask: Ask, seconds: float, then: Ask | None = None, began: float | None = None) -> Any:
         """A call that is answered when something happens; after `seconds`, negative for never, StoreTimeoutError.
@@ -247,7 +316,11 @@ class TCPClient:
             raise self._lose(_said(error)) from None
         finally:
             if channel is not None:
-                self._give_back(channel)
+                try:
+                    self._release(channel)
+                except BaseException:  # an interrupt, of which there is no second so soon
+                    self._release(channel)
+                    raise
 
     def _wait_for(self, channel: Channel, call: Call, deadline: Deadline, one_look: bool) -> None:
         """Read until a call that waits is over. Raises OSError, ProtocolError or OutOfTime."""
@@ -260,12 +333,13 @@ class TCPClient:
             if not call.woken:
                 raise OutOfTime
             return
-        while channel.session.pending[0] is not call:  # the fence: until then others must not go elsewhere
+        while (
+            not call.done and channel.session.pending[0] is not call
+        ):  # the fence: until then others must not go elsewhere
             channel.read_until(channel.session.pending[0], deadline)
         with self._lock:
             channel.parked = True
-            if self._waiting:
-                self._changed.notify_all()
+            self._line.tell_all()
         channel.read_until(call, deadline)
 
     # Who the server is
@@ -286,26 +360,30 @@ class TCPClient:
     def _ask_who(self, deadline: Deadline) -> None:
         """One thread asks, the others wait for the outcome. Raises OutOfTime, StoreTimeoutError, DistNetworkError."""
         me = get_ident()
-        mine = False
-        try:
+        while not self._asked and not self._lost:
+            turn = Turn()
             with self._lock:
-                while self._asking not in (_NOBODY, me) and not self._lost:
-                    if not self._known.wait(deadline.left()):
-                        raise OutOfTime
-                if self._asked:
-                    return
-                self._asking = me
-                mine = True
+                others = self._asking not in (_NOBODY, me)  # in this thread's call a handler of signals may make calls
+                if others:
+                    self._curious.join(turn)
+                else:
+                    self._asking = me
+            if not others:
+                self._ask_now(deadline)
+            elif not turn.wait(deadline.left()):
+                raise OutOfTime
+
+    def _ask_now(self, deadline: Deadline) -> None:
+        try:
             if self.ask(calls.HAS_EXTENSION, deadline):
                 self.identity = read_identity(unpack(self.ask(calls.WHO_ARE_YOU, deadline)))
             if self.identity is not None:
                 self.ask(calls.introduce(self.introduction), deadline)
             self._asked = True
         finally:
-            if mine:
-                with self._lock:
-                    self._asking = _NOBODY
-                    self._known.notify_all()
+            with self._lock:
+                self._asking = _NOBODY
+                self._curious.tell_all()
 
     def _verify(self, channel: Channel, deadline: Deadline) -> None:
         """A further connection must lead to the same server, where that can be asked."""
@@ -325,29 +403,77 @@ class TCPClient:
     def _lease(self, deadline: Deadline) -> Channel:
         """A connection for this thread alone, on which all that the store has written is there.
 
-        Wherever an interrupt strikes, none stays leased.
+        Wherever an interrupt strikes, none stays leased. Raises OutOfTime.
         """
         me = get_ident()
         channel: Channel | None = None
         try:
-            while channel is None:
-                with self._lock:
-                    channels = self._channels
-                    if len(channels) == 1 and not channels[0].user:  # the common case, without a call
-                        channel = channels[0]
-                    else:
-                        channel = self._free() or self._wait_for_free(deadline)
-                    if channel is not None:
-                        channel.user = me
-                if channel is None:
-                    self._open(deadline)
+            with self._lock:
+                channels = self._channels
+                if len(channels) == 1 and not channels[0].user and not self._starving:  # the common case
+                    channel = channels[0]
+                    channel.user = me
+            if channel is None:
+                channel = self._lease_later(me, deadline)
             if channel.session.pending:
                 channel.settle(deadline)
             return channel
         except BaseException:
             if channel is not None and channel.user == me:
-                self._give_back(channel)
+                self._release(channel)
             raise
+
+    def _lease_later(self, me: int, deadline: Deadline) -> Channel:
+        """The same when there is none at the moment, perhaps: wait for one, or open one."""
+        channel: Channel | None = None
+        turn = Turn()
+        behind = self._starving > 0 and all(channel.user != me for channel in self._channels)
+        try:
+            while channel is None:
+                with self._lock:
+                    self._line.join(turn)  # before the look: whoever gives one back must see it
+                    if not behind:
+                        channel = self._free()
+                    may_open = channel is None and not behind and self._may_open(me)
+                    if channel is not None:
+                        channel.user = me
+                        self._leave(turn)
+                if may_open:
+                    self._open(deadline)
+                elif channel is None:
+                    self._wait(turn, deadline, behind)
+                    behind = False
+            return channel
+        except BaseException:
+            try:
+                self._give_up(channel, turn, me)
+            except BaseException:  # an interrupt, of which there is no second so soon
+                self._give_up(channel, turn, me)
+            raise
+
+    def _wait(self, turn: Turn, deadline: Deadline, behind: bool) -> None:
+        """Until this thread is told, or for a moment if it has not even looked yet. Raises OutOfTime."""
+        left = deadline.left()
+        if behind:
+            left = _MOMENT if left is None else min(left, _MOMENT)
+        if not turn.wait(left) and deadline.passed():
+            raise OutOfTime
+        if not turn.starving and deadline.spent() > _PATIENCE:
+            with self._lock:
+                self._starving += 1
+                turn.starving = True
+
+    def _leave(self, turn: Turn) -> None:
+        self._starving -= turn.starving
+        turn.starving = False
+        self._line.leave(turn)
+
+    def _give_up(self, channel: Channel | None, turn: Turn, me: int) -> None:
+        with self._lock:
+            self._leave(turn)
+            self._line.tell()  # what this thread was told, perhaps, another must hear
+        if channel is not None and channel.user == me:
+            self._release(channel)
 
     def _free(self) -> Channel | None:
         if self._lost:
@@ -361,25 +487,10 @@ class TCPClient:
                 free = channel
         return free
 
-    def _wait_for_free(self, deadline: Deadline) -> Channel | None:
-        """The same when there is none at the moment; None if this thread may open one. Raises OutOfTime."""
-        self._waiting += 1
-        try:
-            while (channel := self._free()) is None and not self._may_open():
-                if not self._changed.wait(deadline.left()) and self._free() is None:
-                    raise OutOfTime
-            return channel
-        except BaseException:
-            self._changed.notify()  # what this thread was told, perhaps, another must hear
-            raise
-        finally:
-            self._waiting -= 1
-
-    def _may_open(self) -> bool:
+    def _may_open(self, me: int) -> bool:
         """Whether nobody else does, and none is to be had: a thread that is in a call already is in no other."""
         if self._opening:
             return False
-        me = get_ident()
         return all(channel.parked or channel.user == me for channel in self._channels)
 
     def _open(self, deadline: Deadline) -> None:
@@ -408,7 +519,7 @@ class TCPClient:
                 with self._lock:
                     self._newest = None
                     self._opening = False
-                    self._changed.notify_all()
+                    self._line.tell_all()
 
     def _dial(self, deadline: Deadline) -> Channel:
         """Raises DistNetworkError; OutOfTime if it is only for the time that there is no connection."""
@@ -423,14 +534,6 @@ class TCPClient:
                 raise OutOfTime from error
             raise
 
-    def _give_back(self, channel: Channel) -> None:
-        """End a lease, even if the first try is interrupted."""
-        try:
-            self._release(channel)
-        except BaseException:
-            self._release(channel)
-            raise
-
     def _release(self, channel: Channel) -> None:
         """Give a connection back, in step, or closed if it can be neither. May be called again."""
         if channel.user == get_ident():
@@ -442,10 +545,10 @@ class TCPClient:
             channel.user = _NOBODY
             if self._lost:
                 channel.peer.close()
-        # Whoever did not see that it is free had counted itself as waiting before.
-        if self._waiting or len(self._channels) > 1:
+        # Whoever did not see that it is free was in line before it looked.
+        if self._line.turns or len(self._channels) > 1:
             with self._lock:
-                self._changed.notify()
+                self._line.tell()
                 self._close_surplus(channel)
 
     def _close_surplus(self, channel: Channel) -> None:
@@ -473,8 +576,8 @@ class TCPClient:
             for channel in [*self._channels, *([self._newest] if self._newest else [])]:
                 _shut(channel)
             self._channels.clear()
-            self._changed.notify_all()
-            self._known.notify_all()
+            self._line.tell_all()
+            self._curious.tell_all()
         return DistNetworkError(self._lost)
 
 

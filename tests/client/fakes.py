@@ -171,7 +171,11 @@ class Freezer:
         os.waitid(os.P_PID, self._server.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
-        os.kill(self._server.process.pid, signal.SIGCONT)
+        if self._server.process.poll() is None:
+            os.kill(self._server.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._server.stop(signal.SIGKILL)
 
 
 @contextmanager
