@@ -12,7 +12,7 @@ import socket
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, Final, cast
 
@@ -262,8 +262,17 @@ class AsyncTCPStore:
 
     # How calls are made
 
-    async def _ask(self, ask: Ask) -> Any:
+    def _ask(self, ask: Ask) -> Awaitable[Any]:
         """A call that the server answers at once, or not at all."""
+        lanes = self._lanes
+        if len(lanes) == 1 and lanes[0].session.waiting is None:  # the common case, without a coroutine
+            _, future = lanes[0].ask(*ask)
+            if self._timeout >= 0 and not future.done():
+                lanes[0].limit(future, ask, self._timeout)
+            return future
+        return self._ask_when_free(ask)
+
+    async def _ask_when_free(self, ask: Ask) -> Any:
         patience = _Patience(ask, self._timeout)
         lane = await self._free_lane(patience)
         _, future = lane.ask(*ask)

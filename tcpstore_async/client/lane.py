@@ -7,13 +7,15 @@ the connection stays in step. When the connection is lost, every call on it fail
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
-from ..errors import DistNetworkError, ProtocolError
+from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import LOST, Call, ClientSession
 from ..wire.commands import Command
 from ..wire.shapes import Fields
+from .calls import Ask, out_of_time
 
 
 class Lane(asyncio.Protocol):
@@ -31,6 +33,9 @@ class Lane(asyncio.Protocol):
         self._outbox: list[bytes] = []
         self._drained: asyncio.Future[None] | None = None
         self._closing = False
+        self._due: deque[tuple[float, asyncio.Future[Any], Ask, float]] = deque()
+        """Calls that have a limit, the first to expire first."""
+        self._timer: asyncio.TimerHandle | None = None
 
     # Calls
 
@@ -52,6 +57,27 @@ class Lane(asyncio.Protocol):
         else:
             self._futures[call] = future
         return call, future
+
+    def limit(self, future: "asyncio.Future[Any]", ask: Ask, seconds: float) -> None:
+        """Fail a call that is not answered in so many seconds. One timer serves all that have the same limit."""
+        due = self._due
+        while due and due[0][1].done():
+            due.popleft()
+        when = self._loop.time() + seconds
+        if due and when < due[-1][0]:
+            self._loop.call_at(when, _expire, future, ask, seconds)
+            return
+        due.append((when, future, ask, seconds))
+        if self._timer is None:
+            self._timer = self._loop.call_at(when, self._expire_due)
+
+    def _expire_due(self) -> None:
+        due = self._due
+        now = self._loop.time()
+        while due and (due[0][1].done() or due[0][0] <= now):
+            _, future, ask, seconds = due.popleft()
+            _expire(future, ask, seconds)
+        self._timer = self._loop.call_at(due[0][0], self._expire_due) if due else None
 
     def ask_fence(self) -> None:
         """Send a PING, so that others know when the writes before it have been executed."""
@@ -141,6 +167,10 @@ class Lane(asyncio.Protocol):
             return
         self.lost = error
         self._outbox.clear()
+        self._due.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         futures = list(self._futures.values())
         self._futures.clear()
         self._after.clear()
@@ -152,6 +182,11 @@ class Lane(asyncio.Protocol):
                 future.exception()  # the caller may have gone
         if not self._closing:
             self._on_lost(self, error)
+
+
+def _expire(future: "asyncio.Future[Any]", ask: Ask, seconds: float) -> None:
+    if not future.done():
+        future.set_exception(StoreTimeoutError(out_of_time(ask, seconds)))
 
 
 def _pass_on(source: "asyncio.Future[None]", target: "asyncio.Future[Any]") -> None:

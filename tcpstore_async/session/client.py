@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..blob import NO_BLOB, PREFIX
 from ..errors import ProtocolError
-from ..wire.commands import BY_METHOD, MAGIC, Command, Flag
+from ..wire.commands import BY_METHOD, MAGIC, Command
 from ..wire.shapes import BLOBS, SILENCE, STOP_WAITING, VALUE_LATER, WAIT_CANCELED, Fields, RestOfReply
 
 LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
@@ -72,9 +72,9 @@ class ClientSession:
         """
         if self.waiting is not None:
             raise RuntimeError(f"{command.name} cannot be sent behind a {self.waiting.command.name} that waits")
-        data = bytes([command.opcode]) + command.request.encode(fields)
+        data = command.prefix + command.request.encode(fields)
         if command.reply is SILENCE:
-            if command.flags & Flag.MUTATES:
+            if command.mutates:
                 self.written += 1
             return data, None
         count = len(fields[0]) if fields and isinstance(fields[0], list) else 0
@@ -83,7 +83,7 @@ class ClientSession:
             call.result = []
             call.done = True
             return data, call
-        if command.flags & Flag.PARKS:
+        if command.parks:
             self.waiting = call
         self.pending.append(call)
         return data, call

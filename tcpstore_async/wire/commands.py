@@ -71,11 +71,15 @@ class Command:
 
     def __init__(self, opcode: int, name: str, request: Request, reply: Reply, method: str, flags: int = 0) -> None:
         self.opcode = opcode
+        self.prefix = bytes([opcode])
+        """What its frames begin with."""
         self.name = name
         self.request = request
         self.reply = reply
         self.method = method
         self.flags = flags
+        self.mutates: bool = bool(flags & Flag.MUTATES)
+        self.parks: bool = bool(flags & Flag.PARKS)
 
 
 COMMANDS: Final = (
