@@ -123,10 +123,12 @@ def owner(
     before: str = "",
     env: dict[str, str] | None = None,
     cwd: str | None = None,
+    backend: str | None = None,
 ) -> Iterator[Owner]:
     """A program that hosts, with what it does before and then. It and its server are killed at the end."""
+    hosting = HOST if backend is None else HOST.replace("host(0)", f"host(0, backend={backend!r})")
     process = subprocess.Popen(
-        [sys.executable, "-W", "error::RuntimeWarning", *options, "-c", STREAMS + before + HOST + then],
+        [sys.executable, "-W", "error::RuntimeWarning", *options, "-c", STREAMS + before + hosting + then],
         cwd=cwd or tempfile.gettempdir(),
         env=env,
         stdin=subprocess.PIPE,

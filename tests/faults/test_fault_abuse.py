@@ -19,6 +19,7 @@ import pytest
 
 from support import HANDSHAKE, LIMIT, RawPeer, blob, tcpstore_server, u64
 from tcpstore_async import Limits, serve
+from tcpstore_async.server.uv import UvServer
 from tcpstore_async.session.server import Engine, ServerSession
 
 MIB = 1 << 20
@@ -43,6 +44,7 @@ async def test_a_flood_gets_one_turn_at_a_time(command: bytes) -> None:
                 pass
 
     async with serve() as server:
+        assert isinstance(server, UvServer)
         pouring = [asyncio.create_task(asyncio.to_thread(pour, server.port)) for _ in range(2)]
         longest = 0
         for _ in range(100):

@@ -48,8 +48,8 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_server_ends_with_its_owner(ending: str) -> None:
-    with owner(WAIT + ENDINGS[ending]) as program:
+def test_the_server_ends_with_its_owner(ending: str, backend: str) -> None:
+    with owner(WAIT + ENDINGS[ending], backend=backend) as program:
         program.go_on()
         program.process.wait(LIMIT)
         assert program.server.ended()
@@ -57,8 +57,8 @@ def test_the_server_ends_with_its_owner(ending: str) -> None:
 
 
 @pytest.mark.parametrize("worker", ["", WORKER], ids=["alone", "with a worker"])
-def test_an_owner_that_is_killed_takes_the_server_with_it(worker: str) -> None:
-    with owner(worker + WAIT) as program, RawPeer(program.port) as peer:
+def test_an_owner_that_is_killed_takes_the_server_with_it(worker: str, backend: str) -> None:
+    with owner(worker + WAIT, backend=backend) as program, RawPeer(program.port) as peer:
         peer.ping()
         program.process.kill()
         assert program.server.ended()
@@ -81,10 +81,10 @@ def test_without_a_descriptor_for_processes_it_looks_again_and_again(worker: str
         assert peer.closed()
 
 
-def test_an_owner_that_becomes_another_program_has_let_go() -> None:
+def test_an_owner_that_becomes_another_program_has_let_go(backend: str) -> None:
     """The pid stays, so the end of the control socket tells. The ranks keep their grace."""
     become = "os.execv(sys.executable, [sys.executable, '-c', 'import os; os.write(9, b\"new\\\\n\"); os.read(8, 1)'])"
-    with owner(WAIT + become) as program:
+    with owner(WAIT + become, backend=backend) as program:
         with RawPeer(program.port) as peer:
             peer.ping()
             program.go_on()
@@ -96,8 +96,8 @@ def test_an_owner_that_becomes_another_program_has_let_go() -> None:
 
 
 @pytest.mark.parametrize("last", ["", "hosted.release()\n"], ids=["without a release", "after a release"])
-def test_ranks_have_their_grace_when_the_owner_returns(last: str) -> None:
-    with owner(WAIT + last) as program, RawPeer(program.port) as peer:
+def test_ranks_have_their_grace_when_the_owner_returns(last: str, backend: str) -> None:
+    with owner(WAIT + last, backend=backend) as program, RawPeer(program.port) as peer:
         peer.ping()
         program.go_on()
         assert program.process.wait(LIMIT) == 0
@@ -107,8 +107,8 @@ def test_ranks_have_their_grace_when_the_owner_returns(last: str) -> None:
         assert program.server.ended()
 
 
-def test_ranks_have_their_grace_when_the_owner_is_killed_after_a_release() -> None:
-    with owner(RELEASE) as program, RawPeer(program.port) as peer:
+def test_ranks_have_their_grace_when_the_owner_is_killed_after_a_release(backend: str) -> None:
+    with owner(RELEASE, backend=backend) as program, RawPeer(program.port) as peer:
         peer.ping()
         program.go_on()
         assert program.line() == "released"
@@ -121,9 +121,9 @@ def test_ranks_have_their_grace_when_the_owner_is_killed_after_a_release() -> No
 
 @pytest.mark.parametrize("group", [False, True], ids=["to the server", "to the process group"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_signals_for_the_ranks_do_not_end_it(number: signal.Signals, group: bool) -> None:
+def test_signals_for_the_ranks_do_not_end_it(number: signal.Signals, group: bool, backend: str) -> None:
     immune = f"import signal\nos.setpgid(0, 0)\nsignal.signal({int(number)}, lambda *_: None)\n"
-    with owner(WAIT, before=immune) as program, RawPeer(program.port) as peer:
+    with owner(WAIT, before=immune, backend=backend) as program, RawPeer(program.port) as peer:
         if group:
             os.killpg(program.process.pid, number)
         else:
@@ -142,8 +142,8 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_owner_interrupted_by_the_keyboard_stops_it_in_order() -> None:
-    with owner(INTERRUPTED, before="os.setpgid(0, 0)\n") as program:
+def test_an_owner_interrupted_by_the_keyboard_stops_it_in_order(backend: str) -> None:
+    with owner(INTERRUPTED, before="os.setpgid(0, 0)\n", backend=backend) as program:
         assert program.line() == "waits"
         os.killpg(program.process.pid, signal.SIGINT)
         assert program.process.wait(LIMIT) == 0
@@ -337,8 +337,8 @@ if os.fork() == 0:
 """
 
 
-def test_a_forked_child_cannot_end_its_parents_server_and_may_have_one() -> None:
-    with owner(CHILD + WAIT) as program, RawPeer(program.port) as peer:
+def test_a_forked_child_cannot_end_its_parents_server_and_may_have_one(backend: str) -> None:
+    with owner(CHILD + WAIT, backend=backend) as program, RawPeer(program.port) as peer:
         peer.ping()
         port, pid = map(int, program.line().split())
         assert port != program.port
@@ -358,17 +358,17 @@ def test_a_forked_child_cannot_end_its_parents_server_and_may_have_one() -> None
 
 @contextmanager
 def serve(
-    listener: socket.socket, *, owner_pid: int | None = None
+    listener: socket.socket, *, owner_pid: int | None = None, backend: str = "uv"
 ) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
     """`tcpstore serve` as an owner starts it, and the owner's end of the control socket."""
     ours, theirs = socket.socketpair()
     ours.settimeout(LIMIT)
     fds = (listener.fileno(), theirs.fileno())
-    command = [sys.executable, "-m", "tcpstore_async", "serve", "--grace", "60", "--listen-fd", str(fds[0])]
+    command = [sys.executable, "-m", "tcpstore_async", "serve", "--grace", "60", "--backend", backend]
     with ours, tempfile.TemporaryFile() as output:
         with theirs, listener:
             process = subprocess.Popen(
-                [*command, "--owner-pid", str(owner_pid or os.getpid()), "--control-fd", str(fds[1])],
+                [*command, *_owned_by(owner_pid or os.getpid(), *fds)],
                 cwd=tempfile.gettempdir(),
                 pass_fds=fds,
                 stdout=output,
@@ -379,6 +379,10 @@ def serve(
         finally:
             process.kill()
             process.wait(LIMIT)
+
+
+def _owned_by(pid: int, listen_fd: int, control_fd: int) -> list[str]:
+    return ["--listen-fd", str(listen_fd), "--owner-pid", str(pid), "--control-fd", str(control_fd)]
 
 
 def heard(control: socket.socket) -> dict[str, object]:
@@ -392,11 +396,11 @@ def heard(control: socket.socket) -> dict[str, object]:
     return event
 
 
-def test_what_is_said_over_the_control_socket() -> None:
+def test_what_is_said_over_the_control_socket(backend: str) -> None:
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    with serve(listener) as (process, control):
-        assert heard(control) == {"event": "ready", "port": port, "pid": process.pid, "backend": "uv"}
+    with serve(listener, backend=backend) as (process, control):
+        assert heard(control) == {"event": "ready", "port": port, "pid": process.pid, "backend": backend}
         with RawPeer(port) as peer:
             peer.ping()
             process.terminate()
@@ -413,9 +417,9 @@ def test_what_is_said_over_the_control_socket() -> None:
         assert process.wait(LIMIT) == 0
 
 
-def test_connections_that_are_left_are_counted() -> None:
+def test_connections_that_are_left_are_counted(backend: str) -> None:
     listener = listen("127.0.0.1", 0)
-    with serve(listener) as (process, control):
+    with serve(listener, backend=backend) as (process, control):
         with RawPeer(int(str(heard(control)["port"]))) as peer:
             peer.ping()
             control.sendall(b"stop\n")

@@ -47,6 +47,10 @@ class Watch:
         """Open file descriptors."""
         return len(os.listdir(self.folder / "fd"))
 
+    def threads(self) -> int:
+        """Threads that there are."""
+        return len(os.listdir(self.folder / "task"))
+
     def cpu(self) -> float:
         """Seconds of CPU time, user and system."""
         fields = (self.folder / "stat").read_text().rpartition(")")[2].split()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from support import tcpstore_server, torch_server
+from support import Server, tcpstore_server, torch_server
+from tcpstore_async.server.base import BACKENDS
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
 dist = torch.distributed
@@ -20,15 +21,22 @@ SHORT = timedelta(milliseconds=50)
 MINUTE = timedelta(seconds=60)
 
 
-@pytest.fixture(scope="module", params=["ours", "PyTorch's"])
+@pytest.fixture(scope="module", params=[*BACKENDS, "PyTorch's"])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    if request.param == "ours":
-        with tcpstore_server() as server:
+    if request.param in BACKENDS:
+        with tcpstore_server("--backend", request.param) as server:
             yield server.port
             assert "closed the connection" not in server.log()
     else:
         with torch_server() as found:
             yield found
+
+
+@pytest.fixture(params=BACKENDS)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server of ours, for one test."""
+    with tcpstore_server("--backend", request.param) as running:
+        yield running
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["libuv flag", "legacy flag"])
@@ -253,46 +261,42 @@ def test_prefix_store(store: Any, libuv: bool) -> None:
         assert prefixed.queue_pop("q") == b"item"
 
 
-def test_text_that_is_no_number_costs_only_that_connection() -> None:
-    with tcpstore_server() as server:
-        client = dist.TCPStore("127.0.0.1", server.port, None, False, MINUTE, wait_for_workers=False)
-        client.set("n", "text")
-        with pytest.raises(dist.DistNetworkError):
-            client.add("n", 1)
-        with pytest.raises(dist.DistNetworkError):
-            client.num_keys()
-        survivor = dist.TCPStore("127.0.0.1", server.port, None, False, MINUTE, wait_for_workers=False)
-        assert survivor.get("n") == b"text"
+def test_text_that_is_no_number_costs_only_that_connection(server: Server) -> None:
+    client = dist.TCPStore("127.0.0.1", server.port, None, False, MINUTE, wait_for_workers=False)
+    client.set("n", "text")
+    with pytest.raises(dist.DistNetworkError):
+        client.add("n", 1)
+    with pytest.raises(dist.DistNetworkError):
+        client.num_keys()
+    survivor = dist.TCPStore("127.0.0.1", server.port, None, False, MINUTE, wait_for_workers=False)
+    assert survivor.get("n") == b"text"
 
 
-def test_a_value_over_the_limit_costs_only_that_connection() -> None:
-    with tcpstore_server() as server:
-        arguments = ("127.0.0.1", server.port, None, False, MINUTE)
-        client, bystander = (dist.TCPStore(*arguments, wait_for_workers=False) for _ in range(2))
-        with contextlib.suppress(dist.DistNetworkError):
-            client.set("k", bytes((8 << 20) + 1))  # no reply: whether it fails by itself is chance
-        with pytest.raises(dist.DistNetworkError):
-            client.num_keys()
-        assert bystander.num_keys() == 0
+def test_a_value_over_the_limit_costs_only_that_connection(server: Server) -> None:
+    arguments = ("127.0.0.1", server.port, None, False, MINUTE)
+    client, bystander = (dist.TCPStore(*arguments, wait_for_workers=False) for _ in range(2))
+    with contextlib.suppress(dist.DistNetworkError):
+        client.set("k", bytes((8 << 20) + 1))  # no reply: whether it fails by itself is chance
+    with pytest.raises(dist.DistNetworkError):
+        client.num_keys()
+    assert bystander.num_keys() == 0
 
 
-def test_the_workers_are_counted() -> None:
+def test_the_workers_are_counted(server: Server) -> None:
     """A client with a world size announces itself; the counter is a key without a slash."""
-    with tcpstore_server() as server:
-        arguments = ("127.0.0.1", server.port)
-        stores = [dist.TCPStore(*arguments, 3, False, MINUTE) for _ in range(3)]
-        assert stores[0].num_keys() == 1
-        assert stores[0].list_keys() == []
-        for store in stores:
-            store.set("k", "v")
-        assert stores[0].list_keys() == ["k"]
-        quiet = dist.TCPStore(*arguments, 3, False, MINUTE, wait_for_workers=False)
-        assert quiet.num_keys() == 2
+    arguments = ("127.0.0.1", server.port)
+    stores = [dist.TCPStore(*arguments, 3, False, MINUTE) for _ in range(3)]
+    assert stores[0].num_keys() == 1
+    assert stores[0].list_keys() == []
+    for store in stores:
+        store.set("k", "v")
+    assert stores[0].list_keys() == ["k"]
+    quiet = dist.TCPStore(*arguments, 3, False, MINUTE, wait_for_workers=False)
+    assert quiet.num_keys() == 2
 
 
-def test_a_server_that_goes_is_a_network_error() -> None:
-    with tcpstore_server() as server:
-        store = dist.TCPStore("127.0.0.1", server.port, None, False, MINUTE, wait_for_workers=False)
-        server.stop()
-        with pytest.raises(dist.DistNetworkError):
-            store.num_keys()
+def test_a_server_that_goes_is_a_network_error(server: Server) -> None:
+    store = dist.TCPStore("127.0.0.1", server.port, None, False, MINUTE, wait_for_workers=False)
+    server.stop()
+    with pytest.raises(dist.DistNetworkError):
+        store.num_keys()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support import LIMIT, RawPeer, tcpstore_server
+from tcpstore_async.server.base import BACKENDS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the torch extra is not installed")
 
@@ -34,12 +35,12 @@ def ranks() -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-@pytest.fixture
-def run(ranks: subprocess.Popen[str]) -> Iterator[Run]:
+@pytest.fixture(params=BACKENDS)
+def run(ranks: subprocess.Popen[str], request: pytest.FixtureRequest) -> Iterator[Run]:
     """Runs a scenario on a fresh server and returns what its ranks return."""
     assert ranks.stdin is not None
     assert ranks.stdout is not None
-    with tcpstore_server() as server:
+    with tcpstore_server("--backend", request.param) as server:
 
         def run(scenario: str, world: int) -> list[Any]:
             assert ranks.stdin is not None

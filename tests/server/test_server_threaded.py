@@ -1,0 +1,704 @@
+"""The threaded server inside the test's own process: its threads among themselves, and that none is left."""
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import signal
+import socket
+import statistics
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from conformance.frames import fetch
+from faults.watching import I64, Watch, get, number, until
+from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
+from tcpstore_async import serve
+from tcpstore_async.limits import Limits
+from tcpstore_async.server.base import BACKENDS, listen
+from tcpstore_async.server.hosting import Hosted, host
+from tcpstore_async.server.threaded import Connection, ThreadedServer, Turns, Worker
+from tcpstore_async.wire.commands import JOINS_KEY
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+MIB = 1 << 20
+
+SET_K = b"\x01" + blob(b"/k") + blob(b"v")
+
+
+def threads() -> set[threading.Thread]:
+    return set(threading.enumerate())
+
+
+class Served:
+    """A server on a loop in a thread of its own, for the test to call as the loop would."""
+
+    def __init__(self, server: ThreadedServer, loop: asyncio.AbstractEventLoop) -> None:
+        self.server = server
+        self.port = server.port
+        self._loop = loop
+
+    def stop(self) -> None:
+        """Have the loop stop it, and wait until it has."""
+
+        async def stop() -> None:
+            self.server.stop()
+
+        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(LIMIT)
+
+    def drain(self, grace: float) -> "Future[None]":
+        return asyncio.run_coroutine_threadsafe(self.server.drain(grace), self._loop)
+
+    def connection(self, peer: RawPeer) -> Connection:
+        """The server's side of it, once there is one."""
+        port = peer.socket.getsockname()[1]
+        peer.ping()
+        [found] = [one for one in list(self.server.connections) if one.session.port == port]
+        return found
+
+
+@contextmanager
+def served(limits: Limits | None = None) -> Iterator[Served]:
+    """A server; when it is stopped no thread of it is left."""
+    before = threads()
+    started: Future[Served] = Future()
+    over: Future[None] = Future()
+
+    async def main() -> None:
+        async with serve(limits=limits, backend="threaded") as server:
+            assert isinstance(server, ThreadedServer)
+            started.set_result(Served(server, asyncio.get_running_loop()))
+            await asyncio.wrap_future(over)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(asyncio.run, main())
+        try:
+            yield started.result(LIMIT)
+        finally:
+            over.set_result(None)
+            running.result(LIMIT)
+    assert threads() == before
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    with served() as running:
+        yield running
+
+
+@pytest.fixture
+def other(server: Served) -> Iterator[RawPeer]:
+    """Somebody else, who is served to the end."""
+    with RawPeer(server.port) as peer:
+        peer.ping()
+        yield peer
+        peer.ping()
+
+
+# The lock
+
+
+def test_turns_are_taken_in_the_order_in_which_they_were_asked_for() -> None:
+    turns = Turns()
+    order: list[int] = []
+
+    def ask(i: int) -> None:
+        with turns:
+            order.append(i)
+
+    asking = [threading.Thread(target=ask, args=[i]) for i in range(20)]
+    with turns:
+        for thread in asking:
+            length = len(turns._line)
+            thread.start()
+            until(lambda: len(turns._line) > length, "it stands in line")  # noqa: B023
+    for thread in asking:
+        thread.join(LIMIT)
+    assert order == list(range(20))
+
+
+def test_an_interrupt_while_waiting_for_a_turn_leaves_the_line() -> None:
+    turns = Turns()
+    held = threading.Event()
+    go = threading.Event()
+
+    def hold() -> None:
+        with turns:
+            held.set()
+            go.wait(LIMIT)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(LIMIT)
+    former = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt), turns:
+            pass
+    finally:
+        signal.signal(signal.SIGALRM, former)
+        go.set()
+        holder.join(LIMIT)
+    with turns:
+        pass
+
+
+def test_a_peer_that_sends_without_a_pause_has_one_turn_at_a_time() -> None:
+    """With a lock that is not fair nobody else is served for seconds."""
+    flood = b"\x0c" * MIB
+    with tcpstore_server("--backend", "threaded") as server, ExitStack() as stack:
+        floods = [stack.enter_context(RawPeer(server.port)) for _ in range(20)]
+        for peer in floods:
+            peer.socket.settimeout(None)
+        stop = threading.Event()
+
+        def pour(peer: RawPeer) -> None:
+            with suppress(OSError):
+                while not stop.is_set():
+                    peer.send(flood)
+
+        def drain(peer: RawPeer) -> None:
+            with suppress(OSError):
+                while peer.socket.recv(MIB):
+                    pass
+
+        working = [threading.Thread(target=work, args=[peer]) for peer in floods for work in (pour, drain)]
+        for thread in working:
+            thread.start()
+        try:
+            with RawPeer(server.port) as other:
+                for _ in range(10):
+                    other.ping()
+        finally:
+            stop.set()
+            server.stop()
+            for thread in working:
+                thread.join(LIMIT)
+
+
+# Writing
+
+
+def behind(server: Served, stack: ExitStack, *, before: bytes = b"") -> RawPeer:
+    """A peer that has asked for 32 MiB and reads nothing."""
+    peer = stack.enter_context(RawPeer(server.port))
+    connection = server.connection(peer)
+    peer.send(b"\x01" + blob(b"/big") + blob(bytes(MIB)) + before + (b"\x03" + blob(b"/big")) * 32)
+    until(lambda: not connection.caught_up.is_set(), "the kernel takes no more")
+    return peer
+
+
+def reads_all(peer: RawPeer) -> None:
+    for _ in range(32):
+        assert peer.read(MIB + 8) == blob(bytes(MIB))
+
+
+def test_a_wake_up_of_one_whose_thread_waits_until_it_has_read(server: Served, other: RawPeer) -> None:
+    with ExitStack() as stack:
+        peer = behind(server, stack, before=b"\x06" + keys(b"/k"))
+        other.send(SET_K)
+        other.ping()
+        heard = b"".join(peer.read(MIB + 8) for _ in range(32)) + peer.read(1)
+        assert len(heard.replace(blob(bytes(MIB)), b"")) == 1, "the wake-up stands between two values"
+        peer.ping()
+
+
+def test_a_large_value_for_many_that_wait_and_do_not_read(server: Served, other: RawPeer) -> None:
+    """Their own threads read: one thread writes for all. Nobody else waits, and all arrives."""
+    value = bytes(8 * MIB)
+    with ExitStack() as stack:
+        peers = [stack.enter_context(RawPeer(server.port)) for _ in range(20)]
+        for peer in peers:
+            peer.ping()
+            peer.send(fetch(b"/large"))
+        until(lambda: len(server.server.engine.keyspace.waiters.get(b"/large", ())) == 20, "all wait")
+        other.send(b"\x01" + blob(b"/large") + blob(value))
+        for _ in range(100):
+            other.ping()
+        for peer in peers[:10]:
+            assert peer.read(len(value) + 8) == blob(value)
+            peer.ping()
+        for peer in peers[10:15]:
+            peer.reset()
+    until(lambda: server.server.count == 1, "all have left")
+
+
+def test_slow_readers_of_large_replies(server: Served, other: RawPeer) -> None:
+    value = os.urandom(8 * MIB)
+    other.send(b"\x01" + blob(b"/large") + blob(value))
+    other.ping()
+
+    def read_slowly(peer: RawPeer) -> bool:
+        peer.send(b"\x03" + blob(b"/large"))
+        heard = b""
+        while len(heard) < len(value) + 8:
+            heard += peer.read(min(MIB, len(value) + 8 - len(heard)))
+            time.sleep(0.005)
+        return heard == blob(value)
+
+    with ExitStack() as stack, ThreadPoolExecutor(10) as pool:
+        peers = [stack.enter_context(RawPeer(server.port)) for _ in range(10)]
+        reading = [pool.submit(read_slowly, peer) for peer in peers]
+        while not all(one.done() for one in reading):
+            other.ping()
+        assert all(one.result() for one in reading)
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+def test_one_that_goes_while_it_is_written_to(server: Served, other: RawPeer, ending: str) -> None:
+    """Whether its own thread waits, or reads and another's command made the reply."""
+    with ExitStack() as stack:
+        for _ in range(5):
+            peer = behind(server, stack)
+            fetching = stack.enter_context(RawPeer(server.port))
+            connection = server.connection(fetching)
+            fetching.send(fetch(b"/large"))
+            until(lambda: connection.session.fetching, "it waits")  # noqa: B023
+            other.send(b"\x01" + blob(b"/large") + blob(bytes(8 * MIB)))
+            until(lambda: not connection.caught_up.is_set(), "the kernel takes no more")  # noqa: B023
+            for gone in (peer, fetching):
+                gone.reset() if ending == "reset" else gone.close()
+            until(lambda: server.server.count == 1, "both are gone")
+            other.ask(b"\x08" + blob(b"/large"), 8)
+    until(lambda: not server.server.writer._behind, "nothing is left to write")
+
+
+def test_requests_of_one_that_owes_reading_a_little_are_done(server: Served, other: RawPeer) -> None:
+    """As on the event-driven server: only above the soft mark it is not read from."""
+    with RawPeer(server.port) as peer:
+        connection = server.connection(peer)
+        peer.send(b"\x01" + blob(b"/part") + blob(bytes(100_000)))
+        while connection.caught_up.is_set():
+            peer.send(b"\x03" + blob(b"/part"))
+            time.sleep(0.001)
+        assert connection.session.unread < MIB
+        peer.send(SET_K)
+        until(lambda: get(other, b"/k") == b"v", "the request is done")
+
+
+# Errors of ours
+
+
+class Defect(Exception):
+    pass
+
+
+def test_an_error_while_another_is_told_costs_that_other_only(
+    server: Served, other: RawPeer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RawPeer(server.port) as waiting, RawPeer(server.port) as second:
+        broken = server.connection(waiting)
+        for peer in (waiting, second):
+            peer.send(b"\x06" + keys(b"/k"))
+        until(lambda: len(server.server.engine.keyspace.waiters.get(b"/k", ())) == 2, "both wait")
+        push = Connection.push
+
+        def fail(connection: Connection) -> None:
+            if connection is broken:
+                raise Defect
+            push(connection)
+
+        monkeypatch.setattr(Connection, "push", fail)
+        other.send(SET_K)
+        assert waiting.closed()
+        assert second.read(1) == b"\0"
+        other.ping()
+    assert "after an error of the server's" in caplog.text
+
+
+def test_an_error_in_the_writing_thread_costs_one_connection(
+    server: Served, other: RawPeer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        first = behind(server, stack)
+        second = behind(server, stack)
+        broken = server.server.writer._behind[min(server.server.writer._behind)]
+        push = Connection.push
+
+        def fail(connection: Connection) -> None:
+            if connection is broken:
+                raise Defect
+            push(connection)
+
+        monkeypatch.setattr(Connection, "push", fail)
+        if broken.session.port == second.socket.getsockname()[1]:
+            first, second = second, first
+        with pytest.raises((EOFError, ConnectionError)):
+            reads_all(first)
+        reads_all(second)
+    assert caplog.text.count("after an error of the server's") == 1
+
+
+# Threads that cannot be had
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """As long as it is set, no server can start a thread."""
+    refused = threading.Event()
+    start = Worker.start
+
+    def start_if_allowed(worker: Worker) -> None:
+        if refused.is_set():
+            raise RuntimeError("can't start new thread")
+        start(worker)
+
+    monkeypatch.setattr(Worker, "start", start_if_allowed)
+    return refused
+
+
+def test_who_comes_when_there_is_no_thread_waits(
+    server: Served, other: RawPeer, no_threads: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_threads.set()
+    with RawPeer(server.port) as first, RawPeer(server.port) as second:
+        for peer in (first, second):
+            peer.send(b"\x0dpong")
+        until(lambda: "cannot accept connections for now: can't start new thread" in caplog.text, "it is logged")
+        other.ping()
+        no_threads.clear()
+        assert first.read(4) == second.read(4) == b"pong"
+
+
+def test_a_stop_while_there_is_no_thread(no_threads: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+    with served() as server, RawPeer(server.port) as peer:
+        peer.ping()
+        no_threads.set()
+        with RawPeer(server.port) as newcomer:
+            until(lambda: "cannot accept" in caplog.text, "somebody waits for a thread")
+            server.stop()
+            assert newcomer.closed()
+            assert peer.closed()
+
+
+async def test_a_server_that_cannot_have_its_threads_does_not_start(no_threads: threading.Event) -> None:
+    before = threads()
+    no_threads.set()
+    listener = listen("127.0.0.1", 0)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        async with serve(listener=listener, backend="threaded"):
+            pass
+    assert listener.fileno() == -1
+    assert threads() == before
+
+
+# Ends
+
+
+def test_a_stop_with_everybody_in_the_midst_of_something() -> None:
+    files = Watch(os.getpid()).files()
+    with ExitStack() as stack, served() as server:
+        behind(server, stack)
+        peers = [stack.enter_context(RawPeer(server.port)) for _ in range(30)]
+        for i, peer in enumerate(peers):
+            peer.ping()
+            peer.send([b"\x06" + keys(b"/never"), b"\x01" + blob(b"/half")[:5], fetch(b"/never")][i % 3])
+        server.stop()
+        server.stop()
+        assert all(peer.closed() for peer in peers)
+        assert server.server.count == 0
+    assert Watch(os.getpid()).files() <= files
+
+
+def test_a_stop_while_many_come() -> None:
+    for _ in range(5):
+        with served() as server:
+            over = threading.Event()
+
+            def come(port: int = server.port, over: threading.Event = over) -> None:
+                with suppress(OSError):
+                    while not over.is_set():
+                        RawPeer(port, validate=False).close()
+
+            coming = [threading.Thread(target=come) for _ in range(4)]
+            for thread in coming:
+                thread.start()
+            until(lambda: server.server.count, "somebody is there")
+            server.stop()
+            over.set()
+            for thread in coming:
+                thread.join(LIMIT)
+
+
+async def test_a_server_that_was_never_started() -> None:
+    server = ThreadedServer(listen("127.0.0.1", 0), Limits())
+    server.stop()
+    server.stop()
+    assert server.listener.fileno() == -1
+
+
+def test_one_who_came_just_before_the_drain_has_its_grace(server: Served) -> None:
+    with RawPeer(server.port) as peer:
+        peer.ping()
+        draining = server.drain(LIMIT)
+        until(lambda: server.server.listener.fileno() == -1, "the port is free")
+        peer.ping()
+        assert not draining.done()
+    draining.result(LIMIT)
+
+
+def test_whether_anybody_is_there_is_known_when_a_drain_begins() -> None:
+    """Though the loop has not run since somebody came."""
+
+    async def main() -> None:
+        async with serve(backend="threaded") as server:
+            with RawPeer(server.port) as peer:
+                peer.ping()
+                assert server.empty.is_set(), "the loop has run"
+                draining = server.drain(LIMIT)
+                with suppress(StopIteration):
+                    draining.send(None)
+                assert not server.empty.is_set()
+                draining.close()
+
+    asyncio.run(main())
+
+
+def test_threads_that_have_ended_are_not_kept(server: Served) -> None:
+    for _ in range(50):
+        with RawPeer(server.port) as peer:
+            peer.ping()
+    until(lambda: server.server.count == 0, "all are gone")
+    with RawPeer(server.port) as peer:
+        peer.ping()
+        assert len(server.server._threads) < 20
+
+
+def test_a_forked_child_does_not_keep_the_server_from_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCPSTORE_SERVER", "thread")
+    before = threads()
+    hosted = host(0, backend="threaded")
+    ours, theirs = socket.socketpair()
+    with ours, theirs, RawPeer(hosted.port) as peer:
+        peer.ping()
+        child = os.fork()
+        if child == 0:
+            theirs.recv(1)
+            os._exit(0)
+        try:
+            releasing = threading.Thread(target=hosted.release, daemon=True)
+            releasing.start()
+            releasing.join(LIMIT)
+            assert not releasing.is_alive()
+            assert peer.closed()
+            assert threads() == before
+        finally:
+            ours.send(b"\0")
+            os.waitpid(child, 0)
+
+
+def test_a_collection_in_a_thread_of_the_server_may_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle with its holder is found by a connection's thread, which has the lock, and must not wait for itself."""
+    monkeypatch.setenv("TCPSTORE_SERVER", "thread")
+    before = threads()
+    holder: list[object] = [host(0, backend="threaded")]
+    assert isinstance(holder[0], Hosted)
+    port = holder[0].port
+    holder.append(holder)
+    collected: list[bool] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            collected.append(isinstance(threading.current_thread(), Worker))
+            gc.collect()
+
+    handler = Collecting()
+    logging.getLogger("tcpstore_async.server").addHandler(handler)
+    gc.disable()
+    try:
+        with RawPeer(port) as peer, RawPeer(port) as parked:
+            parked.send(b"\x06" + keys(b"/never"))
+            parked.ping()
+            del holder
+            peer.send(b"\xff")
+            assert peer.closed()
+            assert parked.closed()
+    finally:
+        gc.enable()
+        logging.getLogger("tcpstore_async.server").removeHandler(handler)
+    assert collected == [True]
+    until(lambda: threads() == before, "its threads have ended")
+
+
+# What its owner may ask of it
+
+
+@pytest.mark.parametrize("where", ["process", "thread"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_announcement_is_told_to_those_who_ask(monkeypatch: pytest.MonkeyPatch, where: str, backend: str) -> None:
+    monkeypatch.setenv("TCPSTORE_SERVER", where)
+    hosted = host(0, backend=backend)
+    assert hosted.backend == backend
+    hosted.announce(2)
+    hosted.announce(1)
+    with RawPeer(hosted.port) as peer:
+        until(lambda: get(peer, JOINS_KEY) == b"3", "it is known")
+    hosted.complete()
+    hosted.release()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_newcomers_are_dismissed(backend: str) -> None:
+    async def main() -> None:
+        async with serve(backend=backend) as server:
+            with RawPeer(server.port) as early, RawPeer(server.port) as nameless:
+                await asyncio.to_thread(early.ping, 1)
+                await asyncio.to_thread(nameless.ask, b"\x07", 8)
+                complete = time.monotonic()
+                with RawPeer(server.port) as same, RawPeer(server.port) as late, RawPeer(server.port) as waiting:
+                    await asyncio.to_thread(same.ping, 1)
+                    await asyncio.to_thread(late.ping, 2)
+                    for peer in (late, waiting):
+                        peer.send(b"\x06" + keys(b"/queue"))
+                    await asyncio.to_thread(late.ping, 2)
+                    server.dismiss_newcomers(complete)
+                    assert await asyncio.to_thread(late.closed)
+                    assert await asyncio.to_thread(waiting.closed)
+                    for peer in (early, same):
+                        await asyncio.to_thread(peer.ping, 1)
+                    await asyncio.to_thread(nameless.ping, 3)
+                    assert server.count == 3
+
+    asyncio.run(main())
+
+
+# All at once
+
+
+def test_a_thousand_connections_and_no_thread_is_left() -> None:
+    with tcpstore_server("--backend", "threaded") as server, RawPeer(server.port) as other:
+        other.ping()
+        watch = Watch(server.process.pid)
+        before = watch.threads()
+        with ExitStack() as stack:
+            peers = [stack.enter_context(RawPeer(server.port)) for _ in range(1000)]
+            for peer in peers:
+                peer.send(b"\x12" + blob(b"/all") + I64.pack(1000))
+            for peer in peers:
+                assert peer.read(1) == b"\0"
+            assert watch.threads() == before + 1000
+            for i, peer in enumerate(peers):
+                peer.reset() if i % 2 else peer.close()
+        until(lambda: watch.threads() == before, "their threads have ended")
+        other.ping()
+        assert server.stop() == 0
+        assert "Traceback" not in server.log()
+
+
+CLIENTS = 64
+ROUNDS = 60
+COUNTERS = 4
+
+
+class Hammer:
+    """One of many clients that send random commands, and what it has done."""
+
+    def __init__(self, port: int, me: int) -> None:
+        self.me = me
+        self.dice = random.Random(me)
+        self.peer = RawPeer(port)
+        self.added = [0] * COUNTERS
+        self.appended = 0
+        self.swapped = 0
+        self.pushed = 0
+        self.popped: list[bytes] = []
+
+    def run(self) -> None:
+        with self.peer:
+            for turn in range(ROUNDS):
+                for deed in self.dice.choices([self.add, self.append, self.push_and_pop, self.swap], k=4):
+                    deed(turn)
+                self.meet(turn)
+
+    def add(self, turn: int) -> None:
+        which, amount = self.dice.randrange(COUNTERS), self.dice.randint(-9, 9)
+        number(self.peer, b"\x04" + blob(b"/count/%d" % which) + I64.pack(amount))
+        self.added[which] += amount
+
+    def append(self, turn: int) -> None:
+        size = self.dice.choice([0, 1, 2000])
+        self.peer.send(b"\x09" + blob(b"/text") + blob(bytes(size)))
+        self.appended += size
+
+    def push_and_pop(self, turn: int) -> None:
+        """There are as many pops as pushes, so every wait for an item ends."""
+        self.pushed += 1
+        self.peer.send(b"\x0e" + blob(b"/queue") + blob(b"%d/%d" % (self.me, self.pushed)))
+        while True:
+            assert self.peer.ask(b"\x06" + keys(b"/queue"), 1) == b"\0"
+            self.peer.send(b"\x0f" + blob(b"/queue"))
+            if I64.unpack(self.peer.read(8))[0]:
+                size = struct.unpack("<Q", self.peer.read(8))[0]
+                self.popped.append(self.peer.read(size))
+                return
+
+    def swap(self, turn: int) -> None:
+        """Count by COMPARE_SET: what came between makes it try again."""
+        self.swapped += 1
+        seen = get(self.peer, b"/swapped")
+        while True:
+            wanted = b"%d by %d" % (int((seen or b"0").split()[0]) + 1, self.me)
+            self.peer.send(b"\x02" + blob(b"/swapped") + blob(seen) + blob(wanted))
+            now = self.peer.read(struct.unpack("<Q", self.peer.read(8))[0])
+            if now == wanted:
+                return
+            seen = now
+
+    def meet(self, turn: int) -> None:
+        """Say that I am here, and wait for three others, whoever they are."""
+        self.peer.send(b"\x01" + blob(b"/here/%d/%d" % (turn, self.me)) + blob(b"%d" % turn))
+        names = [b"/here/%d/%d" % (turn, self.dice.randrange(CLIENTS)) for _ in range(3)]
+        assert self.peer.ask(b"\x06" + keys(*names), 1) == b"\0"
+        name = b"/here/%d/%d" % (turn, self.dice.randrange(CLIENTS))
+        assert self.peer.ask(fetch(name), 8 + len(b"%d" % turn)) == blob(b"%d" % turn)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_clients_with_random_commands(backend: str) -> None:
+    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
+        peer.ping()
+        watch = Watch(server.process.pid)
+        before = watch.threads()
+        hammers = [Hammer(server.port, i) for i in range(CLIENTS)]
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            for done in [pool.submit(hammer.run) for hammer in hammers]:
+                done.result(LIMIT)
+        for i in range(COUNTERS):
+            assert number(peer, b"\x04" + blob(b"/count/%d" % i) + I64.pack(0)) == sum(one.added[i] for one in hammers)
+        assert len(get(peer, b"/text")) == sum(one.appended for one in hammers)
+        assert int(get(peer, b"/swapped").split()[0]) == sum(one.swapped for one in hammers)
+        popped = [item for one in hammers for item in one.popped]
+        pushed = [b"%d/%d" % (one.me, i + 1) for one in hammers for i in range(one.pushed)]
+        assert sorted(popped) == sorted(pushed), "an item was lost or given twice"
+        assert number(peer, b"\x10" + blob(b"/queue")) == 0
+        until(lambda: watch.threads() == before, "their threads have ended")
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_value_is_not_delayed(backend: str) -> None:
+    """PyTorch's legacy server holds its length back until the value comes: 40 ms."""
+
+    def median(key: bytes, reply: bytes) -> float:
+        times = []
+        for _ in range(50):
+            began = time.perf_counter()
+            assert peer.ask(b"\x03" + blob(key), len(reply)) == reply
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
+        peer.send(b"\x01" + blob(b"/empty") + blob(b"") + b"\x01" + blob(b"/one") + blob(b"1"))
+        assert median(b"/empty", u64(0)) < 10 * median(b"/one", blob(b"1"))
