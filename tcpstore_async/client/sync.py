@@ -21,7 +21,6 @@ from ..blob import unpack
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import LOST, Call, ClientSession
 from ..session.extension import Identity, read_identity
-from ..wire.commands import Flag
 from . import calls
 from .calls import Ask
 from .dial import ONE_LOOK, Deadline, Unwanted, dial_in_this_thread
@@ -92,7 +91,7 @@ class Channel:
         """
         session = self.session
         self.broken = True
-        fence = session.fence(0)[0] if session.unconfirmed() and ask[0].flags & Flag.PARKS else b""
+        fence = session.fence(0)[0] if session.unconfirmed() and ask[0].parks else b""
         data, call = session.request(*ask)
         assert call is not None
         self.send(fence + data, deadline)
@@ -333,10 +332,9 @@ class TCPClient:
             if not call.woken:
                 raise OutOfTime
             return
-        while (
-            not call.done and channel.session.pending[0] is not call
-        ):  # the fence: until then others must not go elsewhere
-            channel.read_until(channel.session.pending[0], deadline)
+        pending = channel.session.pending
+        while pending and pending[0] is not call:  # the fence: until then others must not go elsewhere
+            channel.read_until(pending[0], deadline)
         with self._lock:
             channel.parked = True
             self._line.tell_all()
