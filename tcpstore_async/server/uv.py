@@ -140,6 +140,8 @@ class Connection:
             self.unsent = deque(out)
             out.clear()
             self._write_unsent()
+            if self._behind():
+                self.server.readiness.watch_writing(self.fd, True)
             return
         out.clear()
         count = self._hand_over(data)
@@ -152,7 +154,10 @@ class Connection:
         self.server.readiness.watch_writing(self.fd, True)
 
     def writable(self) -> None:
-        """The kernel takes more; once it has taken everything, requests that were kept back go on."""
+        """The kernel takes more; once it has taken everything, requests that were kept back go on.
+
+        Until then it goes on being watched as it is: telling epoll again would have it report a hang-up again.
+        """
         if not self._behind():
             return
         self._write_unsent()
@@ -223,7 +228,6 @@ class Connection:
                 return
             if count < len(data):
                 unsent.appendleft(memoryview(data)[count:])
-                self.server.readiness.watch_writing(self.fd, True)
                 return
         self.unsent = None
 

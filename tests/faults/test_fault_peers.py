@@ -347,11 +347,7 @@ def test_half_close_with_large_replies(server: Server, other: RawPeer) -> None:
         assert peer.closed()
 
 
-def test_a_peer_that_says_no_more_and_reads_nothing_costs_nothing(
-    server: Server, other: RawPeer, backend: str, request: pytest.FixtureRequest
-) -> None:
-    if backend == "uv":
-        request.applymarker(pytest.mark.xfail(reason="EpollSet.modify reports the hang-up again, and so on"))
+def test_a_peer_that_says_no_more_and_reads_nothing_costs_nothing(server: Server, other: RawPeer) -> None:
     other.send(b"\x01" + blob(b"/big") + blob(bytes(MIB)))
     other.ping()
     with RawPeer(server.port) as peer:
