@@ -5,11 +5,12 @@ Invariant: nothing that happens here can keep PyTorch from being imported.
 """
 
 import os
+import sys
 import warnings
 
 
 def autoload() -> None:
-    """Install what TCPSTORE_INSTALL asks for; a failure is a warning."""
+    """Install what TCPSTORE_INSTALL asks for; a failure is a warning, or a line on stderr where warnings are errors."""
     if not os.environ.get("TCPSTORE_INSTALL"):
         return
     try:
@@ -17,4 +18,11 @@ def autoload() -> None:
 
         from_environment()
     except Exception as error:
-        warnings.warn(f"TCPSTORE_INSTALL is set, but tcpstore_async was not installed: {error}", stacklevel=2)
+        _warn(f"TCPSTORE_INSTALL is set, but tcpstore_async was not installed: {error}")
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:
+        print(text, file=sys.stderr)

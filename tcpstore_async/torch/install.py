@@ -1,14 +1,17 @@
 """Has PyTorch take its stores from here, without a change to the program.
 
-Knows: PyTorch's table of rendezvous handlers, the functions that end what a rendezvous began. Must not know: how a
-store works, how a server is started.
+Knows: PyTorch's table of rendezvous handlers, the functions that begin and end what a rendezvous is for. Must not know:
+how a store works, how a server is started.
 Invariants: `uninstall` leaves PyTorch as it was. Whatever was opened for a process group or for RPC is closed when that
-ends, when the same address is met at again, or with the process.
+ends, when the same address is met at again, or with the process. What a program asked for itself stays until it has let
+go of it and meets at the same address again.
 """
 
 import functools
 import importlib
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -19,11 +22,9 @@ from torch.distributed import distributed_c10d
 from .. import errors
 from .. import rendezvous_url as plain
 from ..arguments import Timeout
-from ..stores.file import FileStore
-from ..stores.prefix import PrefixStore
 from . import stores
 from .errors import joint
-from .native import NativeClient
+from .native import open_native
 
 _SCHEMES: Final = ("tcp", "env", "file")
 _CLASSES: Final = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
@@ -34,25 +35,59 @@ _rendezvous: Final = importlib.import_module("torch.distributed.rendezvous")
 
 Found = tuple[dist.Store, int, int]
 
+_GROUP: Final = "init_process_group"
+_RPC: Final = "init_rpc"
+_CALLERS: Final = {_GROUP: "torch.distributed.distributed_c10d", _RPC: "torch.distributed.rpc"}
+
 
 class Opened:
-    """What one rendezvous opened, until the group it was for is gone."""
+    """What one rendezvous opened, until that is over which it was for."""
 
-    def __init__(self, place: plain.Place | None, purpose: str, close: Callable[[], None]) -> None:
-        self.address = None if place is None else (place.host, place.port)
-        self.purpose = purpose
+    def __init__(self, address: Any, store: Any, close: Callable[[], None]) -> None:
+        self.address = address
+        self.purpose = _purpose()
         self.close = close
+        self._store = weakref.ref(store)
+
+    def is_over(self) -> bool:
+        """Whether what it was for has ended, also without our notice."""
+        if self.purpose == _RPC:
+            return not cast(Any, dist.rpc)._is_current_rpc_agent_set()
+        return not dist.is_initialized() and (self.purpose == _GROUP or self._store() is None)
+
+
+_opened: Final[list[Opened]] = []
+
+
+def _purpose() -> str:
+    """Which function of PyTorch's asks for a store, however the program came by it; empty if the program does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if _CALLERS.get(name) == frame.f_globals.get("__name__"):
+            return name
+        frame = cast(Any, frame.f_back)
+    return ""
+
+
+def _close(over: Callable[[Opened], bool]) -> None:
+    """Close what is over."""
+    for one in [one for one in _opened if over(one)]:
+        _opened.remove(one)
+        one.close()
+
+
+def _make_way(address: Any) -> None:
+    """Close what was opened at the same address for something that is over."""
+    _close(lambda one: one.address == address and one.is_over())
 
 
 class _Installation:
-    """What was put in whose place, and what has been opened since."""
+    """What was put in whose place."""
 
     def __init__(self, client: str) -> None:
         self.client = client
         self.replaced: list[tuple[Any, Any, Any]] = []
-        self.opened: list[Opened] = []
-        self.purpose = "group"
-        """What is being set up: a process group, or RPC."""
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         if isinstance(owner, dict):
@@ -70,21 +105,6 @@ class _Installation:
                 setattr(owner, name, old)
         self.replaced.clear()
 
-    def close(self, purpose: str | None = None) -> None:
-        """Close what was opened for one purpose, or all."""
-        closing = [one for one in self.opened if purpose in (None, one.purpose)]
-        self.opened = [one for one in self.opened if one not in closing]
-        for one in closing:
-            one.close()
-
-    def make_way(self, place: plain.Place) -> None:
-        """Close what an earlier group, which is gone, had opened at the same address."""
-        if self.purpose == "group" and not dist.is_initialized():
-            gone = [one for one in self.opened if one.purpose == "group" and one.address == (place.host, place.port)]
-            self.opened = [one for one in self.opened if one not in gone]
-            for one in gone:
-                one.close()
-
 
 _installed: _Installation | None = None
 
@@ -101,11 +121,7 @@ def install(client: str = "native", classes: bool = False) -> None:
         raise ValueError(f"client must be native or python, not {client!r}")
     if _installed is not None:
         _installed.restore()
-        opened = _installed.opened
-    else:
-        opened = []
     _installed = installation = _Installation(client)
-    installation.opened = opened
     for scheme in _SCHEMES:
         installation.replace(
             _rendezvous._rendezvous_handlers, scheme, functools.partial(_HANDLERS[scheme], installation)
@@ -126,17 +142,15 @@ def uninstall() -> None:
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Found]:
     """As `tcpstore_async.rendezvous`; the stores are `torch.distributed.Store`s with our client."""
-    for store, found_rank, found_size in plain.rendezvous(url, rank, world_size, **options):
-        yield _as_torch(store), found_rank, found_size
-
-
-def _as_torch(store: Any) -> stores.Store:
-    """A plain store as one of PyTorch's."""
-    if isinstance(store, PrefixStore):
-        return stores.PrefixStore._of(store)
-    if isinstance(store, FileStore):
-        return stores.FileStore._of(store)
-    return stores.TCPStore._of(store)
+    found = plain.rendezvous(url, rank, world_size, **options)
+    while True:
+        try:
+            store, found_rank, found_size = next(found)
+        except errors.DistError as error:
+            raise joint(error) from error.__cause__
+        except StopIteration:
+            return
+        yield stores.of(store), found_rank, found_size
 
 
 # The handlers
@@ -144,17 +158,19 @@ def _as_torch(store: Any) -> stores.Store:
 
 def _open(installation: _Installation, place: plain.Place, timeout: Timeout) -> dist.Store:
     """The store of a place, ours or PyTorch's client of our server."""
-    installation.make_way(place)
+    address = (place.host, place.port)
+    _make_way(address)
     try:
         if installation.client == "python":
-            store: Any = _as_torch(plain.open_store(place, timeout))
-            installation.opened.append(Opened(place, installation.purpose, store.close))
-            return cast(dist.Store, store)
-        native = NativeClient(place, timeout)
+            ours = stores.of(plain.open_store(place, timeout))
+            _opened.append(Opened(address, ours, ours.close))
+            return ours
+        native, hosted = open_native(place, timeout)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
-    installation.opened.append(Opened(place, installation.purpose, native.close))
-    return cast(dist.Store, native.store)
+    if hosted is not None:
+        _opened.append(Opened(address, native, hosted.release))
+    return native
 
 
 def _tcp(
@@ -177,9 +193,10 @@ def _file(
     installation: _Installation, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[Found]:
     place = plain.read_file(url)
+    _make_way(place.path)
     store = stores.FileStore(place.path, place.world_size)
     store.set_timeout(timeout)
-    installation.opened.append(Opened(None, installation.purpose, store.close))
+    _opened.append(Opened(place.path, store, store.close))
     yield store, place.rank, place.world_size
     raise RuntimeError("Unable to perform rerendezvous using file:// method")
 
@@ -197,7 +214,7 @@ def _follow_ends(installation: _Installation) -> None:
     def destroy_process_group(*given: Any, **named: Any) -> Any:
         result = destroy(*given, **named)
         if not dist.is_initialized():
-            installation.close("group")
+            _close(lambda one: one.purpose == _GROUP)
         return result
 
     installation.replace(distributed_c10d, "destroy_process_group", destroy_process_group)
@@ -207,30 +224,29 @@ def _follow_ends(installation: _Installation) -> None:
 
 
 def _follow_rpc(installation: _Installation) -> None:
-    rpc: Any = dist.rpc
-    init_rpc, shutdown = rpc.init_rpc, rpc.shutdown
-
-    @functools.wraps(init_rpc)
-    def init(*given: Any, **named: Any) -> Any:
-        installation.purpose = "rpc"
-        try:
-            return init_rpc(*given, **named)
-        finally:
-            installation.purpose = "group"
+    shutdown = cast(Any, dist.rpc).shutdown
 
     @functools.wraps(shutdown)
     def end(*given: Any, **named: Any) -> Any:
         try:
             return shutdown(*given, **named)
         finally:
-            installation.close("rpc")
+            _close(lambda one: one.purpose == _RPC)
 
-    installation.replace(rpc, "init_rpc", init)
-    installation.replace(rpc, "shutdown", end)
+    installation.replace(dist.rpc, "shutdown", end)
+
+
+_WORDS: Final = frozenset({"0", "1", "classes", *_CLIENTS})
 
 
 def from_environment() -> None:
-    """Install as TCPSTORE_INSTALL says: 1, native, python, or classes; more than one with commas between them."""
-    words = set(filter(None, os.environ.get("TCPSTORE_INSTALL", "").lower().split(",")))
+    """Install as TCPSTORE_INSTALL says: 1, native, python, or classes; more than one with commas between them.
+
+    0 and nothing leave PyTorch alone. Raises ValueError for any other word.
+    """
+    text = os.environ.get("TCPSTORE_INSTALL", "")
+    words = {word.strip() for word in text.lower().split(",")} - {""}
+    if not words <= _WORDS:
+        raise ValueError(f"it must be 1, native, python or classes, not {text!r}")
     if words - {"0"}:
         install("python" if "python" in words else "native", "classes" in words)

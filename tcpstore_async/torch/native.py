@@ -6,13 +6,13 @@ while they wait, and would wait for ever. The C++ client has connected before th
 to the round that it is counted in.
 """
 
-from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
 
-from ..arguments import Timeout, to_seconds
+from ..arguments import Timeout
 from ..rendezvous_url import Place
+from ..server.hosting import Hosted
 from ..stores.tcp import TCPStore
 
 _CppTCPStore: Final = dist.TCPStore
@@ -33,27 +33,19 @@ class _Joining(TCPStore):
         )
 
 
-class NativeClient:
-    """The C++ client of a place and, on the rank that hosts, the server."""
+def open_native(place: Place, timeout: Timeout) -> tuple[dist.Store, Hosted | None]:
+    """The C++ client of a place and, on the rank that hosts, the server, which is the caller's to release.
 
-    def __init__(self, place: Place, timeout: Timeout) -> None:
-        seconds = timedelta(seconds=to_seconds("timeout", timeout))
-        world_size = None if place.prefix else place.world_size
-        joining = _Joining(
-            place.host,
-            place.port,
-            world_size,
-            place.hosts(),
-            seconds,
-            multi_tenant=True,
-            use_libuv=place.use_libuv,
-        )
-        native, joining.native = joining.native, None
-        self.store = _CppPrefixStore(place.prefix, native) if place.prefix else native
-        self._hosted = joining._leave_server()
-
-    def close(self) -> None:
-        """Stop the server, if this rank hosts it. The C++ client goes when PyTorch lets go of it."""
-        self.store = None
-        if self._hosted is not None:
-            self._hosted.release()
+    Raises DistNetworkError and DistStoreError as TCPStore, RuntimeError if the server could be a thread only.
+    """
+    joining = _Joining(
+        place.host,
+        place.port,
+        None if place.prefix else place.world_size,
+        place.hosts(),
+        timeout,
+        multi_tenant=True,
+        use_libuv=place.use_libuv,
+    )
+    store, joining.native = joining.native, None
+    return (_CppPrefixStore(place.prefix, store) if place.prefix else store), joining._leave_server()

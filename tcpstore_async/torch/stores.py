@@ -6,14 +6,15 @@ Invariant: a store that PyTorch may hold lives until it is closed. PyTorch keeps
 drops the other one, its methods are gone from under PyTorch.
 """
 
+import atexit
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
 
 from .. import errors
-from ..arguments import Timeout
+from ..arguments import Timeout, to_seconds
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
 from ..stores.base import DEFAULT_TIMEOUT
@@ -24,10 +25,14 @@ S = TypeVar("S", bound="Store")
 _kept: Final[set["Store"]] = set()
 
 
+@atexit.register
 def close_kept() -> None:
     """Close every store that is still open."""
     for store in list(_kept):
         store.close()
+
+
+_timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -35,13 +40,9 @@ def _method(name: str) -> Callable[..., Any]:
     plain_method: Any = getattr(base.Store, name)
 
     def method(self: "Store", *given: Any, **named: Any) -> Any:
-        plain = self._plain
-        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
-        if timeout != self._told:
-            plain.set_timeout(timeout)
-            self._told = timeout
         try:
-            return getattr(plain, name)(*given, **named)
+            self._hear_timeout()
+            return getattr(self._plain, name)(*given, **named)
         except errors.DistError as error:
             raise joint(error) from error.__cause__
 
@@ -71,6 +72,13 @@ class Store(dist.Store):
         store = cls.__new__(cls)
         Store.__init__(store, plain)
         return store
+
+    def _hear_timeout(self) -> None:
+        """Take over the timeout that PyTorch has set, if it has."""
+        timeout = _timeout_in_cpp(self)
+        if timeout != self._told:
+            self._plain.set_timeout(timeout)
+            self._told = timeout
 
     set = _method("set")
     get = _method("get")
@@ -183,25 +191,90 @@ class HashStore(Store):
 
 
 class PrefixStore(Store):
-    """As `tcpstore_async.PrefixStore`, over one of these stores, and a `torch.distributed.Store`."""
+    """As `tcpstore_async.PrefixStore`, over any `torch.distributed.Store`, and one itself.
 
-    def __init__(self, prefix: str, store: Store) -> None:
+    Closing it leaves the store below open, unless it `owns` that one.
+    """
+
+    def __init__(self, prefix: str, store: dist.Store, *, owns: bool = False) -> None:
         if store is None:
             raise ValueError("store argument cannot be None")
-        if not isinstance(store, Store):
-            raise TypeError(
-                f"store must be a tcpstore_async.torch store, not {type(store).__name__}; "
-                "torch.distributed.PrefixStore takes any"
-            )
+        if not isinstance(store, dist.Store):
+            raise TypeError(f"store must be a torch.distributed.Store, not {type(store).__name__}")
         self._prefix = prefix
         self._underlying = store
-        super().__init__(plain_prefix.PrefixStore(prefix, store._plain))
+        super().__init__(plain_prefix.PrefixStore(prefix, _Below(store), owns=owns))
 
     @property
-    def underlying_store(self) -> Store:
+    def timeout(self) -> timedelta:
+        """That of the store below."""
+        self._hear_timeout()
+        timeout: timedelta = self._plain.timeout
+        return timeout
+
+    @property
+    def underlying_store(self) -> dist.Store:
         """The store below."""
         return self._underlying
 
+    @property
+    def _underlying_non_prefix_store(self) -> dist.Store:
+        """The first store below that is no prefix; a name of PyTorch's."""
+        store: Any = self._underlying
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return cast(dist.Store, store)
+
     def clone(self) -> "PrefixStore":
-        """The same prefix over a clone of the store below."""
-        return PrefixStore(self._prefix, self._underlying.clone())
+        """The same prefix over a clone of the store below, which is closed with it."""
+        return PrefixStore(self._prefix, cast(Any, self._underlying).clone(), owns=True)
+
+
+class _Below(base.Store):
+    """A `torch.distributed.Store`, ours or not, as the plain one that a plain prefix takes."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    @property
+    def timeout(self) -> timedelta:
+        timeout: timedelta = self._store.timeout
+        return timeout
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self._store.set_timeout(timedelta(seconds=to_seconds("timeout", timeout)))
+
+    def wait(self, keys: Any, timeout: Timeout | None = None) -> None:
+        limit = () if timeout is None else (timedelta(seconds=to_seconds("timeout", timeout)),)
+        self._store.wait(keys, *limit)
+
+    def close(self) -> None:
+        if isinstance(self._store, Store):
+            self._store.close()
+
+    def __repr__(self) -> str:
+        return repr(self._store)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: _Below, *given: Any) -> Any:
+        return getattr(self._store, name)(*given)
+
+    return method
+
+
+for _name in (
+    *("set", "get", "add", "compare_set", "append", "check", "delete_key", "num_keys", "list_keys", "multi_get"),
+    *("multi_set", "has_extended_api", "queue_push", "queue_pop", "queue_len", "barrier"),
+):
+    setattr(_Below, _name, _forward(_name))
+
+
+def of(plain: base.Store) -> Store:
+    """A plain store as one of these, which is closed with it."""
+    if isinstance(plain, plain_prefix.PrefixStore):
+        return PrefixStore(plain._start[:-1].decode(), of(plain.underlying_store), owns=plain._owns)
+    for kind, ours in ((tcp.TCPStore, TCPStore), (file.FileStore, FileStore), (hash.HashStore, HashStore)):
+        if isinstance(plain, kind):
+            return ours._of(plain)
+    return Store._of(plain)

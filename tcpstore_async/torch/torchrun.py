@@ -10,7 +10,7 @@ import binascii
 import logging
 import pickle
 from datetime import datetime, timedelta, timezone
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -73,11 +73,22 @@ class _Handler(DynamicRendezvousHandler):
     """PyTorch's, but each round has a server of its own for its workers."""
 
     def next_rendezvous(self) -> Any:
+        self._close_server()
+        return super().next_rendezvous()
+
+    def shutdown(self) -> bool:
+        """As PyTorch's, and what was opened is closed: the other agents have the server's grace to do the same."""
+        try:
+            return bool(super().shutdown())
+        finally:
+            self._close_server()
+            cast(PrefixStore, self._store).close()
+
+    def _close_server(self) -> None:
         server, self._shared_tcp_store_server = getattr(self, "_shared_tcp_store_server", None), None
         self._bootstrap_store_info = None
         if server is not None:
             server.close()
-        return super().next_rendezvous()
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
         return TCPStore("localhost", master_port, is_master=True)
@@ -117,7 +128,7 @@ def _enter(store: Store, run_id: str, patience: timedelta) -> Store:
     key = f"tcpstore.epoch.{run_id}"
     while True:
         epoch = int(store.compare_set(key, "", "0"))
-        keys = PrefixStore(f"tcpstore.{run_id}.{epoch}", store)
+        keys = PrefixStore(f"tcpstore.{run_id}.{epoch}", store, owns=True)
         over = _is_over(keys, run_id, patience)
         if not over:
             return keys
