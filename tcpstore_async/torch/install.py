@@ -163,7 +163,7 @@ def _open(installation: _Installation, place: plain.Place, timeout: Timeout) -> 
     try:
         if installation.client == "python":
             ours = stores.of(plain.open_store(place, timeout))
-            _opened.append(Opened(address, ours, ours.close))
+            _opened.append(Opened(address, ours, functools.partial(stores.close_with_clones, ours)))
             return ours
         native, hosted = open_native(place, timeout)
     except errors.DistError as error:
@@ -196,7 +196,7 @@ def _file(
     _make_way(place.path)
     store = stores.FileStore(place.path, place.world_size)
     store.set_timeout(timeout)
-    _opened.append(Opened(place.path, store, store.close))
+    _opened.append(Opened(place.path, store, functools.partial(stores.close_with_clones, store)))
     yield store, place.rank, place.world_size
     raise RuntimeError("Unable to perform rerendezvous using file:// method")
 

@@ -32,6 +32,13 @@ def close_kept() -> None:
         store.close()
 
 
+def close_with_clones(store: "Store") -> None:
+    """Close a store and the clones that PyTorch has made of it, which nobody else can."""
+    for one in list(_kept):
+        if one is store or one._origin is store:
+            one.close()
+
+
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
 
 
@@ -64,6 +71,8 @@ class Store(dist.Store):
         self._plain: Any = plain
         self._told: timedelta | None = None
         """The timeout that the plain store was given last. PyTorch sets that of the C++ half behind our back."""
+        self._origin: Store = self
+        """Of which store this is a clone, or a clone's clone."""
         self.set_timeout(plain.timeout)
         _kept.add(self)
 
@@ -106,9 +115,11 @@ class Store(dist.Store):
     def clone(self: S) -> S:
         """Another store on the same keys, to be closed by itself."""
         try:
-            return self._of(self._plain.clone())
+            copy = self._of(self._plain.clone())
         except errors.DistError as error:
             raise joint(error) from error.__cause__
+        copy._origin = self._origin
+        return copy
 
     def close(self) -> None:
         """Give back what the store holds, and let it go. May be called again."""
@@ -209,8 +220,22 @@ class PrefixStore(Store):
     def timeout(self) -> timedelta:
         """That of the store below."""
         self._hear_timeout()
+        return _timeout_in_cpp(self)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set that of the store below."""
+        self._plain.set_timeout(timeout)
+        self._hear_below()
+
+    def _hear_timeout(self) -> None:
+        super()._hear_timeout()
+        self._hear_below()
+
+    def _hear_below(self) -> None:
         timeout: timedelta = self._plain.timeout
-        return timeout
+        if timeout != self._told:
+            super().set_timeout(timeout)
+            self._told = timeout
 
     @property
     def underlying_store(self) -> dist.Store:
@@ -227,7 +252,9 @@ class PrefixStore(Store):
 
     def clone(self) -> "PrefixStore":
         """The same prefix over a clone of the store below, which is closed with it."""
-        return PrefixStore(self._prefix, cast(Any, self._underlying).clone(), owns=True)
+        copy = PrefixStore(self._prefix, cast(Any, self._underlying).clone(), owns=True)
+        copy._origin = self._origin
+        return copy
 
 
 class _Below(base.Store):

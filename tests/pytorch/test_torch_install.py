@@ -1,0 +1,145 @@
+"""install() and uninstall(), by hand and by the environment, and what they cost who does not want them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import tcpstore_async.torch as ours
+
+QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+
+handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+
+NAMES = ("TCPStore", "FileStore", "HashStore", "PrefixStore", "Store", "destroy_process_group", "init_process_group")
+
+
+def present() -> list[Any]:
+    """Whatever `install` may replace."""
+    rpc: Any = dist.rpc
+    return [
+        *(getattr(dist, name) for name in NAMES),
+        *(handlers[scheme] for scheme in ("tcp", "env", "file")),
+        distributed_c10d.destroy_process_group,
+        rpc.init_rpc,
+        rpc.shutdown,
+        dist.rendezvous,
+    ]
+
+
+def test_installing_is_undone_to_the_same_objects() -> None:
+    before = present()
+    try:
+        ours.install()
+        assert dist.TCPStore is before[0]
+        assert present() != before
+        ours.install("python", classes=True)
+        assert [dist.TCPStore, dist.FileStore, dist.HashStore, dist.PrefixStore] == [
+            ours.TCPStore,
+            ours.FileStore,
+            ours.HashStore,
+            ours.PrefixStore,
+        ]
+        ours.install(classes=True)
+        ours.install()
+        assert dist.TCPStore is before[0]
+    finally:
+        ours.uninstall()
+    assert all(one is other for one, other in zip(present(), before, strict=True))
+    ours.uninstall()
+    assert all(one is other for one, other in zip(present(), before, strict=True))
+
+
+def test_a_client_that_there_is_not() -> None:
+    before = present()
+    with pytest.raises(ValueError, match="client must be native or python, not 'rust'"):
+        ours.install("rust")
+    assert present() == before
+
+
+def test_a_prefix_of_pytorchs_own_store_under_classes() -> None:
+    """RPC and torchrun's own backend make one."""
+    below = dist.HashStore()
+    ours.install(classes=True)
+    try:
+        made: Any = dist.PrefixStore
+        prefix = made("p", below)
+        assert isinstance(prefix, made)
+        prefix.set("k", "v")
+        assert below.get("p/k") == b"v"
+        prefix.close()
+    finally:
+        ours.uninstall()
+
+
+# By the environment
+
+SAY = """
+import sys, torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+module = sys.modules.get("tcpstore_async.torch.install")
+client = module._installed.client if module and module._installed else None
+print(client, dist.TCPStore.__module__.partition(".")[0], handlers["tcp"].__class__.__name__)
+"""
+
+
+def say(code: str, *flags: str, **env: str) -> tuple[str, str]:
+    """What a program prints, and on stderr."""
+    done = subprocess.run(
+        [sys.executable, *(flags or QUIET), "-c", code],
+        cwd=tempfile.gettempdir(),
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("1", "native torch partial"),
+        ("python", "python torch partial"),
+        ("python,Classes", "python tcpstore_async partial"),
+        ("0", "None torch function"),
+    ],
+)
+def test_the_environment_installs(value: str, expected: str) -> None:
+    assert say(SAY, TCPSTORE_INSTALL=value) == (expected, "")
+
+
+def test_an_import_of_our_own_installs_as_well() -> None:
+    assert say("import tcpstore_async.torch" + SAY, TCPSTORE_INSTALL="1") == ("native torch partial", "")
+
+
+def test_a_wrong_word_is_a_warning_and_no_more() -> None:
+    text = "TCPSTORE_INSTALL is set, but tcpstore_async was not installed: it must be 1, native, python or classes"
+    printed, warned = say(SAY, "-W", "ignore:Failed to initialize NumPy:UserWarning", TCPSTORE_INSTALL="yes")
+    assert printed == "None torch function"
+    assert text in warned
+    printed, warned = say(SAY, TCPSTORE_INSTALL="yes")
+    assert (printed, warned) == ("None torch function", f"{text}, not 'yes'"), "where warnings are errors"
+
+
+def test_unset_it_costs_nothing() -> None:
+    """PyTorch calls us, and of this package nothing but that function is imported."""
+    code = "import sys, torch; print(*sorted(name for name in sys.modules if name.startswith('tcpstore')))"
+    assert say(code) == ("tcpstore_async tcpstore_async.autoload tcpstore_async.version", "")
+
+
+def test_without_pytorch_one_line_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\ntry: import tcpstore_async.torch\nexcept ImportError as e: print(e)"
+    )
+    text = "tcpstore_async.torch needs PyTorch 2.4 or later, which is not installed: pip install torch"
+    assert say(code) == (text, "")

@@ -1,0 +1,228 @@
+"""Our stores as PyTorch sees them: through its C++ side, with its exceptions, under its timeouts, for long."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.utils import store as elastic
+
+import tcpstore_async
+import tcpstore_async.torch as ours
+from support import LIMIT, tcpstore_server
+from tcpstore_async.torch import stores
+
+elastic_barrier: Any = elastic.barrier
+
+MINUTE = timedelta(seconds=60)
+SHORT = timedelta(milliseconds=50)
+
+KINDS = ["tcp", "file", "hash", "prefix", "prefix of cpp"]
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with tcpstore_server() as server:
+        yield server.port
+
+
+_numbers = iter(range(1_000_000))
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> Iterator[Any]:
+    name = f"part {next(_numbers)}"
+    made: Any
+    if request.param == "file":
+        made = ours.FileStore(str(tmp_path / "f"), 1)
+    elif request.param == "hash":
+        made = ours.HashStore()
+    elif request.param == "prefix of cpp":
+        cpp = dist.TCPStore("127.0.0.1", port, None, False, MINUTE, wait_for_workers=False)
+        made = ours.PrefixStore(name, cpp)
+    else:
+        below = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)
+        made = ours.PrefixStore(name, below, owns=True)
+        made = made if request.param == "prefix" else below
+    with made:
+        yield made
+
+
+@pytest.fixture
+def cpp(store: Any) -> Any:
+    """PyTorch's C++ PrefixStore over ours: what it does is what C++ does."""
+    return dist.PrefixStore(f"cpp {next(_numbers)}", store)
+
+
+def test_every_method_through_cpp(cpp: Any, store: Any) -> None:
+    before = cpp.num_keys()
+    cpp.set("k", b"\x00v\xff")
+    assert cpp.get("k") == b"\x00v\xff"
+    assert cpp.compare_set("k", b"\x00v\xff", "w") == b"w"
+    assert cpp.add("n", 3) == 3
+    cpp.append("k", "x")
+    cpp.multi_set(["a", "b"], ["1", "2"])
+    assert cpp.multi_get(["k", "a", "b"]) == [b"wx", b"1", b"2"]
+    assert cpp.check(["a", "b"])
+    assert not cpp.check(["a", "zz"])
+    cpp.wait(["a"])
+    cpp.wait(["a"], MINUTE)
+    assert cpp.num_keys() >= before + 4
+    assert cpp.delete_key("a")
+    assert not cpp.check(["a"])
+    cpp.barrier("meet", 1)
+    assert cpp.has_extended_api() is store.has_extended_api()
+    clone = cpp.clone()
+    assert clone.get("k") == b"wx"
+
+
+def test_every_method_from_python(store: Any) -> None:
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+    assert store.add("n", 2) == 2
+    assert store.compare_set("k", "v", "w") == b"w"
+    store.append("k", "x")
+    store.multi_set(["a"], ["1"])
+    assert store.multi_get(["k", "a"]) == [b"wx", b"1"]
+    assert {"k", "n", "a"} <= set(store.list_keys())
+    assert store.delete_key("a") is store.deleteKey("n") is True
+    assert store.num_keys() == store.getNumKeys() > 0
+    store.queue_push("q", "item")
+    assert store.queue_len("q") == 1
+    assert store.queue_pop("q") == b"item"
+    store.wait(["k"], 1.0)
+    store.barrier("meet", 1, timeout=MINUTE)
+    elastic_barrier(store, 1, "elastic", 60)
+    assert isinstance(store, dist.Store)
+
+
+def below_is_theirs(store: Any) -> bool:
+    return isinstance(getattr(store, "underlying_store", None), dist.TCPStore)
+
+
+@pytest.mark.parametrize("through_cpp", [True, False])
+def test_errors_are_of_both_trees(store: Any, cpp: Any, through_cpp: bool) -> None:
+    asked = cpp if through_cpp else store
+    theirs = [dist.DistStoreError, dist.DistError, RuntimeError]
+    of_ours = [] if below_is_theirs(store) else [tcpstore_async.StoreTimeoutError, tcpstore_async.DistStoreError]
+    for kind in theirs + of_ours:
+        with pytest.raises(kind, match=r"wait timeout after 50ms, keys: .*zz"):
+            asked.wait(["zz"], SHORT)
+    if of_ours and not through_cpp:
+        for kind in (dist.QueueEmptyError, tcpstore_async.QueueEmptyError, dist.DistStoreError):
+            with pytest.raises(kind):
+                store.queue_pop("q", block=False)
+
+
+def test_network_errors_are_of_both_trees() -> None:
+    for kind in (dist.DistNetworkError, tcpstore_async.DistNetworkError, dist.DistError, tcpstore_async.DistError):
+        with pytest.raises(kind, match="The client socket has timed out after 100ms"):
+            ours.TCPStore("127.0.0.1", 1, timeout=0.1)
+        with pytest.raises(kind, match="The client socket has timed out after 100ms"):
+            next(ours.rendezvous("tcp://127.0.0.1:1?rank=1&world_size=2", timeout=0.1))
+
+
+def test_a_timeout_that_cpp_sets(store: Any, cpp: Any) -> None:
+    cpp.set_timeout(SHORT)
+    assert store.timeout == cpp.timeout == SHORT
+    for call in (lambda: cpp.get("zz"), lambda: store.get("zz"), lambda: store.wait(["zz"])):
+        with pytest.raises(dist.DistStoreError, match="50ms"):
+            call()
+    store.set_timeout(timedelta(milliseconds=70))
+    for call in (lambda: cpp.get("zz"), lambda: store.get("zz")):
+        with pytest.raises(dist.DistStoreError, match="70ms"):
+            call()
+
+
+def test_a_prefix_and_its_store_have_one_timeout() -> None:
+    below: Any = ours.HashStore()
+    with below, ours.PrefixStore("a", below) as inner, ours.PrefixStore("b", inner) as outer:
+        outer.set_timeout(SHORT)
+        assert outer.timeout == inner.timeout == below.timeout == SHORT
+        below.set_timeout(MINUTE)
+        assert outer.timeout == inner.timeout == MINUTE
+        inner.set_timeout(SHORT)
+        with pytest.raises(dist.DistStoreError, match="50ms"):
+            outer.get("zz")
+        assert outer.underlying_store is inner
+        assert outer._underlying_non_prefix_store is below
+        outer.set("k", "v")
+        assert below.get("a/b/k") == b"v"
+
+
+def test_what_no_prefix_can_be_over() -> None:
+    with pytest.raises(ValueError, match="store argument cannot be None"):
+        ours.PrefixStore("p", cast(Any, None))
+    with pytest.raises(TypeError, match=r"must be a torch\.distributed\.Store, not HashStore"):
+        ours.PrefixStore("p", cast(Any, tcpstore_async.HashStore()))
+
+
+def test_a_store_lives_until_it_is_closed(port: int) -> None:
+    store = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)
+    clone, seen = store.clone(), [weakref.ref(store)]
+    seen.append(weakref.ref(clone))
+    held = [dist.PrefixStore("p", store), dist.PrefixStore("p", clone)]
+    del store, clone
+    gc.collect()
+    held[0].set("k", "v")
+    assert held[1].get("k") == b"v"
+    for one in seen:
+        one().close()  # type: ignore[union-attr]
+    held.clear()
+    gc.collect()
+    assert [one() for one in seen] == [None, None]
+
+
+def test_a_clone_of_a_prefix_closes_what_it_has_opened(port: int) -> None:
+    with ours.TCPStore("127.0.0.1", port, timeout=LIMIT) as below, ours.PrefixStore("p", below) as prefix:
+        open_before = len(stores._kept)
+        prefix.clone().close()
+        assert len(stores._kept) == open_before
+        below.set("k", "v")
+
+
+def test_attributes(port: int, tmp_path: Path) -> None:
+    with ours.TCPStore("127.0.0.1", port, timeout=LIMIT, use_libuv=False) as store:
+        assert (store.host, store.port, store.libuvBackend) == ("127.0.0.1", port, False)
+        assert repr(store).startswith("TCPStore(client=TCPClient(")
+    with ours.FileStore(str(tmp_path / "f")) as file:
+        assert file.path == str(tmp_path / "f")
+    with ours.HashStore() as table:
+        assert table.clone() is table
+
+
+def test_rendezvous_gives_stores_of_pytorch(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCPSTORE_JOB", "job")
+    kept = len(stores._kept)
+    for url, kind in (
+        (f"tcp://127.0.0.1:{port}?rank=0&world_size=1&join=1", ours.PrefixStore),
+        ("tcp://127.0.0.1:0?rank=0&world_size=1", ours.TCPStore),
+        (f"file://{tmp_path}/f?rank=0&world_size=1", ours.FileStore),
+    ):
+        found = ours.rendezvous(url)
+        store, rank, size = next(found)
+        with cast(Any, store):
+            assert (type(store), rank, size) == (kind, 0, 1)
+            store.set("k", "v")
+            clone = cast(Any, store).clone()
+            assert clone.get("k") == b"v"
+            clone.close()
+            with pytest.raises(RuntimeError, match="Unable to perform"):
+                next(found)
+    assert len(stores._kept) == kept
+
+
+def test_a_master_waits_for_its_ranks() -> None:
+    with pytest.raises(dist.DistStoreError, match=r"after 1 seconds waiting for clients\. 1/2 clients joined\."):
+        ours.TCPStore("127.0.0.1", 0, 2, True, timeout=0.3)
+    began = time.monotonic()
+    with ours.TCPStore("127.0.0.1", 0, 1, True, MINUTE) as store:
+        store.set("k", "v")
+    assert time.monotonic() - began < LIMIT
