@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Final
 
 from .arguments import Text, Timeout, to_bytes, to_int64, to_seconds
-from .client.dial import Deadline
+from .client.deadline import Deadline
 from .errors import DistStoreError, MissingRanksError
 from .stores.base import DEFAULT_TIMEOUT, Store
 

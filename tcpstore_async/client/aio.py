@@ -23,7 +23,8 @@ from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls
 from .calls import DEFAULT_TIMEOUT, Ask
-from .dial import ONE_LOOK, Deadline, dial
+from .deadline import ONE_LOOK, Deadline
+from .dial import dial
 from .lane import Lane
 
 _SURPLUS_SECONDS: Final = 5.0
@@ -395,8 +396,9 @@ class AsyncTCPStore:
             if writing is not None and writing in free:
                 return writing
             if writing is not None and writing.fence is not None:
-                await asyncio.wait({writing.fence}, timeout=patience.left())
-                if not writing.fence.done():
+                fence = writing.fence  # by the time that it is done the connection may have another
+                await asyncio.wait({fence}, timeout=patience.left())
+                if not fence.done():
                     raise patience.error()
                 continue
             if free:

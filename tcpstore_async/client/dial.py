@@ -22,14 +22,12 @@ from aiohappyeyeballs import start_connection
 
 from ..errors import DistNetworkError, ProtocolError
 from ..session.client import Call, ClientSession
+from .deadline import ONE_LOOK, Deadline
 
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 2.0
 _LAST_TRY: Final = 0.05
 """Seconds that are kept for the last try."""
-
-ONE_LOOK: Final = 1.0
-"""Seconds that a try, or a round trip, may take when the timeout is 0."""
 
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried beside one that has not answered."""
@@ -37,36 +35,7 @@ _STAGGER: Final = 0.1
 _TICK: Final = 0.1
 """Seconds between two looks whether a connection that another thread makes is still wanted."""
 
-_NEVER: Final = 20 * 24 * 3600.0
-"""A timeout of so many seconds is none: system calls take no more than 2**31 ms."""
-
 AddressInfo = tuple[Any, Any, int, str, Any]
-
-
-class Deadline:
-    """When something must be over, in seconds from now; negative means never."""
-
-    def __init__(self, timeout: float, began: float | None = None) -> None:
-        """From now on, or from a moment of the monotonic clock."""
-        self.timeout = timeout
-        self.began = time.monotonic() if began is None else began
-
-    @classmethod
-    def of_a_call(cls, timeout: float, began: float | None = None) -> "Deadline":
-        """The same for a call, to which 0 means one look: that takes as long as a round trip takes, within a limit."""
-        return cls(timeout or ONE_LOOK, began)
-
-    def left(self) -> float | None:
-        """Seconds left, 0 at the least; None if there is no end."""
-        if self.timeout < 0 or self.timeout > _NEVER:
-            return None
-        return max(0.0, self.began + self.timeout - time.monotonic())
-
-    def passed(self) -> bool:
-        return self.left() == 0.0
-
-    def spent(self) -> float:
-        return time.monotonic() - self.began
 
 
 class _Tries:

@@ -16,6 +16,7 @@ from ..session.client import LOST, Call, ClientSession
 from ..wire.commands import Command
 from ..wire.shapes import Fields
 from .calls import Ask, out_of_time
+from .deadline import ONE_LOOK
 
 
 class Lane(asyncio.Protocol):
@@ -63,7 +64,7 @@ class Lane(asyncio.Protocol):
         due = self._due
         while due and due[0][1].done():
             due.popleft()
-        when = self._loop.time() + seconds
+        when = self._loop.time() + (seconds or ONE_LOOK)
         if due and when < due[-1][0]:
             self._loop.call_at(when, _expire, future, ask, seconds)
             return

@@ -7,35 +7,21 @@ thread asks next, on whichever connection. A call that is interrupted, or out of
 closed. There is no thread of our own.
 """
 
-import os
-import select
 import socket
-import struct
 import time
-import weakref
-from collections import deque
-from threading import Lock, RLock, get_ident
+from threading import RLock, get_ident
 from typing import Any, Final
 
 from ..blob import unpack
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
-from ..session.client import LOST, Call, ClientSession
+from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls
 from .calls import Ask
-from .dial import ONE_LOOK, Deadline, Unwanted, dial_in_this_thread
-
-_SHORT: Final = 960
-"""Most replies are this short, and malloc has a fast path for a buffer that is not longer."""
-
-_LONG: Final = 256 * 1024
-
-_SPIN: Final = struct.pack("ll", 0, 1)
-"""Most replies come within one tick of the kernel's clock, 1 to 10 ms, which this is rounded up to: for so long a read
-blocks by itself, which saves the system call that asks first.
-
-Not for longer, because a signal makes it start again.
-"""
+from .channel import NOBODY, Channel, OutOfTime
+from .deadline import ONE_LOOK, Deadline
+from .dial import Unwanted, dial_in_this_thread
+from .line import Line, Turn
 
 _SURPLUS_SECONDS: Final = 5.0
 """A connection that was opened beside the first, and is not used for so long, is closed."""
@@ -48,150 +34,6 @@ Without that, a thread that makes call after call gives its connection back and 
 
 _MOMENT: Final = 0.01
 """Seconds that a thread lets others go first without a look for itself."""
-
-_NOBODY: Final = 0
-
-
-class OutOfTime(Exception):
-    """The deadline has passed."""
-
-
-class Channel:
-    """One connection, used by one thread at a time."""
-
-    def __init__(self, peer: socket.socket, session: ClientSession) -> None:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SPIN)
-        self.peer = peer
-        self.session = session
-        self.user = _NOBODY
-        """The thread that leases it."""
-        self.parked = False
-        """Whether the call that leases it may wait for ever; then others need not wait for it to end."""
-        self.broken = False
-        """Whether a request is on it in part, or a reply is lost in part, or may be: then it is of no use any more."""
-        self._chunks: list[bytes] = []
-        """What was received but not looked at. It gets here without a step of the interpreter, at which an interrupt
-        could strike and lose it."""
-        self.used = time.monotonic()
-        """When it was given back; kept only while it is one of several."""
-
-    def send(self, data: bytes, deadline: Deadline) -> None:
-        """Hand bytes to the kernel, all of them. Raises OSError, or OutOfTime when some are left."""
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[self.peer.send(view, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                self._poll(select.POLLOUT, deadline)
-
-    def request(self, ask: Ask, deadline: Deadline) -> Call:
-        """Send a request that is answered, behind a fence if other connections must not overtake what was written.
-
-        Raises OSError or OutOfTime.
-        """
-        session = self.session
-        self.broken = True
-        fence = session.fence(0)[0] if session.unconfirmed() and ask[0].parks else b""
-        data, call = session.request(*ask)
-        assert call is not None
-        self.send(fence + data, deadline)
-        self.broken = False
-        return call
-
-    def cancel(self) -> None:
-        """End the wait that is on it, if there is one, without waiting for the answer."""
-        call = self.session.waiting
-        if call is None or call.canceled or self.broken:
-            return
-        self.broken = True
-        try:
-            self.broken = self.peer.send(self.session.cancel(call), socket.MSG_DONTWAIT) != 1
-        except OSError:
-            pass  # it is broken, or full
-
-    def settle(self, deadline: Deadline) -> None:
-        """Read what a call that was given up has left to come. Raises OSError, ProtocolError or OutOfTime."""
-        self.cancel()
-        if self.broken:
-            raise ConnectionError(LOST)
-        while self.session.pending:
-            self.read_until(self.session.pending[-1], deadline)
-
-    def read_until(self, call: Call, deadline: Deadline) -> None:
-        """Read replies until this call is answered. Raises OSError, ProtocolError or OutOfTime."""
-        while not call.done:
-            if not self._chunks:
-                self._poll(select.POLLIN, deadline)
-            self.read(_LONG)
-
-    def read_soon(self) -> None:
-        """Read what comes at once, if anything does. Raises OSError, ProtocolError."""
-        try:
-            self.read(_SHORT)
-        except BlockingIOError:
-            pass
-
-    def read(self, size: int) -> None:
-        chunks = self._chunks
-        if not chunks:
-            chunks.extend(map(self.peer.recv, (size,)))
-        if not chunks[0]:
-            raise ConnectionError(LOST)
-        self.broken = True
-        self.session.receive(chunks.pop())
-        self.broken = False
-
-    def _poll(self, event: int, deadline: Deadline) -> None:
-        left = deadline.left()
-        poll = select.poll()
-        poll.register(self.peer, event)
-        if not poll.poll(None if left is None else left * 1000):
-            raise OutOfTime
-
-
-class Turn:
-    """One thread's place in a line."""
-
-    def __init__(self) -> None:
-        self.told = Lock()
-        """Can be acquired once this thread has been told."""
-        self.starving = False
-        """Whether it has waited for long, and is counted as such."""
-
-    def wait(self, seconds: float | None) -> bool:
-        """Whether it has been told by then."""
-        return self.told.acquire(timeout=-1 if seconds is None else seconds)
-
-
-class Line:
-    """Threads that wait to be told of a change. All of it is done with the client's lock held.
-
-    Nobody waits with the lock: unlike a Condition, this stays whole wherever an interrupt strikes.
-    """
-
-    def __init__(self) -> None:
-        self.turns: deque[Turn] = deque()
-
-    def join(self, turn: Turn) -> None:
-        if turn not in self.turns:
-            turn.told.acquire(blocking=False)
-            self.turns.append(turn)
-
-    def leave(self, turn: Turn) -> None:
-        if turn in self.turns:
-            self.turns.remove(turn)
-
-    def tell(self) -> None:
-        """Tell the first. Who is interrupted here and does it again tells nobody else."""
-        if self.turns:
-            told = self.turns[0].told
-            if told.locked():
-                told.release()
-            self.turns.popleft()
-
-    def tell_all(self) -> None:
-        while self.turns:
-            self.tell()
 
 
 class TCPClient:
@@ -212,14 +54,13 @@ class TCPClient:
         self._asked = False
         self._lost = ""
         self._start([Channel(*dial_in_this_thread(host, port, Deadline(timeout)))])
-        _clients.add(self)
 
     def _start(self, channels: list[Channel]) -> None:
         self._channels = channels
         self._newest: Channel | None = None
         """One that is asked whether it leads to the same server."""
         self._opening = False
-        self._asking = _NOBODY
+        self._asking = NOBODY
         """The thread that asks the server who it is."""
         self._lock = RLock()  # a handler of signals may make a call in the midst of one
         self._line = Line()
@@ -361,7 +202,7 @@ class TCPClient:
         while not self._asked and not self._lost:
             turn = Turn()
             with self._lock:
-                others = self._asking not in (_NOBODY, me)  # in this thread's call a handler of signals may make calls
+                others = self._asking not in (NOBODY, me)  # in this thread's call a handler of signals may make calls
                 if others:
                     self._curious.join(turn)
                 else:
@@ -380,7 +221,7 @@ class TCPClient:
             self._asked = True
         finally:
             with self._lock:
-                self._asking = _NOBODY
+                self._asking = NOBODY
                 self._curious.tell_all()
 
     def _verify(self, channel: Channel, deadline: Deadline) -> None:
@@ -503,7 +344,7 @@ class TCPClient:
             channel = self._newest = self._dial(deadline)
             channel.user = get_ident()
             self._verify(channel, deadline)
-            channel.user = _NOBODY
+            channel.user = NOBODY
             with self._lock:
                 if self._lost:
                     raise DistNetworkError(self._lost)
@@ -540,7 +381,7 @@ class TCPClient:
             if channel.broken and not self._lost:
                 self._drop(channel)
             channel.parked = False
-            channel.user = _NOBODY
+            channel.user = NOBODY
             if self._lost:
                 channel.peer.close()
         # Whoever did not see that it is free was in line before it looked.
@@ -577,18 +418,6 @@ class TCPClient:
             self._line.tell_all()
             self._curious.tell_all()
         return DistNetworkError(self._lost)
-
-
-_clients: Final["weakref.WeakSet[TCPClient]"] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for client in list(_clients):
-        client.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 def _said(error: Exception) -> str:

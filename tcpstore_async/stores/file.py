@@ -43,7 +43,7 @@ from typing import Any, Final, TypeVar
 from ..arguments import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..blob import pack, unpack
 from ..client.calls import names_of
-from ..client.dial import Deadline
+from ..client.deadline import Deadline
 from ..errors import DistStoreError, ProtocolError, QueueEmptyError, StoreTimeoutError
 from ..keyspace import Keyspace
 from .base import DEFAULT_TIMEOUT, Store

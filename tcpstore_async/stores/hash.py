@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from ..arguments import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..blob import Framed, pack, unpack
-from ..client.dial import Deadline
+from ..client.deadline import Deadline
 from ..errors import ProtocolError, QueueEmptyError, StoreTimeoutError
 from ..keyspace import Bell, Keyspace
 from ..limits import Limits

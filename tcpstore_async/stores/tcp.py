@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_host, to_int
 from ..blob import unpack
 from ..client import calls
 from ..client.calls import Ask
-from ..client.dial import Deadline
+from ..client.deadline import Deadline
 from ..client.sync import TCPClient
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from ..server.hosting import Hosted, host
@@ -59,6 +60,7 @@ class TCPStore(Store):
     ) -> None:
         self._client: TCPClient | None = None
         self._hosted: Hosted | None = None
+        _stores.add(self)
         super().__init__(timeout)
         host_name = to_host("host_name", host_name)
         bind_host = None if bind_host is None else to_host("bind_host", bind_host)
@@ -127,6 +129,7 @@ class TCPStore(Store):
     def _of(cls, client: TCPClient, libuv: bool) -> "TCPStore":
         """A store without a server, on connections of its own."""
         store = cls.__new__(cls)
+        _stores.add(store)
         Store.__init__(store, client.timeout)
         store.host = client.host
         store.port = client.port
@@ -274,6 +277,20 @@ class TCPStore(Store):
         if not self._libuv and not client.extended():
             raise NotImplementedError("queues not implemented on legacy TCPStore backend")
         return client
+
+
+_stores: Final["weakref.WeakSet[TCPStore]"] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: its stores get connections of their own."""
+    for store in list(_stores):
+        if store._client is not None:
+            store._client.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _use_libuv(given: bool | None) -> bool:

@@ -1,0 +1,127 @@
+"""One connection of the synchronous client: written to and read from by the thread that leases it.
+
+Knows: a socket, a session, what is left half done on it. Must not know: which other connections there are, who may have
+it.
+Invariant: it is in step, or marked as broken, wherever an interrupt strikes.
+"""
+
+import select
+import socket
+import struct
+import time
+from typing import Final
+
+from ..session.client import LOST, Call, ClientSession
+from .calls import Ask
+from .deadline import Deadline
+
+_SHORT: Final = 960
+"""Most replies are this short, and malloc has a fast path for a buffer that is not longer."""
+
+_LONG: Final = 256 * 1024
+
+_SPIN: Final = struct.pack("ll", 0, 1)
+"""Most replies come within one tick of the kernel's clock, 1 to 10 ms, which this is rounded up to: for so long a read
+blocks by itself, which saves the system call that asks first.
+
+Not for longer, because a signal makes it start again.
+"""
+
+NOBODY: Final = 0
+
+
+class OutOfTime(Exception):
+    """The deadline has passed."""
+
+
+class Channel:
+    """One connection, used by one thread at a time."""
+
+    def __init__(self, peer: socket.socket, session: ClientSession) -> None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SPIN)
+        self.peer = peer
+        self.session = session
+        self.user = NOBODY
+        """The thread that leases it."""
+        self.parked = False
+        """Whether the call that leases it may wait for ever; then others need not wait for it to end."""
+        self.broken = False
+        """Whether a request is on it in part, or a reply is lost in part, or may be: then it is of no use any more."""
+        self._chunks: list[bytes] = []
+        """What was received but not looked at. It gets here without a step of the interpreter, at which an interrupt
+        could strike and lose it."""
+        self.used = time.monotonic()
+        """When it was given back; kept only while it is one of several."""
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Hand bytes to the kernel, all of them. Raises OSError, or OutOfTime when some are left."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self.peer.send(view, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._poll(select.POLLOUT, deadline)
+
+    def request(self, ask: Ask, deadline: Deadline) -> Call:
+        """Send a request that is answered, behind a fence if other connections must not overtake what was written.
+
+        Raises OSError or OutOfTime.
+        """
+        session = self.session
+        self.broken = True
+        fence = session.fence(0)[0] if session.unconfirmed() and ask[0].parks else b""
+        data, call = session.request(*ask)
+        assert call is not None
+        self.send(fence + data, deadline)
+        self.broken = False
+        return call
+
+    def cancel(self) -> None:
+        """End the wait that is on it, if there is one, without waiting for the answer."""
+        call = self.session.waiting
+        if call is None or call.canceled or self.broken:
+            return
+        self.broken = True
+        try:
+            self.broken = self.peer.send(self.session.cancel(call), socket.MSG_DONTWAIT) != 1
+        except OSError:
+            pass  # it is broken, or full
+
+    def settle(self, deadline: Deadline) -> None:
+        """Read what a call that was given up has left to come. Raises OSError, ProtocolError or OutOfTime."""
+        self.cancel()
+        if self.broken:
+            raise ConnectionError(LOST)
+        while self.session.pending:
+            self.read_until(self.session.pending[-1], deadline)
+
+    def read_until(self, call: Call, deadline: Deadline) -> None:
+        """Read replies until this call is answered. Raises OSError, ProtocolError or OutOfTime."""
+        while not call.done:
+            if not self._chunks:
+                self._poll(select.POLLIN, deadline)
+            self.read(_LONG)
+
+    def read_soon(self) -> None:
+        """Read what comes at once, if anything does. Raises OSError, ProtocolError."""
+        try:
+            self.read(_SHORT)
+        except BlockingIOError:
+            pass
+
+    def read(self, size: int) -> None:
+        chunks = self._chunks
+        if not chunks:
+            chunks.extend(map(self.peer.recv, (size,)))
+        if not chunks[0]:
+            raise ConnectionError(LOST)
+        self.broken = True
+        self.session.receive(chunks.pop())
+        self.broken = False
+
+    def _poll(self, event: int, deadline: Deadline) -> None:
+        left = deadline.left()
+        poll = select.poll()
+        poll.register(self.peer, event)
+        if not poll.poll(None if left is None else left * 1000):
+            raise OutOfTime
