@@ -64,6 +64,9 @@ class AsyncTCPStore:
         self._asked = False
         self._lost: DistNetworkError | None = None
         self._orphans: dict[bytes, deque[bytes]] = {}
+        """Items that were popped for callers who had gone, by queue."""
+        self._poppers: dict[bytes, deque[asyncio.Future[bytes | None]]] = {}
+        """Callers who wait for an item, by queue: an orphan that comes meanwhile is theirs."""
 
     @classmethod
     async def connect(cls, host: str, port: int, *, timeout: Timeout = DEFAULT_TIMEOUT) -> "AsyncTCPStore":
@@ -188,14 +191,14 @@ class AsyncTCPStore:
         """Take the oldest item; with `block`, as soon as there is one.
 
         Raises QueueEmptyError without `block`, or if a plain value of that name is there instead. If the caller is
-        cancelled when its pop is on its way already, the item is kept by this store, and its next `queue_pop` of the
-        same key returns it first.
+        cancelled when its pop is on its way already, the item goes to another `queue_pop` of the same key on this
+        store, one that waits or the next.
         """
         name = calls.key_of(key)
         patience = _Patience(calls.wait([name]), self._timeout)
         if block:
             await self._extended(patience)
-        while not (orphans := self._orphans.get(name)):
+        while name not in self._orphans:
             item = await (self._park_and_pop(name, patience) if block else self._pop(name))
             if item is not None:
                 return item
@@ -203,10 +206,7 @@ class AsyncTCPStore:
                 raise QueueEmptyError("queue is empty")
             if patience.one_look:
                 raise patience.error()
-        item = orphans.popleft()
-        if not orphans:
-            del self._orphans[name]
-        return item
+        return self._take_orphan(name)
 
     async def _is_plain(self, name: bytes) -> bool:
         """Whether a wait for a queue of this name ends because of a value that is no item."""
@@ -312,12 +312,46 @@ class AsyncTCPStore:
             pop(call)
         else:
             lane.when_answered(call, pop)
+        popped.add_done_callback(lambda _: lane.cancel(call))  # an orphan has come instead
+        poppers = self._poppers.setdefault(name, deque())
+        poppers.append(popped)
+        if name in self._orphans and not popped.done():  # one has come while there was no connection yet
+            popped.set_result(self._take_orphan(name))
         try:
             await self._until(lane, call, woken, patience)
-        except asyncio.CancelledError:
-            popped.cancel()
+            return cast("bytes | None", await self._answer(popped, patience))
+        except BaseException:
+            self._disown(name, popped)
             raise
-        return cast("bytes | None", await self._answer(popped, patience))
+        finally:
+            poppers.remove(popped)
+            if not poppers:
+                self._poppers.pop(name, None)
+
+    def _take_orphan(self, name: bytes) -> bytes:
+        orphans = self._orphans[name]
+        item = orphans.popleft()
+        if not orphans:
+            del self._orphans[name]
+        return item
+
+    def _disown(self, name: bytes, popped: "asyncio.Future[bytes | None]") -> None:
+        """The caller has gone: what has come for it, or is on its way, is for others."""
+        if (
+            not popped.cancel()
+            and not popped.cancelled()
+            and popped.exception() is None
+            and popped.result() is not None
+        ):
+            self._adopt(name, cast(bytes, popped.result()))
+
+    def _adopt(self, name: bytes, item: bytes) -> None:
+        """Give an item whose caller has gone to another, or keep it."""
+        for popped in self._poppers.get(name, ()):
+            if not popped.done():
+                popped.set_result(item)
+                return
+        self._orphans.setdefault(name, deque()).append(item)
 
     async def _pop(self, name: bytes) -> bytes | None:
         patience = _Patience(calls.queue_pop(name), self._timeout)
@@ -339,7 +373,7 @@ class AsyncTCPStore:
                 else:
                     popped.set_result(item)
             elif item is not None:
-                self._orphans.setdefault(name, deque()).append(item)
+                self._adopt(name, item)
 
         future.add_done_callback(take)
 
