@@ -1,0 +1,30 @@
+"""Ranks without PyTorch find each other: run it as `python examples/plain.py`, which starts four.
+
+Each tells the others its name and reads theirs.
+"""
+
+import multiprocessing
+import sys
+
+import tcpstore_async
+
+WORLD = 4
+
+
+def rank(number: int, port: int) -> None:
+    with tcpstore_async.TCPStore("127.0.0.1", port, WORLD, is_master=number == 0, timeout=60.0) as store:
+        store.set(f"name/{number}", f"rank {number}")
+        names = store.multi_get([f"name/{other}" for other in range(WORLD)])
+        if number == 0:
+            print(", ".join(name.decode() for name in names))
+        store.barrier("all have read", WORLD)
+
+
+if __name__ == "__main__":
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 29500
+    ranks = [multiprocessing.Process(target=rank, args=(number, port)) for number in range(WORLD)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    sys.exit(any(one.exitcode for one in ranks))

@@ -1,0 +1,183 @@
+"""`torchrun --rdzv-backend=tcpstore`: two agents on this host, whose workers, and who themselves, are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import tcpstore_server
+
+PATIENCE = 60.0
+"""Seconds until a job is given up."""
+
+CONF = "join_timeout=60,last_call_timeout=1,close_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+once = pytest.mark.skipif(
+    os.environ.get("TCPSTORE_TEST_BUILD") == "compiled",
+    reason="agents are tested on the interpreted build: they take long",
+)
+
+
+class Job:
+    """Agents that share a folder, and what their workers wrote there."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        self.port = port
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def agent(self, what: str, nodes: str = "2", workers: int = 2, **env: str) -> subprocess.Popen[bytes]:
+        log = self.folder / f"agent{len(self.agents)}"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes),
+                    *("--nproc-per-node", str(workers), "--max-restarts", "3", "--monitor-interval", "0.1"),
+                    *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"),
+                    *("--rdzv-conf", CONF),
+                    *(str(Path(__file__).with_name("elastic_worker.py")), str(self.folder), what),
+                ],
+                cwd=self.folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+        self.agents.append(process)
+        return process
+
+    def seen(self) -> list[dict[str, Any]]:
+        path = self.folder / "seen"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not true():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
+
+    def end(self, *agents: subprocess.Popen[bytes]) -> None:
+        """Wait until these agents have ended well."""
+        self.until(lambda: all(agent.poll() is not None for agent in agents))
+        assert [agent.returncode for agent in agents] == [0] * len(agents), self.said()
+
+    def kill(self, agent: subprocess.Popen[bytes]) -> None:
+        """An agent and its workers, as when their machine goes down."""
+        agent.kill()
+        agent.wait()
+        for one in self.seen():
+            if one["agent"] == agent.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one["pid"], signal.SIGKILL)
+
+    def said(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(self.folder.glob("agent*")))
+
+
+@pytest.fixture
+def job(tmp_path: Path, port: int) -> Iterator[Job]:
+    job = Job(tmp_path, port)
+    yield job
+    for agent in job.agents:
+        if agent.poll() is None:
+            job.kill(agent)
+
+
+def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
+    """The worlds that formed, one after the other: the sum over the ranks, and the ranks."""
+    ports = list(dict.fromkeys(one["port"] for one in seen))
+    assert not any(one["stale"] for one in seen)
+    found = []
+    for port in ports:
+        world = [one for one in seen if one["port"] == port]
+        (total,) = {one["sum"] for one in world}
+        found.append((int(total), sorted(one["rank"] for one in world)))
+    return found
+
+
+@pytest.mark.parametrize("env", [{}, {"TCPSTORE_INSTALL": "1"}, {"TCPSTORE_INSTALL": "python,classes"}])
+def test_a_worker_that_is_killed(job: Job, env: dict[str, str]) -> None:
+    """And the workers of the next attempt find none of its keys."""
+    nodes = 1 if env else 2
+    workers = 2 if env else 4
+    job.end(*[job.agent("fail", nodes=str(nodes), workers=workers, **env) for _ in range(nodes)])
+    world = workers * nodes
+    assert groups(job.seen()) == [(world, list(range(world)))] * 2
+
+
+def hosting(job: Job) -> subprocess.Popen[bytes]:
+    """The agent that hosts the server, started first."""
+    first = job.agent("hold", nodes="1:2")
+    job.until(lambda: "hosting" in job.said() or bool(job.seen()))
+    return first
+
+
+@once
+def test_an_agent_that_does_not_host_is_killed_and_comes_back(job: Job) -> None:
+    first = hosting(job)
+    second = job.agent("hold", nodes="1:2")
+    job.until(lambda: any(one["sum"] == 4 for one in job.seen()))
+    job.kill(second)
+    job.until(lambda: job.seen()[-1]["sum"] == 2 and job.seen()[-1]["agent"] == first.pid and alone(job))
+    third = job.agent("hold", nodes="1:2")
+    job.until(lambda: job.seen()[-1]["sum"] == 4 and job.seen()[-1]["port"] != port_of(job, second))
+    (job.folder / "go").touch()
+    job.end(first, third)
+    assert not any(one["stale"] for one in job.seen())
+
+
+def alone(job: Job) -> bool:
+    """Whether a world of one agent has formed after one of two."""
+    sums = [one["sum"] for one in job.seen()]
+    return 4.0 in sums and 2.0 in sums[sums.index(4.0) :]
+
+
+def port_of(job: Job, agent: subprocess.Popen[bytes]) -> str:
+    ports: list[str] = [one["port"] for one in job.seen() if one["agent"] == agent.pid]
+    return ports[-1]
+
+
+@once
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_a_daemon_either_agent_may_be_killed(job: Job, victim: int) -> None:
+    with tcpstore_server() as server:
+        job.port = server.port
+        agents = [job.agent("hold", nodes="1:2"), job.agent("hold", nodes="1:2")]
+        job.until(lambda: any(one["sum"] == 4 for one in job.seen()))
+        job.kill(agents[victim])
+        job.until(lambda: alone(job))
+        (job.folder / "go").touch()
+        job.end(agents[1 - victim])
+        assert not any(one["stale"] for one in job.seen())
+
+
+@once
+def test_jobs_of_one_name_in_a_row(job: Job, tmp_path: Path) -> None:
+    """On a daemon: after one that ended, and at once after one that was killed."""
+    with tcpstore_server() as server:
+        job.port = server.port
+        job.end(job.agent("end", nodes="1"))
+        killed = job.agent("hold", nodes="1")
+        job.until(lambda: len(job.seen()) == 4)
+        job.kill(killed)
+        job.end(job.agent("end", nodes="1"))
+    assert groups(job.seen()) == [(2, [0, 1])] * 3
+
+
+@once
+def test_jobs_in_a_row_at_one_endpoint(job: Job) -> None:
+    """Where the agent hosts the server, it goes with it."""
+    for _ in range(2):
+        job.end(job.agent("end", nodes="1"))
+    assert groups(job.seen()) == [(2, [0, 1])] * 2
