@@ -132,11 +132,12 @@ def test_network_errors_are_of_both_trees() -> None:
 def test_a_timeout_that_cpp_sets(store: Any, cpp: Any) -> None:
     cpp.set_timeout(SHORT)
     assert store.timeout == cpp.timeout == SHORT
-    for call in (lambda: cpp.get("zz"), lambda: store.get("zz"), lambda: store.wait(["zz"])):
+    calls: list[Any] = [lambda: cpp.get("zz"), lambda: store.get("zz"), lambda: store.wait(["zz"])]
+    for call in calls:
         with pytest.raises(dist.DistStoreError, match="50ms"):
             call()
     store.set_timeout(timedelta(milliseconds=70))
-    for call in (lambda: cpp.get("zz"), lambda: store.get("zz")):
+    for call in calls:
         with pytest.raises(dist.DistStoreError, match="70ms"):
             call()
 
