@@ -26,6 +26,7 @@ COMPILED = [
         "wire/commands",
         "session/client",
         "session/server",
+        "client/calls",
         "server/uv",
         "server/readiness",
     )

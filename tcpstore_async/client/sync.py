@@ -101,9 +101,9 @@ class TCPClient:
         The deadline is the store's timeout unless given; of that, 0 means one look.
         """
         channel = None
-        deadline = deadline or Deadline.of_a_call(self.timeout)
+        began = time.monotonic()
         try:
-            channel = self._lease(deadline)
+            channel = self._lease(deadline, self.timeout, began)
             session = channel.session
             channel.broken = True
             data, call = session.request(*ask)
@@ -112,13 +112,13 @@ class TCPClient:
             except BlockingIOError:
                 count = 0
             if count < len(data):
-                channel.send(data[count:], deadline)
+                channel.send(data[count:], deadline or Deadline.of_a_call(self.timeout, began))
             channel.broken = False
             if call is None:
                 return None
             channel.read_soon()
             if not call.done:
-                channel.read_until(call, deadline)
+                channel.read_until(call, deadline or Deadline.of_a_call(self.timeout, began))
             return call.result
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(ask, self.timeout)) from out.__cause__
@@ -141,7 +141,7 @@ class TCPClient:
         channel = None
         deadline = Deadline.of_a_call(seconds, began)
         try:
-            channel = self._lease(deadline)
+            channel = self._lease(deadline, seconds, deadline.began)
             call = channel.request(ask, deadline)
             self._wait_for(channel, call, deadline, one_look=seconds == 0)
             if then is not None:
@@ -239,10 +239,10 @@ class TCPClient:
 
     # Connections
 
-    def _lease(self, deadline: Deadline) -> Channel:
+    def _lease(self, deadline: Deadline | None, seconds: float, began: float) -> Channel:
         """A connection for this thread alone, on which all that the store has written is there.
 
-        Wherever an interrupt strikes, none stays leased. Raises OutOfTime.
+        The common case needs no deadline, which is made of the seconds of the call if there is none yet. Wherever an interrupt strikes, none stays leased. Raises OutOfTime.
         """
         me = get_ident()
         channel: Channel | None = None
@@ -253,9 +253,10 @@ class TCPClient:
                     channel = channels[0]
                     channel.user = me
             if channel is None:
+                deadline = deadline or Deadline.of_a_call(seconds, began)
                 channel = self._lease_later(me, deadline)
             if channel.session.pending:
-                channel.settle(deadline)
+                channel.settle(deadline or Deadline.of_a_call(seconds, began))
             return channel
         except BaseException:
             if channel is not None and channel.user == me:
