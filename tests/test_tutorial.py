@@ -12,7 +12,7 @@ from pathlib import Path
 from support import LIMIT
 
 TUTORIAL = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
+PROGRAMS: list[str] = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
 
 
 def program(holds: str) -> str:

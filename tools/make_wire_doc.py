@@ -138,8 +138,8 @@ A client that opens a further connection asks there again, and compares `instanc
 address has nothing of the store that the client knows.
 
 GET of `{JOINS_KEY.decode()}` says in decimal text how many ranks the owner of the server expects to join, in all the
-stores that it has made on it; the empty value if the server has no owner, 0 once it is about to go. When PyTorch's counter of workers, `init/`,
-is past that number, whoever joined last belongs to a store that the owner has yet to make.
+stores that it has made on it; the empty value if the server has no owner, 0 once it is about to go. When PyTorch's
+counter of workers, `init/`, is past that number, whoever joined last belongs to a store that the owner has yet to make.
 
 Neither key is counted, listed or deleted, WAIT finds both there, and a command that would write to one closes its
 connection.

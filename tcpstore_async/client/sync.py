@@ -242,7 +242,8 @@ class TCPClient:
     def _lease(self, deadline: Deadline | None, seconds: float, began: float) -> Channel:
         """A connection for this thread alone, on which all that the store has written is there.
 
-        The common case needs no deadline, which is made of the seconds of the call if there is none yet. Wherever an interrupt strikes, none stays leased. Raises OutOfTime.
+        The common case needs no deadline; it is made of the seconds of the call if there is none yet. Wherever an
+        interrupt strikes, none stays leased. Raises OutOfTime.
         """
         me = get_ident()
         channel: Channel | None = None

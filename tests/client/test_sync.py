@@ -234,7 +234,7 @@ def test_closing_ends_what_connects() -> None:
         store.set("k", "")
         assert store.get("k") == b""
         server.freeze()
-        waiting = [threads.submit(store.wait, ["never"]), threads.submit(store.add, "n", 1)]
+        waiting: list[Any] = [threads.submit(store.wait, ["never"]), threads.submit(store.add, "n", 1)]
         until_parked(store)
         waiting.append(threads.submit(store.add, "n", 1))
         assert store._client is not None
@@ -407,7 +407,8 @@ def test_a_storm_of_signals_does_not_stop_the_clock(store: TCPStore, key: str) -
     old = signal.signal(signal.SIGALRM, handle)
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
     try:
-        for call in (lambda: store.wait([key], 0.3), lambda: store.barrier(key, 2, 0.2)):
+        waits: list[Callable[[], object]] = [lambda: store.wait([key], 0.3), lambda: store.barrier(key, 2, 0.2)]
+        for call in waits:
             began = time.monotonic()
             with pytest.raises(StoreTimeoutError):
                 call()
@@ -616,9 +617,9 @@ def in_child(work: Callable[[], str], warn: bool = False) -> bytes:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+        heard = pipe.read()
     os.waitpid(child, 0)
-    return said
+    return heard
 
 
 def test_a_forked_child_has_connections_of_its_own(store: TCPStore, key: str) -> None:
@@ -774,7 +775,7 @@ def test_it_is_not_copied(ours: int) -> None:
     with TCPStore("127.0.0.1", ours, timeout=timedelta(seconds=5)) as store:
         for way in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match="cannot pickle 'TCPStore'"):
-                way(store)  # type: ignore[operator]
+                way(store)
 
 
 def test_the_constructor_says_no_more_than_pytorchs(ours: int) -> None:

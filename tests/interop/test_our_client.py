@@ -166,7 +166,8 @@ def test_time_outs_say_what_pytorchs_say(store: Any, key: str) -> None:
             store.barrier(key + "bar", 9, timeout)
     for timeout in (0, 0.03):
         store.set_timeout(timeout)
-        for call in (lambda: store.get(key), lambda: store.multi_get([key])):
+        reads: list[Callable[[], object]] = [lambda: store.get(key), lambda: store.multi_get([key])]
+        for call in reads:
             with pytest.raises(DistStoreError, match=rf"^wait timeout after {timeout * 1000:.0f}ms, keys: /{key}$"):
                 call()
     store.set_timeout(LIMIT)

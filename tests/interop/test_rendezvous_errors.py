@@ -45,10 +45,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    yield
 
 
 def raised(rendezvous: Any, url: Any, options: dict[str, Any]) -> tuple[type[BaseException], str]:

@@ -170,6 +170,7 @@ def test_what_one_sends_is_waited_for(store: HashStore) -> None:
 def test_a_key_is_for_one_call(store: HashStore) -> None:
     world = StoreCollectives(store, 0, 1)
     world.all_sum("k", 1)
-    for again in (lambda: world.broadcast_send("k", "x"), lambda: world.barrier("k/barrier")):
-        with pytest.raises(RuntimeError, match="Key k.* has already been used."):
+    repeated: list[Callable[[], object]] = [lambda: world.broadcast_send("k", "x"), lambda: world.barrier("k/barrier")]
+    for again in repeated:
+        with pytest.raises(RuntimeError, match=r"Key k.* has already been used\."):
             again()
