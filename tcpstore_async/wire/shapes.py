@@ -432,7 +432,7 @@ def _blob_stop(data: bytes, at: int, end: int) -> int:
     if start > end:
         return -start
     length: int = read_i64_le(data, at)
-    if not 0 <= length <= MAX_REPLY_ITEM:
+    if not 0 <= length < MAX_REPLY_ITEM:
         raise ProtocolError(f"a reply announces {_unsigned(length)} bytes")
     stop = start + length
     return stop if stop <= end else -stop
@@ -487,7 +487,7 @@ class _CountedKeys(Reply):
         if start > end:
             return None, -start
         number: int = read_i64_le(data, at)
-        if not 0 <= number <= MAX_REPLY_ITEM:
+        if not 0 <= number < MAX_REPLY_ITEM:
             raise ProtocolError(f"a reply announces {_unsigned(number)} keys")
         return RestOfReply(number, [], bare=True).decode(data, start, end)
 

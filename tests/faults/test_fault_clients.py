@@ -1,0 +1,239 @@
+"""Clients whose connection is cut, or whose server says what cannot be true."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from client.fakes import PROBE, STOCK, exactly, fake_server, greet, proxy_to
+from support import LIMIT, RawPeer, blob, tcpstore_server, torch_server
+from tcpstore_async import AsyncTCPStore, DistError, DistNetworkError, TCPStore
+
+CUT = "Failed to recv, got 0 bytes|reset by peer|Broken pipe|no sense|nobody asked|bytes"
+
+
+# A cut connection
+
+
+@pytest.mark.parametrize("server", ["ours", "libuv"])
+def test_what_was_sent_is_never_sent_again(server: str) -> None:
+    """The connection is cut between an ADD and its answer: the call fails, and so do all that follow."""
+    with tcpstore_server() if server == "ours" else torch_server() as running:
+        port = running if isinstance(running, int) else running.port
+        with proxy_to(port) as proxy, TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            assert store.add("n", 1) == 1
+            with pytest.raises(Exception, match="wait timeout"):
+                store.wait(["never"], 0)
+            proxy.cut_before = b"\x04" + blob(b"/n")
+            for _ in range(3):
+                with pytest.raises(DistNetworkError, match=CUT):
+                    store.add("n", 1)
+            assert proxy.connections == 1
+        with TCPStore("127.0.0.1", port, timeout=LIMIT) as other:
+            assert other.add("n", 0) == 2
+
+
+async def test_nor_by_the_async_client() -> None:
+    with tcpstore_server() as server, proxy_to(server.port) as proxy:
+        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            proxy.cut_before = b"\x04" + blob(b"/n")
+            for _ in range(3):
+                with pytest.raises(DistNetworkError):
+                    await store.add("n", 1)
+        assert proxy.connections == 1
+        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT) as other:
+            assert await other.add("n", 0) == 1
+
+
+def test_a_write_that_is_lost_fails_the_next_call() -> None:
+    with (
+        tcpstore_server() as server,
+        proxy_to(server.port) as proxy,
+        TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        waiting = threads.submit(store.get, "late")
+        while len(proxy.said) < 1 or b"/late" not in proxy.all_said():
+            pass
+        proxy.cut_before = b"\x01"
+        store.set("k", "v")
+        for call in (lambda: store.check(["k"]), lambda: store.get("k"), lambda: store.set("k", "v")):
+            with pytest.raises(DistNetworkError, match=CUT):
+                call()
+        with pytest.raises(DistNetworkError, match=CUT):
+            waiting.result(LIMIT)
+
+
+def test_a_further_connection_leads_to_the_same_server() -> None:
+    """The server behind a name is another one now: the store's next call fails, and nothing reaches the new one."""
+    with tcpstore_server() as first, tcpstore_server() as second, proxy_to(first.port) as proxy:
+        with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store, ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(store.get, "never")
+            while b"/never" not in proxy.all_said():
+                pass
+            proxy.target = second.port
+            with pytest.raises(DistNetworkError, match="another server has taken the place"):
+                store.add("n", 1)
+            with pytest.raises(DistNetworkError, match="another server has taken the place"):
+                waiting.result(LIMIT)
+        with TCPStore("127.0.0.1", second.port, timeout=LIMIT) as other:
+            assert other.num_keys() == 0
+
+
+async def test_so_does_the_async_clients() -> None:
+    with tcpstore_server() as first, tcpstore_server() as second, proxy_to(first.port) as proxy:
+        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            waiting = asyncio.create_task(store.get("never"))
+            while b"/never" not in proxy.all_said():
+                await asyncio.sleep(0.001)
+            proxy.target = second.port
+            with pytest.raises(DistNetworkError, match="another server has taken the place"):
+                await store.add("n", 1)
+            with pytest.raises(DistNetworkError, match="another server has taken the place"):
+                await waiting
+        async with await AsyncTCPStore.connect("127.0.0.1", second.port, timeout=LIMIT) as other:
+            assert await other.num_keys() == 0
+
+
+@pytest.mark.parametrize("server", ["ours", "libuv"])
+def test_what_goes_over_the_wire(server: str) -> None:
+    """One probe, however many threads; a get is one round trip on ours; nothing above 18 to PyTorch's servers."""
+    with tcpstore_server() if server == "ours" else torch_server() as running:
+        port = running if isinstance(running, int) else running.port
+        with proxy_to(port) as proxy, TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            store.set("k", "v")
+            assert store.add("n", 1) == 1
+            assert PROBE not in proxy.all_said()
+            with ThreadPoolExecutor(8) as threads:
+                assert set(threads.map(store.get, ["k"] * 32)) == {b"v"}
+            assert proxy.all_said().count(PROBE) == 1
+            turns = len(proxy.turns[0])
+            if len(proxy.turns) == 1:
+                assert store.get("k") == b"v"
+                assert proxy.turns[0][turns:] == (["c", "s"] if server == "ours" else ["c", "s", "c", "s"])
+            asked = bytes(proxy.said[0])[-10 - len("k") :]
+            assert (b"\x40" in proxy.all_said()) == (server == "ours")
+            assert asked
+
+
+# Lies
+
+
+def answering(reply: bytes, after: bytes = b"") -> Callable[[socket.socket], None]:
+    """A server that greets, answers the probe as PyTorch's do, and then says this to whatever comes."""
+
+    def talk(peer: socket.socket) -> None:
+        greet(peer)
+        while True:
+            said = peer.recv(65536)
+            if not said:
+                return
+            if said == PROBE:
+                peer.sendall(STOCK)
+            else:
+                peer.sendall(reply)
+                if after:
+                    peer.sendall(after)
+
+    return talk
+
+
+LIES: list[tuple[str, bytes, Callable[[Any], Any]]] = [
+    ("absurd length", struct.pack("<Q", 2**63), lambda s: s.compare_set("k", "", "v")),
+    ("absurd count", struct.pack("<q", -1), lambda s: s.list_keys()),
+    ("absurd number of keys", struct.pack("<Q", 2**40), lambda s: s.list_keys()),
+    ("unexpected byte", b"\x07", lambda s: s.wait(["k"])),
+    ("unexpected byte", b"\x07", lambda s: s.check(["k"])),
+    ("unexpected byte", b"\x07", lambda s: s.barrier("k", 2)),
+    ("unexpected answer to a cancel", b"", lambda s: s.wait(["k"], 0.01)),
+    ("more than was asked for", struct.pack("<q", 1) + b"!", lambda s: s.add("n", 1)),
+    ("more than was asked for", b"\0\0", lambda s: s.check(["k"])),
+    ("absurd length of an item", struct.pack("<qQ", 1, 2**62), lambda s: s.queue_pop("q", False)),
+    ("garbage", b"HTTP/1.1 400 Bad Request\r\n\r\n", lambda s: s.compare_set("k", "", "v")),
+]
+
+
+@pytest.mark.parametrize(("lie", "reply", "call"), LIES)
+def test_a_lie_ends_the_store(lie: str, reply: bytes, call: Callable[[Any], Any]) -> None:
+    with fake_server(answering(reply)) as fake, TCPStore("127.0.0.1", fake.port, timeout=5) as store:
+        for _ in range(2):
+            with pytest.raises(DistError):
+                call(store)
+        if lie != "unexpected answer to a cancel":
+            with pytest.raises(DistNetworkError):
+                store.set("k", "v")
+
+
+@pytest.mark.parametrize(("lie", "reply", "call"), LIES)
+async def test_a_lie_ends_the_async_store(lie: str, reply: bytes, call: Callable[[Any], Any]) -> None:
+    with fake_server(answering(reply)) as fake:
+        async with await AsyncTCPStore.connect("127.0.0.1", fake.port, timeout=5) as store:
+            for _ in range(2):
+                with pytest.raises(DistError):
+                    await asyncio.wait_for(call(store), LIMIT)
+            if lie != "unexpected answer to a cancel":
+                with pytest.raises(DistNetworkError):
+                    await store.set("k", "v")
+
+
+@pytest.mark.parametrize("pong", [b"\1\2\3\4", b"HTTP/1.1 400\r\n\r\n", b"", b"\xff" * 10])
+def test_a_greeting_that_is_none(pong: bytes) -> None:
+    """It is tried again until the deadline, and then the error says why."""
+
+    def talk(peer: socket.socket) -> None:
+        exactly(peer, 10)
+        peer.sendall(pong)
+
+    with fake_server(talk) as fake:
+        text = rf"timed out after 300ms while .*127\.0\.0\.1, {fake.port}\).*last cause: (?!no answer)"
+        with pytest.raises(DistNetworkError, match=text):
+            TCPStore("127.0.0.1", fake.port, timeout=0.3)
+        assert fake.connections > 1
+        with pytest.raises(DistNetworkError, match=text):
+            asyncio.run(AsyncTCPStore.connect("127.0.0.1", fake.port, timeout=0.3))
+
+
+def test_a_reply_in_single_bytes() -> None:
+    def talk(peer: socket.socket) -> None:
+        greet(peer)
+        assert exactly(peer, 1 + 8 + 2 + 8 + 8)[:1] == b"\x02"
+        for byte in blob(b"value" * 20):
+            peer.sendall(bytes([byte]))
+
+    with fake_server(talk) as fake, TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store:
+        assert store.compare_set("k", "", "") == b"value" * 20
+
+
+def test_a_server_that_is_killed_ends_every_call_at_once() -> None:
+    """The server of a master, killed by its process id."""
+    with TCPStore("127.0.0.1", 0, None, True, -1) as store, ThreadPoolExecutor(5) as threads:
+        assert store._hosted is not None
+        with TCPStore("127.0.0.1", store.port, timeout=-1) as worker:
+            waiting = [threads.submit(one.get, f"never{number}") for number in range(2) for one in (store, worker)]
+            for one in (store, worker):
+                while sum(channel.parked for channel in list(one._client._channels)) < 2:  # type: ignore[union-attr]
+                    pass
+            os.kill(store._hosted.pid, signal.SIGKILL)
+            for call in waiting:
+                with pytest.raises(DistNetworkError):
+                    call.result(LIMIT)
+            with pytest.raises(DistNetworkError):
+                worker.add("n", 1)
+
+
+def test_the_server_is_not_harmed() -> None:
+    with tcpstore_server() as server:
+        for _ in range(20):
+            store = TCPStore("127.0.0.1", server.port, timeout=LIMIT)
+            store.set("k", "v")
+            store.close()
+        with RawPeer(server.port) as peer:
+            peer.ping()
