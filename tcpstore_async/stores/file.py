@@ -31,6 +31,7 @@ import os
 import random
 import re
 import stat
+import sys
 import threading
 import time
 import warnings
@@ -118,11 +119,11 @@ def _next_record(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
     return data[key_at:key_end], data[value_at:end], end
 
 
-def _is_whole(data: bytes, at: int) -> bool:
-    """Whether there is nothing but whole records, of stores, from here to the end."""
+def _is_whole(data: bytes, at: int, strict: bool = True) -> bool:
+    """Whether there is nothing but whole records from here to the end; if it is `strict`, with keys of stores."""
     while at < len(data):
         found = _next_record(data, at)
-        if found is None or not _KEY.match(found[0]):
+        if found is None or (strict and not _KEY.match(found[0])):
             return False
         at = found[2]
     return True
@@ -481,14 +482,14 @@ class _File:
         at = start - replica.last
         if replica.last == 0 and not rest.startswith(_FIRST[: len(rest)]):
             raise DistStoreError(f"{self.path} was not written by a FileStore; it is left as it is")
-        torn = _torn(rest[at:])
-        if torn == len(rest) - at and at and (swallowed := _torn(rest)) < at:
-            start, at, torn = replica.last, 0, swallowed
+        if _is_whole(rest, at, strict=False):
+            return not replica.catch_up(fd, strict=False)  # a stranger's, as it seems
+        torn = _torn(rest)
+        if torn < at:
+            start, at = replica.last, 0
             replica.discard()
-        elif torn == len(rest) - at and _next_record(rest, at):
-            replica.catch_up(fd, strict=False)  # a stranger's record, as it seems
-            return replica.offset < size
-        _move(fd, start, rest[at + torn :])
+        _move(fd, start, rest[torn:])
+        torn -= at
         log.warning("%s: cut off %d bytes of a record that a writer left when it died", self.path, torn)
         return True
 
@@ -590,8 +591,13 @@ class FileStore(Store):
             self._file.sign_off(self._world_size, self._deadline())
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and os.getpid() == self._file.pid:
+        if getattr(self, "_closed", True) or os.getpid() != self._file.pid or sys.is_finalizing():
+            return
+        try:
             warnings.warn(f"a FileStore was not closed: {self!r}", ResourceWarning, source=self, stacklevel=1)
+        finally:
+            self._closed = True
+            self._farewell()
 
     def __repr__(self) -> str:
         return f"FileStore({self._path!r}, world_size={self._world_size})"

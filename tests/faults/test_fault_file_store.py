@@ -1,0 +1,474 @@
+"""FileStores whose writers die, whose file goes away or cannot be used, and that signals and forks interrupt."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import logging
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import LIMIT
+from tcpstore_async import DistStoreError, FileStore, StoreTimeoutError
+from tcpstore_async.stores import file as file_module
+
+ADDER = """
+import datetime, sys
+which, path, name, log, limit = *sys.argv[1:5], float(sys.argv[5])
+if which == "ours":
+    from tcpstore_async import FileStore
+else:
+    from torch.distributed import FileStore
+store = FileStore(path, 1000)
+store.set_timeout(datetime.timedelta(seconds=limit))
+done = open(log, "ab", buffering=0)
+print("ready", flush=True)
+for number in range(10 ** 9):
+    store.set(f"{name}/{number}", "x" * (number % 50))
+    done.write(b"k")
+    store.add("total", 1)
+    done.write(b"a")
+    if which == "ours":
+        store.queue_push("queue", str(number))
+"""
+"""Writes until it is killed, and says in a file what it has been told is done."""
+
+
+class Adder:
+    def __init__(self, which: str, path: Path, name: str) -> None:
+        self.name = name
+        self.log = path.with_name(f"log of {name}")
+        command = [sys.executable, "-W", "ignore", "-c", ADDER, which, str(path), name, str(self.log), str(LIMIT)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tempfile.gettempdir())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(LIMIT)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def until_ready(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+
+    def done(self, what: bytes) -> int:
+        return self.log.read_bytes().count(what)
+
+
+def demand_everything(path: Path, adders: list[Adder]) -> None:
+    """Nothing that a writer was told is done is missing."""
+    with FileStore(path, timeout=LIMIT) as store:
+        told, total = sum(adder.done(b"a") for adder in adders), int(store.get("total"))
+        assert told <= total <= told + len(adders)
+        keys = set(store.list_keys())
+        for adder in adders:
+            for number in range(adder.done(b"k")):
+                assert f"{adder.name}/{number}" in keys
+                assert len(store.get(f"{adder.name}/{number}")) == number % 50
+        assert file_module._is_whole(path.read_bytes(), 0)
+
+
+@pytest.mark.timeout(240)
+def test_writers_of_ours_are_killed_beside_pytorchs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "store"
+    stay = [Adder("torch", path, f"torch{number}") for number in range(2)]
+    for adder in stay:
+        adder.until_ready()
+    killed = []
+    chance = random.Random(1)
+    for number in range(12):
+        adder = Adder("ours", path, f"ours{number}")
+        killed.append(adder)
+        adder.until_ready()
+        time.sleep(chance.uniform(0.05, 0.4))
+        adder.kill()
+    before = [adder.done(b"a") for adder in stay]
+    time.sleep(1)
+    after = [adder.done(b"a") for adder in stay]
+    for adder in stay:
+        adder.kill()
+    assert all(old < new for old, new in zip(before, after, strict=True)), "PyTorch's processes hang"
+    demand_everything(path, killed + stay)
+
+
+@pytest.mark.timeout(240)
+def test_writers_of_pytorchs_are_killed_beside_ours(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "store"
+    stay = [Adder("ours", path, f"ours{number}") for number in range(2)]
+    killed = [Adder("torch", path, f"torch{number}") for number in range(8)]
+    for adder in stay + killed:
+        adder.until_ready()
+    chance = random.Random(2)
+    for adder in killed:
+        time.sleep(chance.uniform(0.1, 0.5))
+        adder.kill()
+    before = [adder.done(b"a") for adder in stay]
+    time.sleep(1)
+    after = [adder.done(b"a") for adder in stay]
+    for adder in stay:
+        assert adder.process.poll() is None
+        adder.kill()
+    assert all(old < new for old, new in zip(before, after, strict=True)), "ours hang"
+    demand_everything(path, stay + killed)
+
+
+# Torn records
+
+
+def record(key: bytes, value: bytes) -> bytes:
+    return struct.pack("<I", len(key)) + key + struct.pack("<I", len(value)) + value
+
+
+RECORD = record(b"/torn", b"0123456789")
+
+
+@pytest.mark.parametrize("length", [*range(1, len(RECORD)), 10_000])
+@pytest.mark.parametrize("found_by", ["a reader", "a writer"])
+def test_a_torn_record_is_cut_off_once(
+    tmp_path: Path, length: int, found_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store"
+    torn = RECORD[:length] if length < len(RECORD) else b"\x04\0\0\0/big\xff\xff\xff\x7f" + bytes(9_988)
+    with FileStore(path, timeout=LIMIT) as store:
+        store.set("k", "v")
+        whole = path.read_bytes()
+        path.write_bytes(whole + torn)
+        if found_by == "a reader":
+            assert store.num_keys() == 2
+        else:
+            store.set("k", "v")
+            whole += record(b"/k", b"v")
+        assert path.read_bytes() == whole
+        assert store.get("k") == b"v"
+        assert [entry.message for entry in caplog.records] == [
+            f"{path}: cut off {len(torn)} bytes of a record that a writer left when it died"
+        ]
+
+
+@pytest.mark.parametrize("length", range(1, len(RECORD)))
+def test_what_pytorch_has_written_behind_a_torn_record_is_kept(tmp_path: Path, length: int) -> None:
+    """PyTorch's `set` appends without a look, so the torn record swallows a part of the next one."""
+    path = tmp_path / "store"
+    with FileStore(path, timeout=LIMIT) as store, FileStore(path, timeout=LIMIT) as other:
+        store.set("k", "v")
+        before = path.read_bytes()
+        behind = record(b"/whole", b"value") + record(b"/more", b"12")
+        path.write_bytes(before + RECORD[:length] + behind)
+        assert store.get("whole") == b"value"
+        assert other.get("more") == b"12"
+        assert path.read_bytes() == before + behind
+        assert sorted(store.list_keys()) == sorted(other.list_keys()) == ["k", "more", "whole"]
+
+
+def test_a_stranger_s_record_stays(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path, timeout=LIMIT) as store:
+        path.write_bytes(path.read_bytes() + record(b"stranger", b"x") + record(b"", b"") + record(b"/k", b""))
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        assert store.num_keys() == 4
+        assert store.list_keys() == ["k"]
+        assert record(b"stranger", b"x") in path.read_bytes()
+
+
+def test_a_reader_that_may_not_write_goes_without_what_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store"
+    with FileStore(path, timeout=LIMIT) as store:
+        store.set("k", "v")
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        path.write_bytes(path.read_bytes() + RECORD[:7])
+        assert store.get("k") == b"v"
+        assert path.read_bytes().endswith(RECORD[:7])
+
+
+@pytest.mark.parametrize("content", [b"Dear diary,\n", b"\0", b"\x09\0\0\0refcounx/", bytes(100)], ids=str)
+def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "diary"
+    path.write_bytes(content)
+    with pytest.raises(DistStoreError, match=r"diary was not written by a FileStore; it is left as it is"):
+        FileStore(path)
+    assert path.read_bytes() == content
+
+
+def test_a_file_of_which_only_the_beginning_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    path.write_bytes(record(b"refcount/", b"1")[:6])
+    with FileStore(path, 1) as store:
+        assert store.add("n", 1) == 1
+    assert not path.exists()
+
+
+# Files that cannot be used, or go away
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(DistStoreError, match=f"^{tmp_path}: Is a directory"):
+        FileStore(tmp_path)
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(DistStoreError, match=f"^{tmp_path}/store: Permission denied$"):
+            FileStore(tmp_path / "store")
+
+
+def test_no_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.flock
+
+    def refuse(fd: int, kind: int) -> None:
+        if kind != fcntl.LOCK_UN:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        real(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(DistStoreError, match="its file system has no flock"):
+        FileStore(tmp_path / "store")
+
+
+def test_a_directory_that_is_made_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "later" / "store"
+    threading.Timer(0.2, path.parent.mkdir).start()
+    with FileStore(path, 1, timeout=LIMIT) as store:
+        assert store.add("n", 1) == 1
+    assert [entry.message for entry in caplog.records] == [
+        f"{path}: there is no directory {path.parent}; waiting for it until the timeout"
+    ]
+
+
+def test_a_directory_that_is_never_made(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(StoreTimeoutError, match=r"/never/store: No such directory: .*/never for 200ms$"):
+        FileStore(tmp_path / "never" / "store", timeout=0.2)
+    assert 0.2 <= time.monotonic() - began < 2
+
+
+def test_a_file_that_has_gone(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path, timeout=0.2) as store, FileStore(path, timeout=LIMIT) as other:
+        store.set("k", "v")
+        path.unlink()
+        with pytest.raises(StoreTimeoutError, match=r"/store: No such file or directory for 200ms$"):
+            store.get("k")
+        other.set("new", "1")
+        assert not store.check(["k"])
+        assert store.get("new") == b"1"
+        path.unlink()
+    assert not path.exists()
+
+
+def test_a_file_that_another_has_replaced(tmp_path: Path) -> None:
+    path, another = tmp_path / "store", tmp_path / "another"
+    with FileStore(path, timeout=LIMIT) as store, FileStore(another) as second:
+        store.set("k", "v")
+        for number in range(20):
+            second.set(f"n{number}", "x" * 100)
+        waiting = threading.Timer(0.1, another.rename, [path])
+        waiting.start()
+        assert store.get("n19") == b"x" * 100
+        assert not store.check(["k"])
+
+
+def test_a_new_file_of_the_same_inode(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path, timeout=LIMIT) as store:
+        store.set("k", "v")
+        path.write_bytes(record(b"refcount/", b"1") + record(b"/other", b"1") + record(b"/more", b"2"))
+        assert sorted(store.list_keys()) == ["more", "other"]
+
+
+@contextmanager
+def locked_by_another(path: Path) -> Iterator[None]:
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.parametrize("timeout", [0.2, 0])
+def test_a_lock_that_another_keeps(tmp_path: Path, timeout: float) -> None:
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.set_timeout(timeout)
+        with locked_by_another(path):
+            for call in (lambda: store.set("k", "v"), lambda: store.check(["k"]), lambda: store.get("k")):
+                began = time.monotonic()
+                with pytest.raises(StoreTimeoutError, match=r"/store: others have held the lock on it for \d+ms$"):
+                    call()
+                assert time.monotonic() - began < 2
+        store.set("k", "v")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store"
+    real = os.pwrite
+
+    def half(fd: int, data: bytes, at: int) -> int:
+        if len(data) < 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data[: len(data) // 2], at)
+
+    with FileStore(path, timeout=LIMIT) as store:
+        store.add("n", 1)
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", half)
+            with pytest.raises(DistStoreError, match=r"/store: No space left on device$"):
+                store.add("n", 1)
+        assert path.read_bytes() == before
+        assert store.add("n", 1) == 2
+
+
+# Interruptions
+
+
+def test_a_signal_handler_uses_the_store(tmp_path: Path) -> None:
+    """It comes at any moment, with the file locked by the thread that it interrupts."""
+    came = made = 0
+    with FileStore(tmp_path / "store", timeout=LIMIT) as store, FileStore(tmp_path / "store", timeout=LIMIT) as other:
+
+        def handle(*_: object) -> None:
+            nonlocal came
+            came += 1
+            (store if came % 2 else other).add("signals", 1)
+            store.queue_push("queue", str(came))
+            if came < 300:
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 + came % 13 * 0.00002)
+
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.0001)
+            while came < 300:
+                made += 1
+                assert store.add("calls", 1) == made
+                assert store.check(["calls"])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert other.add("signals", 0) == store.queue_len("queue") == 300
+        assert [store.queue_pop("queue") for _ in range(300)] == [b"%d" % number for number in range(1, 301)]
+    assert not file_module._turns
+
+
+def test_ctrl_c_ends_a_wait_at_once(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store", timeout=LIMIT) as store:
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            store.get("k")
+        assert time.monotonic() - began < 5
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+
+
+def test_a_forked_child_may_use_it_and_does_not_sign_off(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path, 1, timeout=LIMIT) as store:
+        busy = threading.Event()
+
+        def write() -> None:
+            while not busy.is_set():
+                store.add("busy", 1)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            for _ in range(20):
+                code = f"child {os.getpid()}"
+                pid = os.fork()
+                if not pid:
+                    try:
+                        store.add(code, 1)
+                        store.close()
+                        os._exit(0)
+                    finally:
+                        os._exit(1)
+                assert os.waitpid(pid, 0)[1] == 0
+        finally:
+            busy.set()
+            thread.join()
+        assert store.add(code, 0) == 20
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_a_store_that_is_forgotten_signs_off(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = FileStore(path, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del store
+        gc.collect()
+    assert [entry.category for entry in caught] == [ResourceWarning]
+    assert not path.exists()
+
+
+LEFT = """
+import sys, tcpstore_async
+store = tcpstore_async.FileStore(sys.argv[1], 1)
+store.set("k", "v")
+store.itself = store
+"""
+
+
+def test_a_store_that_is_left_at_exit_signs_off(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    command = [sys.executable, "-W", "error", "-c", LEFT, str(path)]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT)
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert not path.exists()
+
+
+def test_a_farewell_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    path = tmp_path / "store"
+    monkeypatch.setattr(file_module, "_FAREWELL_SECONDS", 0.1)
+    store = FileStore(path, 1)
+    with warnings.catch_warnings(), locked_by_another(path):
+        warnings.simplefilter("ignore")
+        del store
+        gc.collect()
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
+    assert path.exists()
+
+
+def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store"
+    read = 0
+    real = os.pread
+
+    def count(fd: int, length: int, at: int) -> bytes:
+        nonlocal read
+        data = real(fd, length, at)
+        read += len(data)
+        return data
+
+    with FileStore(path, timeout=LIMIT) as store:
+        for number in range(20):
+            store.set(f"big{number % 3}", bytes(2_000_000 + number))
+        size = path.stat().st_size
+        monkeypatch.setattr(os, "pread", count)
+        with FileStore(path, timeout=LIMIT) as other:
+            assert len(other.get("big1")) == 2_000_019
+            for _ in range(100):
+                other.check(["big0"])
+        assert read < 3 * size
