@@ -213,7 +213,7 @@ BAD: list[tuple[str, tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "arguments", "named"), BAD, ids=lambda part: str(part)[:20])
+@pytest.mark.parametrize(("method", "arguments", "named"), BAD)
 def test_arguments_that_cannot_be_meant(store: Store, method: str, arguments: tuple[Any, ...], named: str) -> None:
     keys = store.num_keys()
     with pytest.raises((TypeError, ValueError)) as caught:

@@ -1,0 +1,156 @@
+"""What only HashStore and PrefixStore have to prove: signals, forks, whose store is closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import LIMIT
+from tcpstore_async import DistStoreError, FileStore, HashStore, PrefixStore, Store, StoreTimeoutError
+
+
+def test_ctrl_c_ends_a_wait_at_once() -> None:
+    store = HashStore()
+    store.set_timeout(LIMIT)
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        store.queue_pop("q")
+    assert time.monotonic() - began < 5
+    store.queue_push("q", "item")
+    assert store.queue_pop("q") == b"item"
+
+
+def test_a_signal_handler_ends_the_wait_of_its_own_thread() -> None:
+    store = HashStore()
+    store.set_timeout(LIMIT)
+    before = signal.signal(signal.SIGALRM, lambda *_: store.set("k", "from the handler"))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        assert store.get("k") == b"from the handler"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_forked_child_has_a_copy_on_which_nobody_waits() -> None:
+    store = HashStore()
+    store.set_timeout(LIMIT)
+    with ThreadPoolExecutor(4) as pool:
+        popping = [pool.submit(store.queue_pop, "q") for _ in range(2)]
+        done = threading.Event()
+        adding = pool.submit(lambda: [store.add("busy", 1) for _ in iter(done.is_set, True)])
+        time.sleep(0.1)
+        try:
+            for _ in range(20):
+                pid = os.fork()
+                if not pid:
+                    try:
+                        store.queue_push("q", "the child's")
+                        os._exit(0 if store.queue_pop("q") == b"the child's" and not store.queue_len("q") else 1)
+                    finally:
+                        os._exit(2)
+                assert os.waitpid(pid, 0)[1] == 0
+        finally:
+            done.set()
+        adding.result(LIMIT)
+        store.queue_push("q", "1")
+        store.queue_push("q", "2")
+        assert sorted(future.result(LIMIT) for future in popping) == [b"1", b"2"]
+
+
+def test_waiters_that_leave_leave_nothing() -> None:
+    store = HashStore()
+    for number in range(20):
+        with pytest.raises(StoreTimeoutError):
+            store.wait([f"k{number}", "never"], 0.001)
+    assert not store._keyspace.waiters
+    assert not store._keyspace.promises
+    assert store._keyspace.size == 0
+
+
+def test_a_hash_store_s_clone_is_itself() -> None:
+    store = HashStore()
+    assert store.clone() is store
+    store.clone().close()
+    store.set("k", "1")
+
+
+def test_names_of_a_prefix_store() -> None:
+    store = HashStore()
+    PrefixStore("a", PrefixStore("b", store)).set("k", "1")
+    PrefixStore("", store).set("k", "2")
+    PrefixStore("x/", store).set("k", "3")
+    PrefixStore(b"\xff", store).set("k", "4")
+    assert [store.get(key) for key in ("b/a/k", "/k", "x//k", b"\xff/k")] == [b"1", b"2", b"3", b"4"]
+
+
+def test_what_a_prefix_store_stands_on() -> None:
+    store = HashStore()
+    view = PrefixStore("p", PrefixStore("q", store))
+    assert isinstance(view.underlying_store, PrefixStore)
+    assert view._underlying_non_prefix_store is store
+    assert repr(PrefixStore("p", store)) == f"PrefixStore('p', {store!r})"
+    bad: Any
+    for bad, error in ((None, ValueError), ("store", TypeError), ({}, TypeError)):
+        with pytest.raises(error, match=r"^store "):
+            PrefixStore("p", bad)
+    bad = 1
+    with pytest.raises(TypeError, match=r"^prefix "):
+        PrefixStore(bad, store)
+
+
+def test_timeouts_go_through_a_prefix() -> None:
+    store = HashStore()
+    view = PrefixStore("p", store)
+    view.set_timeout(0.1)
+    assert store.timeout == view.timeout == timedelta(seconds=0.1)
+    began = time.monotonic()
+    with pytest.raises(StoreTimeoutError, match=r"^wait timeout after 100ms, keys: p/b/last_member$"):
+        view.barrier("b", 2)
+    assert time.monotonic() - began < 5
+
+
+def test_a_view_closes_only_what_was_made_for_it(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store", 1) as store:
+        with PrefixStore("p", store) as view:
+            clone = view.clone()
+            view.set("k", "1")
+        assert view.get("k") == b"1"
+        clone.close()
+        with pytest.raises(DistStoreError, match="closed"):
+            clone.get("k")
+        assert store.get("p/k") == b"1"
+
+
+class OnlyText(Store):
+    """A store of one's own, as small as they come, that takes text for granted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[Any, Any] = {}
+
+    def set(self, key: Any, value: Any) -> None:
+        self.values[key] = value
+
+    def get(self, key: Any) -> bytes:
+        return bytes(self.values[key])
+
+    def check(self, keys: Any) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_text_stays_text_under_a_prefix() -> None:
+    store = OnlyText()
+    view = PrefixStore("p", store)
+    view.set("k", b"1")
+    assert store.values == {"p/k": b"1"}
+    assert view.check(["k"])
+    assert view.get("k") == b"1"
