@@ -358,7 +358,11 @@ class AsyncTCPStore:
         lane = await self._free_lane(patience)
         popped = _promise()
         self._pop_into(popped, name, lane)
-        return cast("bytes | None", await self._answer(popped, patience))
+        try:
+            return cast("bytes | None", await self._answer(popped, patience))
+        except BaseException:
+            self._disown(name, popped)
+            raise
 
     def _pop_into(self, popped: "asyncio.Future[bytes | None]", name: bytes, lane: Lane) -> None:
         """Send a pop; its item goes to `popped` or, if nobody waits for that any more, to the orphans."""
