@@ -145,6 +145,7 @@ def test_names_and_number_of_keys(make: Maker, name: Name) -> None:
     names = {name(text) for text in "abc"}
     for text in names:
         other.set(text, text)
+    assert other.check(names)  # done, and not only on its way: a threaded server serves others meanwhile
     assert set(store.list_keys()) - others == names
     assert len(store.list_keys()) == len(set(store.list_keys()))
     assert store.num_keys() == before + 3

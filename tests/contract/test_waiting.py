@@ -200,6 +200,7 @@ def test_threads_append(make: Maker, pool: ThreadPoolExecutor, key: str) -> None
     def append(store: Store, piece: str) -> None:
         for _ in range(25):
             store.append(key, piece)
+        assert store.check([key])  # done, and not only on its way
 
     for future in [pool.submit(append, make(), str(rank)) for rank in range(4)]:
         future.result(LIMIT)
