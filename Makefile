@@ -8,6 +8,9 @@ TORCH ?= 1
 # Options for pytest, such as ARGS="-k limits -x".
 ARGS ?=
 
+# Every processor runs tests, a file of them at a time; ARGS="-n 0" does without.
+WORKERS := -n auto --dist loadfile
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 SOURCES := $(shell find tcpstore_async -name '*.py') pyproject.toml setup.py
@@ -38,12 +41,12 @@ demo: .venv/.package build/compiled/.made $(if $(filter 0,$(TORCH)),,.venv/.torc
 
 .PHONY: test
 test: .venv/.test .venv/.torch
-	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest $(ARGS)
+	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest $(WORKERS) $(ARGS)
 
 # `pytest` and not `python -m pytest`, which would put the checkout before PYTHONPATH.
 .PHONY: test-compiled
 test-compiled: .venv/.test .venv/.torch build/compiled/.made
-	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(BIN)/pytest $(ARGS)
+	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(BIN)/pytest $(WORKERS) $(ARGS)
 
 .PHONY: check
 check: lint test test-compiled
