@@ -106,4 +106,8 @@ build/compiled/.made: .venv/.made $(SOURCES)
 	@mkdir -p build/source
 	@cp -R pyproject.toml setup.py README.md LICENSE tcpstore_async build/source
 	@TCPSTORE_PURE= $(PIP) --no-deps --target build/compiled ./build/source
+	@if command -v $${CC:-cc} >/dev/null && ! ls build/compiled/*.so >/dev/null 2>&1; then \
+		echo "there is a C compiler, but nothing was compiled: TCPSTORE_PURE=0 pip wheel --no-deps . says why" >&2; \
+		exit 1; \
+	fi
 	@touch $@

@@ -26,7 +26,6 @@ COMPILED = [
         "wire/commands",
         "session/client",
         "session/server",
-        "client/calls",
         "server/uv",
         "server/readiness",
     )

@@ -23,7 +23,20 @@ from .streams import log_without_blocking, open_standard_streams
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="tcpstore_async")
 def main() -> None:
-    """The key-value store through which the ranks of a distributed job find each other."""
+    """The key-value store through which the ranks of a distributed job find each other.
+
+    'tcpstore serve' runs a server; the other commands ask one, ours or PyTorch's, at --url or TCPSTORE_URL, by default
+    tcp://127.0.0.1:29500.
+
+    \b
+      tcpstore serve &
+      tcpstore set greeting hello
+      tcpstore get greeting
+      tcpstore wait ready --timeout 60
+
+    Exit status: 0 done (for check: present), 1 failed (for check: absent), 2 usage, 3 timed out, 4 unreachable.
+    """
+    open_standard_streams()
 
 
 def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Limits:
@@ -114,7 +127,6 @@ def serve(
             raise click.UsageError("--owner-pid and --control-fd go together, and with --listen-fd.")
         if port_file is not None:
             raise click.UsageError("--port-file is of no use to an owner, who knows the port.")
-    open_standard_streams()
     log_without_blocking()
 
     def ready(server: Server) -> None:

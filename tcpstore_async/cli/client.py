@@ -5,6 +5,7 @@ Exit status: 0 done (for `check`: present), 1 failed (for `check`: absent), 2 us
 """
 
 import base64
+import math
 import os
 import sys
 import time
@@ -56,6 +57,8 @@ class Asker:
             self.fail(str(error), UNREACHABLE)
         except DistError as error:
             self.fail(str(error), FAILED)
+        except UnicodeDecodeError as error:
+            self.fail(f"a name on this server is not UTF-8: {error.object!r}", FAILED)
         return answers[0]
 
     def fail(self, text: str, status: int) -> None:
@@ -94,6 +97,12 @@ def _parse_url(ctx: click.Context, param: click.Parameter, text: str) -> tuple[s
         raise click.BadParameter(f"{text!r} is not of the form tcp://HOST:PORT", ctx, param) from None
 
 
+def _finite(ctx: click.Context, param: click.Parameter, number: float) -> float:
+    if not math.isfinite(number):
+        raise click.BadParameter("must be a number of seconds", ctx, param)
+    return number
+
+
 def _client(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of all client commands, as one `Asker`."""
 
@@ -104,8 +113,22 @@ def _client(function: Callable[..., None]) -> Callable[..., None]:
     command.__doc__ = function.__doc__
     command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
     for option in (
-        click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True),
-        click.option("--timeout", type=float, default=10.0, show_default=True, help="Seconds; negative: for ever."),
+        click.option(
+            "-o",
+            "--output",
+            type=click.Choice(["text", "json"]),
+            default="text",
+            show_default=True,
+            help="Print the bare result, or an object of JSON.",
+        ),
+        click.option(
+            "--timeout",
+            type=float,
+            default=10.0,
+            show_default=True,
+            callback=_finite,
+            help="Seconds; negative: for ever.",
+        ),
         click.option(
             "--url",
             envvar="TCPSTORE_URL",
@@ -154,7 +177,7 @@ def get(asker: Asker, key: str) -> None:
 @click.argument("value")
 @_client
 def set_(asker: Asker, key: str, value: str) -> None:
-    """Store a value; '-' reads it from standard input."""
+    """Store a value; '-' reads it from standard input. Before a value like -1 say --, which ends the options."""
     content = _value(value)
 
     async def ask(store: AsyncTCPStore) -> None:
@@ -181,7 +204,7 @@ def append(asker: Asker, key: str, value: str) -> None:
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("key")
-@click.argument("amount", type=int)
+@click.argument("amount", type=click.IntRange(-(2**63), 2**63 - 1))
 @_client
 def add(asker: Asker, key: str, amount: int) -> None:
     """Add to a counter and print the sum."""
@@ -194,7 +217,10 @@ def add(asker: Asker, key: str, amount: int) -> None:
 @click.argument("desired")
 @_client
 def compare_set(asker: Asker, key: str, expected: str, desired: str) -> None:
-    """Store DESIRED if the value is EXPECTED ('' also: missing); print the value afterwards."""
+    """Store DESIRED if the value is EXPECTED; print the value afterwards.
+
+    EXPECTED '' also means that the key is missing.
+    """
     asker.show("value", asker.ask(lambda store: store.compare_set(_bytes(key), _bytes(expected), _bytes(desired))))
 
 
@@ -286,7 +312,7 @@ def len_(asker: Asker, key: str) -> None:
 @click.option("--world-size", type=int, required=True, help="How many have to arrive.")
 @_client
 def barrier(asker: Asker, key: str, world_size: int) -> None:
-    """Wait until as many have arrived at this key."""
+    """Wait until WORLD_SIZE callers have arrived at this key."""
     asker.ask(lambda store: store.barrier(_bytes(key), world_size))
 
 

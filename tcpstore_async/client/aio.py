@@ -7,8 +7,6 @@ on whichever connection. Cancelling a call leaves every connection in step.
 """
 
 import asyncio
-import os
-import socket
 import warnings
 import weakref
 from collections import deque
@@ -22,9 +20,10 @@ from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls
-from .calls import DEFAULT_TIMEOUT, Ask
+from .calls import ANOTHER, DEFAULT_TIMEOUT, Ask
 from .deadline import ONE_LOOK, Deadline
 from .dial import dial
+from .introduction import introduction
 from .lane import Lane
 
 _SURPLUS_SECONDS: Final = 5.0
@@ -108,7 +107,13 @@ class AsyncTCPStore:
 
     async def clone(self) -> "AsyncTCPStore":
         """A store of its own connections to the same server, with the same timeout."""
-        return await self.connect(self.host, self.port, timeout=self.timeout)
+        if self._lost is not None:
+            raise self._lost
+        clone = await self.connect(self.host, self.port, timeout=self.timeout)
+        if self.identity is not None and await clone.server() != self.identity:
+            await clone.close()
+            raise DistNetworkError(ANOTHER)
+        return clone
 
     # Values
 
@@ -123,7 +128,7 @@ class AsyncTCPStore:
         if await self._extended(patience) and not patience.one_look:  # that must not be canceled when it saw something
             return unpack(await self._park(calls.fetch(name), patience))
         await self._park(ask, patience)
-        return unpack(await self._ask(calls.get(name)))
+        return unpack(await self._ask_when_free(calls.get(name), patience))
 
     async def add(self, key: Text, amount: int) -> int:
         """Add to a counter, 0 if it is missing, and return the sum."""
@@ -162,8 +167,10 @@ class AsyncTCPStore:
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """The values, as soon as all are there."""
         names = calls.keys_of(keys)
-        await self._wait(calls.wait(names), self._timeout)
-        return [unpack(value) for value in await self._ask(calls.multi_get(names))]
+        patience = _Patience(calls.wait(names), self._timeout)
+        await self._extended(patience)
+        await self._park(calls.wait(names), patience)
+        return [unpack(value) for value in await self._ask_when_free(calls.multi_get(names), patience)]
 
     async def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         """Set all, or none. Raises DistStoreError if there are not as many values as keys."""
@@ -231,7 +238,7 @@ class AsyncTCPStore:
         if await self._ask(calls.HAS_EXTENSION):
             self.identity = read_identity(unpack(await self._ask(calls.WHO_ARE_YOU)))
         if self.identity is not None:
-            await self._ask(calls.introduce(_introduction()))
+            await self._ask(calls.introduce(introduction()))
         self._asked = True
 
     async def _outcome(self, task: "asyncio.Task[None]", patience: _Patience) -> None:
@@ -252,12 +259,12 @@ class AsyncTCPStore:
         known = self.identity
         if known is None:
             return
-        lane.ask(*calls.introduce(_introduction()))
+        lane.ask(*calls.introduce(introduction()))
         _, answer = lane.ask(*calls.WHO_ARE_YOU)
         patience = _Patience(calls.WHO_ARE_YOU, self._timeout)
         found = read_identity(unpack(await self._answer(answer, patience)))
         if found is None or found.instance != known.instance:
-            error = DistNetworkError("another server has taken the place of the one that this store was on")
+            error = DistNetworkError(ANOTHER)
             self._lane_lost(lane, error)
             raise error
 
@@ -273,8 +280,8 @@ class AsyncTCPStore:
             return future
         return self._ask_when_free(ask)
 
-    async def _ask_when_free(self, ask: Ask) -> Any:
-        patience = _Patience(ask, self._timeout)
+    async def _ask_when_free(self, ask: Ask, patience: _Patience | None = None) -> Any:
+        patience = patience or _Patience(ask, self._timeout)
         lane = await self._free_lane(patience)
         _, future = lane.ask(*ask)
         return future.result() if future.done() else await self._answer(future, patience)
@@ -499,10 +506,6 @@ def _weak(method: Callable[[Lane, DistNetworkError], None]) -> Callable[[Lane, D
             found(lane, error)
 
     return call
-
-
-def _introduction() -> dict[str, str]:
-    return {"host": socket.gethostname(), "pid": str(os.getpid())}
 
 
 def _promise() -> "asyncio.Future[bytes | None]":

@@ -42,6 +42,8 @@ WHO_ARE_YOU: Final[Ask] = _GET, (SERVER_KEY,)
 
 JOINS: Final[Ask] = _GET, (JOINS_KEY,)
 
+ANOTHER: Final = "another server has taken the place of the one that this store was on"
+
 WORKERS_KEY: Final = b"init/"
 """PyTorch's counter of those who have joined; the one key of its client without a slash before it."""
 

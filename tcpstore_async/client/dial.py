@@ -68,6 +68,8 @@ class _Tries:
 def _cause(error: Exception) -> str:
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, BlockingIOError)):
         return "no answer"
+    if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno)  # asyncio says in its own words that it failed, and not why
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

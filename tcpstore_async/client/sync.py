@@ -17,11 +17,14 @@ from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls
-from .calls import Ask
+from .calls import ANOTHER, Ask
 from .channel import NOBODY, Channel, OutOfTime
 from .deadline import ONE_LOOK, Deadline
 from .dial import Unwanted, dial_in_this_thread
 from .line import Line, Turn
+
+_LAST_LOOK: Final = 0.05
+"""Seconds that what follows a wake gets, though that came at the last moment."""
 
 _SURPLUS_SECONDS: Final = 5.0
 """A connection that was opened beside the first, and is not used for so long, is closed."""
@@ -74,6 +77,19 @@ class TCPClient:
         """Close every connection. Calls under way in other threads fail, and later ones."""
         self.closed = True
         self._lose("the store has been closed")
+
+    def clone(self) -> "TCPClient":
+        """Another on the same server, if it is the same still, where that can be asked. Raises DistNetworkError."""
+        if self._lost:
+            raise DistNetworkError(self._lost)
+        clone = TCPClient(self.host, self.port, self.timeout, self.introduction)
+        try:
+            if self.identity is not None and (not clone.extended() or clone.identity != self.identity):
+                raise DistNetworkError(ANOTHER)
+        except BaseException:
+            clone.close()
+            raise
+        return clone
 
     def describe(self) -> str:
         """Both ends of the first connection, as PyTorch's client shows them."""
@@ -146,7 +162,7 @@ class TCPClient:
             self._wait_for(channel, call, deadline, one_look=seconds == 0)
             if then is not None:
                 left = deadline.left()
-                deadline = Deadline(-1.0 if left is None else max(left, ONE_LOOK))
+                deadline = Deadline(-1.0 if left is None else max(left, _LAST_LOOK if seconds else ONE_LOOK))
                 call = channel.request(then, deadline)
                 channel.read_until(call, deadline)
             return call.result
@@ -235,7 +251,7 @@ class TCPClient:
         channel.read_until(call, deadline)
         found = read_identity(unpack(call.result))
         if found is None or found.instance != known.instance:
-            raise ProtocolError("another server has taken the place of the one that this store was on")
+            raise ProtocolError(ANOTHER)
 
     # Connections
 

@@ -5,8 +5,8 @@ wire, sockets.
 Invariant: a store that has been made has joined the server of its own round; one that could not be made holds nothing.
 """
 
+import logging
 import os
-import socket
 import time
 import warnings
 import weakref
@@ -18,15 +18,18 @@ from ..blob import unpack
 from ..client import calls
 from ..client.calls import Ask
 from ..client.deadline import Deadline
+from ..client.introduction import introduction
 from ..client.sync import TCPClient
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from ..server.hosting import Hosted, host
 from .base import DEFAULT_TIMEOUT, Store
 
+log = logging.getLogger("tcpstore_async.stores")
+
 _POLL_SECONDS: Final = 0.01
 """How often a master asks a stock server who has joined, as PyTorch's does."""
 
-_ROUND_SECONDS: Final = 30.0
+_ROUND_SECONDS: Final = 10.0
 """How long a rank that has joined too early holds out for the server of its round, at the most."""
 
 
@@ -60,7 +63,7 @@ class TCPStore(Store):
     ) -> None:
         self._client: TCPClient | None = None
         self._hosted: Hosted | None = None
-        _stores.add(self)
+        _stores[id(self)] = self
         super().__init__(timeout)
         host_name = to_host("host_name", host_name)
         bind_host = None if bind_host is None else to_host("bind_host", bind_host)
@@ -96,7 +99,7 @@ class TCPStore(Store):
         """
         while True:
             left = deadline.left()
-            client = TCPClient(self.host, self.port, -1.0 if left is None else left, _introduction(ranks))
+            client = TCPClient(self.host, self.port, -1.0 if left is None else left, introduction(ranks))
             try:
                 self._before_joining()
                 if ranks is None or self._joins(client, ranks, deadline):
@@ -123,13 +126,24 @@ class TCPStore(Store):
     def _joins(self, client: TCPClient, ranks: int, deadline: Deadline) -> bool:
         """Join; whether the server turns out to be that of this store's round."""
         joined = client.ask(calls.join())
-        return self._hosted is not None or joined <= ranks or _is_of_this_round(client, joined, deadline)
+        if self._hosted is not None or joined <= ranks or self._has_company():
+            return True
+        return _is_of_this_round(client, joined, deadline)
+
+    def _has_company(self) -> bool:
+        """Whether this process has another store on the same server: then this one is of the same round."""
+        others = [other for other in list(_stores.values()) if other is not self and other._client is not None]
+        return any(
+            (other.host, other.port) == (self.host, self.port) and not other._client.closed
+            for other in others
+            if other._client is not None
+        )
 
     @classmethod
     def _of(cls, client: TCPClient, libuv: bool) -> "TCPStore":
         """A store without a server, on connections of its own."""
         store = cls.__new__(cls)
-        _stores.add(store)
+        _stores[id(store)] = store
         Store.__init__(store, client.timeout)
         store.host = client.host
         store.port = client.port
@@ -149,8 +163,7 @@ class TCPStore(Store):
 
     def clone(self) -> "TCPStore":
         """A store of its own connections to the same server, with the same timeout; it does not own the server."""
-        known = self._connection()
-        return TCPStore._of(TCPClient(self.host, self.port, self._timeout, known.introduction), self._libuv)
+        return TCPStore._of(self._connection().clone(), self._libuv)
 
     def close(self) -> None:
         """Close the connections and stop the server, if this is the last store that owns it.
@@ -279,12 +292,12 @@ class TCPStore(Store):
         return client
 
 
-_stores: Final["weakref.WeakSet[TCPStore]"] = weakref.WeakSet()
+_stores: Final["weakref.WeakValueDictionary[int, TCPStore]"] = weakref.WeakValueDictionary()
 
 
 def _forked() -> None:
     """In a forked child: its stores get connections of their own."""
-    for store in list(_stores):
+    for store in list(_stores.values()):
         if store._client is not None:
             store._client.forked()
 
@@ -298,18 +311,6 @@ def _use_libuv(given: bool | None) -> bool:
     if given is None:
         return os.environ.get("USE_LIBUV", "1") == "1"
     return to_bool("use_libuv", given)
-
-
-def _introduction(ranks: int | None) -> dict[str, str]:
-    """Who this client is, as far as that is known here."""
-    known = {"host": socket.gethostname(), "pid": str(os.getpid())}
-    for name, variables in (("rank", ("RANK",)), ("job", ("TCPSTORE_JOB", "TORCHELASTIC_RUN_ID"))):
-        for variable in variables:
-            if text := os.environ.get(variable):
-                known.setdefault(name, text[:200])
-    if ranks is not None:
-        known["world_size"] = str(ranks)
-    return known
 
 
 def _host(
@@ -364,6 +365,7 @@ def _is_of_this_round(client: TCPClient, joined: int, deadline: Deadline) -> boo
     if not client.extended():
         return True
     limit = Deadline(min(_ROUND_SECONDS, _ROUND_SECONDS if deadline.timeout < 0 else deadline.timeout / 2))
+    log.info("more ranks have joined %s, port %d, than the world has: is this a next round?", client.host, client.port)
     try:
         while not limit.passed():
             announced = unpack(client.ask(calls.JOINS))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import socket
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
+from client.fakes import freezable
 from support import LIMIT, RawPeer, tcpstore_server, torch_server
-from tcpstore_async import DistNetworkError, DistStoreError, QueueEmptyError
+from tcpstore_async import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
+from tcpstore_async.client import aio
 from tcpstore_async.client.aio import AsyncTCPStore
 
 
@@ -99,8 +104,7 @@ async def test_timeouts_leave_the_store_usable(port: int, key: str) -> None:
 async def test_a_wait_of_timeout_0_sees_what_is_there(port: int, key: str) -> None:
     async with store_at(port) as store:
         await store.set(key, "")
-        await store.check([key])
-        await store.wait([key], LIMIT)
+        await store.wait([key], 0)
 
 
 async def test_what_was_written_is_there_on_every_connection(port: int, key: str) -> None:
@@ -212,3 +216,154 @@ async def test_arguments() -> None:
             await store.get("a")
         with RawPeer(server.port) as peer:
             peer.ping()
+
+
+# What it leaves behind
+
+
+async def test_a_forgotten_store_is_reported(port: int) -> None:
+    store: Any = await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT)
+    await store.set("k", "v")
+    assert await store.get("k") == b"v"
+    with pytest.warns(ResourceWarning, match=rf"^an AsyncTCPStore of 127\.0\.0\.1:{port} was not closed$"):  # noqa: PT031
+        del store
+        gc.collect()
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+
+
+def test_so_is_one_that_outlives_its_loop(port: int) -> None:
+    async def connect() -> Any:
+        return await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT)
+
+    store = asyncio.run(connect())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del store
+        gc.collect()
+        texts = [str(one.message) for one in caught]
+        caught.clear()  # they hold the store
+        gc.collect()
+    assert f"an AsyncTCPStore of 127.0.0.1:{port} was not closed" in texts
+
+
+async def test_closing_again_and_again(port: int, key: str) -> None:
+    store = await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT)
+    waiting = [asyncio.create_task(store.get(f"{key}/{number}")) for number in range(5)]
+    await asyncio.sleep(0.01)
+    await store.close()
+    await store.close()
+    for result in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(result, DistNetworkError)
+        assert "the store has been closed" in str(result)
+    for call in (lambda: store.add("a", 1), lambda: store.set("a", ""), lambda: store.wait(["a"])):
+        with pytest.raises(DistNetworkError, match="the store has been closed"):
+            await call()
+
+
+async def test_surplus_connections_are_closed_when_idle(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "_SURPLUS_SECONDS", 0.05)
+    async with store_at(port) as store:
+        waiting = [asyncio.create_task(store.get(key)) for _ in range(5)]
+        while sum(lane.session.waiting is not None for lane in store._lanes) < 5:
+            await asyncio.sleep(0.001)
+        await store.set(key, "")  # on a sixth, that is never used again
+        await asyncio.gather(*waiting)
+        async with asyncio_timeout():
+            while len(store._lanes) > 1:
+                await asyncio.sleep(0.001)
+        assert await store.get(key) == b""
+
+
+@asynccontextmanager
+async def asyncio_timeout() -> AsyncIterator[None]:
+    """asyncio.timeout came with Python 3.11."""
+    task = asyncio.current_task()
+    assert task is not None
+    timer = asyncio.get_running_loop().call_later(LIMIT, task.cancel)
+    yield
+    timer.cancel()
+
+
+# Time
+
+
+async def test_every_method_on_a_frozen_server() -> None:
+    with freezable() as server:
+        for probed in (False, True):
+            async with store_at(server.port) as store:
+                if probed:
+                    with pytest.raises(StoreTimeoutError):
+                        await store.wait(["never"], 0)
+                await store.set("other", "v")
+                await store.check(["other"])
+                server.freeze()
+                await store.set("other", "w")
+                store.set_timeout(0.05)
+                for name, args in METHODS:
+                    for _ in range(2):
+                        with pytest.raises(StoreTimeoutError, match=r"timeout after 50ms"):
+                            await asyncio.wait_for(getattr(store, name)(*args), LIMIT)
+                for timeout in (0.05, 0):
+                    store.set_timeout(3600)
+                    with pytest.raises(
+                        StoreTimeoutError, match=rf"^wait timeout after {1000 * timeout:.0f}ms, keys: /k$"
+                    ):
+                        await asyncio.wait_for(store.wait(["k"], timeout), LIMIT)
+                server.thaw()
+                store.set_timeout(LIMIT)
+                assert await store.get("other") == b"w"
+                await store.set("other", "x")
+                assert await store.get("other") == b"x"
+
+
+METHODS: list[tuple[str, list[Any]]] = [
+    ("get", ["k"]),
+    ("add", ["k0", 1]),
+    ("compare_set", ["k0", "", ""]),
+    ("check", [["k"]]),
+    ("wait", [["k"]]),
+    ("delete_key", ["k0"]),
+    ("num_keys", []),
+    ("list_keys", []),
+    ("multi_get", [["k"]]),
+    ("queue_pop", ["k"]),
+    ("queue_pop", ["k", False]),
+    ("queue_len", ["k"]),
+    ("barrier", ["k1", 2]),
+    ("ping", []),
+]
+
+
+async def test_a_fence_is_waited_for_as_long_as_it_takes(key: str) -> None:
+    """While others write and wait on the same connections: a later fence is no reason to give up at once."""
+    with tcpstore_server() as server:
+        async with store_at(server.port) as store:
+
+            async def push(number: int) -> None:
+                await store.queue_push(key, str(number))
+
+            async def pop() -> bytes:
+                return await store.queue_pop(key)
+
+            work = [asyncio.create_task(one) for number in range(300) for one in (push(number), pop())]
+            await asyncio.gather(*work)
+            assert await store.queue_len(key) == 0
+
+
+async def test_a_pop_cancelled_when_its_item_has_come(key: str) -> None:
+    """At every step between the item's arrival and the caller's hearing of it."""
+    with tcpstore_server() as server:
+        async with store_at(server.port) as store, store_at(server.port) as other:
+            for block in (True, False):
+                for steps in range(60):
+                    await other.queue_push(key, "item")
+                    await other.ping()
+                    popping = asyncio.create_task(store.queue_pop(key, block))
+                    for _ in range(steps % 30):
+                        await asyncio.sleep(0 if steps < 30 else 0.0002)
+                    popping.cancel()
+                    (result,) = await asyncio.gather(popping, return_exceptions=True)
+                    if result != b"item":
+                        assert await asyncio.wait_for(store.queue_pop(key), LIMIT) == b"item"
+                assert await store.queue_len(key) == 0

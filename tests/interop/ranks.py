@@ -67,9 +67,28 @@ def group_with_store_v2(rank: int, world: int, port: int) -> Any:
 def stock_world(rank: int, world: int, port: int) -> Any:
     """`env://` as under torchrun: every rank is a client, announces itself and goes on."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     dist.init_process_group("gloo", timeout=MINUTE)
     return exercise(rank, world)
+
+
+def barrier(store: Any, key: str, world: int) -> None:
+    """The store's, which PyTorch has since 2.12, or what is like it."""
+    if hasattr(store, "barrier"):
+        store.barrier(key, world)
+    elif store.add(key, 1) == world:
+        store.set(f"{key}/last_member", "1")
+    else:
+        store.wait([f"{key}/last_member"])
+
+
+def push(store: Any, key: str, item: str) -> None:
+    """Queues are there since PyTorch 2.8; before, a key takes their place."""
+    (store.queue_push if hasattr(store, "queue_push") else store.set)(key, item)
+
+
+def pop(store: Any, key: str) -> Any:
+    return (store.queue_pop if hasattr(store, "queue_pop") else store.get)(key)
 
 
 def master_waits(rank: int, world: int, port: int) -> Any:
@@ -77,7 +96,7 @@ def master_waits(rank: int, world: int, port: int) -> Any:
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="1", MASTER_PORT=str(port))
     store: Any = dist.TCPStore("127.0.0.1", port, world, rank == 0, MINUTE)
     joined = store.num_keys()
-    store.barrier("joined", world)
+    barrier(store, "joined", world)
     assert "server=<nullptr>" in repr(store)
     return joined
 
@@ -91,9 +110,9 @@ def blocked(rank: int, world: int, port: int) -> Any:
             wait_until_polling(int(store.get(f"rank {i}")))
         store.set("first", "1")
         store.set("value", "got")
-        store.queue_push("queue", "item")
+        push(store, "queue", "item")
         store.set("second", "2")
-        store.barrier("meet", 2)
+        barrier(store, "meet", 2)
         store.append("appended", "a")
         store.add("added", 3)
         store.multi_set(["many 1", "many 2"], ["x", "y"])
@@ -102,8 +121,8 @@ def blocked(rank: int, world: int, port: int) -> Any:
     calls: list[Callable[[], Any]] = [
         lambda: store.get("value").decode(),
         lambda: store.wait(["first", "second"]),
-        lambda: store.queue_pop("queue").decode(),
-        lambda: store.barrier("meet", 2),
+        lambda: pop(store, "queue").decode(),
+        lambda: barrier(store, "meet", 2),
         lambda: store.get("appended").decode(),
         lambda: store.get("added").decode(),
         lambda: [value.decode() for value in store.multi_get(["many 1", "many 2"])],
@@ -163,5 +182,7 @@ def run(scenario: str, world: int, port: int) -> list[Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        print(json.dumps(run(**json.loads(line))), flush=True)
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # where gloo says who is connected, since PyTorch 2.8 or so
+        for line in sys.stdin:
+            print(json.dumps(run(**json.loads(line))), file=answers, flush=True)

@@ -1,5 +1,6 @@
 """Worlds of stock PyTorch processes on our server: gloo groups, worlds that count their workers, blocked ranks."""
 
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -14,6 +15,11 @@ from support import LIMIT, RawPeer, tcpstore_server
 from tcpstore_async.server.base import BACKENDS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the torch extra is not installed")
+
+try:
+    VERSION = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
+except importlib.metadata.PackageNotFoundError:
+    VERSION = (0, 0)
 
 Run = Callable[[str, int], list[Any]]
 
@@ -62,12 +68,15 @@ def run(ranks: subprocess.Popen[str], request: pytest.FixtureRequest) -> Iterato
     "scenario", ["group", "group_with_store_barrier", "group_with_debug", "group_with_store_v2", "stock_world"]
 )
 def test_a_gloo_group(run: Run, scenario: str, world: int) -> None:
+    if scenario == "group_with_debug" and VERSION == (2, 4):
+        pytest.skip("PyTorch 2.4 sometimes hangs in destroy_process_group then, on its own server too")
     for rank, (total, paired, gathered) in enumerate(run(scenario, world)):
         assert total == sum(range(1, world + 1))
         assert paired == (30.0 if rank < 2 else 10.0 * (rank + 1))
         assert gathered == list(range(world))
 
 
+@pytest.mark.skipif(VERSION < (2, 7), reason="before 2.7 PyTorch's master insists on its port")
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_master_that_waits_for_its_workers(run: Run, world: int) -> None:
     assert all(joined >= 1 for joined in run("master_waits", world))
