@@ -1,0 +1,196 @@
+"""What callers may pass: every wrong argument is a TypeError or ValueError that names it, before anything is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from client.fakes import proxy_to
+from support import LIMIT, tcpstore_server
+from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
+
+
+class Index:
+    def __index__(self) -> int:
+        return 7
+
+
+NO_TEXT = [5, None, 1.5, memoryview(b"k"), ["k"], object(), "\ud800"]
+NO_INT = [1.5, "1", None, b"1", 2**63, -(2**63) - 1]
+NO_KEYS = ["text", b"text", bytearray(b"text"), {"a": 1}, 5, None, [5], ["a", None], ["\udfff"]]
+NO_TIMEOUT: list[Any] = ["1", b"1", [], object(), math.nan, math.inf, 10**400]
+
+Call = Callable[[Any, Any], Any]
+
+WRONG: list[tuple[str, Call, list[Any]]] = [
+    ("key", lambda s, x: s.set(x, "v"), NO_TEXT),
+    ("value", lambda s, x: s.set("k", x), NO_TEXT),
+    ("key", lambda s, x: s.get(x), NO_TEXT),
+    ("key", lambda s, x: s.add(x, 1), NO_TEXT),
+    ("amount", lambda s, x: s.add("k", x), NO_INT),
+    ("key", lambda s, x: s.compare_set(x, "", ""), NO_TEXT),
+    ("expected", lambda s, x: s.compare_set("k", x, ""), NO_TEXT),
+    ("desired", lambda s, x: s.compare_set("k", "", x), NO_TEXT),
+    ("keys", lambda s, x: s.check(x), NO_KEYS),
+    ("keys", lambda s, x: s.wait(x), NO_KEYS),
+    ("timeout", lambda s, x: s.wait(["k"], x), NO_TIMEOUT),
+    ("key", lambda s, x: s.delete_key(x), NO_TEXT),
+    ("key", lambda s, x: s.append(x, "v"), NO_TEXT),
+    ("value", lambda s, x: s.append("k", x), NO_TEXT),
+    ("keys", lambda s, x: s.multi_get(x), NO_KEYS),
+    ("keys", lambda s, x: s.multi_set(x, ["v"]), NO_KEYS),
+    ("values", lambda s, x: s.multi_set(["k"], x), NO_KEYS),
+    ("key", lambda s, x: s.queue_push(x, "v"), NO_TEXT),
+    ("value", lambda s, x: s.queue_push("k", x), NO_TEXT),
+    ("key", lambda s, x: s.queue_pop(x), NO_TEXT),
+    ("key", lambda s, x: s.queue_pop(x, False), NO_TEXT),
+    ("key", lambda s, x: s.queue_len(x), NO_TEXT),
+    ("key", lambda s, x: s.barrier(x, 1), NO_TEXT),
+    ("world_size", lambda s, x: s.barrier("k", x), NO_INT),
+    ("timeout", lambda s, x: s.barrier("k", 1, x), NO_TIMEOUT),
+    ("timeout", lambda s, x: s.set_timeout(x), [*NO_TIMEOUT, None]),
+]
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with tcpstore_server() as server:
+        yield server.port
+
+
+def names(error: BaseException, name: str) -> None:
+    assert re.match(rf"{name}(\[\d+\])? (must|has)\b", str(error)), str(error)
+
+
+def test_every_method(port: int) -> None:
+    with proxy_to(port) as proxy, TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+        for name, call, wrong in WRONG:
+            for value in wrong:
+                with pytest.raises((TypeError, ValueError)) as caught:
+                    call(store, value)
+                names(caught.value, name)
+        assert store.num_keys() == 0
+        assert len(proxy.all_said()) == 11
+
+
+async def test_every_method_of_the_async_store(port: int) -> None:
+    with proxy_to(port) as proxy:
+        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            for name, call, wrong in WRONG:
+                for value in wrong:
+                    with pytest.raises((TypeError, ValueError)) as caught:
+                        result = call(store, value)
+                        if inspect.isawaitable(result):
+                            await result
+                    names(caught.value, name)
+            assert await store.num_keys() == 0
+            assert len(proxy.all_said()) == 11
+
+
+def test_an_iterator_that_raises(port: int) -> None:
+    def keys() -> Iterator[str]:
+        yield "k"
+        raise KeyError("mine")
+
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        with pytest.raises(KeyError, match="mine"):
+            store.check(keys())
+        assert store.add("fine", 1)
+        store.delete_key("fine")
+
+
+def test_ints(port: int) -> None:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        assert store.add("n", True) == 1
+        assert store.add("n", Index()) == 8  # type: ignore[arg-type]
+        assert store.add("b", 6) == 6
+        store.barrier("b", Index())  # type: ignore[arg-type]
+        store.delete_key("n")
+        store.delete_key("b")
+
+
+CONSTRUCTOR: list[tuple[str, list[Any]]] = [
+    ("port", [-1, 65536, "1", None, 1.5]),
+    ("world_size", [1.5, "1", 2**63]),
+    ("is_master", [0, 1, None, "True"]),
+    ("timeout", [*NO_TIMEOUT, None]),
+    ("wait_for_workers", [0, 1, None]),
+    ("multi_tenant", [0, 1, None]),
+    ("master_listen_fd", ["3", 1.5, b"3"]),
+    ("use_libuv", [0, 1, "1"]),
+    ("host_name", [None, 5, b"localhost", "a\0b"]),
+    ("bind_host", [5, b"localhost", "a\0b"]),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), CONSTRUCTOR)
+def test_the_constructor(name: str, wrong: list[Any]) -> None:
+    for value in wrong:
+        options: dict[str, Any] = {"host_name": "127.0.0.1", "port": 0, "is_master": True, "timeout": 5, name: value}
+        with pytest.raises((TypeError, ValueError)) as caught:
+            TCPStore(**options)
+        names(caught.value, name)
+
+
+def test_world_size_0() -> None:
+    with pytest.raises(ValueError, match="TCPStore world size cannot be 0"):
+        TCPStore("127.0.0.1", 0, 0, True)
+
+
+def test_signatures_are_pytorchs() -> None:
+    """The constructor's against what PyTorch's binding says of itself."""
+    torch = pytest.importorskip("torch")
+    said = torch.distributed.TCPStore.__init__.__doc__
+    theirs = re.findall(
+        r"(\w+): [^,=]+?(?: = ([^,)]+(?:\([^)]*\))?))?[,)]", said.partition("self")[2].partition("\n")[0]
+    )
+    ours = inspect.signature(TCPStore.__init__).parameters
+    positional = [name for name, one in ours.items() if one.kind is one.POSITIONAL_OR_KEYWORD and name != "self"]
+    named = [name for name, _ in theirs if name in positional]
+    assert named == positional
+    for name, default in theirs:
+        if name in ("world_size", "is_master", "wait_for_workers", "multi_tenant", "master_listen_fd"):
+            assert str(ours[name].default) == default, name
+    assert ours["timeout"].default == timedelta(seconds=300)
+    for method in ("queue_pop", "barrier"):
+        assert [one.default for one in inspect.signature(getattr(TCPStore, method)).parameters.values()][-1] in (
+            True,
+            None,
+        )
+
+
+async def test_the_async_store_has_the_same_methods() -> None:
+    missing = {"close", "set_timeout", "has_extended_api", "host", "port", "libuvBackend", "timeout"}
+    for name, method in inspect.getmembers(TCPStore, inspect.isfunction):
+        if name.startswith("_") or name in missing:
+            continue
+        ours = inspect.signature(method)
+        other = inspect.signature(getattr(AsyncTCPStore, name))
+        assert [(one.name, one.default) for one in ours.parameters.values()] == [
+            (one.name, one.default) for one in other.parameters.values()
+        ], name
+
+
+def test_a_value_over_the_limit_ends_the_store(port: int) -> None:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        with pytest.raises(DistNetworkError):
+            store.set("k", bytes((8 << 20) + 1))
+            store.add("n", 1)
+        with pytest.raises(DistNetworkError):
+            store.add("n", 1)
+
+
+def test_the_async_store_is_of_one_loop(port: int) -> None:
+    async def work() -> bytes:
+        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+            await store.set("k", "v")
+            return await store.get("k")
+
+    assert asyncio.run(work()) == b"v"

@@ -1,0 +1,289 @@
+"""Making connections: the deadline is kept whatever a resolver or a peer does, and the error says what was wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from client.fakes import exactly, fake_server, greet
+from support import LIMIT, tcpstore_server
+from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
+
+MARGIN = 5.0
+"""Seconds over the deadline that a busy machine may take; usually it is some milliseconds, which `-s` shows."""
+
+
+async def _connect_and_close(host: str, port: int, timeout: float) -> None:
+    await (await AsyncTCPStore.connect(host, port, timeout=timeout)).close()
+
+
+def connect_async(host: str, port: int, timeout: float) -> None:
+    asyncio.run(_connect_and_close(host, port, timeout))
+
+
+def connect(host: str, port: int, timeout: float) -> None:
+    TCPStore(host, port, timeout=timeout).close()
+
+
+both = pytest.mark.parametrize("how", [connect, connect_async])
+How = Callable[..., None]
+
+
+def fails_in_time(how: How, host: str, port: int, cause: str, timeout: float = 0.3) -> None:
+    began = time.monotonic()
+    with pytest.raises(DistNetworkError) as caught:
+        how(host, port, timeout)
+    spent = time.monotonic() - began
+    print(f"{how.__name__} {host}: {1000 * (spent - timeout):.0f} ms over")
+    text = str(caught.value)
+    assert text.startswith(
+        f"The client socket has timed out after {timeout * 1000:.0f}ms while trying to connect to ({host}, {port})."
+    )
+    assert " s were spent; the last cause: " in text
+    assert cause in text.partition("last cause: ")[2]
+    assert spent < timeout + MARGIN
+
+
+@pytest.fixture
+def unused() -> Iterator[int]:
+    """A port at which nothing listens."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def names_of_peers_are_never_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Any:
+        raise AssertionError("a reverse look-up")
+
+    for name in ("getnameinfo", "gethostbyaddr", "getfqdn"):
+        monkeypatch.setattr(socket, name, refuse)
+
+
+@both
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_nothing_listens(how: How, host: str, unused: int) -> None:
+    fails_in_time(how, host, unused, "refused" if host == "127.0.0.1" else "")
+
+
+@both
+def test_nobody_accepts(how: How) -> None:
+    """A backlog that is full: the kernel drops what comes, as a black hole does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        waiting = [socket.socket() for _ in range(3)]
+        try:
+            for one in waiting:
+                one.setblocking(False)
+                one.connect_ex(address)
+            fails_in_time(how, "127.0.0.1", address[1], "no answer")
+        finally:
+            for one in waiting:
+                one.close()
+
+
+@both
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_peer_that_never_answers(how: How, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fails_in_time(how, host, listener.getsockname()[1], "no answer")
+
+
+@both
+def test_a_resolver_that_hangs(how: How, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(LIMIT) and [])
+    try:
+        fails_in_time(how, "hangs.invalid", 1, "no answer")
+    finally:
+        released.set()
+
+
+@both
+def test_a_name_that_does_not_exist(how: How, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    fails_in_time(how, "dnsnotexist", 1, "Name or service not known")
+
+
+@both
+def test_a_timeout_of_0_is_one_try(how: How, unused: int) -> None:
+    with pytest.raises(DistNetworkError, match="timed out after 0ms"):
+        how("127.0.0.1", unused, 0)
+    with tcpstore_server() as server:
+        how("127.0.0.1", server.port, 0)
+        how("localhost", server.port, 0)
+
+
+@both
+def test_what_may_pass_is_tried_again(how: How) -> None:
+    """Two peers that close and one of a wrong nonce, then a server."""
+    turns = iter(["close", "nonce", "close", "garbage"])
+
+    def talk(peer: socket.socket) -> None:
+        turn = next(turns, "server")
+        if turn == "server":
+            greet(peer)
+            peer.recv(1)
+        elif turn != "close":
+            exactly(peer, 10)
+            peer.sendall(b"\0\0\0\0" if turn == "nonce" else b"220 smtp ready\r\n")
+
+    with fake_server(talk) as fake:
+        how("127.0.0.1", fake.port, LIMIT)
+        assert fake.connections == 5
+
+
+@both
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_that_comes_up_late(how: How, host: str, unused: int) -> None:
+    with late_server(unused):
+        how(host, unused, LIMIT)
+
+
+@contextmanager
+def late_server(port: int) -> Iterator[None]:
+    stop = threading.Event()
+
+    def serve() -> None:
+        time.sleep(0.3)  # until it has been tried in vain; should it not have been, it is no late server
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+            listener.settimeout(0.1)
+            while not stop.is_set():
+                try:
+                    peer, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                with peer:
+                    greet(peer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(LIMIT)
+
+
+@both
+@pytest.mark.parametrize("there", ["127.0.0.1", "::1"])
+def test_a_name_of_both_families(how: How, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one of which has a server; the other refuses, or is a black hole."""
+    family = socket.AF_INET6 if there == "::1" else socket.AF_INET
+    if family == socket.AF_INET6 and not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("no IPv6")
+    with (
+        tcpstore_server("--host", there) as server,
+        full(socket.AF_INET if family == socket.AF_INET6 else socket.AF_INET6) as hole,
+    ):
+        real = socket.getaddrinfo
+
+        def both_families(host: str, port: int, *args: Any, **options: Any) -> Any:
+            if host != "two.invalid":
+                return real(host, port, *args, **options)
+            found = []
+            for kind, address in ((socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1")):
+                where = server.port if address == there else hole
+                rest = (0, 0) if kind == socket.AF_INET6 else ()
+                found.append((kind, socket.SOCK_STREAM, 6, "", (address, where, *rest)))
+            return found
+
+        monkeypatch.setattr(socket, "getaddrinfo", both_families)
+        began = time.monotonic()
+        how("two.invalid", server.port, LIMIT)
+        assert time.monotonic() - began < LIMIT / 2
+
+
+@contextmanager
+def full(family: int) -> Iterator[int]:
+    """A port where nobody accepts any more."""
+    address = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    with socket.create_server((address, 0), family=family, backlog=0) as listener:
+        waiting = [socket.socket(family) for _ in range(3)]
+        try:
+            for one in waiting:
+                one.setblocking(False)
+                one.connect_ex(listener.getsockname())
+            yield listener.getsockname()[1]
+        finally:
+            for one in waiting:
+                one.close()
+
+
+@both
+@pytest.mark.parametrize("host", ["::1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1"])
+def test_literal_addresses_are_not_looked_up(how: How, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def numeric_only(*args: Any, **options: Any) -> Any:
+        assert options.get("flags", 0) & socket.AI_NUMERICHOST or (len(args) > 5 and args[5] & socket.AI_NUMERICHOST)
+        return real(*args, **options)
+
+    with tcpstore_server("--host", "::") as server:
+        monkeypatch.setattr(socket, "getaddrinfo", numeric_only)
+        how(host, server.port, LIMIT)
+
+
+@both
+def test_hosts_that_cannot_be_meant(how: How) -> None:
+    for host in (None, 5, b"localhost"):
+        with pytest.raises(TypeError, match=r"^host(_name)? must be a str"):
+            how(host, 1, 1)
+    with pytest.raises(ValueError, match=r"^host(_name)? must have no NUL"):
+        how("local\0host", 1, 1)
+    for port in (-1, 65536):
+        with pytest.raises(TypeError, match=r"^port must be from 0 to 65535"):
+            how("127.0.0.1", port, 1)
+    for wrong in ("1", 1.5, None):
+        with pytest.raises(TypeError, match=r"^port must be an int"):
+            how("127.0.0.1", wrong, 1)
+    fails_in_time(how, "a" * 64 + ".invalid", 1, "no host name")
+    fails_in_time(how, "127.0.0.1", 0, "")
+
+
+@both
+def test_nothing_is_left_of_what_failed(how: How, unused: int) -> None:
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        for host in ("127.0.0.1", "localhost"):
+            with pytest.raises(DistNetworkError):
+                how(host, unused, 0.05)
+    end = time.monotonic() + LIMIT
+    while (threading.active_count(), len(os.listdir("/proc/self/fd"))) != before:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+async def test_a_caller_inside_a_loop() -> None:
+    """The synchronous client in a coroutine blocks its loop, but works."""
+    with tcpstore_server() as server, TCPStore("localhost", server.port, timeout=LIMIT) as store:
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+
+
+async def test_connecting_can_be_cancelled() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for host in ("127.0.0.1", "localhost"):
+            task = asyncio.create_task(AsyncTCPStore.connect(host, listener.getsockname()[1], timeout=-1))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task

@@ -1,0 +1,306 @@
+"""A store that hosts its server, and the ranks that join it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from support import LIMIT, tcpstore_server, torch_server
+from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found: int = taken.getsockname()[1]
+        return found
+
+
+def is_free(port: int) -> None:
+    """Listen there, as the next server would."""
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("::", port))
+        listener.listen()
+
+
+def test_all_join(port: int) -> None:
+    with ThreadPoolExecutor(3) as threads, ExitStack() as stack:
+        workers = [threads.submit(TCPStore, "localhost", port, 4, False, LIMIT) for _ in range(3)]
+        master = stack.enter_context(TCPStore("localhost", port, 4, True, LIMIT))
+        for worker in workers:
+            store = stack.enter_context(worker.result(LIMIT))
+            assert store.port == port
+        assert master.num_keys() == 1
+        assert master.list_keys() == []
+        assert master.add("n", 1) == 1
+        assert repr(master).endswith(f"server=TCPServer(port={port}))")
+    is_free(port)
+
+
+WORKER = """
+import sys
+from tcpstore_async import TCPStore
+with TCPStore("127.0.0.1", int(sys.argv[1]), int(sys.argv[3]), False, 60) as store:
+    store.set("rank" + sys.argv[2], "here")
+    store.barrier("met", int(sys.argv[3]))
+"""
+
+
+def test_workers_in_processes(port: int) -> None:
+    command = [sys.executable, "-W", "error", "-c", WORKER, str(port)]
+    workers = [subprocess.Popen([*command, str(rank), "4"], cwd=tempfile.gettempdir()) for rank in (1, 2, 3)]
+    try:
+        with TCPStore("127.0.0.1", port, 4, True, LIMIT) as store:
+            assert store.multi_get(["rank1", "rank2", "rank3"]) == [b"here"] * 3
+            store.barrier("met", 4)
+            assert [worker.wait(LIMIT) for worker in workers] == [0, 0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(LIMIT)
+
+
+def test_some_do_not_join() -> None:
+    for timeout, said in ((0.3, 1), (1.0, 1), (0, 0)):
+        began = time.monotonic()
+        with pytest.raises(DistStoreError, match=rf"^Timed out after {said} seconds waiting for clients\. 1/2 clients"):
+            TCPStore("127.0.0.1", 0, 2, True, timeout)
+        assert time.monotonic() - began < timeout + 5
+
+
+def test_nobody_is_waited_for(port: int) -> None:
+    with TCPStore("127.0.0.1", port, 9, True, LIMIT, wait_for_workers=False) as store:
+        assert store.num_keys() == 0
+        with TCPStore("127.0.0.1", port, 9, False, LIMIT, False):
+            assert store.num_keys() == 0
+    for world_size in (None, -1, -5):
+        with TCPStore("127.0.0.1", 0, world_size, True, LIMIT) as store:
+            assert store.num_keys() == 0
+            assert store.port > 0
+
+
+def test_a_port_in_use(port: int) -> None:
+    text = (
+        "^The server socket has failed to listen on any local network address. "
+        f"port: {port}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use$"
+    )
+    with TCPStore("127.0.0.1", port, None, True, LIMIT) as store:
+        for _ in range(2):
+            with pytest.raises(DistNetworkError, match=text):
+                TCPStore("127.0.0.1", port, None, True, LIMIT)
+        assert store.add("n", 1) == 1
+
+
+@pytest.mark.parametrize("agent", ["1", "True"])
+def test_an_agent_hosts(agent: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with TCPStore("127.0.0.1", port, None, True, LIMIT) as store:
+        assert "TCPServer" in repr(store)
+        with TCPStore("127.0.0.1", port, None, True, LIMIT) as other:
+            assert "server=<nullptr>" in repr(other)
+            store.set("k", "v")
+            assert other.get("k") == b"v"
+        monkeypatch.setenv("MASTER_PORT", "1")
+        with pytest.raises(DistNetworkError, match="EADDRINUSE"):
+            TCPStore("127.0.0.1", port, None, True, LIMIT)
+
+
+def test_tenants(port: int) -> None:
+    first = TCPStore("127.0.0.1", port, None, True, LIMIT, multi_tenant=True)
+    second = TCPStore("127.0.0.1", port, None, True, LIMIT, multi_tenant=True)
+    with pytest.raises(DistNetworkError, match="EADDRINUSE"):
+        TCPStore("127.0.0.1", port, None, True, LIMIT)
+    first.set("k", "v")
+    assert second.get("k") == b"v"
+    first.close()
+    assert second.get("k") == b"v"
+    second.close()
+    is_free(port)
+
+
+def test_a_listener_of_the_callers(port: int) -> None:
+    listener = socket.socket(socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    with TCPStore("127.0.0.1", port, None, True, LIMIT, master_listen_fd=listener.detach()) as store:
+        assert store.add("n", 1) == 1
+    is_free(port)
+    listener = socket.create_server(("127.0.0.1", 0))
+    bound = listener.getsockname()[1]
+    with pytest.raises(DistStoreError, match=f"is bound to port {bound}, expected to be bound to port 1$"):
+        TCPStore("127.0.0.1", 1, None, True, LIMIT, master_listen_fd=listener.detach())
+    with pytest.raises(DistNetworkError, match=r"Failed to open existing socket\. socket: 9999, code: -9, name: EBADF"):
+        TCPStore("127.0.0.1", port, None, True, LIMIT, master_listen_fd=9999)
+
+
+ROUNDS = """
+import sys
+from tcpstore_async import TCPStore
+port, rounds = int(sys.argv[1]), int(sys.argv[2])
+for turn in range(rounds):
+    with TCPStore("127.0.0.1", port, 2, False, 60) as store:
+        assert store.compare_set("first1", "", str(turn)) == str(turn).encode()
+        store.set("rank1", str(turn))
+        assert store.get("rank0") == str(turn).encode()
+        store.barrier("over", 2)
+"""
+
+
+def test_twenty_rounds_on_one_port(port: int) -> None:
+    """Every round starts empty, whichever rank is faster."""
+    command = [sys.executable, "-W", "error", "-c", ROUNDS, str(port), "20"]
+    other = subprocess.Popen(command, cwd=tempfile.gettempdir())
+    try:
+        for turn in range(20):
+            with TCPStore("127.0.0.1", port, 2, True, LIMIT) as store:
+                assert store.compare_set("first0", "", str(turn)) == str(turn).encode()
+                store.set("rank0", str(turn))
+                assert store.get("rank1") == str(turn).encode()
+                store.barrier("over", 2)
+        assert other.wait(LIMIT) == 0
+    finally:
+        other.kill()
+        other.wait(LIMIT)
+    is_free(port)
+
+
+def test_a_rank_that_is_a_round_ahead(port: int) -> None:
+    """It comes before the master has closed the server of the last round, and ends up on the next."""
+    command = [sys.executable, "-W", "error", "-c", ROUNDS, str(port), "1"]
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(TCPStore, "127.0.0.1", port, 2, False, LIMIT)
+        master = TCPStore("127.0.0.1", port, 2, True, LIMIT)
+        early.result(LIMIT).close()
+    master.set("first1", "of the first round")
+    ahead = subprocess.Popen(command, cwd=tempfile.gettempdir())
+    try:
+        while joined(master) < 3:
+            assert ahead.poll() is None
+        master.close()
+        with TCPStore("127.0.0.1", port, 2, True, LIMIT) as store:
+            assert store.get("rank1") == b"0"
+            store.set("rank0", "0")
+            store.barrier("over", 2)
+            assert ahead.wait(LIMIT) == 0
+    finally:
+        ahead.kill()
+        ahead.wait(LIMIT)
+
+
+def joined(store: TCPStore) -> int:
+    from tcpstore_async.stores import tcp
+
+    assert store._client is not None
+    return tcp._joined(store._client)
+
+
+FIRST_TO_GO = """
+import sys
+from tcpstore_async import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), 2, True, 60)
+store.set("last words", "bye")
+store.close()
+"""
+
+
+def test_rank_0_goes_first(port: int) -> None:
+    """The others finish what they are at within the grace."""
+    master = subprocess.Popen([sys.executable, "-W", "error", "-c", FIRST_TO_GO, str(port)], cwd=tempfile.gettempdir())
+    try:
+        with TCPStore("127.0.0.1", port, 2, False, LIMIT) as store:
+            assert store.get("last words") == b"bye"
+            assert master.wait(LIMIT) == 0
+            assert store.add("n", 1) == 1
+            assert store.get("last words") == b"bye"
+    finally:
+        master.kill()
+        master.wait(LIMIT)
+    is_free(port)
+
+
+def test_a_master_that_is_killed_takes_its_server_along(port: int) -> None:
+    program = FIRST_TO_GO.replace("store.close()", "store.get('never')")
+    master = subprocess.Popen([sys.executable, "-c", program, str(port)], cwd=tempfile.gettempdir())
+    try:
+        with TCPStore("127.0.0.1", port, 2, False, -1) as store, ThreadPoolExecutor(1) as threads:
+            assert store.get("last words") == b"bye"
+            waiting = threads.submit(store.get, "never")
+            master.send_signal(signal.SIGKILL)
+            with pytest.raises(DistNetworkError):
+                waiting.result(LIMIT)
+    finally:
+        master.kill()
+        master.wait(LIMIT)
+
+
+def test_a_server_that_is_killed() -> None:
+    with TCPStore("127.0.0.1", 0, None, True, -1) as store, ThreadPoolExecutor(1) as threads:
+        assert store._hosted is not None
+        waiting = threads.submit(store.get, "never")
+        os.kill(store._hosted.pid, signal.SIGKILL)
+        with pytest.raises(DistNetworkError):
+            waiting.result(LIMIT)
+        with pytest.raises(DistNetworkError):
+            store.add("n", 1)
+
+
+def test_a_constructor_that_fails_leaves_nothing(port: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = threading.active_count()
+        with pytest.raises(DistStoreError, match="1/2 clients joined"):
+            TCPStore("127.0.0.1", port, 2, True, 0.1)
+        is_free(port)
+        assert threading.active_count() == before
+
+
+def test_closing_again_and_again(port: int) -> None:
+    store = TCPStore("127.0.0.1", port, None, True, LIMIT)
+    with ThreadPoolExecutor(4) as threads:
+        for one in [threads.submit(store.close) for _ in range(4)]:
+            one.result(LIMIT)
+    is_free(port)
+    with pytest.raises(DistNetworkError, match="the store has been closed"):
+        store.add("n", 1)
+
+
+def test_a_clone_does_not_keep_the_server(port: int) -> None:
+    with TCPStore("127.0.0.1", port, None, True, LIMIT) as store:
+        clone = store.clone()
+    with clone:
+        is_free(port)
+
+
+@pytest.mark.parametrize("server", ["ours", "libuv", "legacy"])
+def test_world_size_on_a_server_that_stands(server: str) -> None:
+    """A rank that is no master joins and returns at once, however many others there are."""
+    with tcpstore_server() if server == "ours" else torch_server(server) as running:
+        at = running if isinstance(running, int) else running.port
+        with TCPStore("127.0.0.1", at, 3, False, LIMIT) as store:
+            assert joined(store) == 1
+            with TCPStore("127.0.0.1", at, 3, False, LIMIT):
+                assert joined(store) == 2
+
+
+def test_a_thread_serves_if_asked(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCPSTORE_SERVER", "thread")
+    with TCPStore("127.0.0.1", port, 1, True, LIMIT) as store:
+        assert store._hosted is not None
+        assert store._hosted.pid == os.getpid()
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+    is_free(port)
