@@ -37,6 +37,8 @@ class Lane(asyncio.Protocol):
         self._due: deque[tuple[float, asyncio.Future[Any], Ask, float]] = deque()
         """Calls that have a limit, the first to expire first."""
         self._timer: asyncio.TimerHandle | None = None
+        self._rings = 0.0
+        """When the timer is to ring."""
 
     # Calls
 
@@ -69,8 +71,8 @@ class Lane(asyncio.Protocol):
             self._loop.call_at(when, _expire, future, ask, seconds)
             return
         due.append((when, future, ask, seconds))
-        if self._timer is None:
-            self._timer = self._loop.call_at(when, self._expire_due)
+        if self._timer is None or when < self._rings:  # it may be set for one that has been answered
+            self._ring(when)
 
     def _expire_due(self) -> None:
         due = self._due
@@ -78,7 +80,15 @@ class Lane(asyncio.Protocol):
         while due and (due[0][1].done() or due[0][0] <= now):
             _, future, ask, seconds = due.popleft()
             _expire(future, ask, seconds)
-        self._timer = self._loop.call_at(due[0][0], self._expire_due) if due else None
+        self._timer = None
+        if due:
+            self._ring(due[0][0])
+
+    def _ring(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings = when
+        self._timer = self._loop.call_at(when, self._expire_due)
 
     def ask_fence(self) -> None:
         """Send a PING, so that others know when the writes before it have been executed."""
