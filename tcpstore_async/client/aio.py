@@ -402,8 +402,6 @@ class AsyncTCPStore:
         except asyncio.CancelledError:
             lane.cancel(call)
             raise
-        finally:
-            self._close_later(lane)
 
     async def _answer(
         self, future: "asyncio.Future[Any]", patience: _Patience, expire: Callable[[], None] = lambda: None
@@ -465,16 +463,23 @@ class AsyncTCPStore:
             lane.close()
         else:
             self._lanes.append(lane)
+            if lane is not self._lanes[0]:
+                self._close_later(lane)
 
     def _close_later(self, lane: Lane) -> None:
-        """A connection beside the first is closed when it has not been used for a while."""
-        if self._lanes and lane is not self._lanes[0]:
-            asyncio.get_running_loop().call_later(_SURPLUS_SECONDS, self._close_surplus, lane)
+        """A connection beside the first is closed when nothing is on it after a while, or after another."""
+        asyncio.get_running_loop().call_later(_SURPLUS_SECONDS, self._close_surplus, lane)
 
     def _close_surplus(self, lane: Lane) -> None:
-        if lane in self._lanes[1:] and lane.idle() and not lane.session.unconfirmed():
-            self._lanes.remove(lane)
-            lane.close()
+        if lane not in self._lanes:
+            return
+        if lane.idle():
+            if not lane.session.unconfirmed():
+                self._lanes.remove(lane)
+                lane.close()
+                return
+            lane.ask_fence()  # so that it can go the next time
+        self._close_later(lane)
 
     def _lane_lost(self, lane: Lane, error: DistNetworkError) -> None:
         """A connection was lost, and with it perhaps what was written on it: the store is lost, as PyTorch's is."""
