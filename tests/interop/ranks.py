@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 MINUTE = timedelta(seconds=60)
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def client(port: int, **options: Any) -> Any:
@@ -34,7 +35,8 @@ def exercise(rank: int, world: int) -> Any:
     gathered = [torch.zeros(1) for _ in range(world)]
     dist.all_gather(gathered, torch.tensor([float(rank)]))
     dist.monitored_barrier(timeout=MINUTE)  # last: with DETAIL, PyTorch's own count differs on rank 0 after it
-    dist.destroy_process_group()
+    if VERSION >= (2, 7):  # before, gloo hangs in it every now and then, on PyTorch's own server too
+        dist.destroy_process_group()
     return [tensor.item(), other.item(), [one.item() for one in gathered]]
 
 
