@@ -59,6 +59,10 @@ class AsyncTCPStore:
         self._timeout = to_seconds("timeout", timeout)
         self._lanes: list[Lane] = []
         self._opening: asyncio.Task[None] | None = None
+        self._taken = False
+        """Whether a call that needs a connection to wait on is looking for one."""
+        self._turns: deque[asyncio.Future[None]] = deque()
+        """Those that will look after it."""
         self._asking: asyncio.Task[None] | None = None
         self._asked = False
         self._lost: DistNetworkError | None = None
@@ -294,7 +298,7 @@ class AsyncTCPStore:
 
     async def _park(self, ask: Ask, patience: _Patience) -> Any:
         """A call that is answered when something happens, or canceled when time is up."""
-        lane = await self._free_lane(patience)
+        lane = await self._lane_to_wait_on(patience)
         call, future = self._lease(lane, ask)
         if patience.one_look:
             lane.cancel(call)
@@ -307,7 +311,7 @@ class AsyncTCPStore:
         """Wait for an item and pop the moment it is there, before anything else is sent; None if another was faster."""
         if patience.one_look:
             return await self._pop(name)
-        lane = await self._free_lane(patience)
+        lane = await self._lane_to_wait_on(patience)
         call, woken = self._lease(lane, calls.wait([name]))
         popped = _promise()
 
@@ -429,6 +433,37 @@ class AsyncTCPStore:
 
     # Lanes
 
+    async def _lane_to_wait_on(self, patience: _Patience) -> Lane:
+        """The same for a call that keeps it. Such calls take turns: thousands must not all look at once."""
+        await self._take_turn(patience)
+        try:
+            return await self._free_lane(patience)
+        finally:
+            self._end_turn()
+
+    async def _take_turn(self, patience: _Patience) -> None:
+        if not self._taken:
+            self._taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        try:
+            await asyncio.wait({turn}, timeout=patience.left())
+        except asyncio.CancelledError:
+            if not turn.cancel():  # it has come
+                self._end_turn()
+            raise
+        if turn.cancel():
+            raise patience.error()
+
+    def _end_turn(self) -> None:
+        while self._turns:
+            turn = self._turns.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._taken = False
+
     async def _free_lane(self, patience: _Patience) -> Lane:
         """A connection on which nothing waits and on which all that this store has written is there."""
         while True:
@@ -463,12 +498,13 @@ class AsyncTCPStore:
             lane.close()
         else:
             self._lanes.append(lane)
+            self._close_later(lane)  # nobody may need it any more
             if lane is not self._lanes[0]:
                 self._close_later(lane)
 
     def _close_later(self, lane: Lane) -> None:
         """A connection beside the first is closed when nothing is on it after a while, or after another."""
-        asyncio.get_running_loop().call_later(_SURPLUS_SECONDS, self._close_surplus, lane)
+        asyncio.get_running_loop().call_later(_SURPLUS_SECONDS, _weak(self._close_surplus), lane)
 
     def _close_surplus(self, lane: Lane) -> None:
         if lane not in self._lanes:
@@ -501,14 +537,14 @@ def _shared(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
     return task
 
 
-def _weak(method: Callable[[Lane, DistNetworkError], None]) -> Callable[[Lane, DistNetworkError], None]:
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
     """The same, but it does not keep its object: a store that is forgotten must be seen to go."""
     reference = weakref.WeakMethod(method)
 
-    def call(lane: Lane, error: DistNetworkError) -> None:
+    def call(*given: Any) -> None:
         found = reference()
         if found is not None:
-            found(lane, error)
+            found(*given)
 
     return call
 

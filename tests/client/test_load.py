@@ -199,3 +199,15 @@ async def test_a_thousand_tasks_that_are_cancelled(port: int) -> None:
         assert await store.queue_len(prefix + "queue") == 0
         assert Counter(popped) == Counter(pushed)
     print(f"{number} tasks, {cancelled} cancelled, {len(pushed)} items")
+
+
+async def test_a_call_among_many_that_wait(port: int) -> None:
+    """Those that wait take turns at looking for a connection, so others get one between two of them."""
+    async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+        waiting = [asyncio.create_task(store.get(f"crowd{port}/{number}")) for number in range(500)]
+        await asyncio.sleep(0.05)
+        await store.set(f"crowd{port}", "among them")
+        assert await store.add(f"crowd{port}/sum", 2) == 2
+        assert sum(task.done() for task in waiting) == 0
+        await store.multi_set([f"crowd{port}/{number}" for number in range(500)], ["now"] * 500)
+        assert set(await asyncio.gather(*waiting)) == {b"now"}
