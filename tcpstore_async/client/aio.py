@@ -498,7 +498,6 @@ class AsyncTCPStore:
             lane.close()
         else:
             self._lanes.append(lane)
-            self._close_later(lane)  # nobody may need it any more
             if lane is not self._lanes[0]:
                 self._close_later(lane)
 
