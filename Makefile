@@ -33,6 +33,7 @@ help:
 	@echo "make lint      format, lint, types"
 	@echo "make format    format and sort imports"
 	@echo "make compile   the compiled build, in build/compiled"
+	@echo "make matrix    the tests with PyTorch against every PyTorch from 2.4 on (VERSIONS='2.4 2.8': only those; 25 GB)"
 	@echo "make clean     remove everything that was built, .venv too"
 
 .PHONY: demo
@@ -64,6 +65,11 @@ format: .venv/.test
 
 .PHONY: compile
 compile: build/compiled/.made
+
+# The environments stay in build/matrix, or $$MATRIX_DIR. Nothing of .venv is needed.
+.PHONY: matrix
+matrix: .venv/.made
+	$(BIN)/python tools/matrix.py $(if $(VERSIONS),--versions $(VERSIONS))
 
 .PHONY: clean
 clean:
