@@ -142,7 +142,7 @@ def _trace(store: Store, world_size: int, prefix: str, rank: int, seconds: float
     gate = f"{prefix}/TRACING_GATE"
     if rank != 0:
         try:
-            store.wait([gate], timedelta(seconds=seconds))
+            store.wait([gate], timedelta(seconds=2 * seconds))  # rank 0 may have begun later
         except DistStoreError:
             return None
         return []

@@ -46,7 +46,7 @@ PURE = "typing_extensions filelock sympy networkx jinja2 fsspec setuptools".spli
 SPACE = 6 << 30
 """Free bytes below which nothing more is installed."""
 
-INSTALL_LIMIT, TEST_LIMIT = 1800.0, 1800.0
+INSTALL_LIMIT, TEST_LIMIT = 1800.0, 900.0
 """Seconds."""
 
 PROBE = """

@@ -24,7 +24,7 @@ from .dial import Unwanted, dial_in_this_thread
 from .line import Line, Turn
 
 _LAST_LOOK: Final = 0.05
-"""Seconds that what follows a wake gets, though that came at the last moment."""
+"""Seconds that what follows a wake gets, though that came at the last moment; a pop gets more, for it takes an item."""
 
 _SURPLUS_SECONDS: Final = 5.0
 """A connection that was opened beside the first, and is not used for so long, is closed."""
@@ -162,7 +162,7 @@ class TCPClient:
             self._wait_for(channel, call, deadline, one_look=seconds == 0)
             if then is not None:
                 left = deadline.left()
-                deadline = Deadline(-1.0 if left is None else max(left, _LAST_LOOK if seconds else ONE_LOOK))
+                deadline = Deadline(-1.0 if left is None else max(left, ONE_LOOK if then[0].mutates else _LAST_LOOK))
                 call = channel.request(then, deadline)
                 channel.read_until(call, deadline)
             return call.result
