@@ -71,6 +71,12 @@ class Rank:
         return store
 
 
+def leave_together(group: Any = None) -> None:
+    """The end of a job, where a group was made last: gloo fails a rank that connects yet to one that has left."""
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
 def exercise(me: Rank) -> list[Any]:
     """What a job does with a process group."""
     tensor = torch.tensor([float(me.rank + 1)])
@@ -156,7 +162,7 @@ def meet(me: Rank) -> Any:
     tensor = torch.tensor([float(me.rank)])
     dist.all_reduce(tensor, group=mesh.get_group("b"))
     store = type(me.base_store()).__module__
-    dist.destroy_process_group()
+    leave_together()
     return [store, tensor.item()]
 
 
@@ -237,8 +243,7 @@ def join_over(me: Rank) -> None:
 def given(me: Rank) -> Any:
     join_over(me)
     found = exercise(me)
-    dist.new_group(list(range(me.world)))
-    dist.destroy_process_group()
+    leave_together(dist.new_group(list(range(me.world))))
     return found
 
 
@@ -256,7 +261,7 @@ def backend(me: Rank) -> Any:
     me.join()
     store = me.base_store()
     (server,) = [json.loads(text) for text in ours_says(me)]
-    dist.destroy_process_group()
+    leave_together()
     return [store.libuvBackend, server["backend"]]
 
 
