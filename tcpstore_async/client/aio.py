@@ -220,8 +220,14 @@ class AsyncTCPStore:
         return self._take_orphan(name)
 
     async def _is_plain(self, name: bytes) -> bool:
-        """Whether a wait for a queue of this name ends because of a value that is no item."""
-        return bool(await self._ask(calls.check([name]))) and not await self._ask(calls.queue_len(name))
+        """Whether a wait for a queue of this name ends because of a value that is no item.
+
+        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last.
+        """
+        ask = self._ask
+        if not await ask(calls.check([name])) or await ask(calls.queue_len(name)):
+            return False
+        return name in await ask(calls.LIST_KEYS)
 
     # Who the server is
 

@@ -258,8 +258,16 @@ class TCPStore(Store):
                 _, item = client.ask(calls.queue_pop(name))
             if item is not None:
                 return unpack(item)
-            if not block or (client.ask(calls.check([name])) and not client.ask(calls.queue_len(name))):
+            if not block or self._is_plain(name):
                 raise QueueEmptyError("queue is empty")
+
+    def _is_plain(self, name: bytes) -> bool:
+        """Whether a wait for a queue of this name ends because of a value that is no item.
+
+        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last.
+        """
+        ask = self._queues().ask
+        return bool(ask(calls.check([name]))) and not ask(calls.queue_len(name)) and name in ask(calls.LIST_KEYS)
 
     def queue_len(self, key: Text) -> int:
         length: int = self._queues().ask(calls.queue_len(calls.key_of(key)))
