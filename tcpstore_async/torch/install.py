@@ -194,7 +194,7 @@ def _file(
 ) -> Iterator[Found]:
     place = plain.read_file(url)
     _make_way(place.path)
-    store = stores.FileStore(place.path, place.world_size)
+    store = stores.FileStore(place.path, place.world_size, new_round=True)
     store.set_timeout(timeout)
     _opened.append(Opened(place.path, store, functools.partial(stores.close_with_clones, store)))
     yield store, place.rank, place.world_size

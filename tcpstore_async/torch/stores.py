@@ -181,8 +181,8 @@ class TCPStore(Store):
 class FileStore(Store):
     """As `tcpstore_async.FileStore`, and a `torch.distributed.Store`."""
 
-    def __init__(self, file_name: str, world_size: int = -1) -> None:
-        super().__init__(_made(file.FileStore, file_name, world_size))
+    def __init__(self, file_name: str, world_size: int = -1, **ours: Any) -> None:
+        super().__init__(_made(file.FileStore, file_name, world_size, **ours))
 
     @property
     def path(self) -> str:

@@ -154,3 +154,34 @@ def test_text_stays_text_under_a_prefix() -> None:
     assert store.values == {"p/k": b"1"}
     assert view.check(["k"])
     assert view.get("k") == b"1"
+
+
+def test_a_round_in_a_file_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    fast, slow = (FileStore(path, 2, new_round=True) for _ in range(2))
+    fast.set("key", "of the first round")
+    fast.close()
+    with FileStore(path, 2, new_round=True) as again:
+        assert not again.check(["key"])
+        again.set("key", "of the second")
+        slow.close()
+        with FileStore(path, 2, new_round=True) as last:
+            assert last.get("key") == b"of the second"
+        assert again.get("key") == b"of the second"
+    assert not path.exists()
+
+
+def test_a_rank_may_leave_a_round_before_another_comes(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    with FileStore(path, 2, new_round=True) as early:
+        early.set("key", "value")
+    with FileStore(path, 2, new_round=True) as late:
+        assert late.get("key") == b"value"
+    assert not path.exists()
+
+
+def test_stores_beside_each_other_in_a_file_are_no_new_round(tmp_path: Path) -> None:
+    path = tmp_path / "meeting"
+    with FileStore(path, 1, new_round=True) as one, FileStore(path, 1, new_round=True) as other:
+        one.set("key", "value")
+        assert other.get("key") == b"value"

@@ -58,7 +58,8 @@ def test_a_mixed_world(results: Results, client: str, stock: list[int]) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
-    ("scheme", "who"), [("tcp", {"slow": 0}), ("env", {"slow": 2}), ("tcp", {"by_name": True, "slow": 0})]
+    ("scheme", "who"),
+    [("tcp", {"slow": 0}), ("env", {"slow": 2}), ("tcp", {"by_name": True, "slow": 0}), ("file", {"slow": 1})],
 )
 def test_jobs_in_a_row_on_one_address(results: Results, client: str, scheme: str, who: dict[str, Any]) -> None:
     """The fast ranks of a round come before the master has left the last one."""

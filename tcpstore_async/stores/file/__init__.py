@@ -1,0 +1,3 @@
+"""The store in a file: its format, the locking, the store."""
+
+from .store import FileStore as FileStore
