@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Final
 
 from .arguments import Text, Timeout, to_bytes, to_int64, to_seconds
-from .client.deadline import Deadline
+from .client.deadline import DEFAULT_TIMEOUT, Deadline
 from .errors import DistStoreError, MissingRanksError
-from .stores.base import DEFAULT_TIMEOUT, Store
+from .stores.base import Store
 
 log = logging.getLogger("tcpstore_async.collectives")
 

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from ..arguments import Text, Timeout, to_host, to_port, to_seconds
 from ..blob import unpack
@@ -20,14 +20,11 @@ from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls
-from .calls import ANOTHER, DEFAULT_TIMEOUT, Ask
-from .deadline import ONE_LOOK, Deadline
+from .calls import ANOTHER, Ask
+from .deadline import DEFAULT_TIMEOUT, ONE_LOOK, SURPLUS_SECONDS, Deadline
 from .dial import dial
 from .introduction import introduction
 from .lane import Lane
-
-_SURPLUS_SECONDS: Final = 5.0
-"""A connection that was opened beside the first, and is not used for so long, is closed."""
 
 
 class _Patience(Deadline):
@@ -509,7 +506,7 @@ class AsyncTCPStore:
 
     def _close_later(self, lane: Lane) -> None:
         """A connection beside the first is closed when nothing is on it after a while, or after another."""
-        asyncio.get_running_loop().call_later(_SURPLUS_SECONDS, _weak(self._close_surplus), lane)
+        asyncio.get_running_loop().call_later(SURPLUS_SECONDS, _weak(self._close_surplus), lane)
 
     def _close_surplus(self, lane: Lane) -> None:
         if lane not in self._lanes:

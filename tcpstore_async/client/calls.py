@@ -6,15 +6,12 @@ Invariant: an argument that cannot be meant raises TypeError or ValueError here,
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any, Final
 
 from ..arguments import Text, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..blob import pack
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, Command
 from ..wire.shapes import Fields
-
-DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 
 Ask = tuple[Command, Fields]
 

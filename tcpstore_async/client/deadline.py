@@ -4,7 +4,14 @@ Knows: the monotonic clock. Must not know: what is waited for.
 """
 
 import time
+from datetime import timedelta
 from typing import Final
+
+DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+"""Of a store, as in PyTorch."""
+
+SURPLUS_SECONDS: Final = 5.0
+"""A connection that was opened beside the first, and is not used for so long, is closed."""
 
 ONE_LOOK: Final = 1.0
 """Seconds that a try, or a round trip, may take when the timeout is 0."""

@@ -152,7 +152,7 @@ def _always() -> bool:
     return True
 
 
-class _Patience:
+class _Attempt:
     """How long a try may take, in a thread that looks every now and then whether its outcome is still wanted."""
 
     def __init__(self, seconds: float | None, wanted: Callable[[], bool]) -> None:
@@ -193,20 +193,20 @@ def dial_in_this_thread(
     tries = _Tries(host, port, deadline)
     while True:
         try:
-            return _try_in_this_thread(host, port, _Patience(tries.limit(), wanted))
+            return _try_in_this_thread(host, port, _Attempt(tries.limit(), wanted))
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
-        _Patience(pause, wanted).sleep()
+        _Attempt(pause, wanted).sleep()
 
 
-def _try_in_this_thread(host: str, port: int, patience: _Patience) -> tuple[socket.socket, ClientSession]:
+def _try_in_this_thread(host: str, port: int, attempt: _Attempt) -> tuple[socket.socket, ClientSession]:
     addresses = _literal(host, port)
-    peer = _connect_to(addresses[0], patience) if addresses else _connect_in_a_helper(host, port, patience)
+    peer = _connect_to(addresses[0], attempt) if addresses else _connect_in_a_helper(host, port, attempt)
     try:
         session, hello, call = _hello(peer)
         peer.sendall(hello)
         while not call.done:
-            patience.wait_for(peer, select.POLLIN)
+            attempt.wait_for(peer, select.POLLIN)
             _hear(session, peer.recv(4))
         _check(call)
         peer.settimeout(None)
@@ -216,13 +216,13 @@ def _try_in_this_thread(host: str, port: int, patience: _Patience) -> tuple[sock
         raise
 
 
-def _connect_to(address: AddressInfo, patience: _Patience) -> socket.socket:
+def _connect_to(address: AddressInfo, attempt: _Attempt) -> socket.socket:
     peer = socket.socket(address[0], address[1])
     try:
         peer.setblocking(False)
         error = peer.connect_ex(address[4])
         if error == errno.EINPROGRESS:
-            patience.wait_for(peer, select.POLLOUT)
+            attempt.wait_for(peer, select.POLLOUT)
             error = peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
@@ -232,9 +232,9 @@ def _connect_to(address: AddressInfo, patience: _Patience) -> socket.socket:
         raise
 
 
-def _connect_in_a_helper(host: str, port: int, patience: _Patience) -> socket.socket:
+def _connect_in_a_helper(host: str, port: int, attempt: _Attempt) -> socket.socket:
     """Look up and connect on a loop in a helper thread, for the caller may be inside of one itself."""
-    limit = patience.deadline.left()
+    limit = attempt.deadline.left()
     found: list[socket.socket] = []
     failed: list[BaseException] = []
     stop: list[Callable[[], object]] = []
@@ -260,7 +260,7 @@ def _connect_in_a_helper(host: str, port: int, patience: _Patience) -> socket.so
     helper.start()
     try:
         while helper.is_alive():
-            helper.join(patience.tick())
+            helper.join(attempt.tick())
     except BaseException:
         abandoned.set()
         for cancel in stop:

@@ -19,15 +19,12 @@ from ..session.extension import Identity, read_identity
 from . import calls
 from .calls import ANOTHER, Ask
 from .channel import NOBODY, Channel, OutOfTime
-from .deadline import ONE_LOOK, Deadline
+from .deadline import ONE_LOOK, SURPLUS_SECONDS, Deadline
 from .dial import Unwanted, dial_in_this_thread
 from .line import Line, Turn
 
 _LAST_LOOK: Final = 0.05
 """Seconds that what follows a wake gets, though that came at the last moment; a pop gets more, for it takes an item."""
-
-_SURPLUS_SECONDS: Final = 5.0
-"""A connection that was opened beside the first, and is not used for so long, is closed."""
 
 _PATIENCE: Final = 0.001
 """Seconds that a thread waits for a connection before others let it go first.
@@ -412,7 +409,7 @@ class TCPClient:
         """Of several connections, close those that have not been used for a while."""
         now = channel.used = time.monotonic()
         for other in self._channels[1:]:
-            if not other.user and now - other.used > _SURPLUS_SECONDS and not other.session.unconfirmed():
+            if not other.user and now - other.used > SURPLUS_SECONDS and not other.session.unconfirmed():
                 self._channels.remove(other)
                 other.peer.close()
 

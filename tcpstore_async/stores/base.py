@@ -11,8 +11,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from ..arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
-
-DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+from ..client.deadline import DEFAULT_TIMEOUT
 
 Self = TypeVar("Self", bound="Store")
 

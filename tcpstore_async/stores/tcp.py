@@ -17,12 +17,12 @@ from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_host, to_int
 from ..blob import unpack
 from ..client import calls
 from ..client.calls import Ask
-from ..client.deadline import Deadline
+from ..client.deadline import DEFAULT_TIMEOUT, Deadline
 from ..client.introduction import introduction
 from ..client.sync import TCPClient
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from ..server.hosting import Hosted, host
-from .base import DEFAULT_TIMEOUT, Store
+from .base import Store
 
 log = logging.getLogger("tcpstore_async.stores")
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from .. import errors
 from ..arguments import Timeout, to_seconds
+from ..client.deadline import DEFAULT_TIMEOUT
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
-from ..stores.base import DEFAULT_TIMEOUT
 from .errors import joint
 
 S = TypeVar("S", bound="Store")

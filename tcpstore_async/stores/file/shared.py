@@ -29,9 +29,6 @@ from .turns import Turn, taken_turn
 
 T = TypeVar("T")
 
-_ONE_LOOK: Final = 1.0
-"""Seconds that a call may take to get at the file when the timeout is 0: that means one look, not none."""
-
 _SHORTEST_PAUSE: Final = 0.0001
 _LONGEST_PAUSE: Final = 0.005
 """Seconds between two tries for the lock."""
@@ -167,7 +164,7 @@ class SharedFile:
 
     def _in_turn(self, flags: int, deadline: Deadline, act: Callable[[Turn], T], patient: bool = True) -> T:
         """Do something while the file is locked, from the start again if another call has taken the lock meanwhile."""
-        deadline = deadline if deadline.timeout else Deadline(_ONE_LOOK)
+        deadline = deadline if deadline.timeout else Deadline.of_a_call(0)
         while True:
             turn = Turn()
             try:

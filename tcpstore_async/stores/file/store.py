@@ -15,10 +15,10 @@ from typing import Any, Final, TypeVar
 from ...arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs
 from ...blob import pack, unpack
 from ...client.calls import names_of
-from ...client.deadline import Deadline
+from ...client.deadline import DEFAULT_TIMEOUT, Deadline
 from ...errors import DistStoreError, ProtocolError, QueueEmptyError, StoreTimeoutError
 from ...keyspace import Keyspace
-from ..base import DEFAULT_TIMEOUT, Store
+from ..base import Store
 from ..hash import Alarm, no_number, wait_timeout
 from .records import GONE, POPPED, PUSHED, outcome, record
 from .shared import SharedFile
