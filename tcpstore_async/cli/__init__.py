@@ -17,7 +17,7 @@ from ..limits import Limits
 from ..server.backends import DEFAULT_BACKEND, Server
 from ..server.base import BACKENDS
 from .client import add_client_commands
-from .streams import log_without_blocking, open_standard_streams
+from .streams import log_without_blocking, open_standard_streams, say
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -133,7 +133,7 @@ def serve(
         if port_file is not None:
             _write_atomically(port_file, f"{server.port}\n")
         event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
-        click.echo(msgspec.json.encode({**event, "backend": backend, "build": build()}))
+        say(msgspec.json.encode({**event, "backend": backend, "build": build()}))
 
     try:
         if owner_pid is not None and control_fd is not None and listen_fd is not None:

@@ -19,9 +19,10 @@ from click.shell_completion import get_completion_class
 
 from ..client.aio import AsyncTCPStore
 from ..daemon import build, run_loop
-from ..errors import DistError, DistNetworkError, StoreTimeoutError
+from ..errors import DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..limits import Limits
 from ..version import VERSION
+from .streams import say
 
 DEFAULT_URL: Final = "tcp://127.0.0.1:29500"
 DEFAULT_PORT: Final = 29500
@@ -61,6 +62,11 @@ class Asker:
             self.fail(f"a name on this server is not UTF-8: {error.object!r}", FAILED)
         return answers[0]
 
+    async def demand_a_server(self) -> None:
+        """Raises DistNetworkError if there is none any more."""
+        async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout):
+            pass
+
     def fail(self, text: str, status: int) -> None:
         click.echo(f"Error: {text}", err=True)
         sys.exit(status)
@@ -68,14 +74,14 @@ class Asker:
     def show(self, name: str, value: Any) -> None:
         """Print a result: raw, or as an object of JSON."""
         if self.output == "json":
-            click.echo(msgspec.json.encode(_jsonable(name, value)))
+            say(msgspec.json.encode(_jsonable(name, value)))
         elif isinstance(value, bytes):
-            click.echo(value, nl=False)
+            say(value, nl=False)
         elif isinstance(value, list):
             for item in value:
-                click.echo(item)
+                say(item)
         elif value is not None:
-            click.echo(str(value).lower() if isinstance(value, bool) else value)
+            say(str(value).lower() if isinstance(value, bool) else value)
 
 
 def _jsonable(name: str, value: Any) -> dict[str, Any]:
@@ -208,7 +214,15 @@ def append(asker: Asker, key: str, value: str) -> None:
 @_client
 def add(asker: Asker, key: str, amount: int) -> None:
     """Add to a counter and print the sum."""
-    asker.show("sum", asker.ask(lambda store: store.add(_bytes(key), amount)))
+
+    async def ask(store: AsyncTCPStore) -> int:
+        try:
+            return await store.add(_bytes(key), amount)
+        except DistNetworkError:
+            await asker.demand_a_server()
+            raise DistStoreError(f"the server closed the connection: the value of {key!r} may be no number") from None
+
+    asker.show("sum", asker.ask(ask))
 
 
 @click.command("compare-set")
@@ -335,14 +349,14 @@ def info(asker: Asker, local: bool) -> None:
 
     known = _local() if local else asker.ask(ask)
     if asker.output == "json":
-        click.echo(msgspec.json.encode(known))
+        say(msgspec.json.encode(known))
         return
     for name, value in known.items():
         if isinstance(value, dict):
             for inner, number in value.items():
-                click.echo(f"{name}.{inner}: {number}")
+                say(f"{name}.{inner}: {number}")
         else:
-            click.echo(f"{name}: {value}")
+            say(f"{name}: {value}")
 
 
 def _local() -> dict[str, Any]:
@@ -361,7 +375,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None
-    click.echo(kind(ctx.find_root().command, {}, "tcpstore", "_TCPSTORE_COMPLETE").source())
+    say(kind(ctx.find_root().command, {}, "tcpstore", "_TCPSTORE_COMPLETE").source())
 
 
 def add_client_commands(group: click.Group) -> None:

@@ -76,6 +76,25 @@ def test_the_commands(backend: tuple[str, Run]) -> None:
     assert (empty.returncode, empty.stderr) == (1, b"Error: queue is empty\n")
 
 
+def test_adding_to_a_text_is_1(backend: tuple[str, Run]) -> None:
+    _, run = backend
+    assert run("set", "text", "abc").returncode == 0
+    done = run("add", "text", "1")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"Error: the server closed the connection: the value of 'text' may be no number\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_is_1() -> None:
+    command = [sys.executable, "-m", "tcpstore_async", "completion", "bash"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        b"Error: cannot write to standard output: No space left on device\n",
+    )
+
+
 def test_a_time_out_is_3(backend: tuple[str, Run]) -> None:
     _, run = backend
     for words in (["get", "never"], ["wait", "never"], ["barrier", "never-complete", "--world-size", "2"]):
