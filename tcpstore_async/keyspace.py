@@ -234,7 +234,7 @@ class Keyspace:
         """Whether every key is there, a queue that holds items included."""
         values = self.values
         for key in keys:
-            if key not in values and not self._elsewhere(key):
+            if key not in values and key not in self.queues and key not in self.reserved:
                 return False
         return True
 

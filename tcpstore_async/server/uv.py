@@ -30,6 +30,9 @@ _FIRST_READ: Final = 960
 """Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
 
 _READ: Final = 16 * 1024
+_READ_ON: Final = 128 * 1024
+"""The same inside a frame: more of it is to come."""
+
 _READS_PER_TURN: Final = 2
 """After that many reads, up to 33,000 of the shortest commands, a peer that sends on waits for the others."""
 
@@ -108,12 +111,13 @@ class Connection:
             return True
         bulk = session.bulk()
         if bulk is None:
-            chunk = _read(self.fd, _READ)
+            size = _READ if session.rest is None else _READ_ON
+            chunk = _read(self.fd, size)
             if chunk:
                 session.receive(chunk)
             else:
                 self._end()
-            return len(chunk) == _READ
+            return len(chunk) == size
         with bulk.room() as room:
             size = len(room)
             count = _read_into(self.fd, [room])

@@ -9,7 +9,7 @@ it is complete. Whatever arrives, a session answers or raises PeerError; after t
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..blob import Framed, pack, unpack
+from ..blob import Framed, length, pack, unpack
 from ..errors import LimitError, ProtocolError
 from ..keyspace import Keyspace, Waiter
 from ..limits import Limits
@@ -171,7 +171,7 @@ class ServerSession(Waiter):
                 result = slot.encode(result)
             if result:
                 if slot.in_pieces:
-                    size = sum(map(len, result))
+                    size = length(result)
                     self.check_room(size)
                     out.extend(result)
                     self.unread += size

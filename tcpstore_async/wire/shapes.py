@@ -15,6 +15,7 @@ from librt.strings import read_i64_le
 from ..blob import NO_BLOB, PREFIX, Framed
 from ..errors import LimitError, ProtocolError
 from ..limits import Limits
+from .room import lengthen
 
 Fields = tuple[Any, ...]
 Call = Callable[..., Any]
@@ -202,7 +203,7 @@ class Bulk(Rest):
     def room(self) -> memoryview:
         """The part of the buffer to be filled next; empty once the value is complete."""
         if self.filled == len(self.buffer) and self.filled < self.size:
-            self.buffer += bytes(min(self.size - self.filled, 3 * self.filled))
+            lengthen(self.buffer, min(self.size, 4 * self.filled))
         return memoryview(self.buffer)[self.filled :]
 
     def fill(self, count: int) -> None:
@@ -273,7 +274,7 @@ def _take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, lim
     A loop of its own, without a call for every key, halves a MULTI_GET of 1,000 keys.
     """
     longest = limits.key_bytes
-    for _ in range(count - len(items)):
+    for _left in range(count - len(items)):
         start = at + 8
         if start > end:
             break

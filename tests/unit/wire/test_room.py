@@ -1,0 +1,29 @@
+"""Room at the end of a buffer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tcpstore_async.wire import room
+
+
+@pytest.mark.parametrize("by_ctypes", [True, False])
+def test_a_buffer_keeps_its_bytes_and_gets_as_long_as_asked(by_ctypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_ctypes:
+        assert room._resize is not None
+    else:
+        monkeypatch.setattr(room, "_resize", None)
+    buffer = bytearray(b"here")
+    for size in (4, 16, 100_000, 10_000_000):
+        room.lengthen(buffer, size)
+        assert len(buffer) == size
+        buffer[-1:] = b"!"
+        assert buffer.startswith(b"here" if size > 4 else b"her!")
+        buffer[:4] = b"here"
+
+
+def test_a_buffer_that_is_looked_at_stays_as_it_is() -> None:
+    buffer = bytearray(b"here")
+    with memoryview(buffer), pytest.raises(BufferError):
+        room.lengthen(buffer, 100)
+    assert buffer == b"here"
