@@ -32,9 +32,15 @@ def to_bytes(name: str, value: Text) -> bytes:
 
 def to_bytes_list(name: str, values: Iterable[Text]) -> list[bytes]:
     """Keys or values: any iterable of them but text itself and dict."""
-    if isinstance(values, (str, bytes, bytearray, dict)) or not isinstance(values, Iterable):
+    if isinstance(values, (str, bytes, bytearray, dict)) or not isinstance(values, (list, Iterable)):
         raise TypeError(f"{name} must be a list of str or bytes, not {type(values).__name__}")
-    return [to_bytes(f"{name}[{number}]", value) for number, value in enumerate(values)]
+    items = list(values)
+    try:
+        return [to_bytes(name, item) for item in items]
+    except TypeError:  # only now to say which: a name for each of them costs more than the rest
+        for number, item in enumerate(items):
+            to_bytes(f"{name}[{number}]", item)
+        raise
 
 
 def to_pairs(keys: list[bytes], values: list[bytes]) -> list[tuple[bytes, bytes]]:

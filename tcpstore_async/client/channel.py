@@ -15,10 +15,10 @@ from ..session.client import LOST, Call, ClientSession
 from .calls import Ask
 from .deadline import Deadline
 
-_SHORT: Final = 960
+_SHORT: Final = (960,)
 """Most replies are this short, and malloc has a fast path for a buffer that is not longer."""
 
-_LONG: Final = 256 * 1024
+_LONG: Final = (256 * 1024,)
 
 _SPIN: Final = struct.pack("ll", 0, 1)
 """Most replies come within one tick of the kernel's clock, 1 to 10 ms, which this is rounded up to: for so long a read
@@ -105,14 +105,15 @@ class Channel:
     def read_soon(self) -> None:
         """Read what comes at once, if anything does. Raises OSError, ProtocolError."""
         try:
-            self.read(_SHORT)
+            self.read()
         except BlockingIOError:
             pass
 
-    def read(self, size: int) -> None:
+    def read(self, size: tuple[int] = _SHORT) -> None:
+        """Read once, up to `size[0]` bytes. Raises OSError, ProtocolError."""
         chunks = self._chunks
         if not chunks:
-            chunks.extend(map(self.peer.recv, (size,)))
+            chunks += map(self.peer.recv, size)
         if not chunks[0]:
             raise ConnectionError(LOST)
         self.broken = True

@@ -129,7 +129,10 @@ class TCPClient:
             channel.broken = False
             if call is None:
                 return None
-            channel.read_soon()
+            try:
+                channel.read()
+            except BlockingIOError:
+                pass  # there is none yet
             if not call.done:
                 channel.read_until(call, deadline or Deadline.of_a_call(self.timeout, began))
             return call.result

@@ -24,6 +24,8 @@ Call = Callable[..., Any]
 _U32: Final = Struct("<I")
 _I64: Final = Struct("<q")
 _U64: Final = Struct("<Q")
+_ONE_KEY: Final = Struct("<QQ")
+"""How many keys, and how long the first is."""
 _read_u32: Final = _U32.unpack_from
 
 BULK_BYTES: Final = 64 * 1024
@@ -264,6 +266,9 @@ class _Many(Request):
 
     def encode(self, fields: Fields) -> bytes:
         items: list[Any] = fields[0]
+        if len(items) == 1 and self.item is KEY:
+            key: bytes = items[0]
+            return _ONE_KEY.pack(1, len(key)) + key
         encoded = [self.item.encode(item if isinstance(item, tuple) else (item,)) for item in items]
         return _U64.pack(len(items)) + b"".join(encoded)
 
