@@ -150,15 +150,15 @@ def _draw(axes: Axes, line: Line, measure: Measure) -> None:
         values = line.values(size, measure).values()
         spread = [[median - min(values)], [max(values) - median]]
         axes.errorbar(size, median, yerr=spread, color=style.colour, capsize=3, linewidth=1.1, fmt="none")
-        _mark(axes, size, median, style, line.saturated(size))
+        name = f"saturated-{line.server}-{line.transport}-{size}-{measure.name.replace(' ', '-')}"
+        _mark(axes, size, median, style, name if line.saturated(size) else None)
 
 
-def _mark(axes: Axes, x: float, y: float, style: _Style, saturated: bool) -> None:
-    face = "white" if saturated else style.colour
-    name = f"saturated-{x:g}" if saturated else None
+def _mark(axes: Axes, x: float, y: float, style: _Style, saturated: str | None) -> None:
+    """Hollow, and named so in the SVG file, where the generator was saturated."""
     axes.plot(
-        [x], [y], style.marker, color=style.colour, markerfacecolor=face, markersize=8, markeredgewidth=1.6,
-        linestyle="none", gid=name,
+        [x], [y], style.marker, color=style.colour, markerfacecolor="white" if saturated else style.colour,
+        markersize=8, markeredgewidth=1.6, linestyle="none", gid=saturated,
     )  # fmt: skip
 
 
@@ -407,10 +407,19 @@ def _axes_of_operations(upper: Axes, lower: Axes, parts: Sequence[Part]) -> None
     lower.set_xticks(range(len(parts)), [part.detail or part.scene.name for part in parts])
     lower.set_xlim(-0.6, len(parts) - 0.4)
     size = max(line.sizes[-1] for part in parts for line in part.lines)
-    lower.set_xlabel(
-        f"{size:,} {parts[0].scene.sizes}; above the bars: ours over the reference, in time; bold beyond the noise",
-        fontsize=9,
-    )
+    said = f"{size:,} {parts[0].scene.sizes}; above the bars: ours over the reference, in time; bold beyond the noise"
+    lower.set_xlabel("\n".join([said, *_missing(parts)]), fontsize=9)
+
+
+def _missing(parts: Sequence[Part]) -> list[str]:
+    """Bars that are not there, and why."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for part in parts:
+        for ending in part.endings:
+            key = (wording.line(ending.server, ending.transport), ending.reason)
+            found.setdefault(key, []).append(part.detail or part.scene.name)
+    said = [f"{name} not measured in {', '.join(details)}: {reason}" for (name, reason), details in found.items()]
+    return textwrap.wrap("; ".join(said), 150)
 
 
 def _legend_of_bars(figure: Figure, lines: Sequence[Line], parts: Sequence[Part]) -> None:

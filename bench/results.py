@@ -165,8 +165,8 @@ def _ahead(found: Comparison) -> str:
     if found.time.verdict == "within the noise":
         return f"No difference beyond the noise: {subject}"
     if found.time.median < 1:
-        return f"{subject[0].upper()}{subject[1:]} is ahead:"
-    return f"{reference[0].upper()}{reference[1:]} is ahead: {subject}"
+        return f"{wording.first(subject)} is ahead:"
+    return f"{wording.first(reference)} is ahead: {subject}"
 
 
 def _alone(part: Part) -> str:
@@ -183,10 +183,11 @@ def verdict_of_all(parts: Sequence[Part]) -> str:
     subject, reference = wording.server(first.subject.server), wording.server(first.reference.server)
     ratios = [comparison.time.median for _, comparison in found]
     middle = stats.median(ratios)
-    leader = subject if middle < 1 else reference
     beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
+    leader = subject if middle < 1 else reference
+    ahead = f"{wording.first(leader)} is ahead" if beyond else "No difference beyond the noise"
     return (
-        f"{leader[0].upper()}{leader[1:]} is ahead: {subject} takes {wording.times(middle)} of {reference}'s time per "
+        f"{ahead}: {subject} takes {wording.times(middle)} of {reference}'s time per "
         f"operation, {wording.TRANSPORTS[first.subject.transport]} (median of {len(ratios)} operations, "
         f"{wording.between(min(ratios), max(ratios))}); beyond the noise {subject} leads in "
         f"{_listed([name for name, ours in beyond if ours])}, {reference} in "
@@ -208,10 +209,11 @@ def headline(run: Run) -> str | None:
         return None
     values = list(measured.values(TUTORIAL_RANKS, init.scene.measure).values())
     said = (
-        f"{wording.server(measured.server).capitalize()} initialized {TUTORIAL_RANKS:,} ranks in "
+        f"{wording.first(wording.server(measured.server))} initialized {TUTORIAL_RANKS:,} ranks in "
         f"{stats.median(values):,.2f} s {_how(measured.transport)} "
-        f"(median of {len(values)}, {min(values):,.2f}–{max(values):,.2f}), against the {TUTORIAL_SECONDS:.0f} s in "
-        "the tutorial of PyTorch's libuv server (over sockets, on hardware that it does not name)"
+        f"(median of {len(values)} rounds, {min(values):,.2f}–{max(values):,.2f}), "
+        f"against the {TUTORIAL_SECONDS:.0f} s in the tutorial of PyTorch's libuv server "
+        "(over sockets, on hardware that it does not name)"
     )
     return f"{said}; {_estimate(init, measured.server)}."
 
@@ -223,7 +225,7 @@ def _tutorial_line(init: Part) -> Line | None:
 
 
 def _how(transport: Transport) -> str:
-    return "over sockets" if transport == "sockets" else "in memory (the server's own sessions, without sockets)"
+    return "over sockets" if transport == "sockets" else "in memory, its sessions driven without sockets"
 
 
 def _estimate(init: Part, server: str) -> str:

@@ -35,6 +35,11 @@ def line(name: str, transport: Transport) -> str:
     return f"{server(name)}, {TRANSPORTS[transport]}"
 
 
+def first(name: str) -> str:
+    """As the first word of a sentence."""
+    return name[:1].upper() + name[1:]
+
+
 def place(name: str, transport: Transport) -> tuple[int, str, bool]:
     """By which servers are sorted: ours, PyTorch's, the control, others by name."""
     names = list(SERVERS)
