@@ -105,19 +105,20 @@ def _footer(run: Run) -> str:
     versions, machine = run.versions, run.machine
     torch = f", PyTorch {versions.torch}" if versions.torch else ""
     return (
-        f"Medians of {_rounds(run)}, bars from min to max. {run.began[:10]}, {machine.processor}, {machine.cores} cores"
+        f"{_rounds(run)}. {run.began[:10]}, {machine.processor}, {machine.cores} cores"
         f", {machine.kernel}; tcpstore_async {versions.tcpstore_async} ({versions.build}){torch}"
         f"{'' if run.complete else '. THE RUN IS NOT COMPLETE'}"
     )
 
 
 def _rounds(run: Run) -> str:
+    """How many there are of each point."""
     found = sorted(
         {len(rounds) for part in results.parts(run) for line in part.lines for rounds in line.points.values()}
     )
     if found == [1]:
-        return "one round"
-    return f"{found[0]} rounds" if len(found) == 1 else f"{found[0]} to {found[-1]} rounds"
+        return "One round"
+    return f"Medians of {found[0] if len(found) == 1 else f'{found[0]} to {found[-1]}'} rounds, bars from min to max"
 
 
 # Lines over sizes.
@@ -268,34 +269,49 @@ def _darker(colour: str) -> str:
     return to_hex((red * 0.72, green * 0.72, blue * 0.72))
 
 
+class _Entry(NamedTuple):
+    handle: Line2D
+    name: str
+    about: str
+
+    @property
+    def height(self) -> float:
+        return 0.034 if not self.about else 0.036 + (self.about.count("\n") + 1) * _LINE
+
+
 def _column(figure: Figure, part: Part) -> None:
     """The legend: each line's name, its ratios with their intervals, and why it goes no further."""
-    y = 0.86
-    for line in part.lines:
-        y = _entry(figure, y, _handle(line), line.label, _about(part, line))
+    told: dict[str, str] = {}
+    entries = [_entry(_handle(line), line.label, _about(part, line, told)) for line in part.lines]
     for ending in _without_line(part):
         name = wording.line(ending.server, ending.transport)
-        y = _entry(figure, y, Line2D([], [], linestyle="none"), name, [f"not measured: {ending.reason}"])
+        entries.append(_entry(Line2D([], [], linestyle="none"), name, [f"not measured: {_why(ending, told)}"]))
     if _any_saturated(part.lines):
-        _entry(figure, y, _hollow(), "hollow", [_HOLLOW])
+        entries.append(_entry(_hollow(), "hollow", [_HOLLOW]))
+    # A crowd has to stand closer, in smaller print.
+    scale = min(1.0, 0.82 / sum(entry.height for entry in entries))
+    y = 0.86
+    for entry in entries:
+        _write(figure, y, entry, scale)
+        y -= entry.height * scale
 
 
-def _entry(figure: Figure, y: float, handle: Line2D, name: str, about: Sequence[str]) -> float:
-    """Written with its top at `y`; where the next one's is. All in shares of the figure's height."""
+def _entry(handle: Line2D, name: str, about: Sequence[str]) -> _Entry:
+    return _Entry(handle, name, "\n".join(textwrap.fill(sentence, _COLUMNS) for sentence in about))
+
+
+def _write(figure: Figure, y: float, entry: _Entry, scale: float) -> None:
+    """With its top at `y`, as a share of the figure's height."""
     x = _RIGHT + 0.052
-    sample = Line2D([x, x + 0.02, x + 0.04], [y - 0.008] * 3, markevery=[1])
-    sample.update_from(handle)
+    sample = Line2D([x, x + 0.02, x + 0.04], [y - 0.008 * scale] * 3, markevery=[1])
+    sample.update_from(entry.handle)
     sample.set_transform(figure.transFigure)
     figure.add_artist(sample)
-    figure.text(x + 0.048, y, name, fontsize=9, fontweight="bold", va="top")
-    text = "\n".join(textwrap.fill(sentence, _COLUMNS) for sentence in about)
-    if not text:
-        return y - 0.034
-    figure.text(x + 0.048, y - 0.021, text, fontsize=8.5, va="top", linespacing=1.2)
-    return y - 0.021 - (text.count("\n") + 1) * _LINE - 0.015
+    figure.text(x + 0.048, y, entry.name, fontsize=9 * scale, fontweight="bold", va="top")
+    figure.text(x + 0.048, y - 0.021 * scale, entry.about, fontsize=8.5 * scale, va="top", linespacing=1.2)
 
 
-def _about(part: Part, line: Line) -> list[str]:
+def _about(part: Part, line: Line, told: dict[str, str]) -> list[str]:
     said = []
     if part.reference(line.transport) is line and part.comparison():
         said.append("the reference: 1×")
@@ -305,8 +321,15 @@ def _about(part: Part, line: Line) -> list[str]:
             said.append(f"{measure.name} {wording.ratio(found[1])} at {found[0]:,}")
     ending = part.ending(line)
     if ending:
-        said.append(f"ends before {ending.size:,}: {ending.reason}")
+        said.append(f"ends before {ending.size:,}: {_why(ending, told)}")
     return said
+
+
+def _why(ending: Ending, told: dict[str, str]) -> str:
+    """The reason, once; after that whose it is as well. `told` maps those told to whose they were."""
+    name = wording.line(ending.server, ending.transport)
+    first = told.setdefault(ending.reason, name)
+    return ending.reason if first == name else f"as {first}"
 
 
 def _without_line(part: Part) -> list[Ending]:

@@ -105,6 +105,14 @@ def test_an_ending_stands_beside_the_line_with_its_reason(tmp_path: Path) -> Non
     assert "another" not in said
 
 
+def test_a_reason_that_many_share_is_told_once(tmp_path: Path) -> None:
+    endings = [Ending("init", server, "sockets", 8192, "no more files") for server in ("uvloop", "libuv", "legacy")]
+    said = words(draw(tmp_path, run(TWO, endings)))
+    assert said.count("no more files") == 1
+    assert said.count("ends before 8,192: as ours on uvloop, sockets") == 1
+    assert "PyTorch legacy, sockets not measured: as ours on uvloop, sockets" in said
+
+
 def test_no_line_goes_beyond_what_was_measured(tmp_path: Path) -> None:
     """An ending at 1,000,000 does not stretch the axis."""
     ending = Ending("init", "libuv", "sockets", 1_000_000, "no")
@@ -115,7 +123,7 @@ def test_no_line_goes_beyond_what_was_measured(tmp_path: Path) -> None:
 def test_one_server_is_compared_with_nothing(tmp_path: Path) -> None:
     said = words(draw(tmp_path, run(samples("uvloop", [1.0]))))
     assert "Nothing to compare: only ours on uvloop, sockets" in said
-    assert "Medians of one round" in said
+    assert "One round. 2026-11-21" in said
 
 
 def test_bars_of_operations(tmp_path: Path) -> None:
