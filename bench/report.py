@@ -8,9 +8,10 @@ gives the same page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from bench import figures, results, stats, wording
+from bench import results, stats, wording
 from bench.records import SATURATED, Run
 from bench.results import Line, Part
 from bench.scenes import MEMORY, Measure
@@ -26,9 +27,9 @@ METHOD = f"""\
   round by round** to the reference (PyTorch's libuv server, where it was measured).
 * **An interval** is between two order statistics: it holds the median with {stats.CONFIDENCE:.0%} confidence or more
   from five rounds on, and is min to max with less confidence below that. It is widened by the noise.
-* **The noise** is the control's: the reference a second time, as if it were another server. How far its median ratio
-  is from 1 widens every interval at that size. A difference is *beyond the noise* when the widened interval does not
-  contain 1.
+* **The noise** is the control's: the reference a second time, as if it were another server. How far the interval of its
+  ratio reaches from 1 widens every interval at that size. A difference is *beyond the noise*, and in bold, when the
+  widened interval does not contain 1.
 * **CPU beside wall time**: of the server, per rank or operation, and of the load generators. On a shared machine trust
   CPU before wall time, and ratios before either.
 * **Saturated** (`sat.` in the tables, hollow in the figures): in some round the busiest generator used
@@ -46,10 +47,19 @@ def write_report(run: Run, folder: Path) -> list[Path]:
     Works with whatever the run has, and says what it has not. Raises OSError where it cannot write.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = figures.write_figures(run, folder)
+    drawn = _figures(run, folder)
     page = folder / REPORT
     page.write_text(render(run, {name: files[0].name for name, files in drawn.items()}), encoding="utf-8")
     return [page, *(file for files in drawn.values() for file in files)]
+
+
+def _figures(run: Run, folder: Path) -> dict[str, list[Path]]:
+    """None without matplotlib: what an hour measured has its tables all the same."""
+    if find_spec("matplotlib") is None:
+        return {}
+    from bench.figures import write_figures
+
+    return write_figures(run, folder)
 
 
 def render(run: Run, images: dict[str, str]) -> str:
@@ -57,12 +67,12 @@ def render(run: Run, images: dict[str, str]) -> str:
     scenes: dict[str, list[Part]] = {}
     for part in results.parts(run):
         scenes.setdefault(part.scene.name, []).append(part)
-    sections = [_head(run), _glance(run, scenes), _machine(run), METHOD]
+    sections = [_head(run, images), _glance(scenes), _machine(run), METHOD]
     sections += [_scene(parts, images.get(name)) for name, parts in scenes.items()]
     return "\n".join(sections)
 
 
-def _head(run: Run) -> str:
+def _head(run: Run, images: dict[str, str]) -> str:
     said = ["# The scale benchmark", "", f"`{run.command}`, began {run.began}, took {_duration(run.seconds)}.", ""]
     if not run.complete:
         said += [
@@ -71,6 +81,8 @@ def _head(run: Run) -> str:
         ]
     if not run.samples:
         said += ["**Nothing was measured.**", ""]
+    elif not images:
+        said += ["There are no figures: matplotlib is not installed (`pip install '.[bench]'`).", ""]
     said += [_headline(run), ""]
     return "\n".join(said)
 
@@ -89,7 +101,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} seconds"
 
 
-def _glance(run: Run, scenes: dict[str, list[Part]]) -> str:
+def _glance(scenes: dict[str, list[Part]]) -> str:
     rows = [(parts[0].scene.title, _said(parts)) for parts in scenes.values()]
     if not rows:
         return ""
@@ -199,7 +211,7 @@ def _compared(part: Part, line: Line, size: int, measure: Measure) -> str:
     if found is None:
         return "–"
     said = wording.ratio(found)
-    return f"**{said}**" if found.verdict == "beyond the noise" else said
+    return f"**{said}**" if found.verdict == "beyond the noise" and line.server != "control" else said
 
 
 def _latency(line: Line, size: int) -> str:

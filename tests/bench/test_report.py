@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from bench.records import Ending, Run
 from bench.report import render, write_report
+from bench.scenes import SCENES
 from made_up import run, samples
 
 MEMORY = samples("uvloop", [1.0, 1.5, 1.25], transport="memory", size=98_304)
@@ -61,7 +63,7 @@ def test_a_table_has_medians_spread_cpu_ratios_and_saturation() -> None:
         "850 ms (800 ms–900 ms)", "**0.85× (0.76–0.95)**", "20.0 µs (20.0 µs–20.0 µs)", "**0.95× (0.95–0.95)**",
         "10.0 µs", "95% sat.",
     ]  # fmt: skip
-    assert "| 19,000 | control (the reference again) | 1.05 s (1.05 s–1.05 s) | **1.05× (1.05–1.05)** |" in text
+    assert "| 19,000 | control (the reference again) | 1.05 s (1.05 s–1.05 s) | 1.05× (1.05–1.05) |" in text
 
 
 def test_machine_versions_and_method_are_told() -> None:
@@ -112,6 +114,19 @@ def test_a_run_of_whatever_there_is_has_a_report(what: Run, said: str, tmp_path:
     assert written[0].name == "report.md"
     assert all(file.exists() for file in written)
     assert said in written[0].read_text()
+
+
+def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.report.find_spec", lambda name: None)
+    [written] = write_report(run(SOCKETS), tmp_path)
+    text = written.read_text()
+    assert "There are no figures: matplotlib is not installed" in text
+    assert "| 19,000 | ours on uvloop |" in text
+
+
+def test_the_documentation_names_every_scenario() -> None:
+    page = Path(__file__).parent.parent.parent / "docs" / "benchmark.md"
+    assert re.findall(r"^\| `([a-z][a-z-]*)` \|", page.read_text(), re.MULTILINE) == list(SCENES)
 
 
 def test_the_report_shows_every_figure(tmp_path: Path) -> None:
