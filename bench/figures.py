@@ -31,7 +31,7 @@ from bench.scenes import P99, Measure
 WIDTH, HEIGHT, DPI = 12.0, 8.0, 120
 """Inches, and dots per inch of the PNG files."""
 
-_LEFT, _RIGHT = 0.075, 0.64
+_LEFT, _RIGHT = 0.082, 0.64
 """Where the axes begin and end, as shares of the width; names and endings stand to the right of them."""
 _COLUMNS = 42
 _LINE = 0.0178
@@ -80,9 +80,14 @@ def write_figures(run: Run, folder: Path) -> dict[str, list[Path]]:
             scenes.setdefault(part.scene.name, []).append(part)
     with matplotlib.rc_context(_RC):
         for name, parts in scenes.items():
-            figure = _grouped(parts, run) if any(part.detail for part in parts) else _growing(parts[0], run)
-            written[name] = _save(figure, folder / name)
+            written[name] = _save(draw(parts, run), folder / name)
     return written
+
+
+def draw(parts: Sequence[Part], run: Run) -> Figure:
+    """The figure of one scene: bars if it has several parts, such as operations, otherwise lines over sizes."""
+    with matplotlib.rc_context(_RC):
+        return _grouped(parts, run) if any(part.detail for part in parts) else _growing(parts[0], run)
 
 
 def _save(figure: Figure, stem: Path) -> list[Path]:
@@ -132,6 +137,7 @@ def _growing(part: Part, run: Run) -> Figure:
         for line in part.lines:
             _draw(axes, line, measure)
         _axis_of_values(axes, measure)
+        _name_values(axes, measure.axis)
     _axis_of_sizes(lower, part)
     upper.tick_params(labelbottom=False)
     figure.draw_without_rendering()
@@ -168,7 +174,6 @@ def _style(line: Line) -> _Style:
 
 
 def _axis_of_values(axes: Axes, measure: Measure) -> None:
-    axes.set_ylabel(measure.axis)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, measure)))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -176,6 +181,12 @@ def _axis_of_values(axes: Axes, measure: Measure) -> None:
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     if ticks[1] < 10 * ticks[0]:
         axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _name_values(axes: Axes, name: str) -> None:
+    """At the figure's edge, whatever room the numbers take."""
+    box = axes.get_position()
+    axes.figure.text(0.013, (box.y0 + box.y1) / 2, name, rotation="vertical", ha="center", va="center")
 
 
 def _ticks(low: float, high: float, measure: Measure) -> list[float]:
@@ -193,7 +204,7 @@ def _ticks(low: float, high: float, measure: Measure) -> list[float]:
 
 def _tick(value: float, measure: Measure) -> str:
     number, _, unit = (wording.seconds(value) if measure.unit == "seconds" else wording.size_of(value)).partition(" ")
-    return f"{float(number.replace(',', '')):g} {unit}"
+    return f"{float(number.replace(',', '')):,.9g} {unit}"
 
 
 def _axis_of_sizes(axes: Axes, part: Part) -> None:
@@ -260,7 +271,9 @@ def _end(figure: Figure, axes: Axes, line: Line, measure: Measure) -> None:
     if not sizes:
         return
     x, y = _place(figure, axes, sizes[-1], line, measure)
-    figure.add_artist(Line2D([x + 0.0085] * 2, [y - 0.014, y + 0.014], color=_style(line).colour, linewidth=2.4))
+    name = f"end-{line.server}-{line.transport}-{measure.name.replace(' ', '-')}"
+    colour = _style(line).colour
+    figure.add_artist(Line2D([x + 0.0085] * 2, [y - 0.014, y + 0.014], color=colour, linewidth=2.4, gid=name))
 
 
 def _darker(colour: str) -> str:
@@ -362,7 +375,8 @@ def _hollow() -> Line2D:
 def _grouped(parts: Sequence[Part], run: Run) -> Figure:
     figure = _canvas(parts[0].scene.title, results.verdict_of_all(parts), run)
     upper = figure.add_axes((_LEFT + 0.012, 0.52, 0.973 - _LEFT, 0.34))
-    lower = figure.add_axes((_LEFT + 0.012, 0.17, 0.973 - _LEFT, 0.29), sharex=upper)
+    bottom = 0.17 + 0.018 * len(_missing(parts))
+    lower = figure.add_axes((_LEFT + 0.012, bottom, 0.973 - _LEFT, 0.46 - bottom), sharex=upper)
     keys = _keys(parts)
     for place, part in enumerate(parts):
         for line in part.lines:
@@ -418,15 +432,14 @@ def _ratio_over(axes: Axes, place: int, part: Part) -> None:
 
 
 def _axes_of_operations(upper: Axes, lower: Axes, parts: Sequence[Part]) -> None:
-    upper.set_ylabel("operations per second")
+    _name_values(upper, "operations per second")
+    _name_values(lower, "latency: p50, p95, p99")
     upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     upper.grid(axis="x", visible=False)
     upper.tick_params(labelbottom=False)
     lower.grid(axis="x", visible=False)
-    lower.set_ylabel("latency: p50, p95, p99")
     if any(line.values(line.sizes[-1], P99) for part in parts for line in part.lines):
         _axis_of_values(lower, P99)
-        lower.set_ylabel("latency: p50, p95, p99")
     lower.set_xticks(range(len(parts)), [part.detail or part.scene.name for part in parts])
     lower.set_xlim(-0.6, len(parts) - 0.4)
     size = max(line.sizes[-1] for part in parts for line in part.lines)

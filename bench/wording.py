@@ -22,7 +22,6 @@ SERVERS = {
 
 TRANSPORTS: dict[Transport, str] = {"sockets": "sockets", "memory": "memory (no sockets)"}
 
-_ROUND_SIZES = {98_304: "96K", 1_000_000: "1M"}
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _BYTES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
 
@@ -50,7 +49,9 @@ def digits(value: float, significant: int = 3) -> str:
     """With so many significant digits, but all before the point, and commas between thousands."""
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
-    after = max(0, significant - 1 - math.floor(math.log10(abs(value))))
+    # The exponent is that of the rounded number: 0.9999 is 1.00 in three digits.
+    exponent = int(f"{value:.{significant - 1}e}".partition("e")[2])
+    after = max(0, significant - 1 - exponent)
     return f"{value:,.{after}f}"
 
 
@@ -73,9 +74,9 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
 
 def short(size: int) -> str:
     """A size on an axis, as the libuv tutorial writes them: 1K, 96K; those that are no such number in full."""
-    if size in _ROUND_SIZES:
-        return _ROUND_SIZES[size]
-    return f"{size // 1024}K" if size >= 1024 and size % 1024 == 0 else f"{size:,}"
+    if size >= 1024 and size % 1024 == 0:
+        return f"{size // 1024}K"
+    return f"{size // 1_000_000}M" if size >= 1_000_000 and size % 1_000_000 == 0 else f"{size:,}"
 
 
 def times(value: float) -> str:
