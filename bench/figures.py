@@ -53,7 +53,7 @@ _STYLES = {
     ("threaded", "memory"): _Style("#CC79A7", "X", (0, (6, 1, 1, 1, 1, 1))),
     ("libuv", "sockets"): _Style("#D55E00", "^", (0, (5, 2))),
     ("legacy", "sockets"): _Style("#E69F00", "D", (0, (1, 1))),
-    ("control", "sockets"): _Style("#777777", "x", (0, (2, 3))),
+    ("control", "sockets"): _Style("#777777", "v", (0, (2, 3))),
 }
 _OTHER = _Style("#666666", "*", (0, (1, 3)))
 
