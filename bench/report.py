@@ -1,17 +1,20 @@
 """A run's report: one page of Markdown that puts machine, method, figures and tables together.
 
 Knows Markdown and what a reader asks. Must not know how anything is measured or drawn.
+`python -m bench.report RUN.json` writes it anew, beside the run or where `--out` says.
 Invariant: every number comes from the run, with its transport; what is missing is said to be missing; the same run
 gives the same page.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench import results, stats, wording
+from bench import records, results, stats, wording
 from bench.records import SATURATED, Run
 from bench.results import Line, Part
 from bench.scenes import MEMORY, Measure
@@ -241,3 +244,25 @@ def _marginal(part: Part, line: Line) -> str | None:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 2 for a file that cannot be read or written. `arguments` are the command line's."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description="Write the report of a run anew.")
+    parser.add_argument("run", type=Path, help="the run's JSON file")
+    parser.add_argument("--out", type=Path, help="the folder, by default the run's")
+    options = parser.parse_args(arguments)
+    try:
+        written = write_report(records.read(options.run), options.out or options.run.parent)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    print(written[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

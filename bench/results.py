@@ -48,8 +48,10 @@ class Line:
         return stats.median(values) if values else None
 
     def saturated(self, size: int) -> bool:
-        """Whether in any round the generator may have set the pace."""
-        return any(sample.generator_share >= SATURATED for sample in self.points.get(size, {}).values())
+        """Whether in any round the generator may have set the pace; in memory there is none to do so."""
+        return self.transport == "sockets" and any(
+            sample.generator_share >= SATURATED for sample in self.points.get(size, {}).values()
+        )
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,9 @@ def test_a_saturated_point_is_hollow(tmp_path: Path) -> None:
 
 
 def test_nothing_is_hollow_below_that(tmp_path: Path) -> None:
-    svg = drawn(tmp_path, run(samples("libuv", [4.0] * 3, share=0.89)))
+    """Nor in memory, where no generator is."""
+    in_memory = samples("uvloop", [4.0] * 3, share=1.0, transport="memory")
+    svg = drawn(tmp_path, run([*samples("libuv", [4.0] * 3, share=0.89), *in_memory]))
     assert "saturated" not in svg
 
 
@@ -202,7 +204,7 @@ def crowd() -> Run:
     for size in (1024, 98_304, 1_000_000):
         measured += samples("uvloop", [size / 10] * 3, size=size, transport="memory", cpu=size / 10)
     reason = "its time would be over the budget, since it grows with the square of the ranks, as every key wakes all, "
-    return run(measured, [Ending("init", server, "sockets", 32_768, reason + server) for server in servers])
+    return run(measured, [Ending("init", server, "sockets", 32_768, reason * 2 + server) for server in servers])
 
 
 def spans(figure: Figure) -> dict[str, Bbox]:

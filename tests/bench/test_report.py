@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench import records
 from bench.records import Ending, Run
-from bench.report import render, write_report
+from bench.report import main, render, write_report
 from bench.scenes import SCENES
 from made_up import run, samples
 
@@ -114,6 +115,39 @@ def test_a_run_of_whatever_there_is_has_a_report(what: Run, said: str, tmp_path:
     assert written[0].name == "report.md"
     assert all(file.exists() for file in written)
     assert said in written[0].read_text()
+
+
+def test_a_report_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.write(run(SOCKETS), tmp_path / "run.json")
+    assert main([str(tmp_path / "run.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.md'}\n"
+    assert main([str(tmp_path / "run.json"), "--out", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "report.md").read_bytes() == (tmp_path / "report.md").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.json"], "nothing.json: No such file or directory\n"),
+        (["broken.json"], "broken.json: no results of this benchmark: "),
+        (["run.json", "--out", "run.json"], "run.json: File exists\n"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records.write(run(SOCKETS), Path("run.json"))
+    Path("broken.json").write_text("{")
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(said)
+    assert err.count("\n") == 1
 
 
 def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
