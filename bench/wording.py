@@ -27,10 +27,12 @@ _BYTES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
 
 
 def server(name: str) -> str:
+    """As readers know it; one that nobody knows by its own name."""
     return SERVERS.get(name, name)
 
 
 def line(name: str, transport: Transport) -> str:
+    """A server with its transport."""
     return f"{server(name)}, {TRANSPORTS[transport]}"
 
 
@@ -56,6 +58,7 @@ def digits(value: float, significant: int = 3) -> str:
 
 
 def seconds(value: float) -> str:
+    """Seconds, in the unit that suits: 15.3 µs."""
     return _scaled(value, _SECONDS)
 
 
