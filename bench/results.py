@@ -1,0 +1,242 @@
+"""A run's samples as lines of points, and who is ahead of whom.
+
+Knows records, scenes and statistics. Must not know files, Markdown or figures.
+Invariant: only what was measured over the same transport, at the same size and in the same run is put into a ratio,
+and nothing is said about a size at which one of the two was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench import stats, wording
+from bench.records import SATURATED, Ending, Run, Sample, Transport
+from bench.scenes import SCENES, Measure, Scene, scene_of
+
+TUTORIAL_RANKS = 98_304
+TUTORIAL_SECONDS = 100.0
+"""Of the tutorial's figure: PyTorch's libuv server, init of 98,304 ranks."""
+
+_SUBJECTS = ("uvloop", "threaded")
+_REFERENCES = ("libuv", "legacy", "threaded")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one server did over one transport: samples by size and round."""
+
+    server: str
+    transport: Transport
+    points: dict[int, dict[int, Sample]]
+
+    @property
+    def label(self) -> str:
+        return wording.line(self.server, self.transport)
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(self.points)
+
+    def values(self, size: int, measure: Measure) -> dict[int, float]:
+        """By round; without the rounds that do not say it, or were too short for the clock to tell."""
+        found = {number: measure.of(sample) for number, sample in self.points.get(size, {}).items()}
+        return {number: value for number, value in found.items() if value is not None and value > 0}
+
+    def median(self, size: int, measure: Measure) -> float | None:
+        values = list(self.values(size, measure).values())
+        return stats.median(values) if values else None
+
+    def saturated(self, size: int) -> bool:
+        """Whether in any round the generator may have set the pace; in memory there is none to do so."""
+        return self.transport == "sockets" and any(
+            sample.generator_share >= SATURATED for sample in self.points.get(size, {}).values()
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of two servers, at the largest size that both were measured at."""
+
+    subject: Line
+    reference: Line
+    size: int
+    time: stats.Ratio
+    """Of what the scene measures, which is time in most."""
+    cpu: stats.Ratio | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A scenario of a run."""
+
+    scene: Scene
+    detail: str
+    """What of the scene this is, such as an operation; empty in most."""
+    lines: list[Line]
+    endings: list[Ending]
+
+    def find(self, server: str, transport: Transport) -> Line | None:
+        return next((line for line in self.lines if (line.server, line.transport) == (server, transport)), None)
+
+    def reference(self, transport: Transport) -> Line | None:
+        """What the others are compared with: PyTorch's libuv server, or what there is instead."""
+        known = (self.find(server, transport) for server in _REFERENCES)
+        return next((line for line in known if line is not None), None)
+
+    def subject(self) -> Line | None:
+        """Ours, over sockets if it was."""
+        known = [self.find(server, transport) for transport in ("sockets", "memory") for server in _SUBJECTS]
+        return next((line for line in known if line is not None), None)
+
+    def ending(self, line: Line) -> Ending | None:
+        found = [e for e in self.endings if (e.server, e.transport) == (line.server, line.transport)]
+        return min(found, key=lambda ending: ending.size, default=None)
+
+    def ratio(self, line: Line, size: int, measure: Measure) -> stats.Ratio | None:
+        """Of a line to the reference, at a size; None where either was not measured, and for the reference itself."""
+        reference = self.reference(line.transport)
+        if reference is None or reference.server == line.server:
+            return None
+        control = self.find("control", line.transport) if line.server != "control" else None
+        return stats.ratio(
+            line.values(size, measure),
+            reference.values(size, measure),
+            control.values(size, measure) if control else None,
+        )
+
+    def last_ratio(self, line: Line, measure: Measure) -> tuple[int, stats.Ratio] | None:
+        """The ratio at the largest size that the line and the reference have in common."""
+        for size in reversed(line.sizes):
+            found = self.ratio(line, size, measure)
+            if found is not None:
+                return size, found
+        return None
+
+    def comparison(self) -> Comparison | None:
+        """Of ours to the reference; None where there is only one of them."""
+        subject = self.subject()
+        if subject is None:
+            return None
+        found = self.last_ratio(subject, self.scene.measure)
+        reference = self.reference(subject.transport)
+        if found is None or reference is None:
+            return None
+        size, time = found
+        return Comparison(subject, reference, size, time, self.ratio(subject, size, self.scene.cpu))
+
+
+def parts(run: Run) -> list[Part]:
+    """Every scenario of a run that has samples or endings, in the order of the report."""
+    names = dict.fromkeys([sample.scenario for sample in run.samples] + [ending.scenario for ending in run.endings])
+    order = list(SCENES)
+    found = [_part(name, run) for name in names]
+    return sorted(found, key=lambda part: order.index(part.scene.name) if part.scene.name in order else len(order))
+
+
+def _part(name: str, run: Run) -> Part:
+    scene, detail = scene_of(name)
+    samples = [sample for sample in run.samples if sample.scenario == name]
+    return Part(scene, detail, _lines(samples), [ending for ending in run.endings if ending.scenario == name])
+
+
+def _lines(samples: Iterable[Sample]) -> list[Line]:
+    lines: dict[tuple[str, Transport], Line] = {}
+    for sample in samples:
+        key = (sample.server, sample.transport)
+        line = lines.setdefault(key, Line(*key, {}))
+        line.points.setdefault(sample.size, {})[sample.round] = sample
+    return sorted(lines.values(), key=lambda line: wording.place(line.server, line.transport))
+
+
+def verdict(part: Part) -> str:
+    """Who is ahead and by how much, as it stands in a title; says so where there is nothing to compare with."""
+    found = part.comparison()
+    if found is None:
+        return _alone(part)
+    reference = wording.server(found.reference.server)
+    where = f"at {found.size:,} {part.scene.sizes}, {wording.TRANSPORTS[found.subject.transport]}"
+    said = f"{wording.ratio(found.time)} of {reference}'s {part.scene.measure.name} {where}"
+    cpu = f" ({part.scene.cpu.axis} {wording.times(found.cpu.median)})" if found.cpu else ""
+    marked = found.subject.saturated(found.size) or found.reference.saturated(found.size)
+    return f"{_ahead(found)} {said}{cpu}{'; the generator was saturated there' if marked else ''}"
+
+
+def _ahead(found: Comparison) -> str:
+    subject, reference = wording.server(found.subject.server), wording.server(found.reference.server)
+    if found.time.verdict == "within the noise":
+        return f"No difference beyond the noise: {subject}"
+    if found.time.median < 1:
+        return f"{wording.first(subject)} is ahead:"
+    return f"{wording.first(reference)} is ahead: {subject}"
+
+
+def _alone(part: Part) -> str:
+    names = " and ".join(line.label for line in part.lines)
+    return f"Nothing to compare: only {names}" if names else "Nothing was measured"
+
+
+def verdict_of_all(parts: Sequence[Part]) -> str:
+    """The same over the operations of one scene: the median of their ratios, and who leads where."""
+    found = [(part.detail, comparison) for part in parts if (comparison := part.comparison())]
+    if not found:
+        return _alone(parts[0])
+    first = found[0][1]
+    subject, reference = wording.server(first.subject.server), wording.server(first.reference.server)
+    ratios = [comparison.time.median for _, comparison in found]
+    middle = stats.median(ratios)
+    beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
+    leader = subject if middle < 1 else reference
+    ahead = f"{wording.first(leader)} is ahead" if beyond else "No difference beyond the noise"
+    return (
+        f"{ahead}: {subject} takes {wording.times(middle)} of {reference}'s time per "
+        f"operation, {wording.TRANSPORTS[first.subject.transport]} (median of {len(ratios)} operations, "
+        f"{wording.between(min(ratios), max(ratios))}); beyond the noise {subject} leads in "
+        f"{_listed([name for name, ours in beyond if ours])}, {reference} in "
+        f"{_listed([name for name, ours in beyond if not ours])}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names)})" if names else "none"
+
+
+def headline(run: Run) -> str | None:
+    """Init at 98,304 ranks against the tutorial, the transport named, and an estimate for sockets; None without it."""
+    init = next((part for part in parts(run) if part.scene.name == "init"), None)
+    if init is None:
+        return None
+    measured = _tutorial_line(init)
+    if measured is None:
+        return None
+    values = list(measured.values(TUTORIAL_RANKS, init.scene.measure).values())
+    said = (
+        f"{wording.first(wording.server(measured.server))} initialized {TUTORIAL_RANKS:,} ranks in "
+        f"{stats.median(values):,.2f} s {_how(measured.transport)} "
+        f"(median of {len(values)} rounds, {min(values):,.2f}–{max(values):,.2f}), "
+        f"against the {TUTORIAL_SECONDS:.0f} s in the tutorial of PyTorch's libuv server "
+        "(over sockets, on hardware that it does not name)"
+    )
+    return f"{said}; {_estimate(init, measured.server)}."
+
+
+def _tutorial_line(init: Part) -> Line | None:
+    """Real connections count for more than sessions in memory, where a machine can hold so many."""
+    lines = [init.find("uvloop", transport) for transport in ("sockets", "memory")]
+    return next((line for line in lines if line and line.values(TUTORIAL_RANKS, init.scene.measure)), None)
+
+
+def _how(transport: Transport) -> str:
+    return "over sockets" if transport == "sockets" else "in memory, its sessions driven without sockets"
+
+
+def _estimate(init: Part, server: str) -> str:
+    line = init.find(server, "sockets")
+    sizes = [size for size in line.sizes if line.values(size, init.scene.cpu)] if line else []
+    if line is None or not sizes:
+        return "this run has no connections over sockets to estimate from what they would cost"
+    each = line.median(sizes[-1], init.scene.cpu) or 0.0
+    return (
+        f"over sockets the server spent {wording.seconds(each)} of CPU on each of {sizes[-1]:,} ranks, × "
+        f"{TUTORIAL_RANKS:,} = {each * TUTORIAL_RANKS:,.2f} s of CPU, which is an estimate and was not measured"
+    )

@@ -1,0 +1,240 @@
+"""What is read off a figure: who is ahead, where the generator was saturated, why a line ends."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from bench import results
+from bench.figures import draw, write_figures
+from bench.records import Ending, Run
+from made_up import run, samples
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(folder: Path, what: Run, name: str = "init") -> str:
+    """The figure's SVG text; every figure comes as PNG and SVG."""
+    files = write_figures(what, folder)[name]
+    assert [file.name for file in files] == [f"{name}.png", f"{name}.svg"]
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    return files[1].read_text()
+
+
+def words(svg: str) -> str:
+    """All that is written in a figure, line after line."""
+    found = (" ".join("".join(text.itertext()).split()) for text in ET.fromstring(svg).iter(f"{SVG}text"))
+    return " ".join(found)
+
+
+def drawn_as(svg: str, name: str) -> str:
+    """The drawing of the point of this name; empty if there is none."""
+    found = [group for group in ET.fromstring(svg).iter(f"{SVG}g") if group.get("id") == name]
+    return "".join(ET.tostring(group, encoding="unicode") for group in found)
+
+
+TWO = [
+    *samples("uvloop", [0.8, 0.9, 0.85], size=1024),
+    *samples("libuv", [1.0, 1.0, 1.0], size=1024),
+    *samples("uvloop", [1.8, 1.6, 1.7], size=2048, cpu=0.019),
+    *samples("libuv", [2.0, 2.0, 2.0], size=2048, cpu=0.020),
+    *samples("uvloop", [3.0, 3.0, 3.0], size=4096),
+]
+
+
+def test_the_title_says_who_is_ahead_at_the_largest_size_in_common(tmp_path: Path) -> None:
+    said = words(drawn(tmp_path, run(TWO)))
+    expected = "Ours on uvloop is ahead: 0.85× (0.80–0.90) of PyTorch libuv's time at 2,048 ranks, sockets"
+    assert f"Store initialization {expected} (server CPU per rank 0.95×)" in said
+
+
+def test_the_title_names_the_other_when_it_is_ahead(tmp_path: Path) -> None:
+    measured = [*samples("uvloop", [3.0, 3.1, 3.2]), *samples("libuv", [1.0, 1.0, 1.0])]
+    said = words(drawn(tmp_path, run(measured)))
+    assert "PyTorch libuv is ahead: ours on uvloop 3.10× (3.00–3.20) of PyTorch libuv's time" in said
+
+
+def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
+    """Nine tenths, were it not that the same server differs from itself by a third."""
+    measured = [
+        *samples("uvloop", [0.9, 0.9, 0.9]),
+        *samples("libuv", [1.0, 1.0, 1.0]),
+        *samples("control", [1.3, 1.3, 1.3]),
+    ]
+    said = words(drawn(tmp_path, run(measured)))
+    assert "No difference beyond the noise: ours on uvloop 0.90× (0.69–1.17) of" in said
+    assert "is ahead" not in said
+
+
+def test_the_ratio_stands_beside_the_line_and_every_line_has_its_transport(tmp_path: Path) -> None:
+    measured = [*TWO, *samples("uvloop", [0.1, 0.1], transport="memory", size=98_304)]
+    said = words(drawn(tmp_path, run(measured)))
+    assert re.search(r"(?<!: )0\.85×(?! \()", said)
+    assert "ours on uvloop, sockets time 0.85× (0.80–0.90) at 2,048 server CPU 0.95×" in said
+    assert "ours on uvloop, memory (no sockets)" in said
+    assert "PyTorch libuv, sockets the reference: 1×" in said
+    assert "96K" in said
+
+
+def test_a_saturated_point_is_hollow(tmp_path: Path) -> None:
+    svg = drawn(tmp_path, run([*TWO, *samples("libuv", [4.0] * 3, size=4096, share=0.9)]))
+    assert "fill: #ffffff" in drawn_as(svg, "saturated-libuv-sockets-4096-time")
+    assert not drawn_as(svg, "saturated-libuv-sockets-2048-time")
+    assert "the generator was saturated there" in words(svg)
+    assert "hollow the generator was saturated (≥ 90% of a core)" in words(svg)
+
+
+def test_nothing_is_hollow_below_that(tmp_path: Path) -> None:
+    """Nor in memory, where no generator is."""
+    in_memory = samples("uvloop", [4.0] * 3, share=1.0, transport="memory")
+    svg = drawn(tmp_path, run([*samples("libuv", [4.0] * 3, share=0.89), *in_memory]))
+    assert "saturated" not in svg
+
+
+def test_an_ending_stands_beside_the_line_with_its_reason(tmp_path: Path) -> None:
+    """As do the servers that were not measured at all."""
+    reason = "32,768 ranks would take 41 s, more than the budget of 20 s"
+    endings = [
+        Ending("init", "libuv", "sockets", 8192, "later"),
+        Ending("init", "libuv", "sockets", 4096, reason),
+        Ending("init", "legacy", "sockets", 1024, "PyTorch is not installed"),
+        Ending("barrier", "uvloop", "sockets", 4096, "of another scenario"),
+    ]
+    svg = drawn(tmp_path, run(TWO, endings))
+    said = words(svg)
+    assert f"ends before 4,096: {reason}" in said
+    assert "later" not in said
+    assert drawn_as(svg, "end-libuv-sockets-time")
+    assert not drawn_as(svg, "end-uvloop-sockets-time")
+    assert "PyTorch legacy, sockets not measured: PyTorch is not installed" in said
+    assert "another" not in said
+
+
+def test_a_reason_that_many_share_is_told_once(tmp_path: Path) -> None:
+    endings = [Ending("init", server, "sockets", 8192, "no more files") for server in ("uvloop", "libuv", "legacy")]
+    said = words(drawn(tmp_path, run(TWO, endings)))
+    assert said.count("no more files") == 1
+    assert said.count("ends before 8,192: as ours on uvloop, sockets") == 1
+    assert "PyTorch legacy, sockets not measured: as ours on uvloop, sockets" in said
+
+
+def test_no_line_goes_beyond_what_was_measured(tmp_path: Path) -> None:
+    """An ending at 1,000,000 does not stretch the axis."""
+    ending = Ending("init", "libuv", "sockets", 1_000_000, "no")
+    said = words(drawn(tmp_path, run(TWO, [ending])))
+    assert "1M" not in said
+
+
+def test_one_server_is_compared_with_nothing(tmp_path: Path) -> None:
+    said = words(drawn(tmp_path, run(samples("uvloop", [1.0]))))
+    assert "Nothing to compare: only ours on uvloop, sockets" in said
+    assert "One round. 2026-11-21" in said
+
+
+def test_bars_of_operations(tmp_path: Path) -> None:
+    measured = [
+        *samples("uvloop", [0.5, 0.5, 0.5], scenario="operations-set", size=64, late=1e-4),
+        *samples("libuv", [1.0, 1.0, 1.0], scenario="operations-set", size=64, late=1e-4),
+        *samples("uvloop", [1.2, 1.2, 1.2], scenario="operations-get", size=64, late=1e-4),
+        *samples("libuv", [1.0, 1.0, 1.0], scenario="operations-get", size=64, late=1e-4),
+    ]
+    missing = Ending("operations-get", "legacy", "sockets", 64, "it fell over")
+    said = words(drawn(tmp_path, run(measured, [missing]), "operations"))
+    assert "beyond the noise ours on uvloop leads in 1 (set), PyTorch libuv in 1 (get)" in said
+    assert "0.50×" in said
+    assert "1.20×" in said
+    assert "PyTorch legacy, sockets not measured in get: it fell over" in said
+
+
+def test_no_samples_no_figure(tmp_path: Path) -> None:
+    assert write_figures(run([], [Ending("init", "libuv", "sockets", 1024, "no")]), tmp_path) == {}
+
+
+@pytest.mark.parametrize("cpu", [0.0, 0.01])
+def test_a_measure_that_nothing_says_is_left_out(tmp_path: Path, cpu: float) -> None:
+    """CPU below what the clock can tell, and a latency that the scenario did not take."""
+    measured = [
+        *samples("uvloop", [1.0], scenario="steady", cpu=cpu),
+        *samples("libuv", [1.0], scenario="steady", cpu=cpu),
+    ]
+    assert "p99 latency" in words(drawn(tmp_path, run(measured), "steady"))
+
+
+def test_the_same_run_gives_the_same_files(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_figures(run(TWO), tmp_path / name)
+    for file in ("init.svg", "init.png"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_the_bars_go_from_the_least_to_the_greatest_round() -> None:
+    """Around the median, which is not in the middle."""
+    what = run(samples("uvloop", [1.0, 2.0, 4.0]))
+    [part] = results.parts(what)
+    axes = draw([part], what).axes[0]
+    ends = [
+        (float(segment[0][1]), float(segment[1][1]))
+        for collection in axes.collections
+        if isinstance(collection, LineCollection)
+        for segment in collection.get_segments()
+    ]
+    assert ends == [(1.0, 4.0)]
+    assert (1024.0, 2.0) in [tuple(point) for line in axes.lines for point in np.asarray(line.get_xydata())]
+
+
+def crowd() -> Run:
+    """Every server over both transports, close to each other, each with a long reason of its own to end."""
+    servers = ("uvloop", "threaded", "libuv", "legacy", "control")
+    measured = [
+        sample
+        for factor, server in enumerate(servers)
+        for size in (1024, 2048, 4096, 8192, 16_384, 19_000)
+        for sample in samples(server, [size * (1 + factor / 50)] * 3, size=size, cpu=size * (1 + factor / 50), share=1)
+    ]
+    for size in (1024, 98_304, 1_000_000):
+        measured += samples("uvloop", [size / 10] * 3, size=size, transport="memory", cpu=size / 10)
+    reason = "its time would be over the budget, since it grows with the square of the ranks, as every key wakes all, "
+    return run(measured, [Ending("init", server, "sockets", 32_768, reason * 2 + server) for server in servers])
+
+
+def spans(figure: Figure) -> dict[str, Bbox]:
+    """Where everything is written, in pixels."""
+    figure.draw_without_rendering()
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    return {f"{number}: {text.get_text()}": text.get_window_extent() for number, text in enumerate(texts)}
+
+
+@pytest.mark.parametrize("scenario", ["init", "operations"])
+def test_nothing_is_written_over_anything_else(scenario: str) -> None:
+    what = crowd()
+    if scenario == "operations":
+        names = ("set", "get", "add", "check", "wait", "multi_get", "append", "compare_set", "queue_push", "num_keys")
+        measured = [
+            sample
+            for name in names
+            for server in ("uvloop", "threaded", "libuv", "legacy", "control")
+            for sample in samples(server, [0.1] * 3, scenario=f"operations-{name}", size=64, late=1e-4, share=1)
+        ]
+        what = run(measured, [Ending("operations-set", "legacy", "sockets", 64, "it is too slow " * 10)])
+    figure = draw(results.parts(what), what)
+    found = spans(figure)
+    inside = figure.bbox
+    for text, box in found.items():
+        assert inside.x0 <= box.x0 < box.x1 <= inside.x1, text
+        assert inside.y0 <= box.y0 < box.y1 <= inside.y1, text
+    over = [
+        (one, other)
+        for (one, first), (other, second) in itertools.combinations(found.items(), 2)
+        if first.padded(-1).overlaps(second.padded(-1))
+    ]
+    assert not over

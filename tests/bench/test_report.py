@@ -1,0 +1,171 @@
+"""The report says what was measured, what was not, and that an estimate is one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import records
+from bench.records import Ending, Run
+from bench.report import main, render, write_report
+from bench.scenes import SCENES
+from made_up import run, samples
+
+MEMORY = samples("uvloop", [1.0, 1.5, 1.25], transport="memory", size=98_304)
+SOCKETS = [
+    *samples("uvloop", [0.8, 0.9, 0.85], size=16_384, cpu=0.5),
+    *samples("uvloop", [0.8, 0.9, 0.85], size=19_000, cpu=0.38, share=0.95),
+    *samples("libuv", [1.0, 1.0, 1.0], size=19_000, cpu=0.40),
+    *samples("control", [1.05, 1.05, 1.05], size=19_000, cpu=0.40),
+]
+
+
+def page(what: Run) -> str:
+    return render(what, {})
+
+
+def sentence(text: str) -> str:
+    [found] = [line for line in text.splitlines() if line.startswith("**Ours on uvloop initialized")]
+    return found
+
+
+def test_init_at_98304_ranks_is_told_with_its_transport_and_the_estimate() -> None:
+    """The estimate is 0.38 s / 19,000 × 98,304."""
+    said = sentence(page(run([*SOCKETS, *MEMORY])))
+    assert "98,304 ranks in 1.25 s in memory, its sessions driven without sockets" in said
+    assert "1.00–1.50" in said
+    assert "against the 100 s" in said
+    assert "20.0 µs of CPU on each of 19,000 ranks, × 98,304 = 1.97 s of CPU, which is an estimate" in said
+    assert said.count(". ") == 0, "one sentence"
+
+
+def test_real_connections_at_98304_ranks_are_told_instead() -> None:
+    measured = [*MEMORY, *samples("uvloop", [2.5, 2.5, 2.5], size=98_304)]
+    assert "98,304 ranks in 2.50 s over sockets" in sentence(page(run(measured)))
+
+
+def test_without_sockets_there_is_no_estimate() -> None:
+    said = sentence(page(run(MEMORY)))
+    assert "no connections over sockets to estimate from" in said
+    assert "=" not in said
+
+
+def test_without_98304_ranks_the_report_says_so() -> None:
+    assert "was not measured in this run" in page(run(SOCKETS))
+
+
+def test_a_table_has_medians_spread_cpu_ratios_and_saturation() -> None:
+    text = page(run(SOCKETS))
+    row = next(line for line in text.splitlines() if line.startswith("| 19,000 | ours on uvloop |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:] == [
+        "850 ms (800 ms–900 ms)", "**0.85× (0.76–0.95)**", "20.0 µs (20.0 µs–20.0 µs)", "**0.95× (0.95–0.95)**",
+        "10.0 µs", "95% sat.",
+    ]  # fmt: skip
+    assert "| 19,000 | control (the reference again) | 1.05 s (1.05 s–1.05 s) | 1.05× (1.05–1.05) |" in text
+
+
+def test_machine_versions_and_method_are_told() -> None:
+    text = page(run(SOCKETS))
+    for said in ("made up", "20,000", "commit abc1234", "2.13.0", "0.23.0", "8.00 GiB", "Rounds are interleaved"):
+        assert said in text
+
+
+def test_endings_have_their_reason() -> None:
+    ending = Ending("init", "legacy", "sockets", 4096, "it would take 40 minutes")
+    text = page(run(SOCKETS, [ending]))
+    assert "* PyTorch legacy, sockets ends before 4,096: it would take 40 minutes" in text
+
+
+def test_memory_says_what_one_more_rank_takes() -> None:
+    measured = [
+        *samples("uvloop", [1.0], scenario="memory", size=1024, memory=30 << 20),
+        *samples("uvloop", [1.0], scenario="memory", size=2048, memory=31 << 20),
+    ]
+    assert "* ours on uvloop: 1.00 KiB for each more rank between 1,024 and 2,048." in page(run(measured))
+
+
+def test_latencies_have_columns_of_their_own() -> None:
+    text = page(run(samples("uvloop", [1.0, 1.0], scenario="steady", late=1e-3)))
+    assert "| 1.00 ms / 2.00 ms / 4.00 ms |" in text
+
+
+def test_a_scenario_that_nobody_knows_is_told_too() -> None:
+    assert "## Something-new" in page(run(samples("uvloop", [1.0], scenario="something-new")))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (run(complete=False), "**Nothing was measured.**"),
+        (run(SOCKETS, complete=False), "**This run is not complete**"),
+        (run(samples("uvloop", [1.0])), "Nothing to compare: only ours on uvloop, sockets"),
+        (run(samples("libuv", [1.0])), "Nothing to compare: only PyTorch libuv, sockets"),
+        (run([*samples("uvloop", [1.0]), *samples("libuv", [2.0])]), "0.50× (one round)"),
+        (run(samples("uvloop", [1.0])), "none: noise unknown"),
+        (run([], [Ending("init", "libuv", "sockets", 1024, "no PyTorch")]), "ends before 1,024: no PyTorch"),
+        (run(samples("uvloop", [1.0], cpu=0.0)), "| – | – |"),
+        (run(samples("neither", [1.0], transport="memory")), "only neither, memory (no sockets)"),
+    ],
+)
+def test_a_run_of_whatever_there_is_has_a_report(what: Run, said: str, tmp_path: Path) -> None:
+    written = write_report(what, tmp_path / "deeper" / "still")
+    assert written[0].name == "report.md"
+    assert all(file.exists() for file in written)
+    assert said in written[0].read_text()
+
+
+def test_a_report_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records.write(run(SOCKETS), tmp_path / "run.json")
+    assert main([str(tmp_path / "run.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.md'}\n"
+    assert main([str(tmp_path / "run.json"), "--out", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "report.md").read_bytes() == (tmp_path / "report.md").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.json"], "nothing.json: No such file or directory\n"),
+        (["broken.json"], "broken.json: no results of this benchmark: "),
+        (["run.json", "--out", "run.json"], "run.json: File exists\n"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records.write(run(SOCKETS), Path("run.json"))
+    Path("broken.json").write_text("{")
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(said)
+    assert err.count("\n") == 1
+
+
+def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.report.find_spec", lambda name: None)
+    [written] = write_report(run(SOCKETS), tmp_path)
+    text = written.read_text()
+    assert "There are no figures: matplotlib is not installed" in text
+    assert "| 19,000 | ours on uvloop |" in text
+
+
+def test_the_documentation_names_every_scenario() -> None:
+    page = Path(__file__).parent.parent.parent / "docs" / "benchmark.md"
+    assert re.findall(r"^\| `([a-z][a-z-]*)` \|", page.read_text(), re.MULTILINE) == list(SCENES)
+
+
+def test_the_report_shows_every_figure(tmp_path: Path) -> None:
+    written = write_report(run([*SOCKETS, *samples("uvloop", [1.0], scenario="herd")]), tmp_path)
+    assert [file.name for file in written] == ["report.md", "init.png", "init.svg", "herd.png", "herd.svg"]
+    text = written[0].read_text()
+    assert "![Store initialization](init.png)" in text
+    assert "(herd.png)" in text

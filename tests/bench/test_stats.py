@@ -1,0 +1,171 @@
+"""Medians, intervals and ratios: what they are for known numbers, and what holds for all."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import stats
+from bench.labels import spread_out
+
+POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
+ROUNDS = st.dictionaries(st.integers(0, 20), POSITIVE, min_size=1, max_size=15)
+
+
+def by_round(values: list[float]) -> dict[int, float]:
+    return dict(enumerate(values))
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "confidence"),
+    [(1, 1, 1, 0.0), (2, 1, 2, 0.5), (3, 1, 3, 0.75), (5, 1, 5, 0.9375), (7, 1, 7, 0.984375), (8, 2, 7, 0.9296875)],
+)
+def test_between_which_values_the_median_lies(count: int, low: float, high: float, confidence: float) -> None:
+    """The probabilities are those of so many throws of a coin."""
+    shuffled = random.Random(1).sample(range(1, count + 1), count)
+    assert stats.interval([float(value) for value in shuffled]) == (low, high, confidence)
+
+
+def test_no_values_have_no_interval() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        stats.interval([])
+
+
+@given(st.lists(POSITIVE, min_size=1, max_size=40), st.sampled_from([0.5, 0.9, 0.99]))
+def test_an_interval_holds_the_median_of_its_values(values: list[float], confidence: float) -> None:
+    found = stats.interval(values, confidence)
+    assert found.low <= statistics.median(values) <= found.high
+    assert {found.low, found.high} <= set(values)
+    assert found.confidence >= confidence or (found.low, found.high) == (min(values), max(values))
+
+
+@pytest.mark.parametrize("count", [3, 5, 8, 12])
+def test_an_interval_holds_the_true_median_as_often_as_it_says(count: int) -> None:
+    """On a skewed distribution whose median is 1."""
+    dice = random.Random(7)
+    drawn = [stats.interval([dice.lognormvariate(0, 1) for _ in range(count)]) for _ in range(4000)]
+    share = sum(found.low <= 1 <= found.high for found in drawn) / len(drawn)
+    assert share == pytest.approx(drawn[0].confidence, abs=0.02)
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    """The second round was slow for both, which medians of each would mix up."""
+    found = stats.ratio(by_round([1.0, 9.0, 2.0]), by_round([2.0, 10.0, 2.0]))
+    assert found == stats.Ratio(0.9, 0.5, 1.0, 3, None)
+
+
+def test_only_rounds_that_both_measured_count() -> None:
+    assert stats.paired({1: 2.0, 2: 3.0, 4: 8.0}, {2: 1.0, 3: 5.0, 4: 2.0}) == [3.0, 4.0]
+    assert stats.ratio({1: 1.0}, {2: 1.0}) is None
+
+
+def test_a_round_too_short_for_the_clock_does_not_count() -> None:
+    assert stats.paired(by_round([0.0, 2.0, 4.0]), by_round([1.0, 0.0, 2.0])) == [2.0]
+    assert stats.unpaired([0.0], [1.0]) is None
+
+
+def test_the_control_widens_the_interval() -> None:
+    reference = by_round([1.0, 1.0, 1.0])
+    found = stats.ratio(by_round([0.8, 0.9, 0.85]), reference, by_round([1.2, 1.25, 1.3]))
+    assert found is not None
+    assert found.noise == 1.3
+    assert found.median == 0.85
+    assert (found.low, found.high) == pytest.approx((0.8 / 1.3, 0.9 * 1.3))
+    assert found.verdict == "within the noise"
+
+
+def test_a_control_that_was_faster_is_noise_as_well() -> None:
+    assert stats.noise_of(by_round([1.0]), by_round([0.5])) == 2.0
+
+
+def test_three_rounds_of_equal_servers_differ_rarely_and_are_reproduced_mostly() -> None:
+    """On a machine where rounds scatter by 5 % and servers by another 3 % from run to run."""
+    dice = random.Random(11)
+
+    def server() -> dict[int, float]:
+        bias = dice.lognormvariate(0, 0.03)
+        return by_round([bias * dice.lognormvariate(0, 0.05) for _ in range(3)])
+
+    runs = [stats.ratio(server(), server(), server()) for _ in range(4000)]
+    found = [ratio for ratio in runs if ratio is not None]
+    different = sum(ratio.verdict == "beyond the noise" for ratio in found)
+    again = sum(one.low <= other.median <= one.high for one, other in itertools.pairwise(found))
+    assert different / len(found) < 0.05
+    assert again / len(found) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([0.8, 0.9, 0.95], "beyond the noise"),
+        ([1.1, 1.2, 1.3], "beyond the noise"),
+        ([0.9, 0.95, 1.01], "within the noise"),
+        ([0.1], "one round, noise unknown"),
+    ],
+)
+def test_verdicts(values: list[float], verdict: str) -> None:
+    found = stats.ratio(by_round(values), by_round([1.0] * len(values)))
+    assert found is not None
+    assert found.verdict == verdict
+
+
+@given(ROUNDS, ROUNDS, st.sampled_from([0.5, 2.0, 8.0]))
+def test_a_ratio_scales(subject: dict[int, float], reference: dict[int, float], factor: float) -> None:
+    """By a power of two, so that nothing is rounded."""
+    found = stats.ratio(subject, reference)
+    scaled = stats.ratio({number: value * factor for number, value in subject.items()}, reference)
+    if found is None or scaled is None:
+        assert not subject.keys() & reference.keys()
+        assert found is scaled
+        return
+    assert scaled[:3] == tuple(value * factor for value in found[:3])
+    assert found.low <= found.median <= found.high
+
+
+@given(ROUNDS, ROUNDS)
+def test_turned_round_an_interval_is_the_reciprocal(subject: dict[int, float], reference: dict[int, float]) -> None:
+    found, turned = stats.ratio(subject, reference), stats.ratio(reference, subject)
+    if found is None or turned is None:
+        assert found is turned
+        return
+    assert (1 / turned.high, 1 / turned.low) == pytest.approx((found.low, found.high))
+
+
+@given(st.lists(POSITIVE, min_size=1, max_size=9), st.lists(POSITIVE, min_size=1, max_size=9))
+def test_unpaired_is_as_wide_as_both(subject: list[float], reference: list[float]) -> None:
+    found = stats.unpaired(subject, reference, 1.5)
+    assert found is not None
+    middle = statistics.median(subject) / statistics.median(reference)
+    assert found.median == pytest.approx(middle)
+    assert found.low <= middle / 1.5 * 1.000001
+    assert found.high >= middle * 1.5 * 0.999999
+
+
+def test_unpaired_of_known_rounds() -> None:
+    found = stats.unpaired([2.0, 3.0, 4.0], [1.0, 1.0, 2.0])
+    assert found == stats.Ratio(3.0, 1.0, 4.0, 3, None)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 0.2)), min_size=1, max_size=6).filter(
+        lambda labels: sum(height for _, height in labels) <= 0.99
+    )
+)
+def test_labels_do_not_overlap(labels: list[tuple[float, float]]) -> None:
+    wanted, heights = [at for at, _ in labels], [height for _, height in labels]
+    placed = spread_out(wanted, heights, 0.0, 1.0)
+    spans = sorted((at - height / 2, at + height / 2) for at, height in zip(placed, heights, strict=True))
+    assert spans[0][0] >= -1e-9
+    assert spans[-1][1] <= 1 + 1e-9
+    assert all(below[1] <= above[0] + 1e-9 for below, above in itertools.pairwise(spans))
+    order = sorted(range(len(labels)), key=lambda index: wanted[index])
+    assert sorted(range(len(labels)), key=lambda index: placed[index]) == order
+
+
+def test_a_label_with_room_stays_where_it_belongs() -> None:
+    assert spread_out([0.2, 0.8], [0.1, 0.1], 0.0, 1.0) == [0.2, 0.8]
