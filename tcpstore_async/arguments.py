@@ -15,6 +15,9 @@ from .errors import DistStoreError
 Text = str | bytes | bytearray
 Timeout = timedelta | float
 
+LONGEST: Final = 1e10
+"""Seconds, about 300 years."""
+
 INT64: Final = range(-(2**63), 2**63)
 
 
@@ -61,7 +64,10 @@ def to_int64(name: str, value: int) -> int:
 
 
 def to_seconds(name: str, timeout: Timeout) -> float:
-    """A timeout in seconds, cut to whole milliseconds as PyTorch's are; negative means for ever."""
+    """A timeout in seconds, cut to whole milliseconds as PyTorch's are; negative means for ever.
+
+    One that is longer than anybody's life is cut to that, so that it is a timedelta again.
+    """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
     elif isinstance(timeout, (int, float)):
@@ -70,7 +76,7 @@ def to_seconds(name: str, timeout: Timeout) -> float:
         raise TypeError(f"{name} must be a timedelta or a number of seconds, not {type(timeout).__name__}")
     if not math.isfinite(seconds):
         raise ValueError(f"{name} must be finite; a negative one means for ever")
-    return math.trunc(round(seconds * 1e6) / 1e3) / 1e3
+    return math.trunc(round(min(seconds, LONGEST) * 1e6) / 1e3) / 1e3
 
 
 def _to_float(number: float) -> float:
@@ -111,5 +117,5 @@ def to_world_size(name: str, value: int | None) -> int | None:
         return None
     number = to_int64(name, value)
     if number == 0:
-        raise ValueError(f"TCPStore world size cannot be 0, and {name} is")
+        raise ValueError("TCPStore world size cannot be 0")
     return number if number > 0 else None

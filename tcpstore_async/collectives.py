@@ -2,10 +2,12 @@
 
 Knows: PyTorch's keys for them, so that ranks of both meet in one; who is missing when time is up. Must not know: what
 kind of store it is.
-Invariant: a store's own timeout is never changed, for others may be using it.
+Invariant: a store's own timeout is never changed, for others may be using it. That time is up is a RuntimeError, whose
+store it may be: PyTorch's stores have no base of ours.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Final
@@ -47,9 +49,10 @@ def store_based_barrier(
     while True:
         left = deadline.left()
         try:
-            store.wait([f"{key}:last_worker"], timedelta(seconds=interval if left is None else min(interval, left)))
+            patience = timedelta(seconds=interval) if left is None or left > interval else _left(deadline)
+            store.wait([f"{key}:last_worker"], patience)
             return
-        except DistStoreError as error:
+        except RuntimeError as error:
             joined = store.add(key, 0)
             if deadline.passed():
                 raise DistStoreError(
@@ -80,6 +83,7 @@ def synchronize(
 ) -> list[bytes]:
     """Give every rank the data of all; once for every prefix. Raises MissingRanksError after `timeout` seconds."""
     deadline = Deadline(to_seconds("timeout", timeout))
+    _check_rank(rank, world_size)
     keys = [f"{key_prefix}{other}" for other in range(world_size)]
     store.set(keys[rank], data)
     _wait_for_all(store, "synchronize", keys, range(world_size), deadline)
@@ -111,7 +115,7 @@ def barrier(
     last = _arrive(store, world_size, key_prefix)
     try:
         store.wait([last], timedelta(seconds=seconds))
-    except DistStoreError:
+    except RuntimeError:
         if rank is None:
             raise
         missing = _trace(store, world_size, key_prefix, rank, to_seconds("trace_timeout", trace_timeout))
@@ -143,7 +147,7 @@ def _trace(store: Store, world_size: int, prefix: str, rank: int, seconds: float
     if rank != 0:
         try:
             store.wait([gate], timedelta(seconds=2 * seconds))  # rank 0 may have begun later
-        except DistStoreError:
+        except RuntimeError:
             return None
         return []
     missing: list[int] = []
@@ -153,10 +157,15 @@ def _trace(store: Store, world_size: int, prefix: str, rank: int, seconds: float
             break
         try:
             store.wait([f"{prefix}{other}/TRACE"], timedelta(milliseconds=1) if missing else _left(deadline))
-        except DistStoreError:
+        except RuntimeError:
             missing.append(other)
     store.set(gate, _IGNORED)
     return missing
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be from 0 to {world_size - 1}, as world_size is {world_size}, not {rank}")
 
 
 class StoreCollectives:
@@ -170,6 +179,7 @@ class StoreCollectives:
         self._store = store
         self._rank = to_int64("rank", rank)
         self._world_size = to_int64("world_size", world_size)
+        _check_rank(self._rank, self._world_size)
         self._used: set[bytes] = set()
 
     def barrier(self, key: Text, timeout: Timeout = DEFAULT_TIMEOUT, block: bool = True) -> None:
@@ -252,7 +262,7 @@ class StoreCollectives:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         try:
             self._store.wait(keys, _left(deadline))
-        except DistStoreError as error:
+        except RuntimeError as error:
             missing = [rank for rank in others if not self._store.check([self._of(name, rank)])]
             raise MissingRanksError(_failed(what, missing, error), missing) from None
 
@@ -260,7 +270,7 @@ class StoreCollectives:
 def _wait_for_all(store: Store, what: str, keys: list[str], ranks: Iterable[int], deadline: Deadline) -> None:
     try:
         store.wait(keys, _left(deadline))
-    except DistStoreError as error:
+    except RuntimeError as error:
         missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
         raise MissingRanksError(_failed(what, missing, error), missing) from None
 
@@ -270,6 +280,6 @@ def _failed(what: str, missing: list[int], error: Exception) -> str:
 
 
 def _left(deadline: Deadline) -> timedelta:
-    """What is left, as every store takes it; negative means for ever."""
+    """What is left, as every store takes it, in whole milliseconds; negative means for ever."""
     left = deadline.left()
-    return timedelta(seconds=-1.0 if left is None else left)
+    return timedelta(milliseconds=-1 if left is None else math.ceil(left * 1000))

@@ -218,8 +218,7 @@ def _env(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Fou
 
 def _file(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
     place = read_file(url)
-    store = FileStore(place.path, place.world_size, new_round=True)
-    store.set_timeout(timeout)
+    store = FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
     yield store, place.rank, place.world_size
     raise RuntimeError("Unable to perform rerendezvous using file:// method")
 

@@ -163,7 +163,7 @@ class AsyncTCPStore:
 
     async def list_keys(self) -> list[str]:
         """The names of all keys, in no order, without PyTorch's own. Raises UnicodeDecodeError for a name not UTF-8."""
-        return calls.names_of(await self._ask(calls.LIST_KEYS))
+        return calls.texts_of(calls.names_of(await self._ask(calls.LIST_KEYS)))
 
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """The values, as soon as all are there."""

@@ -134,9 +134,14 @@ def introduce(known: dict[str, str]) -> Ask:
     return BY_METHOD["introduce"], ([(name.encode(), pack(text.encode())) for name, text in known.items()],)
 
 
-def names_of(keys: list[bytes]) -> list[str]:
-    """Keys as users know them, PyTorch's own left out. Raises UnicodeDecodeError for a name that is not UTF-8."""
-    return [key[1:].decode() for key in keys if key.startswith(b"/")]
+def names_of(keys: list[bytes]) -> list[bytes]:
+    """Keys as users know them, PyTorch's own left out."""
+    return [key[1:] for key in keys if key.startswith(b"/")]
+
+
+def texts_of(names: list[bytes]) -> list[str]:
+    """Raises UnicodeDecodeError for a name that is not UTF-8."""
+    return [name.decode() for name in names]
 
 
 def out_of_time(ask: Ask, seconds: float) -> str:

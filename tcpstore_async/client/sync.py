@@ -39,8 +39,15 @@ _MOMENT: Final = 0.01
 class TCPClient:
     """The connections of one store."""
 
-    def __init__(self, host: str, port: int, timeout: float, introduction: dict[str, str] | None = None) -> None:
-        """Connect, trying again until the timeout, in seconds. Raises DistNetworkError.
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout: float,
+        introduction: dict[str, str] | None = None,
+        began: float | None = None,
+    ) -> None:
+        """Connect, trying again until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
 
         The introduction is what the server may know of this client, once it turns out to be one of ours.
         """
@@ -53,7 +60,7 @@ class TCPClient:
         self.closed = False
         self._asked = False
         self._lost = ""
-        self._start([Channel(*dial_in_this_thread(host, port, Deadline(timeout)))])
+        self._start([Channel(*dial_in_this_thread(host, port, Deadline(timeout, began)))])
 
     def _start(self, channels: list[Channel]) -> None:
         self._channels = channels

@@ -14,15 +14,13 @@ import warnings
 import weakref
 from typing import Final, Protocol
 
-from ..errors import DistNetworkError, DistStoreError
-from .base import BACKENDS, check_port, listen_at, prepare, resolve
+from .base import BACKENDS, Address, check_port, listen_at, prepare, resolve
 from .forks import keep_private
+from .refusals import Tried, Uv, refusals
 
 WHERE: Final = "TCPSTORE_SERVER"
 BIND: Final = "TCPSTORE_BIND"
 
-_NOT_OPENED: Final = "Failed to open existing"
-_NOT_LISTENING: Final = "The server socket has failed to listen on provided"
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -141,7 +139,7 @@ def host(
             tenancy = _open(port, bind_host, listen_fd, where, backend, shared=True)
             _shared[tenancy.server.port] = tenancy
         elif listen_fd is not None:
-            _take_over(listen_fd, port).close()
+            _take_over(listen_fd, port, backend).close()
         if not may_be_thread and tenancy.server.pid == os.getpid():
             raise RuntimeError(f"{_NO_THREAD}, and another store has made it one")
         return Hosted(tenancy)
@@ -158,7 +156,11 @@ def _where() -> str:
 def _open(
     port: int, bind_host: str | None, listen_fd: int | None, where: str, backend: str, *, shared: bool
 ) -> _Tenancy:
-    listener = _listen(port, bind_host or os.environ.get(BIND)) if listen_fd is None else _take_over(listen_fd, port)
+    listener = (
+        _listen(port, bind_host or os.environ.get(BIND), backend)
+        if listen_fd is None
+        else _take_over(listen_fd, port, backend)
+    )
     with keep_private(listener):
         server = _start_process(listener, backend, where != _PROCESS_ONLY) if where != "thread" else None
         return _Tenancy(server or _start_thread(listener, backend), backend, shared)
@@ -167,65 +169,48 @@ def _open(
 # The socket
 
 
-def _listen(port: int, bind_host: str | None) -> socket.socket:
-    try:
-        if bind_host:
-            return listen_at(*resolve(bind_host, port))
-        return _listen_everywhere(port)
-    except OSError as error:
-        raise DistNetworkError(
-            "The server socket has failed to listen on any local network address. "
-            f"port: {port}, useIpv6: false, {_told(error)}"
-        ) from None
+def _listen(port: int, bind_host: str | None, backend: str) -> socket.socket:
+    tried: Tried = []
+    for family, address in [resolve(bind_host, port)] if bind_host else _everywhere(port):
+        try:
+            return listen_at(family, address)
+        except OSError as error:
+            tried.append((family, f"{address[0]!s}", error))
+    raise refusals(backend).no_address(port, tried)
 
 
-def _listen_everywhere(port: int) -> socket.socket:
-    """As PyTorch's server: on both families, or on IPv4 where that fails, whatever the reason. Raises OSError."""
-    try:
-        return listen_at(socket.AF_INET6, ("::", port))
-    except OSError:
-        return listen_at(socket.AF_INET, ("0.0.0.0", port))
+def _everywhere(port: int) -> list[tuple[int, Address]]:
+    """As PyTorch's servers: on both families, or on IPv4 where that fails, whatever the reason."""
+    return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]
 
 
-def _take_over(fd: int, port: int) -> socket.socket:
+def _take_over(fd: int, port: int, backend: str) -> socket.socket:
     """The socket `fd`, listening. Once it turns out to be one it is ours to close, whatever else is wrong."""
+    words = refusals(backend)
     try:
         listener = socket.socket(fileno=fd)
     except OSError as error:
-        raise _unusable(_NOT_OPENED, fd, error) from None
+        raise words.no_socket(fd, error) from None
     except ValueError:  # it is negative
-        raise _unusable(_NOT_OPENED, fd, OSError(errno.EBADF, "no descriptor")) from None
+        raise words.no_socket(fd, OSError(errno.EBADF, "no descriptor")) from None
     try:
-        _listen_on(listener, port)
+        _listen_on(listener, port, words)
     except BaseException:
         listener.close()
         raise
     return listener
 
 
-def _listen_on(listener: socket.socket, port: int) -> None:
+def _listen_on(listener: socket.socket, port: int, words: Uv) -> None:
     fd = listener.fileno()
-    try:
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # fails if it is no TCP socket
-    except OSError as error:
-        raise _unusable(_NOT_OPENED, fd, error) from None
-    bound = listener.getsockname()[1]
-    if port not in (0, bound):
-        raise DistStoreError(f"listen fd {fd} is bound to port {bound}, expected to be bound to port {port}")
+    bound = listener.getsockname()[1] if listener.family in (socket.AF_INET, socket.AF_INET6) else 0
+    words.check_kind(listener)
+    if port != bound and not (port == 0 and words.takes_port_0):
+        raise words.other_port(fd, bound, port)
     try:
         prepare(listener)
     except OSError as error:
-        raise _unusable(_NOT_LISTENING, fd, error) from None
-
-
-def _unusable(what_failed: str, fd: int, error: OSError) -> DistNetworkError:
-    return DistNetworkError(f"{what_failed} socket. socket: {fd}, {_told(error)}")
-
-
-def _told(error: OSError) -> str:
-    """An error as libuv tells it."""
-    number = error.errno or 0
-    return f"code: -{number}, name: {errno.errorcode.get(number, 'UNKNOWN')}, message: {os.strerror(number).lower()}"
+        raise words.not_listening(fd, error) from None
 
 
 # Where it runs

@@ -89,6 +89,10 @@ class Store:
         """The names of all keys, in no order. Raises UnicodeDecodeError for a name that is not UTF-8."""
         raise NotImplementedError("this store cannot list its keys")
 
+    def _list_keys_as_bytes(self) -> list[bytes]:
+        """The same, whatever bytes they are: one that is no text must not spoil the list of a view without it."""
+        return [name.encode() for name in self.list_keys()]
+
     def append(self, key: Text, value: Text) -> None:
         """Append to a value; a missing one is empty."""
         more = to_bytes("value", value)

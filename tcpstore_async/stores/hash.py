@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from ..arguments import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..blob import Framed, pack, unpack
+from ..client.calls import texts_of
 from ..client.deadline import Deadline
 from ..errors import ProtocolError, QueueEmptyError, StoreTimeoutError
 from ..keyspace import Bell, Keyspace
@@ -114,9 +115,11 @@ class HashStore(Store):
             return self._keyspace.num_keys()
 
     def list_keys(self) -> list[str]:
+        return texts_of(self._list_keys_as_bytes())
+
+    def _list_keys_as_bytes(self) -> list[bytes]:
         with _LOCK:
-            names = self._keyspace.list_keys()
-        return [name.decode() for name in names]
+            return self._keyspace.list_keys()
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         return self._get(to_bytes_list("keys", keys))

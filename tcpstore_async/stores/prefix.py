@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Final
 
 from ..arguments import Text, Timeout, to_bytes, to_bytes_list
+from ..client.calls import texts_of
 from .base import Store
 
 
@@ -89,9 +90,11 @@ class PrefixStore(Store):
         return self._store.num_keys()
 
     def list_keys(self) -> list[str]:
+        return texts_of(self._list_keys_as_bytes())
+
+    def _list_keys_as_bytes(self) -> list[bytes]:
         start = self._start
-        names = (name.encode() for name in self._store.list_keys())
-        return [name[len(start) :].decode() for name in names if name.startswith(start)]
+        return [name[len(start) :] for name in self._store._list_keys_as_bytes() if name.startswith(start)]
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         return self._store.multi_get(self._names(keys))

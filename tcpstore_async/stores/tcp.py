@@ -7,6 +7,7 @@ Invariant: a store that has been made has joined the server of its own round; on
 
 import logging
 import os
+import re
 import time
 import warnings
 import weakref
@@ -98,8 +99,7 @@ class TCPStore(Store):
         knows nothing of that join, so this is the one command that is sent again.
         """
         while True:
-            left = deadline.left()
-            client = TCPClient(self.host, self.port, -1.0 if left is None else left, introduction(ranks))
+            client = TCPClient(self.host, self.port, self._timeout, introduction(ranks), deadline.began)
             try:
                 self._before_joining()
                 if ranks is None or self._joins(client, ranks, deadline):
@@ -227,6 +227,9 @@ class TCPStore(Store):
         return number
 
     def list_keys(self) -> list[str]:
+        return calls.texts_of(self._list_keys_as_bytes())
+
+    def _list_keys_as_bytes(self) -> list[bytes]:
         return calls.names_of(self._connection().ask(calls.LIST_KEYS))
 
     def append(self, key: Text, value: Text) -> None:
@@ -335,10 +338,27 @@ def _host(
             may_be_thread=may_be_thread,
         )
     except DistNetworkError:
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("1", "True")
-        if agent and listen_fd is None and os.environ.get("MASTER_PORT") == str(port):
+        if _agent_hosts(port) and listen_fd is None:
             return None
         raise
+
+
+_YES: Final = ("1", "t", "true", "y", "yes")
+_NO: Final = ("0", "f", "false", "n", "no")
+
+
+def _agent_hosts(port: int) -> bool:
+    """Whether torchrun's agent hosts the server of this port. Raises RuntimeError, as PyTorch, for what it cannot read.
+
+    A rendezvous reads the same variables in another way: see `rendezvous_url`.
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "0").lower()
+    if agent not in _YES + _NO:
+        raise RuntimeError("Invalid value for environment variable: TORCHELASTIC_USE_AGENT_STORE")
+    number = re.match(r"\s*([+-]?[0-9]{1,9})(?![0-9])", os.environ.get("MASTER_PORT", "0"))
+    if number is None:
+        raise RuntimeError("Invalid value for environment variable: MASTER_PORT")
+    return agent in _YES and int(number[1]) == port
 
 
 def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None:

@@ -194,8 +194,7 @@ def _file(
 ) -> Iterator[Found]:
     place = plain.read_file(url)
     _make_way(place.path)
-    store = stores.FileStore(place.path, place.world_size, new_round=True)
-    store.set_timeout(timeout)
+    store = stores.FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
     _opened.append(Opened(place.path, store, functools.partial(stores.close_with_clones, store)))
     yield store, place.rank, place.world_size
     raise RuntimeError("Unable to perform rerendezvous using file:// method")

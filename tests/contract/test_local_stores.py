@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
@@ -185,3 +186,37 @@ def test_stores_beside_each_other_in_a_file_are_no_new_round(tmp_path: Path) -> 
     with FileStore(path, 1, new_round=True) as one, FileStore(path, 1, new_round=True) as other:
         one.set("key", "value")
         assert other.get("key") == b"value"
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_a_neighbours_name_that_is_no_text_is_not_in_the_list(kind: str, tmp_path: Path) -> None:
+    store = HashStore() if kind == "hash" else FileStore(tmp_path / "file")
+    with store:
+        view, inner = PrefixStore("p", store), PrefixStore("q", PrefixStore("p", store))
+        view.set("k", "1")
+        inner.set("i", "2")
+        store.set(b"\xff", "x")
+        assert sorted(view.list_keys()) == ["k", "q/i"]
+        assert inner.list_keys() == ["i"]
+        with pytest.raises(UnicodeDecodeError):
+            store.list_keys()
+
+
+def test_a_close_that_failed_can_be_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    store = FileStore(path, 1, timeout=0.05)
+    with open(path, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        with pytest.raises(StoreTimeoutError):
+            store.close()
+    store.close()
+    assert not path.exists()
+    store.close()
+
+
+def test_longer_than_a_life_is_a_timeout_like_others() -> None:
+    store = HashStore()
+    for given in (timedelta.max, 1e300):
+        store.set_timeout(given)
+        assert store.timeout > timedelta(days=100_000)
+        store.barrier("one", 1, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async import DistStoreError, HashStore, MissingRanksError, StoreTimeoutError
+from tcpstore_async.arguments import Text, Timeout
 from tcpstore_async.collectives import StoreCollectives, barrier, get_all, store_based_barrier, synchronize
 
 T = TypeVar("T")
@@ -174,3 +175,31 @@ def test_a_key_is_for_one_call(store: HashStore) -> None:
     for again in repeated:
         with pytest.raises(RuntimeError, match=r"Key k.* has already been used\."):
             again()
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_there_is_not(store: HashStore, rank: int) -> None:
+    with pytest.raises(ValueError, match=r"^rank must be from 0 to 1, as world_size is 2, not"):
+        StoreCollectives(store, rank, 2)
+    with pytest.raises(ValueError, match=r"^rank must be from 0 to 1"):
+        synchronize(store, b"data", rank, 2, "prefix")
+    assert store.num_keys() == 0
+
+
+class StoreOfOthers(HashStore):
+    """Its errors are not ours, as PyTorch's are not."""
+
+    def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
+        try:
+            super().wait(keys, timeout)
+        except DistStoreError as error:
+            raise RuntimeError(str(error)) from None
+
+
+def test_a_store_whose_errors_are_not_ours(caplog: pytest.LogCaptureFixture) -> None:
+    store = StoreOfOthers()
+    with pytest.raises(DistStoreError, match="num_workers_joined=1"):
+        store_based_barrier(0, store, "group", 2, 0.05)
+    with pytest.raises(MissingRanksError) as caught:
+        StoreCollectives(store, 0, 3).all_gather("key", b"data", 0.05)
+    assert caught.value.ranks == [1, 2]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 import tcpstore_async
 from support import tcpstore_server
+from tcpstore_async import StoreTimeoutError, rendezvous
 from tcpstore_async.rendezvous_url import Place, read_env, read_file, read_tcp
 
 VARIABLES = [
@@ -126,3 +129,8 @@ def test_a_world_of_64_processes(scheme: str, tmp_path: object) -> None:
     url = {"tcp": f"tcp://127.0.0.1:{port}", "env": "env://", "file": f"file://{tmp_path}/meet"}[scheme]
     assert ranks(url, 64, env) == [0] * 64
     assert not os.path.exists(f"{tmp_path}/meet")
+
+
+def test_a_file_that_cannot_be_had_takes_the_rendezvous_timeout(tmp_path: Path) -> None:
+    with pytest.raises(StoreTimeoutError, match="for 50ms"):
+        next(rendezvous(f"file://{tmp_path}/missing/file?rank=0&world_size=1", timeout=timedelta(milliseconds=50)))

@@ -66,8 +66,11 @@ class SharedFile:
         self.path: Final = os.path.abspath(path)
         self.pid: Final = os.getpid()
         self._complained = False
-        self._joined = -1
-        """A descriptor of the file that was joined, so that no other one gets its inode."""
+        self._joined: list[int] = []
+        """A descriptor of the file that was joined, so that no other one gets its inode; none once it is left.
+
+        A list, because taking it out is one step: of two that sign off at once, one does.
+        """
         self.renew()
         _FILES.add(self)
 
@@ -104,7 +107,7 @@ class SharedFile:
 
         def act(turn: Turn) -> bool:
             self._let_go()
-            self._joined = os.open(self.path, os.O_RDONLY)
+            self._joined.append(os.open(self.path, os.O_RDONLY))
             may = self._write(turn, lambda keyspace: sign_on_records(keyspace, round_size))
             if not may and not turn.lost:
                 _unlink(self.path)
@@ -118,20 +121,36 @@ class SharedFile:
             raise
 
     def sign_off(self, world_size: int, deadline: Deadline) -> None:
-        """Count one store less, if the file is still the one that was joined; the last one of a world removes it."""
+        """Count one store less, if the file is still the one that was joined; the last one of a world removes it.
+
+        Does nothing if that is done. If it fails it may be tried again.
+        """
+        try:
+            joined = self._joined.pop()
+        except IndexError:
+            return
+        done = False
 
         def act(turn: Turn) -> None:
-            if not os.path.samestat(os.fstat(turn.fd), os.fstat(self._joined)):
+            nonlocal done
+            if not os.path.samestat(os.fstat(turn.fd), os.fstat(joined)):
                 return
-            if self._write(turn, lambda keyspace: sign_off_records(keyspace, world_size)) and not turn.lost:
+            try:
+                last = self._write(turn, lambda keyspace: sign_off_records(keyspace, world_size))
+            finally:
+                done = turn.written
+            if last and not turn.lost:
                 _unlink(self.path)
 
         try:
             self._in_turn(os.O_RDWR, deadline, act, patient=False)
+            done = True
         except Missing:
-            pass  # as in PyTorch
+            done = True  # as in PyTorch
         finally:
-            self._let_go()
+            self._joined.append(joined)
+            if done:
+                self._let_go()
 
     def forked(self) -> None:
         """Be the file in a forked child, where nobody holds the lock and nobody signs off."""
@@ -139,9 +158,8 @@ class SharedFile:
         self._let_go()
 
     def _let_go(self) -> None:
-        fd, self._joined = self._joined, -1
-        if fd >= 0:
-            os.close(fd)
+        while self._joined:
+            os.close(self._joined.pop())
 
     def signature(self) -> object:
         """Something that is another thing once the file has changed."""

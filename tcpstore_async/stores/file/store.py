@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from ...arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs
 from ...blob import pack, unpack
-from ...client.calls import names_of
+from ...client.calls import names_of, texts_of
 from ...client.deadline import DEFAULT_TIMEOUT, Deadline
 from ...errors import DistStoreError, ProtocolError, QueueEmptyError, StoreTimeoutError
 from ...keyspace import Keyspace
@@ -86,10 +86,16 @@ class FileStore(Store):
         return FileStore(self._path, self._world_size, timeout=self._timeout)
 
     def close(self) -> None:
-        """Sign off; the last one removes the file."""
+        """Sign off; the last one removes the file.
+
+        May be called again: a store that could not sign off in time is closed nevertheless, and tries again then or, at
+        the latest, when it is collected or at exit.
+        """
         self._closed = True
-        if self._farewell.detach() and os.getpid() == self._file.pid:
-            self._file.sign_off(self._world_size, self._deadline())
+        if not self._farewell.alive or os.getpid() != self._file.pid:
+            return
+        self._file.sign_off(self._world_size, self._deadline())
+        self._farewell.detach()
 
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or os.getpid() != self._file.pid or sys.is_finalizing():
@@ -150,6 +156,9 @@ class FileStore(Store):
         return self._read(lambda keyspace: keyspace.num_keys())
 
     def list_keys(self) -> list[str]:
+        return texts_of(self._list_keys_as_bytes())
+
+    def _list_keys_as_bytes(self) -> list[bytes]:
         return names_of(self._read(lambda keyspace: keyspace.list_keys()))
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
@@ -266,6 +275,8 @@ def _to_path(given: str | os.PathLike[str]) -> str:
         path = os.fsdecode(given)
     except TypeError:
         raise TypeError(f"file_name must be a str or a path, not {type(given).__name__}") from None
+    if not path:
+        raise ValueError("file_name must not be empty")
     if "\0" in path:
         raise ValueError("file_name must have no NUL in it")
     return path

@@ -1,0 +1,96 @@
+"""What PyTorch's two servers say of a socket that is no good to a master.
+
+Knows: their words, which differ, and with them which error it is. Must not know: where the socket comes from.
+"""
+
+import errno
+import os
+import socket
+
+from ..errors import DistError, DistNetworkError, DistStoreError
+
+Tried = list[tuple[int, str, OSError]]
+"""Family, address, and why it could not be listened on."""
+
+
+class Uv:
+    """The event-driven server's words."""
+
+    takes_port_0 = True
+    """Whether a socket may be given without its port."""
+
+    def no_address(self, port: int, tried: Tried) -> DistError:
+        return DistNetworkError(
+            "The server socket has failed to listen on any local network address. "
+            f"port: {port}, useIpv6: false, {_as_libuv(tried[-1][2])}"
+        )
+
+    def no_socket(self, fd: int, error: OSError) -> DistError:
+        return DistNetworkError(f"Failed to open existing socket. socket: {fd}, {_as_libuv(error)}")
+
+    def check_kind(self, listener: socket.socket) -> None:
+        """Raise for a socket that nobody could connect to."""
+        try:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise self.no_socket(listener.fileno(), error) from None
+
+    def other_port(self, fd: int, bound: int, port: int) -> DistError:
+        return DistStoreError(_other_port(fd, bound, port))
+
+    def not_listening(self, fd: int, error: OSError) -> DistError:
+        return DistNetworkError(
+            f"The server socket has failed to listen on provided socket. socket: {fd}, {_as_libuv(error)}"
+        )
+
+
+class Threaded(Uv):
+    """The legacy server's words."""
+
+    takes_port_0 = False
+
+    def no_address(self, port: int, tried: Tried) -> DistError:
+        failures = [
+            f"The server socket has failed to bind to {_shown(family, host, port)} {_as_legacy(error)}. "
+            f"The server could not be initialized on any address for port={port}, family={int(family)}"
+            for family, host, error in tried
+        ]
+        return DistNetworkError(
+            f"The server socket has failed to listen on any local network address. {' '.join(failures)}"
+        )
+
+    def no_socket(self, fd: int, error: OSError) -> DistError:
+        return DistNetworkError(f"getsockname failed for fd {fd}: {_as_legacy(error)}")
+
+    def check_kind(self, listener: socket.socket) -> None:
+        if listener.type != socket.SOCK_STREAM:
+            raise self.not_listening(listener.fileno(), OSError(errno.EOPNOTSUPP, "no stream"))
+
+    def other_port(self, fd: int, bound: int, port: int) -> DistError:
+        return DistNetworkError(_other_port(fd, bound, port))
+
+    def not_listening(self, fd: int, error: OSError) -> DistError:
+        return DistNetworkError(f"Failed to listen on socket initialized from fd {fd}: {_as_legacy(error)}.")
+
+
+def refusals(backend: str) -> Uv:
+    return Threaded() if backend == "threaded" else Uv()
+
+
+def _other_port(fd: int, bound: int, port: int) -> str:
+    return f"listen fd {fd} is bound to port {bound}, expected to be bound to port {port}"
+
+
+def _shown(family: int, host: str, port: int) -> str:
+    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+
+
+def _as_libuv(error: OSError) -> str:
+    number = error.errno or 0
+    message = "operation not supported on socket" if number == errno.ENOTSUP else os.strerror(number).lower()
+    return f"code: -{number}, name: {errno.errorcode.get(number, 'UNKNOWN')}, message: {message}"
+
+
+def _as_legacy(error: OSError) -> str:
+    number = error.errno or 0
+    return f"(errno: {number} - {os.strerror(number)})"
