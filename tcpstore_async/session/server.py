@@ -75,11 +75,19 @@ class Engine:
         owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
         method: Call = getattr(owner, command.method)
         if command.flags & (Flag.SESSION | Flag.PARKS):
-            return lambda *fields: method(self.serving, *fields)
+            return self._with_session(method, command.request.arity)
         measure = command.reply.measure
         if measure is None:
             return method
         return lambda *fields: self._measured(measure, method(*fields))
+
+    def _with_session(self, method: Call, arity: int) -> Call:
+        """A method that is also given the session. Not for any number of fields at once, which costs 0.1 µs a call."""
+        if arity == 0:
+            return lambda: method(self.serving)
+        if arity == 1:
+            return lambda field: method(self.serving, field)
+        return lambda first, second: method(self.serving, first, second)
 
     def _measured(self, measure: Callable[[Any], int], result: Any) -> Any:
         """A result, if the reply that will be built from it may be sent."""

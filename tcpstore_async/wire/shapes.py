@@ -56,6 +56,9 @@ class Rest:
 class Request:
     """The shape of a request's fields, those behind the opcode."""
 
+    arity: int = 1
+    """How many fields there are."""
+
     def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         """Decode the fields that start at `at` in data[:end], and give them to `call`.
 
@@ -71,6 +74,9 @@ class Request:
 
 
 class _Nothing(Request):
+    def __init__(self) -> None:
+        self.arity = 0
+
     def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         return call(), at
 
@@ -132,6 +138,9 @@ class _Key(Request):
 
 
 class _KeyI64(Request):
+    def __init__(self) -> None:
+        self.arity = 2
+
     def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
         if start <= end:
@@ -150,6 +159,7 @@ class _KeyValues(Request):
     """A key and one or more values."""
 
     def __init__(self, values: int, bulk: bool) -> None:
+        self.arity = 1 + values
         self.values = values
         self.bulk = bulk
         """Whether a large last value may be received as a `Bulk`."""
