@@ -61,13 +61,13 @@ class Result:
 
 
 class Generator:
-    """Connections to one server, numbered from `first`: the ranks."""
+    """Connections to one server; `source`: the address they come from, empty: any."""
 
-    def __init__(self, host: str, port: int, source: str = "", first: int = 0) -> None:
+    def __init__(self, host: str, port: int, source: str = "") -> None:
         self.host = host
         self.port = port
         self.source = source
-        self.first = first
+        self.rank: list[int] = []
         self.epoll = select.epoll()
         self.buffer = bytearray(_CHUNK)
         self.sockets: list[socket.socket] = []
@@ -89,9 +89,13 @@ class Generator:
         self.interval = 0.0
         self.wanted = 0
 
-    def open(self, count: int) -> None:
-        """Make room for so many more connections; the first run of each connects it. Raises LoadError."""
-        for _ in range(count):
+    def open(self, count: int, first: int) -> None:
+        """Make room for so many more connections, ranks from `first` on; the first run of each connects it.
+
+        Raises LoadError.
+        """
+        for rank in range(first, first + count):
+            self.rank.append(rank)
             self.sockets.append(self._socket())
             self.index[self.sockets[-1].fileno()] = len(self.sockets) - 1
             self.step.append(0)
@@ -273,7 +277,7 @@ class Generator:
         self.since[which] = time.perf_counter()
         data = act.request
         if act.rank_at:
-            rank = b"%08d" % (self.first + which)
+            rank = b"%08d" % self.rank[which]
             own = bytearray(data)
             for place in act.rank_at:
                 own[place : place + _DIGITS] = rank

@@ -12,19 +12,32 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, Final
 
 import msgspec
 
+from ..server.base import raise_file_limit
 from .generator import Act, Generator, Late, LoadError, Result, Unreachable
 
 _KINDS: Final = {kind.__name__: kind for kind in (Unreachable, Late)}
 
 
+_ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
+_PROGRAM: Final = "import sys; sys.path[0] = sys.argv[1]; from tcpstore_async.load.process import work; work()"
+"""This very package, wherever we are: a checkout in the working directory must not hide a compiled one."""
+
+
+def process_clock(pid: int) -> int:
+    """Linux's clock of another process's processor time, for `time.clock_gettime`; finer than /proc's."""
+    return (~pid << 3) | 2
+
+
 class Open(msgspec.Struct, tag=True):
-    """Make room for `count` more connections."""
+    """Make room for `count` more connections, ranks from `first` on."""
 
     count: int
+    first: int
 
 
 class Play(msgspec.Struct, tag=True):
@@ -75,6 +88,8 @@ class Took(msgspec.Struct):
     """Seconds of processor time of all generators."""
     share: float
     """Of the wall time, how much the busiest generator computed: near 1 it may have set the pace."""
+    ended: float
+    """Seconds of the monotonic clock."""
     operations: int
     latencies: "array[float]"
     """Seconds, sorted."""
@@ -91,26 +106,34 @@ class Fleet:
 
     def __init__(self, processes: list["subprocess.Popen[bytes]"]) -> None:
         self._processes = processes
+        self._opened = 0
 
     def open(self, count: int) -> None:
-        """Make room for `count` connections over all generators, once. Raises LoadError."""
+        """Make room for `count` more connections, spread over the generators. Raises LoadError."""
         share, more = divmod(count, len(self._processes))
-        first = 0
         for number, process in enumerate(self._processes):
             mine = share + (number < more)
-            _say(process.stdin, msgspec.json.encode(first))
-            _say(process.stdin, msgspec.json.encode(Open(mine)))
-            first += mine
-        self._collect()
+            _say(process.stdin, msgspec.json.encode(Open(mine, self._opened)))
+            self._opened += mine
+        self.collect()
+
+    def cpu(self) -> list[float]:
+        """Seconds of processor time that each generator has used so far."""
+        return [time.clock_gettime(process_clock(process.pid)) for process in self._processes]
 
     def tell(self, order: Play | Pace) -> Took:
         """Give the order to all generators at once and wait for all of them. Raises LoadError."""
+        self.send(order)
+        return self.collect()
+
+    def send(self, order: Play | Pace) -> None:
+        """Give the order; `collect` is to be called for it before the next."""
         line = msgspec.json.encode(order)
         for process in self._processes:
             _say(process.stdin, line)
-        return self._collect()
 
-    def _collect(self) -> Took:
+    def collect(self) -> Took:
+        """Wait for all generators to have done the order. Raises LoadError."""
         found: list[Done] = []
         for process in self._processes:
             assert process.stdout is not None
@@ -129,6 +152,7 @@ class Fleet:
             wall,
             sum(done.cpu for done in found),
             max(done.cpu for done in found) / wall if wall > 0 else 0.0,
+            max(done.ended for done in found),
             sum(done.operations for done in found),
             array("f", sorted(every)),
         )
@@ -146,7 +170,7 @@ def fleet(
         for _ in range(min(generators, count)):
             # A session of its own: Ctrl-C is for the parent, which ends this one.
             process = subprocess.Popen(
-                [sys.executable, "-m", "tcpstore_async.load"],
+                [sys.executable, "-c", _PROGRAM, _ROOT],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -186,14 +210,16 @@ def _say(pipe: IO[bytes] | None, line: bytes) -> None:
 
 def work() -> None:
     """The life of a generator process: orders on standard input, answers on standard output, until it is closed."""
+    raise_file_limit()
     host, port, source = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, int, str])
-    first = sys.stdin.buffer.readline()
-    if not first:
-        return
-    generator = Generator(host, port, source, msgspec.json.decode(first, type=int))
-    for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(msgspec.json.encode(_obey(generator, msgspec.json.decode(line, type=Order))) + b"\n")
-        sys.stdout.buffer.flush()
+    generator = Generator(host, port, source)
+    try:
+        for line in sys.stdin.buffer:
+            done = _obey(generator, msgspec.json.decode(line, type=Order))
+            sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os._exit(1)  # the parent is gone; the interpreter would try to flush once more, and complain
 
 
 def _obey(generator: Generator, order: Any) -> Done:
@@ -202,7 +228,7 @@ def _obey(generator: Generator, order: Any) -> Done:
     failed = kind = ""
     try:
         if isinstance(order, Open):
-            generator.open(order.count)
+            generator.open(order.count, order.first)
         elif isinstance(order, Pace):
             result = generator.pace(order.act, order.seconds, order.interval, order.limit)
         else:
