@@ -15,7 +15,7 @@ COMPILED = ROOT / "build" / "compiled"
 
 
 def _prefer_compiled() -> None:
-    """Measure the compiled build, if `make compile` has made it, here and in every process that is started from here."""
+    """Measure the compiled build, if `make compile` has made it, here and in all processes started here."""
     if list(COMPILED.glob("*.so")) and os.environ.get("BENCH_BUILD") != "interpreted":
         sys.path.insert(0, str(COMPILED))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(COMPILED), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import click
 
@@ -181,7 +182,8 @@ def _processor() -> str:
 
 
 def _versions() -> Versions:
-    return Versions(VERSION, build(), _commit(), platform.python_version(), _version("uvloop"), _version("torch"))
+    kind: Literal["compiled", "interpreted"] = "compiled" if build() == "compiled" else "interpreted"
+    return Versions(VERSION, kind, _commit(), platform.python_version(), _version("uvloop"), _version("torch"))
 
 
 def _version(package: str) -> str:

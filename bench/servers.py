@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,8 +40,8 @@ class Died(LoadError):
 
 FOREIGN = "127.9.8.7"
 """A loopback address that /etc/hosts does not name: who comes from it has to be looked up."""
-SILENT = "127.9.8.53"
-"""Where the name server that never answers listens."""
+RESOLVER = "127.9.8.53"
+"""Where the name server listens that stops answering."""
 
 
 class Server:
@@ -107,7 +108,7 @@ class Host:
 
     @contextmanager
     def running(self, server: str, *, busy: bool = False, silent_resolver: bool = False) -> Iterator[Server]:
-        """A fresh one; `busy`: in a trainer that computes; `silent_resolver`: with a name server that never answers.
+        """A fresh one; `busy`: in a trainer that computes; `silent_resolver`: with a name server that answers no more.
 
         Raises LoadError if it does not start.
         """
@@ -123,10 +124,14 @@ class Host:
             return
         if not can_mount():
             raise LoadError("a server cannot be given a resolver of its own here: unshare -m is not allowed")
-        with _silence(), _file(f"nameserver {SILENT}\noptions timeout:1 attempts:1\n") as conf:
-            # Pinned as the others; what unshare starts takes its place.
-            with _started(_mounted(conf.name, "/etc/resolv.conf", command), trainer=False) as found:
-                yield found
+        conf = f"nameserver {RESOLVER}\noptions timeout:1 attempts:1\n"
+        with (
+            _names() as silence,
+            _file(conf) as file,
+            _started(_mounted(file.name, "/etc/resolv.conf", command), trainer=False) as found,
+        ):
+            silence.set()
+            yield found
 
     @contextmanager
     def _forked(self, kind: str) -> Iterator[Server]:
@@ -283,11 +288,34 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """A name server that hears and never answers."""
+def _names() -> Iterator[threading.Event]:
+    """A name server that knows no name, and once the event is set answers no more.
+
+    It answers while a server starts because PyTorch's 2.13 asks nobody again after the first failure.
+    """
+    silent = threading.Event()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stub:
         try:
-            stub.bind((SILENT, 53))
+            stub.bind((RESOLVER, 53))
         except OSError as error:
-            raise LoadError(f"no name server can be put on {SILENT}: {error.strerror}") from None
-        yield
+            raise LoadError(f"no name server can be put on {RESOLVER}: {error.strerror}") from None
+        stub.settimeout(0.1)
+        over = threading.Event()
+        thread = threading.Thread(target=_answer, args=[stub, silent, over])
+        thread.start()
+        try:
+            yield silent
+        finally:
+            over.set()
+            thread.join()
+
+
+def _answer(stub: socket.socket, silent: threading.Event, over: threading.Event) -> None:
+    while not over.is_set():
+        try:
+            question, peer = stub.recvfrom(4096)
+        except TimeoutError:
+            continue
+        if not silent.is_set():
+            # A response, recursion available, NXDOMAIN; one question, which is repeated, and nothing else.
+            stub.sendto(question[:2] + b"\x81\x83\0\1\0\0\0\0\0\0" + question[12:], peer)
