@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from bench.servers import FOREIGN, PYTORCH, SERVERS, Host, Server, cores_of_load, kind_of
+from bench.servers import FOREIGN, SERVERS, Host, Server, cores_of_load, environment
 from tcpstore_async.blob import pack
 from tcpstore_async.load.generator import Act, Late, LoadError
 from tcpstore_async.load.process import Fleet, Pace, Play, Took, fleet
@@ -123,11 +123,19 @@ def both(one: Measured, other: Measured) -> Measured:
 
 @contextmanager
 def under_test(
-    host: Host, server: str, size: int, limit: float, *, source: str = "", busy: bool = False, silent: bool = False
+    host: Host,
+    server: str,
+    size: int,
+    limit: float,
+    *,
+    source: str = "",
+    busy: bool = False,
+    silent: bool = False,
+    new: bool = False,
 ) -> Iterator[Bench]:
     cores = cores_of_load()
     with (
-        host.running(server, busy=busy, silent_resolver=silent) as one,
+        host.running(server, busy=busy, silent_resolver=silent, new=new) as one,
         fleet(
             "127.0.0.1", one.port, size, generators=min(4, len(cores)), source=source, cores=None if busy else cores
         ) as load,
@@ -238,7 +246,7 @@ def _operations(host: Host, server: str, size: int, limit: float) -> list[Measur
 
 
 def _memory(host: Host, server: str, size: int, limit: float) -> list[Measured]:
-    with under_test(host, server, size, limit) as bench:
+    with under_test(host, server, size, limit, new=True) as bench:
         before = bench.server.memory()
         found = _joining(bench, size, WINDOW)
         return [found._replace(memory=max(0, bench.server.memory() - before))]
@@ -276,7 +284,9 @@ def without_sockets(scenario: str, size: int, limit: float) -> Measured:
     """Our sessions in memory, in a process of its own, `limit` seconds at most. Raises LoadError."""
     command = [sys.executable, "-m", "bench.memory", scenario, str(size)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=limit, cwd=tempfile.gettempdir(), check=False)
+        done = subprocess.run(
+            command, capture_output=True, timeout=limit, cwd=tempfile.gettempdir(), env=environment(), check=False
+        )
     except subprocess.TimeoutExpired:
         raise Late(f"not done after {limit:.0f} s") from None
     if done.returncode:
@@ -284,7 +294,3 @@ def without_sockets(scenario: str, size: int, limit: float) -> Measured:
         raise LoadError(f"the sessions in memory ended with {done.returncode}: {''.join(said_last)}")
     found = json.loads(done.stdout)
     return Measured(found["wall"], found["operations"], found["cpu"], 0.0, 0.0)
-
-
-def is_ours(server: str) -> bool:
-    return kind_of(server) not in PYTORCH

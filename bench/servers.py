@@ -100,26 +100,29 @@ def has_torch() -> bool:
 
 
 class Host:
-    """Starts servers; keeps a process that has PyTorch imported, for theirs. Made by `hosting`."""
+    """Starts servers; keeps processes that have PyTorch imported, for theirs. Made by `hosting`."""
 
     def __init__(self) -> None:
-        self._torch: subprocess.Popen[bytes] | None = None
+        self._torch: dict[str, subprocess.Popen[bytes]] = {}
         self._names: IO[str] | None = None
 
     @contextmanager
-    def running(self, server: str, *, busy: bool = False, silent_resolver: bool = False) -> Iterator[Server]:
-        """A fresh one; `busy`: in a trainer that computes; `silent_resolver`: with a name server that answers no more.
+    def running(
+        self, server: str, *, busy: bool = False, silent_resolver: bool = False, new: bool = False
+    ) -> Iterator[Server]:
+        """A fresh one; `busy`: in a trainer that computes; `silent_resolver`: with a name server that answers no more;
+        `new`: its process too, at any price.
 
         Raises LoadError if it does not start.
         """
         kind = kind_of(server)
-        if kind in PYTORCH and not busy and not silent_resolver:
-            with self._forked(kind) as found:
+        if kind in PYTORCH and not (busy or silent_resolver or new):
+            with self._kept(kind) as found:
                 yield found
             return
         command = _command(kind, busy)
         if not silent_resolver:
-            with _started(command, trainer=busy) as found:
+            with _started(self._knowing_nobody(command) if kind in PYTORCH else command, trainer=busy) as found:
                 yield found
             return
         if not can_mount():
@@ -134,23 +137,26 @@ class Host:
             yield found
 
     @contextmanager
-    def _forked(self, kind: str) -> Iterator[Server]:
-        host = self._host()
-        assert host.stdin is not None
-        assert host.stdout is not None
+    def _kept(self, kind: str) -> Iterator[Server]:
+        """PyTorch's, new, in a process that is kept for it: importing PyTorch takes seconds."""
+        if kind not in self._torch:
+            self._torch[kind] = _popen(self._knowing_nobody([*_PYTHON, "bench.torch_host"]), pinned=True)
+        process = self._torch[kind]
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            host.stdin.write(kind.encode() + b"\n")
-            host.stdin.flush()
-            port, pid = map(int, host.stdout.readline().split())
+            process.stdin.write(kind.encode() + b"\n")
+            process.stdin.flush()
+            port, pid = _ready(process.stdout.readline())
         except (OSError, ValueError):
-            raise LoadError(f"PyTorch's {kind} server did not start") from None
+            raise Died(f"PyTorch's {kind} server did not start") from None
         try:
             yield Server(port, pid)
         except LoadError as error:
-            raise _why(error, _alive(pid)) from None
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
+            # What the load did to it must not be there in the next measurement.
+            alive = process.poll() is None
+            _end(self._torch.pop(kind))
+            raise _why(error, alive) from None
 
     def _knowing_nobody(self, command: list[str]) -> list[str]:
         """The command, where names are looked up in files only, if that is possible here.
@@ -164,14 +170,9 @@ class Host:
             self._names = _file("hosts: files\n")
         return _mounted(self._names.name, "/etc/nsswitch.conf", command)
 
-    def _host(self) -> subprocess.Popen[bytes]:
-        if self._torch is None or self._torch.poll() is not None:
-            self._torch = _popen(self._knowing_nobody([*_PYTHON, "bench.torch_host"]), pinned=True)
-        return self._torch
-
     def stop(self) -> None:
-        if self._torch is not None:
-            _end(self._torch)
+        for process in self._torch.values():
+            _end(process)
         if self._names is not None:
             self._names.close()
 
@@ -235,14 +236,6 @@ def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
         _end(process)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _why(error: LoadError, alive: bool) -> LoadError:
     """What went wrong, and that it was the server's end, if it was."""
     return error if alive or isinstance(error, Died) else Died(f"the server has ended by itself: {error}")
@@ -256,11 +249,14 @@ def _ready(line: bytes) -> tuple[int, int]:
     return int(port), int(pid)
 
 
+def environment() -> dict[str, str]:
+    """For processes that import `bench`. The checkout comes last: its plain sources must not hide a compiled build."""
+    path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def _popen(command: list[str], *, pinned: bool) -> subprocess.Popen[bytes]:
     """Started on the server's core, which its threads inherit. Ctrl-C is for us, so it has a session of its own."""
-    # The checkout comes last: its plain sources must not hide a compiled build.
-    path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     mine = os.sched_getaffinity(0)
     if pinned:
         os.sched_setaffinity(0, core_of_server())
@@ -272,7 +268,7 @@ def _popen(command: list[str], *, pinned: bool) -> subprocess.Popen[bytes]:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd=tempfile.gettempdir(),
-            env=env,
+            env=environment(),
         )
     finally:
         os.sched_setaffinity(0, mine)
