@@ -113,6 +113,7 @@ def _measure(plan: Plan) -> tuple[Run, str]:
         runner = Runner(plan, host, progress)
         try:
             runner.run()
+            failure = runner.failures[0] if runner.failures else ""
         except KeyboardInterrupt:
             failure = "interrupted; what was measured until then is kept"
         except (LoadError, OSError) as error:

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 from bench import scenarios
 from bench.records import Ending, Sample, Transport
 from bench.scenarios import Measured, Scenario
-from bench.servers import Died, Host, has_torch, kind_of
-from tcpstore_async.load.generator import LoadError
+from bench.servers import Died, Host, Impossible, has_torch, kind_of
+from tcpstore_async.load.generator import Late, LoadError
 
 RESERVE = 600
 """Open files that a server or a generator needs besides its connections, BUSY ones among them."""
@@ -75,6 +75,8 @@ class Runner:
         self.plan = plan
         self.samples: list[Sample] = []
         self.endings: list[Ending] = []
+        self.failures: list[str] = []
+        """What went wrong, each in one line, without ending the run."""
         self._host = host
         self._progress = progress
         self._began = time.monotonic()
@@ -119,7 +121,10 @@ class Runner:
         """End a line that cannot, or had better not, be taken to this size."""
         room = self.plan.open_files - RESERVE
         if line.transport == "sockets" and scenario.per_connection and size > room:
-            self._end(scenario, line, size, f"a process may have {self.plan.open_files:,} files open here")
+            reason = f"a process may have {self.plan.open_files:,} files open here"
+            self._end(scenario, line, size, reason)
+            if self.plan.sizes:  # it was asked for
+                self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
             return
         running = sum(not other.ended for other in lines)
         allowed = (deadline - time.monotonic()) / self.plan.rounds / running
@@ -149,6 +154,8 @@ class Runner:
             raise Died(f"{scenario.name}, {line.server} at {size:,}: {error}") from None
         except LoadError as error:
             self._end(scenario, line, size, str(error))
+            if not isinstance(error, (Late, Impossible)):
+                self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {error}")
             return
         took = time.monotonic() - began
         if line.took and line.took[-1][0] == size:

@@ -34,6 +34,10 @@ LIMIT = 60.0
 """Seconds in which a server has to start."""
 
 
+class Impossible(LoadError):
+    """This machine does not allow what a scenario needs."""
+
+
 class Died(LoadError):
     """The server's process has ended by itself."""
 
@@ -126,7 +130,7 @@ class Host:
                 yield found
             return
         if not can_mount():
-            raise LoadError("a server cannot be given a resolver of its own here: unshare -m is not allowed")
+            raise Impossible("a server cannot be given a resolver of its own here: unshare -m is not allowed")
         conf = f"nameserver {RESOLVER}\noptions timeout:1 attempts:1\n"
         with (
             _names() as silence,
@@ -294,7 +298,7 @@ def _names() -> Iterator[threading.Event]:
         try:
             stub.bind((RESOLVER, 53))
         except OSError as error:
-            raise LoadError(f"no name server can be put on {RESOLVER}: {error.strerror}") from None
+            raise Impossible(f"no name server can be put on {RESOLVER}: {error.strerror}") from None
         stub.settimeout(0.1)
         over = threading.Event()
         thread = threading.Thread(target=_answer, args=[stub, silent, over])

@@ -69,7 +69,7 @@ def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> N
     runner = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 700], 1, False, LIMIT, 1000), host, quiet)
     runner.run()
     assert [(one.size, one.reason) for one in runner.endings] == [(700, "a process may have 1,000 files open here")]
-    late = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 8], 1, False, 0.0, 20_000), host, quiet)
+    late = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 8], 1, False, 0.001, 20_000), host, quiet)
     late.run()
     assert [(one.size, "s are left for it" in one.reason) for one in late.endings] == [(8, True)]
 
@@ -133,6 +133,8 @@ def test_a_full_file_table_ends_the_line(tmp_path: Path) -> None:
     run = records.read(tmp_path / "run.json")
     assert [one.size for one in run.samples] == [8]
     assert "files open" in run.endings[0].reason
+    assert done.returncode == 1
+    assert b"files open" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
