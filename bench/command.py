@@ -66,7 +66,11 @@ def _sizes(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option("--scenario", "names", multiple=True, type=click.Choice(list(SCENARIOS)), help="Only this; repeatable.")
 @click.option("--server", "servers", multiple=True, type=click.Choice(SERVERS), help="Only this; repeatable.")
 @click.option("--sizes", callback=_sizes, metavar="N,N,…", help="Instead of each scenario's own.")
-@click.option("--rounds", type=click.IntRange(1, 100), help="Samples of each point.  [default: 5, or 3 if --quick]")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 100),
+    help="Of each point; slow scenarios have fewer.  [default: 5, or 3 if --quick]",
+)
 @click.option("--seconds", type=click.FloatRange(1, 86_400), help="For all of it.  [default: 3000, or 140 if --quick]")
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-results"), show_default=True

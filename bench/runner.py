@@ -107,12 +107,17 @@ class Runner:
     def _sizes(self, scenario: Scenario) -> Sequence[int]:
         return self.plan.sizes or (scenario.quick if self.plan.quick else scenario.sizes)
 
+    def _rounds(self, scenario: Scenario) -> int:
+        if not scenario.slow:
+            return self.plan.rounds
+        return 1 if self.plan.quick else min(3, self.plan.rounds)
+
     def _size(self, scenario: Scenario, lines: list[Line], size: int, deadline: float) -> None:
         """All rounds of one size, interleaved: every server in turn, then all of them again."""
         for line in lines:
             if not line.ended:
                 self._judge(scenario, line, size, lines, deadline)
-        for number in range(self.plan.rounds):
+        for number in range(self._rounds(scenario)):
             for line in lines:
                 if not line.ended:
                     self._sample(scenario, line, size, number)
@@ -127,7 +132,7 @@ class Runner:
                 self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
             return
         running = sum(not other.ended for other in lines)
-        allowed = (deadline - time.monotonic()) / self.plan.rounds / running
+        allowed = (deadline - time.monotonic()) / self._rounds(scenario) / running
         projected = line.projected(size)
         if line.took and projected > allowed:
             self._end(
@@ -140,7 +145,7 @@ class Runner:
     def _sample(self, scenario: Scenario, line: Line, size: int, number: int) -> None:
         self._progress(
             (time.monotonic() - self._began) / self.plan.seconds,
-            f"{scenario.name}, {line.server}, {line.transport}, {size:,}, round {number + 1} of {self.plan.rounds}",
+            f"{scenario.name}, {line.server}, {line.transport}, {size:,}, round {number + 1}",
         )
         limit = max(LEAST, 3 * line.projected(size))
         began = time.monotonic()

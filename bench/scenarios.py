@@ -83,6 +83,8 @@ class Scenario(NamedTuple):
     servers: tuple[str, ...] = SERVERS
     per_connection: bool = True
     """Whether a size is the number of connections, which the limit of open files bounds."""
+    slow: bool = False
+    """Whether a sample takes seconds at any size: fewer rounds, one in a quick run."""
     memory: tuple[int, ...] = ()
     """Sizes at which our sessions are driven without sockets."""
 
@@ -269,13 +271,13 @@ _ALL = (
     Scenario("barrier-opcode", _barrier_opcode, RANKS, QUICK, 3, memory=(*TUTORIAL, 1_000_000)),
     Scenario("herd", _herd, RANKS, (1 * K, 4 * K), 3),
     Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 2),
-    Scenario("steady", _steady, RANKS, (1 * K,), 5),
+    Scenario("steady", _steady, RANKS, (1 * K,), 8, slow=True),
     Scenario("fanout", _fanout, RANKS, (1 * K, 8 * K), 3, memory=(*TUTORIAL, 1_000_000)),
     Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256, 512), 4),
     Scenario("operations", _operations, (1, 8, 64), (64,), 3, per_connection=False),
-    Scenario("memory", _memory, RANKS, (1 * K, 8 * K), 3),
-    Scenario("resolver", _resolver, (2, 4, 8), (2, 4), 2),
-    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 3),
+    Scenario("memory", _memory, RANKS, (8 * K,), 5, slow=True),
+    Scenario("resolver", _resolver, (2, 4, 8), (2,), 3, slow=True),
+    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 3, slow=True),
 )
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 
