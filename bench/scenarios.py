@@ -266,8 +266,8 @@ def _busy_trainer(host: Host, server: str, size: int, limit: float) -> list[Meas
 
 
 _ALL = (
-    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 5, memory=(*TUTORIAL, 1_000_000)),
-    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 6, memory=(*TUTORIAL, 1_000_000)),
+    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 14, memory=(*TUTORIAL, 1_000_000)),
+    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 16, memory=(*TUTORIAL, 1_000_000)),
     Scenario("barrier-opcode", _barrier_opcode, RANKS, QUICK, 3, memory=(*TUTORIAL, 1_000_000)),
     Scenario("herd", _herd, RANKS, (1 * K, 4 * K), 3),
     Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 2),
