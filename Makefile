@@ -32,6 +32,8 @@ help:
 	@echo "make check     format, lint, types, and all tests on the interpreted and on the compiled build"
 	@echo "make lint      format, lint, types"
 	@echo "make format    format and sort imports"
+	@echo "make bench     the scale benchmark: 1K to 96K ranks, every server, with figures; under an hour (ARGS=--help)"
+	@echo "make bench-quick  the same with 1K to 8K ranks, in under three minutes"
 	@echo "make compile   the compiled build, in build/compiled"
 	@echo "make matrix    the tests with PyTorch against every PyTorch from 2.4 on (VERSIONS='2.4 2.8': only those; 25 GB)"
 	@echo "make clean     remove everything that was built, .venv too"
@@ -66,6 +68,15 @@ format: .venv/.test
 .PHONY: compile
 compile: build/compiled/.made
 
+# The compiled build is found by itself; results are in bench-results, or where ARGS="--out FOLDER" says.
+.PHONY: bench
+bench: .venv/.bench .venv/.torch build/compiled/.made
+	$(BIN)/python -m bench scale $(ARGS)
+
+.PHONY: bench-quick
+bench-quick: .venv/.bench .venv/.torch build/compiled/.made
+	$(BIN)/python -m bench scale --quick $(ARGS)
+
 # The environments stay in build/matrix, or $$MATRIX_DIR. Nothing of .venv is needed.
 .PHONY: matrix
 matrix: .venv/.made
@@ -98,6 +109,11 @@ clean:
 	@echo "installing the package and the test tools into .venv"
 	@TCPSTORE_PURE=1 $(PIP) --editable '.[test]'
 	@touch .venv/.package $@
+
+.venv/.bench: .venv/.package
+	@echo "installing what draws figures into .venv"
+	@TCPSTORE_PURE=1 $(PIP) --editable '.[bench]'
+	@touch $@
 
 .venv/.torch: .venv/.made Makefile
 	@echo "installing $(TORCH_PACKAGE) into .venv"

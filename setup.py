@@ -28,6 +28,7 @@ COMPILED = [
         "session/server",
         "server/uv",
         "server/readiness",
+        "load/generator",
     )
 ]
 

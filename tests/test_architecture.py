@@ -21,7 +21,7 @@ FLOORS = {
     "wire": 0, "keyspace": 0,
     "session": 1,
     "server": 2, "client": 2,
-    "stores": 3, "ops": 3,
+    "stores": 3, "ops": 3, "load": 3,
     "daemon": 4, "rendezvous_url": 4, "collectives": 4,
     "cli": 5, "torch": 5,
     "autoload": 6, "__init__": 7, "__main__": 7,

@@ -16,6 +16,7 @@ from ..errors import DistError
 from ..limits import Limits
 from ..server.backends import DEFAULT_BACKEND, Server
 from ..server.base import BACKENDS
+from .bench import bench
 from .client import add_client_commands
 from .streams import log_without_blocking, open_standard_streams, say
 
@@ -145,6 +146,7 @@ def serve(
 
 
 add_client_commands(main)
+main.add_command(bench)
 
 
 def _write_atomically(path: Path, text: str) -> None:

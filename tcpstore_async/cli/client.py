@@ -109,7 +109,7 @@ def _finite(ctx: click.Context, param: click.Parameter, number: float) -> float:
     return number
 
 
-def _client(function: Callable[..., None]) -> Callable[..., None]:
+def client_command(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of all client commands, as one `Asker`."""
 
     def command(url: tuple[str, int], timeout: float, output: str, **given: Any) -> None:
@@ -158,7 +158,7 @@ def _value(text: str) -> bytes:
 
 
 @click.command()
-@_client
+@client_command
 def ping(asker: Asker) -> None:
     """Say whether the server answers, and how fast."""
 
@@ -172,7 +172,7 @@ def ping(asker: Asker) -> None:
 
 @click.command()
 @click.argument("key")
-@_client
+@client_command
 def get(asker: Asker, key: str) -> None:
     """Print a value, as soon as there is one."""
     asker.show("value", asker.ask(lambda store: store.get(_bytes(key))))
@@ -181,7 +181,7 @@ def get(asker: Asker, key: str) -> None:
 @click.command("set")
 @click.argument("key")
 @click.argument("value")
-@_client
+@client_command
 def set_(asker: Asker, key: str, value: str) -> None:
     """Store a value; '-' reads it from standard input. Before a value like -1 say --, which ends the options."""
     content = _value(value)
@@ -196,7 +196,7 @@ def set_(asker: Asker, key: str, value: str) -> None:
 @click.command()
 @click.argument("key")
 @click.argument("value")
-@_client
+@client_command
 def append(asker: Asker, key: str, value: str) -> None:
     """Append to a value; '-' reads from standard input."""
     content = _value(value)
@@ -211,7 +211,7 @@ def append(asker: Asker, key: str, value: str) -> None:
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("key")
 @click.argument("amount", type=click.IntRange(-(2**63), 2**63 - 1))
-@_client
+@client_command
 def add(asker: Asker, key: str, amount: int) -> None:
     """Add to a counter and print the sum."""
 
@@ -229,7 +229,7 @@ def add(asker: Asker, key: str, amount: int) -> None:
 @click.argument("key")
 @click.argument("expected")
 @click.argument("desired")
-@_client
+@client_command
 def compare_set(asker: Asker, key: str, expected: str, desired: str) -> None:
     """Store DESIRED if the value is EXPECTED; print the value afterwards.
 
@@ -240,7 +240,7 @@ def compare_set(asker: Asker, key: str, expected: str, desired: str) -> None:
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
-@_client
+@client_command
 def check(asker: Asker, keys: tuple[str, ...]) -> None:
     """Exit with 0 if all keys are there, with 1 if not."""
     present = asker.ask(lambda store: store.check(list(map(_bytes, keys))))
@@ -251,7 +251,7 @@ def check(asker: Asker, keys: tuple[str, ...]) -> None:
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
-@_client
+@client_command
 def wait(asker: Asker, keys: tuple[str, ...]) -> None:
     """Wait until all keys are there."""
     asker.ask(lambda store: store.wait(list(map(_bytes, keys))))
@@ -259,7 +259,7 @@ def wait(asker: Asker, keys: tuple[str, ...]) -> None:
 
 @click.command()
 @click.argument("key")
-@_client
+@client_command
 def delete(asker: Asker, key: str) -> None:
     """Remove a key; exit with 1 if it was not there."""
     deleted = asker.ask(lambda store: store.delete_key(_bytes(key)))
@@ -270,7 +270,7 @@ def delete(asker: Asker, key: str) -> None:
 
 @click.command()
 @click.option("--prefix", default="", help="Only keys that begin so.")
-@_client
+@client_command
 def keys(asker: Asker, prefix: str) -> None:
     """Print the names of the keys, one a line, sorted."""
     names: list[str] = asker.ask(lambda store: store.list_keys())
@@ -278,7 +278,7 @@ def keys(asker: Asker, prefix: str) -> None:
 
 
 @click.command("num-keys")
-@_client
+@client_command
 def num_keys(asker: Asker) -> None:
     """Print how many keys there are."""
     asker.show("num_keys", asker.ask(lambda store: store.num_keys()))
@@ -292,7 +292,7 @@ def queue() -> None:
 @queue.command()
 @click.argument("key")
 @click.argument("value")
-@_client
+@client_command
 def push(asker: Asker, key: str, value: str) -> None:
     """Append an item; '-' reads it from standard input."""
     content = _value(value)
@@ -307,7 +307,7 @@ def push(asker: Asker, key: str, value: str) -> None:
 @queue.command()
 @click.argument("key")
 @click.option("--block/--no-block", default=True, show_default=True, help="Wait for an item.")
-@_client
+@client_command
 def pop(asker: Asker, key: str, block: bool) -> None:
     """Take the oldest item and print it."""
     asker.show("value", asker.ask(lambda store: store.queue_pop(_bytes(key), block)))
@@ -315,7 +315,7 @@ def pop(asker: Asker, key: str, block: bool) -> None:
 
 @queue.command("len")
 @click.argument("key")
-@_client
+@client_command
 def len_(asker: Asker, key: str) -> None:
     """Print how many items there are."""
     asker.show("length", asker.ask(lambda store: store.queue_len(_bytes(key))))
@@ -324,7 +324,7 @@ def len_(asker: Asker, key: str) -> None:
 @click.command()
 @click.argument("key")
 @click.option("--world-size", type=int, required=True, help="How many have to arrive.")
-@_client
+@client_command
 def barrier(asker: Asker, key: str, world_size: int) -> None:
     """Wait until WORLD_SIZE callers have arrived at this key."""
     asker.ask(lambda store: store.barrier(_bytes(key), world_size))
@@ -332,7 +332,7 @@ def barrier(asker: Asker, key: str, world_size: int) -> None:
 
 @click.command()
 @click.option("--local", is_flag=True, help="This installation, without asking a server.")
-@_client
+@client_command
 def info(asker: Asker, local: bool) -> None:
     """Print what is known of the server, or of this installation."""
 

@@ -1,0 +1,298 @@
+"""The scenarios: what the ranks do, at which sizes, and what of it is timed.
+
+Knows requests, orders to the generators, and the servers' clocks. Must not know rounds, budgets or files.
+Invariant: each measurement has a fresh server, and what prepares it is not in its times.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from bench.servers import FOREIGN, SERVERS, Host, Server, cores_of_load, environment
+from tcpstore_async.blob import pack
+from tcpstore_async.load.generator import Act, Late, LoadError
+from tcpstore_async.load.process import Fleet, Pace, Play, Took, fleet
+from tcpstore_async.load.requests import (
+    OPERATIONS,
+    RANK,
+    act,
+    all_joined,
+    confirmed,
+    hello,
+    join,
+    one_message_barrier,
+    operation,
+    said,
+    store_based_barrier,
+)
+
+WINDOW = 512
+"""Ranks that connect at the same time, where they do not all."""
+READERS = 64
+"""Ranks that read all others' values at the same time: each has megabytes under way."""
+BARRIERS = 10
+BUSY = 64
+"""Connections that keep a server busy while newcomers join."""
+SECONDS = 4.0
+"""How long the steady load lasts."""
+TURNS = 20
+"""Requests of each rank to a busy trainer's server."""
+REQUESTS = 20_000
+"""Of each operation, over all clients."""
+VALUE = 64
+EXCHANGED = 1024
+
+K = 1024
+TUTORIAL = (1 * K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 96 * K)
+RANKS = (1 * K, 2 * K, 4 * K, 8 * K, 16 * K, 19_000)
+QUICK = (1 * K, 2 * K, 4 * K, 8 * K)
+
+
+class Measured(NamedTuple):
+    """One measurement, before it is a Sample; seconds and bytes."""
+
+    wall: float
+    operations: int
+    server_cpu: float
+    generator_cpu: float
+    share: float
+    quantiles: tuple[float | None, float | None, float | None] = (None, None, None)
+    memory: int | None = None
+    part: str = ""
+    """Of the scenario, such as an operation; empty: all of it."""
+
+
+class Scenario(NamedTuple):
+    """What `--scenario` names."""
+
+    name: str
+    measure: Callable[[Host, str, int, float], list[Measured]]
+    """On which host, which server, at which size, in how many seconds at most. Raises LoadError."""
+    sizes: tuple[int, ...]
+    quick: tuple[int, ...]
+    weight: float
+    """Its share of the time of a run, beside those of the others."""
+    servers: tuple[str, ...] = SERVERS
+    per_connection: bool = True
+    """Whether a size is the number of connections, which the limit of open files bounds."""
+    slow: bool = False
+    """Whether a sample takes seconds at any size: fewer rounds, one in a quick run."""
+    memory: tuple[int, ...] = ()
+    """Sizes at which our sessions are driven without sockets."""
+
+
+class Bench:
+    """A server under test, and the ranks."""
+
+    def __init__(self, server: Server, load: Fleet, limit: float) -> None:
+        self.server = server
+        self.load = load
+        self.limit = limit
+
+    def prepare(self, acts: list[Act]) -> None:
+        """What is not measured; WINDOW ranks at a time."""
+        self.load.tell(Play(acts, self.limit, window=WINDOW))
+
+    def play(
+        self, acts: list[Act], *, repeat: int = 1, window: int = 0, background: int = 0, behind: list[Act] | None = None
+    ) -> Measured:
+        """What is."""
+        before = self.server.cpu()
+        order = Play(acts, self.limit, repeat=repeat, window=window, background=background, behind=behind)
+        return measured(self.load.tell(order), self.server.cpu() - before)
+
+
+def measured(took: Took, cpu: float) -> Measured:
+    quantiles = (took.quantile(0.5), took.quantile(0.95), took.quantile(0.99))
+    return Measured(took.wall, took.operations, cpu, took.cpu, took.share, quantiles)
+
+
+def both(one: Measured, other: Measured) -> Measured:
+    """One after the other, as one."""
+    wall = one.wall + other.wall
+    cpu = one.generator_cpu + other.generator_cpu
+    share = (one.share * one.wall + other.share * other.wall) / wall
+    return Measured(wall, one.operations + other.operations, one.server_cpu + other.server_cpu, cpu, share)
+
+
+@contextmanager
+def under_test(
+    host: Host,
+    server: str,
+    size: int,
+    limit: float,
+    *,
+    source: str = "",
+    busy: bool = False,
+    silent: bool = False,
+    new: bool = False,
+) -> Iterator[Bench]:
+    cores = cores_of_load()
+    with (
+        host.running(server, busy=busy, silent_resolver=silent, new=new) as one,
+        fleet(
+            "127.0.0.1", one.port, size, generators=min(4, len(cores)), source=source, cores=None if busy else cores
+        ) as load,
+    ):
+        yield Bench(one, load, limit)
+
+
+def _init(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    with under_test(host, server, size, limit) as bench:
+        return [_joining(bench, size, WINDOW)]
+
+
+def _joining(bench: Bench, size: int, window: int) -> Measured:
+    """All join, and rank 0 sees that they have; operations are ranks."""
+    joined = bench.play(join(), window=window)
+    bench.load.tell(Play([all_joined(size)], bench.limit, newest=1))
+    return joined._replace(operations=size)
+
+
+def _herd(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    with under_test(host, server, size, limit) as bench:
+        return [_joining(bench, size, 0)]
+
+
+def _barrier(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    acts = [step for number in range(BARRIERS) for step in store_based_barrier(b"/barrier:%d" % number, size)]
+    with under_test(host, server, size, limit) as bench:
+        bench.prepare(join())
+        return [bench.play(acts)]
+
+
+def _barrier_opcode(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    acts = [step for number in range(BARRIERS) for step in one_message_barrier(b"/barrier:%d" % number, size)]
+    with under_test(host, server, size, limit) as bench:
+        bench.prepare(join())
+        return [bench.play(acts)]
+
+
+def _newcomers(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    generators = min(4, len(cores_of_load()))
+    with under_test(host, server, BUSY * generators, limit) as bench:
+        bench.prepare(hello())
+        bench.load.open(size)
+        behind = [act(said("add", b"/busy", 1), 8)]
+        found = bench.play(join(), window=WINDOW, background=BUSY, behind=behind)
+        return [found._replace(operations=size)]
+
+
+def _steady(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    look = act(said("check", [b"/abort"]), 1, b"\1")
+    with under_test(host, server, size, limit) as bench:
+        bench.prepare(hello())
+        before = bench.server.cpu()
+        took = bench.load.tell(Pace(look, SECONDS, 1.0, SECONDS + limit))
+        return [measured(took, bench.server.cpu() - before)]
+
+
+def _fanout(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    waiting = act(said("add", b"/waiting", 1) + said("wait", [b"/late"]), 9)
+    with under_test(host, server, size, limit) as bench:
+        bench.prepare(hello())
+        with socket.create_connection(("127.0.0.1", bench.server.port), timeout=limit) as setter:
+            setter.sendall(hello()[0].request)
+            setter.recv(4)
+            bench.load.send(Play([waiting], limit))
+            _until_all_wait(setter, size, limit)
+            cpu, spent, began = bench.server.cpu(), bench.load.cpu(), time.perf_counter()
+            setter.sendall(said("set", b"/late", pack(b"1")))
+            took = bench.load.collect()
+            wall = took.ended - began
+            own = [after - before for before, after in zip(spent, bench.load.cpu(), strict=True)]
+            return [Measured(wall, size, bench.server.cpu() - cpu, sum(own), max(own) / wall)]
+
+
+def _until_all_wait(setter: socket.socket, size: int, limit: float) -> None:
+    deadline = time.monotonic() + limit
+    while True:
+        setter.sendall(said("add", b"/waiting", 0))
+        if int.from_bytes(setter.recv(8), "little") == size:
+            break
+        if time.monotonic() > deadline:
+            raise Late(f"not done after {limit:.0f} s: the ranks have not all come to wait")
+        time.sleep(0.01)
+    time.sleep(0.1)  # the last answers reach the generators, which are to be at rest
+
+
+def _exchange(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    write = confirmed(said("set", b"/exchange/" + RANK, pack(bytes(EXCHANGED))))
+    # All ranks ask for the same keys: those digits are no place for the rank.
+    names = [b"/exchange/%08d" % rank for rank in range(size)]
+    read = Act(said("multi_get", names), size * (8 + EXCHANGED))
+    with under_test(host, server, size, limit) as bench:
+        bench.prepare(hello())
+        return [both(bench.play([write]), bench.play([read], window=READERS))]
+
+
+def _operations(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    found = []
+    with under_test(host, server, size, limit) as bench:
+        bench.prepare(hello())
+        for name in OPERATIONS:
+            one = operation(name, b"/operations/", VALUE)
+            if one.before:
+                bench.prepare(one.before)
+            took = bench.play([one.request], repeat=max(1, REQUESTS // size))
+            found.append(took._replace(part=name))
+    return found
+
+
+def _memory(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    with under_test(host, server, size, limit, new=True) as bench:
+        before = bench.server.memory()
+        found = _joining(bench, size, WINDOW)
+        return [found._replace(memory=max(0, bench.server.memory() - before))]
+
+
+def _resolver(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    with under_test(host, server, size, limit, source=FOREIGN, silent=True) as bench:
+        return [_joining(bench, size, 0)]
+
+
+def _busy_trainer(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    with under_test(host, server, size, limit, busy=True) as bench:
+        bench.prepare(hello())
+        return [bench.play([act(said("add", b"/sum", 1), 8)], repeat=TURNS)]
+
+
+_ALL = (
+    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 14, memory=(*TUTORIAL, 1_000_000)),
+    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 16, memory=(*TUTORIAL, 1_000_000)),
+    Scenario("barrier-opcode", _barrier_opcode, RANKS, QUICK, 3, memory=(*TUTORIAL, 1_000_000)),
+    Scenario("herd", _herd, RANKS, (1 * K, 4 * K), 3),
+    Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 2),
+    Scenario("steady", _steady, RANKS, (1 * K,), 8, slow=True),
+    Scenario("fanout", _fanout, RANKS, (1 * K, 8 * K), 3, memory=(*TUTORIAL, 1_000_000)),
+    Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256, 512), 4),
+    Scenario("operations", _operations, (1, 8, 64), (64,), 3, per_connection=False),
+    Scenario("memory", _memory, RANKS, (8 * K,), 5, slow=True),
+    Scenario("resolver", _resolver, (2, 4, 8), (2,), 3, slow=True),
+    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 3, slow=True),
+)
+SCENARIOS = {scenario.name: scenario for scenario in _ALL}
+
+
+def without_sockets(scenario: str, size: int, limit: float) -> Measured:
+    """Our sessions in memory, in a process of its own, `limit` seconds at most. Raises LoadError."""
+    command = [sys.executable, "-m", "bench.memory", scenario, str(size)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=limit, cwd=tempfile.gettempdir(), env=environment(), check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Late(f"not done after {limit:.0f} s") from None
+    if done.returncode:
+        said_last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise LoadError(f"the sessions in memory ended with {done.returncode}: {''.join(said_last)}")
+    found = json.loads(done.stdout)
+    return Measured(found["wall"], found["operations"], found["cpu"], 0.0, 0.0)

@@ -1,0 +1,55 @@
+"""PyTorch's servers, in a process that has PyTorch imported.
+
+    python -m bench.torch_host      each line of standard input, `libuv` or `legacy`, replaces the server that there was
+    python -m bench.torch_host --once libuv [--busy]    one server; busy: and then a main thread that computes
+
+Each server is announced by `PORT PID`. Knows PyTorch's TCPStore. Must not know what is measured.
+Invariant: there is one server at a time, a new TCPStore. Its process may have served before, because importing PyTorch
+takes seconds: what that makes faster is to PyTorch's advantage. (A fork of a process that has it imported is as fresh,
+but pays for its copies of pages while it serves, which doubles the time of 1,000 ranks.)
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from typing import Any
+
+
+def serve(kind: str) -> Any:
+    """PyTorch's server on a port that the kernel chooses."""
+    import datetime
+
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        "127.0.0.1", 0, None, True, datetime.timedelta(seconds=300), wait_for_workers=False, use_libuv=kind == "libuv"
+    )
+
+
+def compute() -> None:
+    """Keep the interpreter busy without pause, as a trainer's main thread does."""
+    number = 1
+    while True:
+        number = number * 1_103_515_245 % 2_147_483_647 + 12_345
+
+
+def main() -> None:
+    if "--once" in sys.argv:
+        store = serve(sys.argv[sys.argv.index("--once") + 1])
+        print(store.port, os.getpid(), flush=True)
+        if "--busy" in sys.argv:
+            compute()
+        sys.stdin.read()
+        return
+    store = None
+    for line in sys.stdin:
+        del store
+        gc.collect()
+        store = serve(line.strip())
+        print(store.port, os.getpid(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

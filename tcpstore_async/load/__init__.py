@@ -1,0 +1,1 @@
+"""Load for a running server: many connections from few processes, and how long each request took."""

@@ -1,0 +1,147 @@
+"""The scale benchmark: every scenario at a tiny size, and what is kept when a run does not come to its end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import records
+from bench.runner import Plan, Runner
+from bench.scenarios import SCENARIOS
+from bench.servers import Died, Host, Server, can_mount, hosting
+from support import LIMIT
+from tcpstore_async.load.generator import LoadError
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
+
+
+def quiet(done: float, text: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    with hosting() as made:
+        yield made
+
+
+@pytest.mark.parametrize("server", ["uvloop", "libuv"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
+    if name == "resolver" and not can_mount():
+        pytest.skip("a server cannot be given a resolver of its own here")
+    found = SCENARIOS[name].measure(host, server, TINY.get(name, 20), LIMIT)
+    for one in found:
+        assert one.wall > 0
+        assert one.operations > 0
+        assert one.server_cpu > 0
+    assert (found[0].memory is not None) == (name == "memory")
+    assert len(found) == (1 if name != "operations" else len({one.part for one in found}))
+
+
+def test_without_sockets(host: Host) -> None:
+    for name in ("init", "barrier", "barrier-opcode", "fanout"):
+        plan = Plan([SCENARIOS[name]._replace(memory=(50,))], ["uvloop"], [50], 1, False, LIMIT, 20_000)
+        runner = Runner(plan, host, quiet)
+        runner.run()
+        assert [(one.transport, one.size) for one in runner.samples] == [("sockets", 50), ("memory", 50)]
+        assert not runner.endings
+
+
+def test_rounds_are_interleaved(host: Host) -> None:
+    runner = Runner(Plan([SCENARIOS["init"]], ["uvloop", "libuv"], [4, 8], 2, False, LIMIT, 20_000), host, quiet)
+    runner.run()
+    order = [(one.size, one.round, one.server) for one in runner.samples]
+    assert order == sorted(order, key=lambda one: (one[0], one[1], ["uvloop", "libuv"].index(one[2])))
+    assert len(order) == 8
+
+
+def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> None:
+    runner = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 700], 1, False, LIMIT, 1000), host, quiet)
+    runner.run()
+    assert [(one.size, one.reason) for one in runner.endings] == [(700, "a process may have 1,000 files open here")]
+    late = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 8], 1, False, 0.001, 20_000), host, quiet)
+    late.run()
+    assert [(one.size, "s are left for it" in one.reason) for one in late.endings] == [(8, True)]
+
+
+def test_a_server_that_dies_ends_the_run_and_keeps_what_was_measured(host: Host) -> None:
+    def die(host: Host, server: str, size: int, limit: float) -> list[object]:
+        with host.running(server) as one:
+            os.kill(one.pid, signal.SIGKILL)
+            until_gone(one)
+            raise LoadError("a connection was lost")
+
+    deadly = SCENARIOS["herd"]._replace(measure=die)  # type: ignore[arg-type]
+    runner = Runner(Plan([SCENARIOS["init"], deadly], ["uvloop"], [4], 1, False, LIMIT, 20_000), host, quiet)
+    with pytest.raises(Died, match="herd, uvloop at 4: the server has ended by itself: a connection was lost"):
+        runner.run()
+    assert [one.scenario for one in runner.samples] == ["init"]
+    assert [one.scenario for one in runner.endings] == ["herd"]
+
+
+def until_gone(server: Server) -> None:
+    deadline = time.monotonic() + LIMIT
+    while "State:\tZ" not in Path(f"/proc/{server.pid}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def scale(*words: str) -> list[str]:
+    return [sys.executable, "-m", "bench", "scale", *words]
+
+
+def test_the_command_leaves_a_run(tmp_path: Path) -> None:
+    words = ["--scenario", "init", "--server", "uvloop", "--sizes", "8", "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    run = records.read(tmp_path / "run.json")
+    assert run.complete
+    assert [(one.scenario, one.size) for one in run.samples] == [("init", 8)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
+    words = ["--scenario", "steady", "--server", "uvloop", "--sizes", "4", "--rounds", "100", "--out", str(tmp_path)]
+    process = subprocess.Popen(scale(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stderr is not None
+    process.stderr.readline()  # it has begun
+    time.sleep(6)  # one sample takes four seconds; how many there are does not matter
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert errors.decode().splitlines()[-1] == "Error: interrupted; what was measured until then is kept"
+    assert not records.read(tmp_path / "run.json").complete
+
+
+def test_a_full_file_table_ends_the_line(tmp_path: Path) -> None:
+    words = ["--scenario", "init", "--server", "uvloop", "--sizes", "8,500", "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700)),
+    )  # fmt: skip
+    assert b"Traceback" not in done.stderr
+    run = records.read(tmp_path / "run.json")
+    assert [one.size for one in run.samples] == [8]
+    assert "files open" in run.endings[0].reason
+    assert done.returncode == 1
+    assert b"files open" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words", [["--sizes", "x"], ["--sizes", "0"], ["--scenario", "nix"], ["--rounds", "0"], ["--out", "/proc/nix"]]
+)
+def test_bad_arguments_are_one_line(words: list[str]) -> None:
+    done = subprocess.run(scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
+    assert done.returncode in (1, 2)
+    assert done.stderr.decode().splitlines()[-1].startswith("Error: ")
+    assert b"Traceback" not in done.stderr
