@@ -5,7 +5,6 @@ Invariant: nothing that happens here can keep PyTorch from being imported.
 """
 
 import os
-import sys
 import warnings
 
 
@@ -22,7 +21,11 @@ def autoload() -> None:
 
 
 def _warn(text: str) -> None:
+    """Warn or, where a program has made that raise, say it on stderr; where there is none, say nothing."""
     try:
         warnings.warn(text, stacklevel=3)
-    except Warning:
-        print(text, file=sys.stderr)
+    except Exception:
+        try:
+            os.write(2, f"{text}\n".encode(errors="replace"))
+        except Exception:
+            pass  # nobody can be told

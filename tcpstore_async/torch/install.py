@@ -241,11 +241,13 @@ _WORDS: Final = frozenset({"0", "1", "classes", *_CLIENTS})
 def from_environment() -> None:
     """Install as TCPSTORE_INSTALL says: 1, native, python, or classes; more than one with commas between them.
 
-    0 and nothing leave PyTorch alone. Raises ValueError for any other word.
+    0 and nothing leave PyTorch alone. Raises ValueError for any other word, and for words that contradict each other.
     """
     text = os.environ.get("TCPSTORE_INSTALL", "")
     words = {word.strip() for word in text.lower().split(",")} - {""}
     if not words <= _WORDS:
         raise ValueError(f"it must be 1, native, python or classes, not {text!r}")
+    if len(words & {"0", *_CLIENTS}) > 1 or words > {"0"}:
+        raise ValueError(f"of 0, native and python it can be one, and 0 stands alone, not {text!r}")
     if words - {"0"}:
         install("python" if "python" in words else "native", "classes" in words)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +133,34 @@ def test_a_wrong_word_is_a_warning_and_no_more() -> None:
     assert (printed, warned) == ("None torch function", f"{text}, not 'yes'"), "where warnings are errors"
 
 
+@pytest.mark.parametrize("value", ["native,python", "0,python", "0,classes"])
+def test_words_that_contradict_each_other_install_nothing(value: str) -> None:
+    printed, warned = say(SAY, TCPSTORE_INSTALL=value)
+    assert printed == "None torch function"
+    assert warned.endswith(f"of 0, native and python it can be one, and 0 stands alone, not {value!r}")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("streams", ["2>/dev/full", "2>&-"])
+def test_nobody_who_can_be_told_of_a_wrong_word(streams: str) -> None:
+    python = shlex.join([sys.executable, *QUIET, "-c", "import torch; print(1)"])
+    env = {**os.environ, "TCPSTORE_INSTALL": "yes"}
+    line = f"exec {python} {streams}"
+    done = subprocess.run(["sh", "-c", line], cwd=tempfile.gettempdir(), env=env, stdout=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"1\n")
+
+
+def test_a_program_whose_warnings_raise() -> None:
+    code = """
+import warnings
+def refuse(*given, **named): raise RuntimeError("no")
+warnings.showwarning = refuse
+import torch; print(torch.__name__)"""
+    printed, warned = say(code, "-W", "ignore:Failed to initialize NumPy:UserWarning", TCPSTORE_INSTALL="yes")
+    assert printed == "torch"
+    assert warned.startswith("TCPSTORE_INSTALL is set, but")
+
+
 def test_unset_it_costs_nothing() -> None:
     """PyTorch calls us, and of this package nothing but that function is imported."""
     code = "import sys, torch; print(*sorted(name for name in sys.modules if name.startswith('tcpstore')))"
@@ -143,3 +173,29 @@ def test_without_pytorch_one_line_says_what_to_install() -> None:
     )
     text = "tcpstore_async.torch needs PyTorch 2.4 or later, which is not installed: pip install torch"
     assert say(code) == (text, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            "raise ImportError('libcudart.so.12: no')",
+            ", and the one that is installed cannot be imported: libcudart.so.12: no",
+        ),
+        (
+            "import no_such_module",
+            ", and the one that is installed cannot be imported: No module named 'no_such_module'",
+        ),
+        ("__version__ = '2.3.1+cpu'", ", and this is 2.3.1+cpu: pip install --upgrade torch"),
+    ],
+)
+def test_a_pytorch_that_will_not_do(content: str, text: str, tmp_path: Path) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(content)
+    (package / "distributed.py").write_text("")
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+try: import tcpstore_async.torch
+except ImportError as e: print(e)"""
+    assert say(code) == (f"tcpstore_async.torch needs PyTorch 2.4 or later{text}", "")
