@@ -18,7 +18,7 @@ Timeout = timedelta | float
 LONGEST: Final = 1e10
 """Seconds, about 300 years."""
 
-INT64: Final = range(-(2**63), 2**63)
+_TWO_63: Final = 2**63
 
 
 def to_bytes(name: str, value: Text) -> bytes:
@@ -54,11 +54,13 @@ def to_pairs(keys: list[bytes], values: list[bytes]) -> list[tuple[bytes, bytes]
 
 
 def to_int64(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
-    if number not in INT64:
+    number = value
+    if type(value) is not int:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+    if not -_TWO_63 <= number < _TWO_63:
         raise TypeError(f"{name} must fit 64 bits, not {number}")
     return number
 

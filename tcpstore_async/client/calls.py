@@ -55,6 +55,11 @@ def key_of(key: Text) -> bytes:
 
 
 def keys_of(keys: Iterable[Text]) -> list[bytes]:
+    if isinstance(keys, list):
+        try:
+            return list(map(key_of, keys))
+        except TypeError:
+            pass  # said below, with the place of the wrong one
     return [b"/" + key for key in to_bytes_list("keys", keys)]
 
 

@@ -121,9 +121,20 @@ class TCPClient:
         The deadline is the store's timeout unless given; of that, 0 means one look.
         """
         channel = None
-        began = time.monotonic()
+        me = get_ident()
         try:
-            channel = self._lease(deadline, self.timeout, began)
+            # `_lease` without the call, as `_release` below: 0.3 µs of the 1.7 that the client itself takes.
+            with self._lock:
+                channels = self._channels
+                if len(channels) == 1 and not channels[0].user and not self._starving:
+                    channel = channels[0]
+                    channel.user = me
+            if channel is None or channel.session.pending:
+                deadline = deadline or Deadline.of_a_call(self.timeout)
+                if channel is None:
+                    channel = self._lease_later(me, deadline)
+                if channel.session.pending:
+                    channel.settle(deadline)
             session = channel.session
             channel.broken = True
             data, call = session.request(*ask)
@@ -132,7 +143,8 @@ class TCPClient:
             except BlockingIOError:
                 count = 0
             if count < len(data):
-                channel.send(data[count:], deadline or Deadline.of_a_call(self.timeout, began))
+                deadline = deadline or Deadline.of_a_call(self.timeout)
+                channel.send(data[count:], deadline)
             channel.broken = False
             if call is None:
                 return None
@@ -141,7 +153,7 @@ class TCPClient:
             except BlockingIOError:
                 pass  # there is none yet
             if not call.done:
-                channel.read_until(call, deadline or Deadline.of_a_call(self.timeout, began))
+                channel.read_until(call, deadline or Deadline.of_a_call(self.timeout))
             return call.result
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(ask, self.timeout)) from out.__cause__
@@ -150,7 +162,12 @@ class TCPClient:
         finally:
             if channel is not None:
                 try:
-                    self._release(channel)
+                    if channel.broken or channel.user != me or channel.session.waiting is not None:
+                        self._release(channel)
+                    else:
+                        channel.user = NOBODY
+                        if self._lost or self._line.turns or len(self._channels) > 1:
+                            self._pass_on(channel)
                 except BaseException:  # an interrupt, of which there is no second so soon
                     self._release(channel)
                     raise
@@ -407,9 +424,12 @@ class TCPClient:
                 self._drop(channel)
             channel.parked = False
             channel.user = NOBODY
-            if self._lost:
-                channel.peer.close()
-        # Whoever did not see that it is free was in line before it looked.
+        self._pass_on(channel)
+
+    def _pass_on(self, channel: Channel) -> None:
+        """Have others know that a connection is free. Whoever did not see that was in line before it looked."""
+        if self._lost and not channel.user:
+            channel.peer.close()
         if self._line.turns or len(self._channels) > 1:
             with self._lock:
                 self._line.tell()

@@ -321,7 +321,7 @@ def test_a_later_line_counts_those_before(backend: str) -> None:
             return len(complaints(server.log(), "key_bytes")) > 1
 
         until(once_more, "a second line is logged")
-        assert counted(complaints(server.log(), "key_bytes")) == offences
+        assert offences - counted(complaints(server.log(), "key_bytes")) in (0, 1)  # the last may have come after it
         server.stop()
         assert counted(complaints(server.log(), "key_bytes")) == offences
 
