@@ -2,11 +2,12 @@
 
 Knows: which names PyTorch's C++ side looks up on a Python store, and what it passes. Must not know: what a method
 does.
-Invariant: a store that PyTorch may hold lives until it is closed. PyTorch keeps the C++ half only, and when Python
-drops the other one, its methods are gone from under PyTorch.
+Invariants: a store that PyTorch holds lives until it is closed or PyTorch lets go of it. PyTorch keeps the C++ half
+only, and when Python drops the other one, its methods are gone from under PyTorch. One that nobody holds is closed.
 """
 
 import atexit
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
@@ -19,24 +20,35 @@ from ..client.deadline import DEFAULT_TIMEOUT
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
 from .errors import joint
+from .held import is_held
 
 S = TypeVar("S", bound="Store")
 
+_open: Final["weakref.WeakSet[Store]"] = weakref.WeakSet()
+
 _kept: Final[set["Store"]] = set()
+"""What Python has dropped and PyTorch holds."""
 
 
 @atexit.register
-def close_kept() -> None:
+def close_open() -> None:
     """Close every store that is still open."""
-    for store in list(_kept):
+    for store in list(_open):
         store.close()
 
 
 def close_with_clones(store: "Store") -> None:
     """Close a store and the clones that PyTorch has made of it, which nobody else can."""
-    for one in list(_kept):
-        if one is store or one._origin is store:
+    for one in list(_open):
+        if one is store or one._origin() is store:
             one.close()
+
+
+def close_let_go() -> None:
+    """Close what Python has dropped and PyTorch holds no longer, either, of which nothing tells."""
+    for store in list(_kept):
+        if not is_held(store):
+            store._let_go()
 
 
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
@@ -62,8 +74,9 @@ def _method(name: str) -> Callable[..., Any]:
 class Store(dist.Store):
     """A `torch.distributed.Store` whose methods are those of a plain store.
 
-    PyTorch may hold it: it, and its clones, live until `close()`, `destroy_process_group` under `install()`, or the end
-    of the process.
+    It may be dropped while PyTorch holds it: it, and its clones, live until `close()`, `destroy_process_group` under
+    `install()`, the end of the process or, if PyTorch has let go of it, until the next store is made. Dropped while
+    nobody holds it, it is closed.
     """
 
     def __init__(self, plain: base.Store) -> None:
@@ -71,10 +84,28 @@ class Store(dist.Store):
         self._plain: Any = plain
         self._told: timedelta | None = None
         """The timeout that the plain store was given last. PyTorch sets that of the C++ half behind our back."""
-        self._origin: Store = self
+        self._origin: weakref.ref[Store] = weakref.ref(self)
         """Of which store this is a clone, or a clone's clone."""
         self.set_timeout(plain.timeout)
-        _kept.add(self)
+        self._closed = False
+        _open.add(self)
+
+    _closed = True
+    """Until it has been made."""
+
+    def __del__(self) -> None:
+        """Dropped by Python."""
+        if self._closed:
+            return
+        if is_held(self):
+            _kept.add(self)
+            _open.add(self)  # of which a collection of garbage has taken it out
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Nobody holds it any more."""
+        self.close()
 
     @classmethod
     def _of(cls: type[S], plain: base.Store) -> S:
@@ -123,8 +154,13 @@ class Store(dist.Store):
 
     def close(self) -> None:
         """Give back what the store holds, and let it go. May be called again."""
-        _kept.discard(self)
         self._plain.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._closed = True
+        _open.discard(self)
+        _kept.discard(self)
 
     def __enter__(self: S) -> S:
         return self
@@ -137,14 +173,24 @@ class Store(dist.Store):
 
 
 def _made(kind: type[base.Store], *given: Any, **named: Any) -> base.Store:
+    close_let_go()
     try:
         return kind(*given, **named)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
 
 
+class _PlainTCPStore(tcp.TCPStore):
+    """PyTorch's own clients may be in the same process, two methods of which keep every thread of it from running."""
+
+    _may_be_thread = False
+
+
 class TCPStore(Store):
-    """As `tcpstore_async.TCPStore`, which see for the arguments, and a `torch.distributed.Store`."""
+    """As `tcpstore_async.TCPStore`, which see for the arguments, and a `torch.distributed.Store`.
+
+    Its server, if it has one, is never a thread of this process: RuntimeError if `TCPSTORE_SERVER=thread` asks for it.
+    """
 
     def __init__(
         self,
@@ -160,7 +206,7 @@ class TCPStore(Store):
         **ours: Any,
     ) -> None:
         flags = (wait_for_workers, multi_tenant, master_listen_fd, use_libuv)
-        super().__init__(_made(tcp.TCPStore, host_name, port, world_size, is_master, timeout, *flags, **ours))
+        super().__init__(_made(_PlainTCPStore, host_name, port, world_size, is_master, timeout, *flags, **ours))
 
     @property
     def host(self) -> str:
@@ -236,6 +282,10 @@ class PrefixStore(Store):
         if timeout != self._told:
             super().set_timeout(timeout)
             self._told = timeout
+
+    def _let_go(self) -> None:
+        """The store below may be held by others, also if this one owns it; if not, it is let go of next."""
+        self._forget()
 
     @property
     def underlying_store(self) -> dist.Store:

@@ -87,8 +87,7 @@ def test_a_prefix_of_pytorchs_own_store_under_classes() -> None:
 SAY = """
 import sys, torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
-module = sys.modules.get("tcpstore_async.torch.install")
-client = module._installed.client if module and module._installed else None
+client = getattr(handlers["tcp"], "args", [None])[0]
 print(client, dist.TCPStore.__module__.partition(".")[0], handlers["tcp"].__class__.__name__)
 """
 
@@ -165,6 +164,41 @@ def test_unset_it_costs_nothing() -> None:
     """PyTorch calls us, and of this package nothing but that function is imported."""
     code = "import sys, torch; print(*sorted(name for name in sys.modules if name.startswith('tcpstore')))"
     assert say(code) == ("tcpstore_async tcpstore_async.autoload tcpstore_async.version", "")
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+def test_what_is_open_is_closed_by_its_end_after_uninstalling(client: str, port: int) -> None:
+    """And then everything is PyTorch's own: its server gets the same port."""
+    code = f"""
+import torch.distributed as dist, tcpstore_async.torch as ours
+before = dist.destroy_process_group
+ours.install({client!r})
+url = "tcp://127.0.0.1:{port}?rank=0&world_size=1"
+dist.init_process_group("gloo", init_method=url)
+ours.uninstall()
+dist.destroy_process_group()
+print(dist.destroy_process_group is before)
+dist.init_process_group("gloo", init_method=url)
+dist.destroy_process_group()"""
+    assert say(code) == ("True", "")
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_timeout_that_is_none_is_no_hang(seconds: int, port: int) -> None:
+    """The other rank is missing: PyTorch says so at once, and so does every client under install()."""
+    code = f"""
+import os, torch.distributed as dist
+from datetime import timedelta
+if os.environ["CLIENT"]:
+    import tcpstore_async.torch
+    tcpstore_async.torch.install(os.environ["CLIENT"])
+url = "tcp://127.0.0.1:{port}?rank=1&world_size=2"
+try: dist.init_process_group("gloo", init_method=url, timeout=timedelta(seconds={seconds}))
+except dist.DistNetworkError as e: print(str(e).splitlines()[0])"""
+    text = f"The client socket has timed out after {1000 * seconds}ms while trying to connect to (127.0.0.1, {port})."
+    for client in ("", "native", "python"):
+        printed, _ = say(code, CLIENT=client)
+        assert printed == text, client
 
 
 def test_without_pytorch_one_line_says_what_to_install() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from torch.distributed.elastic.utils import store as elastic
 import tcpstore_async
 import tcpstore_async.torch as ours
 from support import LIMIT, tcpstore_server
-from tcpstore_async.torch import stores
+from tcpstore_async import DistNetworkError
+from tcpstore_async.torch import held, stores
 
 elastic_barrier: Any = elastic.barrier
 
@@ -169,23 +171,86 @@ def test_a_store_lives_until_it_is_closed(port: int) -> None:
     store = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)
     clone, seen = store.clone(), [weakref.ref(store)]
     seen.append(weakref.ref(clone))
-    held = [dist.PrefixStore("p", store), dist.PrefixStore("p", clone)]
+    prefixes = [dist.PrefixStore("p", store), dist.PrefixStore("p", clone)]
     del store, clone
     gc.collect()
-    held[0].set("k", "v")
-    assert held[1].get("k") == b"v"
+    prefixes[0].set("k", "v")
+    assert prefixes[1].get("k") == b"v"
     for one in seen:
         one().close()  # type: ignore[union-attr]
-    held.clear()
+    prefixes.clear()
     gc.collect()
     assert [one() for one in seen] == [None, None]
 
 
+def test_where_the_holders_are_counted_is_known() -> None:
+    assert held.CAN_TELL
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_store_that_nobody_holds_is_closed(in_a_cycle: bool) -> None:
+    """As PyTorch's: its server is gone, and the port free."""
+    store = ours.TCPStore("127.0.0.1", 0, 1, True, timeout=LIMIT)
+    number, plain = store.port, store._plain
+    if in_a_cycle:
+        cast(Any, store).itself = store
+    del store
+    gc.collect()
+    with pytest.raises(DistNetworkError, match="the store has been closed"):
+        plain.num_keys()
+    ours.TCPStore("127.0.0.1", number, 1, True, timeout=LIMIT).close()
+
+
+def test_stores_that_nobody_holds_leave_nothing(port: int) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(30):
+        ours.TCPStore("127.0.0.1", port, timeout=LIMIT).set("k", "v")
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_store_that_pytorch_lets_go_of_is_closed_when_the_next_is_made(port: int, in_a_cycle: bool) -> None:
+    store = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)
+    plain, cpp = store._plain, dist.PrefixStore("p", store)
+    if in_a_cycle:
+        cast(Any, store).itself = store
+    del store
+    gc.collect()
+    cpp.set("k", "v")
+    assert cpp.get("k") == b"v"
+    del cpp
+    with ours.TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        store.delete_key("p/k")
+    with pytest.raises(DistNetworkError, match="the store has been closed"):
+        plain.num_keys()
+
+
+def test_where_it_cannot_be_told_a_store_stays(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "CAN_TELL", False)
+    store = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)
+    plain = store._plain
+    del store
+    gc.collect()
+    assert plain.num_keys() >= 0
+    monkeypatch.undo()
+    stores.close_let_go()
+    with pytest.raises(DistNetworkError, match="the store has been closed"):
+        plain.num_keys()
+
+
+def test_no_server_is_a_thread_beside_pytorchs_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of whose methods would wait for ever for a thread of their own process."""
+    monkeypatch.setenv("TCPSTORE_SERVER", "thread")
+    with pytest.raises(RuntimeError, match="must not be a thread of its own process"):
+        ours.TCPStore("127.0.0.1", 0, 1, True, timeout=LIMIT)
+
+
 def test_a_clone_of_a_prefix_closes_what_it_has_opened(port: int) -> None:
     with ours.TCPStore("127.0.0.1", port, timeout=LIMIT) as below, ours.PrefixStore("p", below) as prefix:
-        open_before = len(stores._kept)
+        open_before = len(stores._open)
         prefix.clone().close()
-        assert len(stores._kept) == open_before
+        assert len(stores._open) == open_before
         below.set("k", "v")
 
 
@@ -201,7 +266,7 @@ def test_attributes(port: int, tmp_path: Path) -> None:
 
 def test_rendezvous_gives_stores_of_pytorch(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCPSTORE_JOB", "job")
-    kept = len(stores._kept)
+    kept = len(stores._open)
     for url, kind in (
         (f"tcp://127.0.0.1:{port}?rank=0&world_size=1&join=1", ours.PrefixStore),
         ("tcp://127.0.0.1:0?rank=0&world_size=1", ours.TCPStore),
@@ -217,7 +282,7 @@ def test_rendezvous_gives_stores_of_pytorch(port: int, tmp_path: Path, monkeypat
             clone.close()
             with pytest.raises(RuntimeError, match="Unable to perform"):
                 next(found)
-    assert len(stores._kept) == kept
+    assert len(stores._open) == kept
 
 
 def test_a_master_waits_for_its_ranks() -> None:
