@@ -6,11 +6,11 @@ name has an epoch, and with it keys, of its own. Workers of one round never see 
 """
 
 import base64
-import binascii
 import logging
 import pickle
+import time
 from datetime import datetime, timedelta, timezone
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -26,6 +26,9 @@ DEFAULT_PORT: Final = 29400
 
 _NO_STATE: Final = C10dRendezvousBackend._NULL_SENTINEL.encode()
 
+_LOOKS: Final = 20
+"""How often an agent that may be dead is looked for within the time that it has to show itself."""
+
 log = logging.getLogger("tcpstore_async.torchrun")
 
 
@@ -39,11 +42,16 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
     Options in `--rdzv-conf`, in seconds where they are times: is_host, read_timeout (60), join_timeout (600),
     last_call_timeout (30), close_timeout (30), keep_alive_interval (5), keep_alive_max_attempt (3). Raises
-    RendezvousConnectionError if the server cannot be reached.
+    ValueError if one of them is no positive number, RendezvousConnectionError if the server cannot be reached.
+    If the last agents of a job of this name seem to be dead, this takes keep_alive_interval * keep_alive_max_attempt.
     """
-    interval = params.get_as_int("keep_alive_interval", 5) or 5
-    attempts = params.get_as_int("keep_alive_max_attempt", 3) or 3
-    store = _open_store(params)
+    interval = _positive(params, "keep_alive_interval", 5)
+    attempts = _positive(params, "keep_alive_max_attempt", 3)
+    read_timeout = timedelta(seconds=_positive(params, "read_timeout", 60))
+    timeouts = RendezvousTimeout(
+        *(_seconds(params, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
+    )
+    store = _open_store(params, read_timeout)
     epoch = _enter(store, params.run_id, timedelta(seconds=interval * attempts))
     made: RendezvousHandler = _Handler.from_backend(
         params.run_id,
@@ -52,9 +60,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         params.min_nodes,
         params.max_nodes,
         params.local_addr,
-        RendezvousTimeout(
-            *(_seconds(params, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
-        ),
+        timeouts,
         keep_alive_interval=interval,
         keep_alive_max_attempt=attempts,
     )
@@ -94,12 +100,11 @@ class _Handler(DynamicRendezvousHandler):
         return TCPStore("localhost", master_port, is_master=True)
 
 
-def _open_store(params: RendezvousParameters) -> Store:
+def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
     """Host the server, or join the one that runs."""
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     asked = params.get_as_bool("is_host")
     hosts = _matches_machine_hostname(host) if asked is None else asked
-    timeout = timedelta(seconds=params.get_as_int("read_timeout", 60) or 60)
     try:
         if hosts:
             try:
@@ -120,7 +125,22 @@ def _seconds(params: RendezvousParameters, name: str) -> timedelta | None:
     return None if number is None else timedelta(seconds=number)
 
 
+def _positive(params: RendezvousParameters, name: str, default: int) -> int:
+    number = cast(int, params.get_as_int(name, default))
+    if number <= 0:
+        raise ValueError(f"The {name.replace('_', ' ')} must be a positive integer.")
+    return number
+
+
 # Epochs
+
+
+class _Signs(NamedTuple):
+    """What the agents of an epoch have left there."""
+
+    closed: bool
+    beats: list[datetime]
+    """When each agent was last alive, by its own clock."""
 
 
 def _enter(store: Store, run_id: str, patience: timedelta) -> Store:
@@ -137,19 +157,41 @@ def _enter(store: Store, run_id: str, patience: timedelta) -> Store:
 
 
 def _is_over(keys: Store, run_id: str, patience: timedelta) -> str:
-    """Why the rendezvous of an epoch is not to be joined; empty if it is."""
+    """Why the rendezvous of an epoch is not to be joined; empty if it is.
+
+    Heartbeats far from now prove nothing, as clocks differ: if they stay the same for `patience`, they are the last.
+    """
+    first = _signs(keys, run_id)
+    if first.closed:
+        return "closed"
+    if _are_recent(first.beats, patience):
+        return ""
+    log.info("looking for up to %g s whether the agents of %s are alive", patience.total_seconds(), run_id)
+    end = time.monotonic() + patience.total_seconds()
+    while time.monotonic() < end:
+        time.sleep(patience.total_seconds() / _LOOKS)
+        signs = _signs(keys, run_id)
+        if signs.closed:
+            return "closed"
+        if signs.beats != first.beats:
+            return ""
+    return "no agent has been heard of lately"
+
+
+def _are_recent(beats: list[datetime], patience: timedelta) -> bool:
+    """Whether one of these heartbeats is fresh if this clock is right, or there is none yet."""
+    now = datetime.now(timezone.utc)
+    return not beats or any(abs(now - beat) <= patience for beat in beats)
+
+
+def _signs(keys: Store, run_id: str) -> _Signs:
     key = f"torch.rendezvous.{run_id}"
     raw = keys.get(key) if keys.check([key]) else _NO_STATE
     if raw == _NO_STATE:
-        return ""
+        return _Signs(False, [])
     try:
         state: Any = pickle.loads(base64.b64decode(raw))
-    except (binascii.Error, pickle.UnpicklingError, EOFError, AttributeError):
-        return ""  # it is for the rendezvous itself to complain about
-    closed, beats = state.closed, list(state.last_heartbeats.values())
-    if closed:
-        return "closed"
-    now = datetime.now(timezone.utc)
-    if beats and all(now - (beat if beat.tzinfo else beat.replace(tzinfo=timezone.utc)) > patience for beat in beats):
-        return "no agent has been heard of lately"
-    return ""
+        beats = [beat if beat.tzinfo else beat.replace(tzinfo=timezone.utc) for beat in state.last_heartbeats.values()]
+        return _Signs(bool(state.closed), beats)
+    except Exception:  # whatever a pickle may raise: it is for the rendezvous itself to complain about
+        return _Signs(False, [])

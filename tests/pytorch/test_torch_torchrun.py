@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from support import tcpstore_server
+from tcpstore_async.torch import HashStore, torchrun
 
 PATIENCE = 60.0
 """Seconds until a job is given up."""
@@ -182,3 +188,45 @@ def test_jobs_in_a_row_at_one_endpoint(job: Job) -> None:
     for _ in range(2):
         job.end(job.agent("end", nodes="1"))
     assert groups(job.seen()) == [(2, [0, 1])] * 2
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+@pytest.mark.parametrize("name", ["read_timeout", "keep_alive_interval", "keep_alive_max_attempt"])
+def test_numbers_that_must_be_positive(port: int, name: str, number: str) -> None:
+    params = RendezvousParameters("tcpstore", f"127.0.0.1:{port}", "job", 1, 1, **{name: number})
+    with pytest.raises(ValueError, match=f"The {name.replace('_', ' ')} must be a positive integer."):
+        torchrun.create_handler(params)
+
+
+class Left(HashStore):
+    """An epoch in which an agent's last heartbeat is from then; and at each look, so much newer."""
+
+    def __init__(self, hours: int, step: timedelta) -> None:
+        super().__init__()
+        self.step = step
+        self.beat = datetime.now(timezone.utc) + timedelta(hours=hours)
+
+    def check(self, keys: Any) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        self.beat += self.step
+        return base64.b64encode(pickle.dumps(SimpleNamespace(closed=False, last_heartbeats={"agent": self.beat})))
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_an_agent_with_another_clock_is_alive(hours: int) -> None:
+    assert not torchrun._is_over(Left(hours, timedelta(seconds=1)), "job", timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_an_agent_that_stays_silent_is_dead(hours: int) -> None:
+    assert torchrun._is_over(Left(hours, timedelta(0)), "job", timedelta(seconds=0.1)).startswith("no agent")
+
+
+@pytest.mark.parametrize("state", [b"cno_such_module\nX\n.", b"I1\n.", b"(lp0\nI1", b"", b"\xff"])
+def test_a_state_that_nobody_can_read_is_joined(state: bytes) -> None:
+    """The rendezvous itself then complains about it."""
+    store = HashStore()
+    store.set("torch.rendezvous.job", base64.b64encode(state).decode())
+    assert not torchrun._is_over(store, "job", timedelta(seconds=5))
