@@ -2,12 +2,15 @@
 
 Knows: PyTorch's dynamic rendezvous, what tells a finished one from one that goes on. Must not know: how a store works.
 Invariants: agents of a job that is over, closed or left without a heartbeat, are never met: the next job of the same
-name has an epoch, and with it keys, of its own. Workers of one round never see the keys of another.
+name has an epoch, and with it keys, of its own. Workers of one round never see the keys of another: it has a server of
+its own, and a name, in their environment, for those who join a server that runs already.
 """
 
 import base64
 import logging
+import os
 import pickle
+import secrets
 import time
 from datetime import datetime, timedelta, timezone
 from typing import Any, Final, NamedTuple, cast
@@ -18,6 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from .. import errors
+from ..rendezvous_url import ROUND_VARIABLE
 from .stores import PrefixStore, Store, TCPStore
 
 BACKEND: Final = "tcpstore"
@@ -25,6 +29,8 @@ DEFAULT_PORT: Final = 29400
 """Where torchrun's own backend listens, too."""
 
 _NO_STATE: Final = C10dRendezvousBackend._NULL_SENTINEL.encode()
+
+_ROUND_KEY: Final = "tcpstore.round"
 
 _LOOKS: Final = 20
 """How often an agent that may be dead is looked for within the time that it has to show itself."""
@@ -76,17 +82,20 @@ class _Backend(C10dRendezvousBackend):
 
 
 class _Handler(DynamicRendezvousHandler):
-    """PyTorch's, but each round has a server of its own for its workers."""
+    """PyTorch's, but each round has a server of its own for its workers, and a name that they are told."""
 
     def next_rendezvous(self) -> Any:
         self._close_server()
-        return super().next_rendezvous()
+        found = super().next_rendezvous()
+        os.environ[ROUND_VARIABLE] = _name_round(found.store, found.rank)  # workers inherit it
+        return found
 
     def shutdown(self) -> bool:
         """As PyTorch's, and what was opened is closed: the other agents have the server's grace to do the same."""
         try:
             return bool(super().shutdown())
         finally:
+            os.environ.pop(ROUND_VARIABLE, None)
             self._close_server()
             cast(PrefixStore, self._store).close()
 
@@ -98,6 +107,13 @@ class _Handler(DynamicRendezvousHandler):
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
         return TCPStore("localhost", master_port, is_master=True)
+
+
+def _name_round(store: Any, rank: int) -> str:
+    """What all agents of a round call it. Random: the server that the workers join may know of earlier epoch 0s."""
+    if rank == 0:
+        store.set(_ROUND_KEY, secrets.token_hex(8))
+    return bytes(store.get(_ROUND_KEY)).decode()
 
 
 def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:

@@ -190,6 +190,36 @@ def test_jobs_in_a_row_at_one_endpoint(job: Job) -> None:
     assert groups(job.seen()) == [(2, [0, 1])] * 2
 
 
+def joining(port: int) -> dict[str, str]:
+    """The environment of agents whose workers all meet on a server that runs already."""
+    return {"TCPSTORE_INSTALL": "1", "TCPSTORE_JOIN": "1", "ELASTIC_URL": f"tcp://127.0.0.1:{port}"}
+
+
+@once
+def test_workers_that_join_a_daemon(job: Job) -> None:
+    """After a restart, which only one of two agents counts, and in the next job of the name, no key is seen again."""
+    with tcpstore_server() as server:
+        job.port = server.port
+        job.end(*[job.agent("fail", workers=1, **joining(server.port)) for _ in range(2)])
+        assert sorted(one["restarts"] for one in job.seen()) == [0, 0, 0, 1]
+        job.end(job.agent("end", nodes="1", workers=1, **joining(server.port)))
+    assert groups(job.seen()) == [(2, [0, 1]), (2, [0, 1]), (1, [0])]
+
+
+@once
+def test_workers_that_join_a_daemon_become_more(job: Job) -> None:
+    """No agent counts that as a restart. The agents' own server does not outlive them; that of the workers does."""
+    with tcpstore_server() as server:
+        agents = [job.agent("hold", nodes="1:2", workers=1, **joining(server.port))]
+        job.until(lambda: len(job.seen()) == 1)
+        agents.append(job.agent("hold", nodes="1:2", workers=1, **joining(server.port)))
+        job.until(lambda: len(job.seen()) == 3)
+        (job.folder / "go").touch()
+        job.end(*agents)
+        job.end(job.agent("end", nodes="1", workers=1, **joining(server.port)))
+    assert groups(job.seen()) == [(1, [0]), (2, [0, 1]), (1, [0])]
+
+
 @pytest.mark.parametrize("number", ["0", "-1"])
 @pytest.mark.parametrize("name", ["read_timeout", "keep_alive_interval", "keep_alive_max_attempt"])
 def test_numbers_that_must_be_positive(port: int, name: str, number: str) -> None:
