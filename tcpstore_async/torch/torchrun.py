@@ -7,7 +7,9 @@ its own, and a name, in their environment, for those who join a server that runs
 """
 
 import base64
+import inspect
 import logging
+import math
 import os
 import pickle
 import secrets
@@ -32,6 +34,9 @@ _NO_STATE: Final = C10dRendezvousBackend._NULL_SENTINEL.encode()
 
 _ROUND_KEY: Final = "tcpstore.round"
 
+_KEEP_ALIVE: Final = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
+"""The seconds between an agent's heartbeats, and how many of these may be missing until it is taken for dead."""
+
 _LOOKS: Final = 20
 """How often an agent that may be dead is looked for within the time that it has to show itself."""
 
@@ -51,14 +56,13 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     ValueError if one of them is no positive number, RendezvousConnectionError if the server cannot be reached.
     If the last agents of a job of this name seem to be dead, this takes keep_alive_interval * keep_alive_max_attempt.
     """
-    interval = _positive(params, "keep_alive_interval", 5)
-    attempts = _positive(params, "keep_alive_max_attempt", 3)
+    keep_alive = _keep_alive(params)
     read_timeout = timedelta(seconds=_positive(params, "read_timeout", 60))
     timeouts = RendezvousTimeout(
         *(_seconds(params, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
     )
     store = _open_store(params, read_timeout)
-    epoch = _enter(store, params.run_id, timedelta(seconds=interval * attempts))
+    epoch = _enter(store, params.run_id, timedelta(seconds=math.prod({**_KEEP_ALIVE, **keep_alive}.values())))
     made: RendezvousHandler = _Handler.from_backend(
         params.run_id,
         epoch,
@@ -67,8 +71,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         params.max_nodes,
         params.local_addr,
         timeouts,
-        keep_alive_interval=interval,
-        keep_alive_max_attempt=attempts,
+        **keep_alive,
     )
     return made
 
@@ -139,6 +142,13 @@ def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
 def _seconds(params: RendezvousParameters, name: str) -> timedelta | None:
     number = params.get_as_int(name)
     return None if number is None else timedelta(seconds=number)
+
+
+def _keep_alive(params: RendezvousParameters) -> dict[str, int]:
+    """What is asked for, as far as PyTorch's handler can be told: that of 2.6 keeps to the defaults."""
+    asked = {name: _positive(params, name, default) for name, default in _KEEP_ALIVE.items()}
+    takes = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
+    return {name: number for name, number in asked.items() if name in takes}
 
 
 def _positive(params: RendezvousParameters, name: str, default: int) -> int:
