@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 COMPILED = [
     f"tcpstore_async/{name}.py"
     for name in (
+        "arguments",
         "blob",
         "limits",
         "keyspace",
@@ -26,6 +27,10 @@ COMPILED = [
         "wire/commands",
         "session/client",
         "session/server",
+        "client/calls",
+        "client/channel",
+        "client/line",
+        "client/sync",
         "server/uv",
         "server/readiness",
         "load/generator",

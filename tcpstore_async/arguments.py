@@ -1,14 +1,15 @@
 """What callers may pass, turned into what the store works with: text to bytes, timeouts to seconds.
 
 Knows: which types PyTorch's methods take. Must not know: what they are for.
-Invariant: every error is a TypeError or ValueError that names the argument, but for the one that PyTorch raises.
+Invariant: every error is a TypeError or ValueError that names the argument, but for the one that PyTorch raises. So
+what is passed is an `object` here; compiled code checks every type that is narrower, in words of its own.
 """
 
 import math
 import operator
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Final
+from typing import Final, SupportsFloat
 
 from .errors import DistStoreError
 
@@ -21,7 +22,7 @@ LONGEST: Final = 1e10
 _TWO_63: Final = 2**63
 
 
-def to_bytes(name: str, value: Text) -> bytes:
+def to_bytes(name: str, value: object) -> bytes:
     """A key or value: str as UTF-8, bytes and bytearray as they are."""
     if isinstance(value, str):
         try:
@@ -33,7 +34,7 @@ def to_bytes(name: str, value: Text) -> bytes:
     raise TypeError(f"{name} must be str, bytes or bytearray, not {type(value).__name__}")
 
 
-def to_bytes_list(name: str, values: Iterable[Text]) -> list[bytes]:
+def to_bytes_list(name: str, values: object) -> list[bytes]:
     """Keys or values: any iterable of them but text itself and dict."""
     if isinstance(values, (str, bytes, bytearray, dict)) or not isinstance(values, (list, Iterable)):
         raise TypeError(f"{name} must be a list of str or bytes, not {type(values).__name__}")
@@ -53,11 +54,12 @@ def to_pairs(keys: list[bytes], values: list[bytes]) -> list[tuple[bytes, bytes]
     return list(zip(keys, values, strict=True))
 
 
-def to_int64(name: str, value: int) -> int:
-    number = value
-    if type(value) is not int:
+def to_int64(name: str, value: object) -> int:
+    if type(value) is int:
+        number = value
+    else:
         try:
-            number = operator.index(value)
+            number = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
             raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
     if not -_TWO_63 <= number < _TWO_63:
@@ -65,7 +67,7 @@ def to_int64(name: str, value: int) -> int:
     return number
 
 
-def to_seconds(name: str, timeout: Timeout) -> float:
+def to_seconds(name: str, timeout: object) -> float:
     """A timeout in seconds, cut to whole milliseconds as PyTorch's are; negative means for ever.
 
     One that is longer than anybody's life is cut to that, so that it is a timedelta again.
@@ -81,7 +83,7 @@ def to_seconds(name: str, timeout: Timeout) -> float:
     return math.trunc(round(min(seconds, LONGEST) * 1e6) / 1e3) / 1e3
 
 
-def _to_float(number: float) -> float:
+def _to_float(number: SupportsFloat) -> float:
     try:
         return float(number)
     except OverflowError:  # an int has no limit
@@ -92,13 +94,13 @@ def in_milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def to_bool(name: str, value: bool) -> bool:
+def to_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
     return value
 
 
-def to_host(name: str, value: str) -> str:
+def to_host(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     if "\0" in value:
@@ -106,14 +108,14 @@ def to_host(name: str, value: str) -> str:
     return value
 
 
-def to_port(name: str, value: int) -> int:
+def to_port(name: str, value: object) -> int:
     number = to_int64(name, value)
     if not 0 <= number <= 65535:
         raise TypeError(f"{name} must be from 0 to 65535, not {number}")
     return number
 
 
-def to_world_size(name: str, value: int | None) -> int | None:
+def to_world_size(name: str, value: object) -> int | None:
     """How many ranks there are; None if that is unknown, for which PyTorch also takes a negative number."""
     if value is None:
         return None

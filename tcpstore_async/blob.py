@@ -21,6 +21,9 @@ PREFIX: Final = 8
 
 _U64: Final = Struct("<Q")
 
+_LENGTHS: Final[list[bytes]] = [_U64.pack(length) for length in range(256)]
+"""Those of most keys and values: looking one up takes a tenth of packing it."""
+
 COUNTER_SIZE: Final = PREFIX
 """What a counter counts against `Limits.store_bytes`, in bytes."""
 
@@ -44,7 +47,8 @@ Blob = bytes | bytearray | int | Growing
 
 def pack(raw: bytes) -> bytes:
     """The blob of a plain value."""
-    return _U64.pack(len(raw)) + raw
+    size = len(raw)
+    return (_LENGTHS[size] if size < 256 else _U64.pack(size)) + raw
 
 
 def unpack(blob: Framed) -> bytes:

@@ -2,13 +2,13 @@
 
 Knows: which method is which command, how users' keys look on the wire, what PyTorch's client says when time is up. Must
 not know: connections, waiting, threads.
-Invariant: an argument that cannot be meant raises TypeError or ValueError here, before anything is sent.
+Invariant: an argument that cannot be meant, which is an `object` therefore, raises TypeError or ValueError here, before
+anything is sent.
 """
 
-from collections.abc import Iterable
 from typing import Any, Final
 
-from ..arguments import Text, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
+from ..arguments import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..blob import pack
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, Command
 from ..wire.shapes import Fields
@@ -45,7 +45,7 @@ WORKERS_KEY: Final = b"init/"
 """PyTorch's counter of those who have joined; the one key of its client without a slash before it."""
 
 
-def key_of(key: Text) -> bytes:
+def key_of(key: object) -> bytes:
     if isinstance(key, str):
         try:
             return b"/" + key.encode()
@@ -54,7 +54,7 @@ def key_of(key: Text) -> bytes:
     return b"/" + to_bytes("key", key)
 
 
-def keys_of(keys: Iterable[Text]) -> list[bytes]:
+def keys_of(keys: object) -> list[bytes]:
     if isinstance(keys, list):
         try:
             return list(map(key_of, keys))
@@ -63,7 +63,7 @@ def keys_of(keys: Iterable[Text]) -> list[bytes]:
     return [b"/" + key for key in to_bytes_list("keys", keys)]
 
 
-def set_(key: Text, value: Text) -> Ask:
+def set_(key: object, value: object) -> Ask:
     return _SET, (key_of(key), pack(to_bytes("value", value)))
 
 
@@ -75,15 +75,15 @@ def fetch(name: bytes) -> Ask:
     return _FETCH, (name,)
 
 
-def add(key: Text, amount: int) -> Ask:
+def add(key: object, amount: object) -> Ask:
     return _ADD, (key_of(key), to_int64("amount", amount))
 
 
-def compare_set(key: Text, expected: Text, desired: Text) -> Ask:
+def compare_set(key: object, expected: object, desired: object) -> Ask:
     return _COMPARE_SET, (key_of(key), pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired)))
 
 
-def append(key: Text, value: Text) -> Ask:
+def append(key: object, value: object) -> Ask:
     return _APPEND, (key_of(key), pack(to_bytes("value", value)))
 
 
@@ -95,7 +95,7 @@ def wait(names: list[bytes]) -> Ask:
     return _WAIT, (names,)
 
 
-def delete_key(key: Text) -> Ask:
+def delete_key(key: object) -> Ask:
     return _DELETE_KEY, (key_of(key),)
 
 
@@ -103,13 +103,13 @@ def multi_get(names: list[bytes]) -> Ask:
     return _MULTI_GET, (names,)
 
 
-def multi_set(keys: Iterable[Text], values: Iterable[Text]) -> Ask:
+def multi_set(keys: object, values: object) -> Ask:
     """Raises DistStoreError, as PyTorch, if there are not as many values as keys."""
     pairs = to_pairs(keys_of(keys), to_bytes_list("values", values))
     return _MULTI_SET, ([(name, pack(value)) for name, value in pairs],)
 
 
-def queue_push(key: Text, value: Text) -> Ask:
+def queue_push(key: object, value: object) -> Ask:
     return _QUEUE_PUSH, (key_of(key), pack(to_bytes("value", value)))
 
 
@@ -121,7 +121,7 @@ def queue_len(name: bytes) -> Ask:
     return _QUEUE_LEN, (name,)
 
 
-def barrier(key: Text, world_size: int) -> Ask:
+def barrier(key: object, world_size: object) -> Ask:
     return _BARRIER, (key_of(key), to_int64("world_size", world_size))
 
 

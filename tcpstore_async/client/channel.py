@@ -58,7 +58,8 @@ class Channel:
         view = memoryview(data)
         while view:
             try:
-                view = view[self.peer.send(view, socket.MSG_DONTWAIT) :]
+                sent = self.peer.send(view, socket.MSG_DONTWAIT)  # in the slice mypyc would make the call twice
+                view = view[sent:]
             except BlockingIOError:
                 self._poll(select.POLLOUT, deadline)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from librt.strings import read_i64_le
 
-from ..blob import NO_BLOB, PREFIX, Framed
+from ..blob import NO_BLOB, PREFIX, Framed, pack
 from ..errors import LimitError, ProtocolError
 from ..limits import Limits
 from .room import lengthen
@@ -133,8 +133,7 @@ class _Key(Request):
         return None, _key_stop(data, at, end, limits)
 
     def encode(self, fields: Fields) -> bytes:
-        key: bytes = fields[0]
-        return _U64.pack(len(key)) + key
+        return pack(fields[0])
 
 
 class _KeyI64(Request):
@@ -151,8 +150,7 @@ class _KeyI64(Request):
         return None, middle if middle < 0 else -(middle + 8)
 
     def encode(self, fields: Fields) -> bytes:
-        key: bytes = fields[0]
-        return _U64.pack(len(key)) + key + _I64.pack(fields[1])
+        return pack(fields[0]) + _I64.pack(fields[1])
 
 
 class _KeyValues(Request):
@@ -180,8 +178,7 @@ class _KeyValues(Request):
         return call(*fields), start
 
     def encode(self, fields: Fields) -> bytes:
-        key: bytes = fields[0]
-        return _U64.pack(len(key)) + key + b"".join(fields[1:])
+        return pack(fields[0]) + b"".join(fields[1:])
 
 
 class _KeyValue(_KeyValues):
@@ -197,6 +194,10 @@ class _KeyValue(_KeyValues):
                 if 0 <= length <= limits.value_bytes and stop <= end:
                     return call(data[start:middle], data[middle:stop]), stop
         return super().decode(call, data, at, end, limits)
+
+    def encode(self, fields: Fields) -> bytes:
+        value: bytes = fields[1]
+        return pack(fields[0]) + value
 
 
 class Bulk(Rest):

@@ -263,7 +263,7 @@ def test_a_constructor_that_fails_leaves_nothing(port: int) -> None:
         warnings.simplefilter("error")
         before = threading.active_count()
         with pytest.raises(DistStoreError, match="1/2 clients joined"):
-            TCPStore("127.0.0.1", port, 2, True, 0.1)
+            TCPStore("127.0.0.1", port, 2, True, 1.0)
         is_free(port)
         assert threading.active_count() == before
 
