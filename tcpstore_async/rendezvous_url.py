@@ -20,6 +20,9 @@ from .stores.tcp import TCPStore
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 
+ROUND_VARIABLE: Final = "TCPSTORE_ROUND"
+"""In the environment of workers: what our torchrun handler calls their round. The same for all, never used again."""
+
 Found = tuple[Store, int, int]
 """A store, this process's rank, and how many there are."""
 
@@ -179,10 +182,28 @@ def _job_prefix() -> str:
         raise ValueError(
             "to join a server that runs already, a job needs a name that no other job on it has: set TCPSTORE_JOB"
         )
-    attempt = os.environ.get("TCPSTORE_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    if not re.fullmatch(r"\d+", attempt):
-        raise ValueError(f"TCPSTORE_ATTEMPT must be a number, not {attempt!r}")
-    return f"{job}/{attempt}"
+    return f"{job}/{_attempt()}"
+
+
+def _attempt() -> str:
+    """The attempt the user names, else the round our torchrun handler names, else torchrun's count of a lone agent."""
+    named = os.environ.get("TCPSTORE_ATTEMPT")
+    if named:
+        if not re.fullmatch(r"\d+", named):
+            raise ValueError(f"TCPSTORE_ATTEMPT must be a number, not {named!r}")
+        return named
+    made = os.environ.get(ROUND_VARIABLE)
+    if made:
+        return made
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if count and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        # each agent counts only those restarts that its own workers caused
+        raise ValueError(
+            "torchrun tells the workers of several agents nothing that they have in common and that a restart changes, "
+            "so their keys cannot be kept apart on a server that runs already: use --rdzv-backend=tcpstore, "
+            "or set TCPSTORE_ATTEMPT to a number that is the same on all ranks and new after a restart"
+        )
+    return count or "0"
 
 
 # Handlers

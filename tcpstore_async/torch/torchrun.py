@@ -2,15 +2,20 @@
 
 Knows: PyTorch's dynamic rendezvous, what tells a finished one from one that goes on. Must not know: how a store works.
 Invariants: agents of a job that is over, closed or left without a heartbeat, are never met: the next job of the same
-name has an epoch, and with it keys, of its own. Workers of one round never see the keys of another.
+name has an epoch, and with it keys, of its own. Workers of one round never see the keys of another: it has a server of
+its own, and a name, in their environment, for those who join a server that runs already.
 """
 
 import base64
-import binascii
+import inspect
 import logging
+import math
+import os
 import pickle
+import secrets
+import time
 from datetime import datetime, timedelta, timezone
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -18,6 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from .. import errors
+from ..rendezvous_url import ROUND_VARIABLE
 from .stores import PrefixStore, Store, TCPStore
 
 BACKEND: Final = "tcpstore"
@@ -25,6 +31,14 @@ DEFAULT_PORT: Final = 29400
 """Where torchrun's own backend listens, too."""
 
 _NO_STATE: Final = C10dRendezvousBackend._NULL_SENTINEL.encode()
+
+_ROUND_KEY: Final = "tcpstore.round"
+
+_KEEP_ALIVE: Final = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
+"""The seconds between an agent's heartbeats, and how many of these may be missing until it is taken for dead."""
+
+_LOOKS: Final = 20
+"""How often an agent that may be dead is looked for within the time that it has to show itself."""
 
 log = logging.getLogger("tcpstore_async.torchrun")
 
@@ -39,12 +53,16 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
     Options in `--rdzv-conf`, in seconds where they are times: is_host, read_timeout (60), join_timeout (600),
     last_call_timeout (30), close_timeout (30), keep_alive_interval (5), keep_alive_max_attempt (3). Raises
-    RendezvousConnectionError if the server cannot be reached.
+    ValueError if one of them is no positive number, RendezvousConnectionError if the server cannot be reached.
+    If the last agents of a job of this name seem to be dead, this takes keep_alive_interval * keep_alive_max_attempt.
     """
-    interval = params.get_as_int("keep_alive_interval", 5) or 5
-    attempts = params.get_as_int("keep_alive_max_attempt", 3) or 3
-    store = _open_store(params)
-    epoch = _enter(store, params.run_id, timedelta(seconds=interval * attempts))
+    keep_alive = _keep_alive(params)
+    read_timeout = timedelta(seconds=_positive(params, "read_timeout", 60))
+    timeouts = RendezvousTimeout(
+        *(_seconds(params, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
+    )
+    store = _open_store(params, read_timeout)
+    epoch = _enter(store, params.run_id, timedelta(seconds=math.prod({**_KEEP_ALIVE, **keep_alive}.values())))
     made: RendezvousHandler = _Handler.from_backend(
         params.run_id,
         epoch,
@@ -52,11 +70,8 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         params.min_nodes,
         params.max_nodes,
         params.local_addr,
-        RendezvousTimeout(
-            *(_seconds(params, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
-        ),
-        keep_alive_interval=interval,
-        keep_alive_max_attempt=attempts,
+        timeouts,
+        **keep_alive,
     )
     return made
 
@@ -70,17 +85,20 @@ class _Backend(C10dRendezvousBackend):
 
 
 class _Handler(DynamicRendezvousHandler):
-    """PyTorch's, but each round has a server of its own for its workers."""
+    """PyTorch's, but each round has a server of its own for its workers, and a name that they are told."""
 
     def next_rendezvous(self) -> Any:
         self._close_server()
-        return super().next_rendezvous()
+        found = super().next_rendezvous()
+        os.environ[ROUND_VARIABLE] = _name_round(found.store, found.rank)  # workers inherit it
+        return found
 
     def shutdown(self) -> bool:
         """As PyTorch's, and what was opened is closed: the other agents have the server's grace to do the same."""
         try:
             return bool(super().shutdown())
         finally:
+            os.environ.pop(ROUND_VARIABLE, None)
             self._close_server()
             cast(PrefixStore, self._store).close()
 
@@ -94,12 +112,18 @@ class _Handler(DynamicRendezvousHandler):
         return TCPStore("localhost", master_port, is_master=True)
 
 
-def _open_store(params: RendezvousParameters) -> Store:
+def _name_round(store: Any, rank: int) -> str:
+    """What all agents of a round call it. Random: the server that the workers join may know of earlier epoch 0s."""
+    if rank == 0:
+        store.set(_ROUND_KEY, secrets.token_hex(8))
+    return bytes(store.get(_ROUND_KEY)).decode()
+
+
+def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
     """Host the server, or join the one that runs."""
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     asked = params.get_as_bool("is_host")
     hosts = _matches_machine_hostname(host) if asked is None else asked
-    timeout = timedelta(seconds=params.get_as_int("read_timeout", 60) or 60)
     try:
         if hosts:
             try:
@@ -120,7 +144,29 @@ def _seconds(params: RendezvousParameters, name: str) -> timedelta | None:
     return None if number is None else timedelta(seconds=number)
 
 
+def _keep_alive(params: RendezvousParameters) -> dict[str, int]:
+    """What is asked for, as far as PyTorch's handler can be told: that of 2.6 keeps to the defaults."""
+    asked = {name: _positive(params, name, default) for name, default in _KEEP_ALIVE.items()}
+    takes = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
+    return {name: number for name, number in asked.items() if name in takes}
+
+
+def _positive(params: RendezvousParameters, name: str, default: int) -> int:
+    number = cast(int, params.get_as_int(name, default))
+    if number <= 0:
+        raise ValueError(f"The {name.replace('_', ' ')} must be a positive integer.")
+    return number
+
+
 # Epochs
+
+
+class _Signs(NamedTuple):
+    """What the agents of an epoch have left there."""
+
+    closed: bool
+    beats: list[datetime]
+    """When each agent was last alive, by its own clock."""
 
 
 def _enter(store: Store, run_id: str, patience: timedelta) -> Store:
@@ -137,19 +183,41 @@ def _enter(store: Store, run_id: str, patience: timedelta) -> Store:
 
 
 def _is_over(keys: Store, run_id: str, patience: timedelta) -> str:
-    """Why the rendezvous of an epoch is not to be joined; empty if it is."""
+    """Why the rendezvous of an epoch is not to be joined; empty if it is.
+
+    Heartbeats far from now prove nothing, as clocks differ: if they stay the same for `patience`, they are the last.
+    """
+    first = _signs(keys, run_id)
+    if first.closed:
+        return "closed"
+    if _are_recent(first.beats, patience):
+        return ""
+    log.info("looking for up to %g s whether the agents of %s are alive", patience.total_seconds(), run_id)
+    end = time.monotonic() + patience.total_seconds()
+    while time.monotonic() < end:
+        time.sleep(patience.total_seconds() / _LOOKS)
+        signs = _signs(keys, run_id)
+        if signs.closed:
+            return "closed"
+        if signs.beats != first.beats:
+            return ""
+    return "no agent has been heard of lately"
+
+
+def _are_recent(beats: list[datetime], patience: timedelta) -> bool:
+    """Whether one of these heartbeats is fresh if this clock is right, or there is none yet."""
+    now = datetime.now(timezone.utc)
+    return not beats or any(abs(now - beat) <= patience for beat in beats)
+
+
+def _signs(keys: Store, run_id: str) -> _Signs:
     key = f"torch.rendezvous.{run_id}"
     raw = keys.get(key) if keys.check([key]) else _NO_STATE
     if raw == _NO_STATE:
-        return ""
+        return _Signs(False, [])
     try:
         state: Any = pickle.loads(base64.b64decode(raw))
-    except (binascii.Error, pickle.UnpicklingError, EOFError, AttributeError):
-        return ""  # it is for the rendezvous itself to complain about
-    closed, beats = state.closed, list(state.last_heartbeats.values())
-    if closed:
-        return "closed"
-    now = datetime.now(timezone.utc)
-    if beats and all(now - (beat if beat.tzinfo else beat.replace(tzinfo=timezone.utc)) > patience for beat in beats):
-        return "no agent has been heard of lately"
-    return ""
+        beats = [beat if beat.tzinfo else beat.replace(tzinfo=timezone.utc) for beat in state.last_heartbeats.values()]
+        return _Signs(bool(state.closed), beats)
+    except Exception:  # whatever a pickle may raise: it is for the rendezvous itself to complain about
+        return _Signs(False, [])

@@ -2,7 +2,8 @@
 
     elastic_worker.py FOLDER WHAT
 
-`end`: ends. `fail`: one of the first attempt is killed. `hold`: waits until FOLDER/go is there.
+They meet where torchrun says, or at ELASTIC_URL. `end`: ends. `fail`: one of the first round is killed, and the others
+wait for their agents to end them. `hold`: waits until FOLDER/go is there.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ import torch.distributed as dist
 
 
 def main(folder: Path, what: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    failed = folder / "failed"
+    fails = what == "fail" and not failed.exists()
+    url = os.environ.get("ELASTIC_URL", "env://")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=url, timeout=timedelta(seconds=60), rank=rank, world_size=size)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     store = dist.distributed_c10d._get_default_store()
     stale = store.check(["from an earlier attempt"])
     dist.barrier()
     store.set("from an earlier attempt", "")
-    rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
     seen = {
-        "attempt": int(attempt),
+        "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
         "rank": rank,
         "sum": tensor.item(),
         "stale": stale,
@@ -37,10 +41,16 @@ def main(folder: Path, what: str) -> None:
         "pid": os.getpid(),
         "port": os.environ["MASTER_PORT"],
     }
-    with (folder / "seen").open("a") as file:
+    path = folder / "seen"
+    with path.open("a") as file:
         file.write(json.dumps(seen) + "\n")
-    if what == "fail" and attempt == "0" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    while fails and rank == 1:
+        if len(path.read_text().splitlines()) == size:  # its agent ends those beside it, who are to write first
+            failed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+    while fails:
+        signal.pause()
     while what == "hold" and not (folder / "go").exists():
         time.sleep(0.05)
         dist.barrier()

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from support import tcpstore_server
+from tcpstore_async.torch import HashStore, torchrun
 
 PATIENCE = 60.0
 """Seconds until a job is given up."""
@@ -87,6 +95,8 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, port: int) -> Iterator[Job]:
+    if not hasattr(registry, "_register_out_of_tree_handlers"):
+        pytest.skip(f"torchrun of PyTorch {torch.__version__} knows no handlers but its own")
     job = Job(tmp_path, port)
     yield job
     for agent in job.agents:
@@ -118,34 +128,34 @@ def test_a_worker_that_is_killed(job: Job, env: dict[str, str]) -> None:
 
 def hosting(job: Job) -> subprocess.Popen[bytes]:
     """The agent that hosts the server, started first."""
-    first = job.agent("hold", nodes="1:2")
-    job.until(lambda: "hosting" in job.said() or bool(job.seen()))
+    first = job.agent("hold", workers=4)
+    job.until(lambda: accepts(job.port))
     return first
+
+
+def accepts(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 @once
 def test_an_agent_that_does_not_host_is_killed_and_comes_back(job: Job) -> None:
     first = hosting(job)
-    second = job.agent("hold", nodes="1:2")
-    job.until(lambda: any(one["sum"] == 4 for one in job.seen()))
+    second = job.agent("hold", workers=4)
+    job.until(lambda: len(job.seen()) == 8)
     job.kill(second)
-    job.until(lambda: job.seen()[-1]["sum"] == 2 and job.seen()[-1]["agent"] == first.pid and alone(job))
-    third = job.agent("hold", nodes="1:2")
-    job.until(lambda: job.seen()[-1]["sum"] == 4 and job.seen()[-1]["port"] != port_of(job, second))
+    third = job.agent("hold", workers=4)
+    job.until(lambda: len(job.seen()) == 16)
     (job.folder / "go").touch()
     job.end(first, third)
-    assert not any(one["stale"] for one in job.seen())
+    assert groups(job.seen()) == [(8, list(range(8)))] * 2
 
 
 def alone(job: Job) -> bool:
     """Whether a world of one agent has formed after one of two."""
     sums = [one["sum"] for one in job.seen()]
-    return 4.0 in sums and 2.0 in sums[sums.index(4.0) :]
-
-
-def port_of(job: Job, agent: subprocess.Popen[bytes]) -> str:
-    ports: list[str] = [one["port"] for one in job.seen() if one["agent"] == agent.pid]
-    return ports[-1]
+    return 8.0 in sums and 4.0 in sums[sums.index(8.0) :]
 
 
 @once
@@ -153,8 +163,8 @@ def port_of(job: Job, agent: subprocess.Popen[bytes]) -> str:
 def test_with_a_daemon_either_agent_may_be_killed(job: Job, victim: int) -> None:
     with tcpstore_server() as server:
         job.port = server.port
-        agents = [job.agent("hold", nodes="1:2"), job.agent("hold", nodes="1:2")]
-        job.until(lambda: any(one["sum"] == 4 for one in job.seen()))
+        agents = [job.agent("hold", nodes="1:2", workers=4) for _ in range(2)]
+        job.until(lambda: sum(one["sum"] == 8 for one in job.seen()) == 8)
         job.kill(agents[victim])
         job.until(lambda: alone(job))
         (job.folder / "go").touch()
@@ -181,3 +191,75 @@ def test_jobs_in_a_row_at_one_endpoint(job: Job) -> None:
     for _ in range(2):
         job.end(job.agent("end", nodes="1"))
     assert groups(job.seen()) == [(2, [0, 1])] * 2
+
+
+def joining(port: int) -> dict[str, str]:
+    """The environment of agents whose workers all meet on a server that runs already."""
+    return {"TCPSTORE_INSTALL": "1", "TCPSTORE_JOIN": "1", "ELASTIC_URL": f"tcp://127.0.0.1:{port}"}
+
+
+@once
+def test_workers_that_join_a_daemon(job: Job) -> None:
+    """After a restart, which only one of two agents counts, and in the next job of the name, no key is seen again."""
+    with tcpstore_server() as server:
+        job.port = server.port
+        job.end(*[job.agent("fail", workers=1, **joining(server.port)) for _ in range(2)])
+        assert sorted(one["restarts"] for one in job.seen()) == [0, 0, 0, 1]
+        job.end(job.agent("end", nodes="1", workers=1, **joining(server.port)))
+    assert groups(job.seen()) == [(2, [0, 1]), (2, [0, 1]), (1, [0])]
+
+
+@once
+def test_workers_that_join_a_daemon_become_more(job: Job) -> None:
+    """No agent counts that as a restart. The agents' own server does not outlive them; that of the workers does."""
+    with tcpstore_server() as server:
+        agents = [job.agent("hold", nodes="1:2", workers=1, **joining(server.port))]
+        job.until(lambda: len(job.seen()) == 1)
+        agents.append(job.agent("hold", nodes="1:2", workers=1, **joining(server.port)))
+        job.until(lambda: len(job.seen()) == 3)
+        (job.folder / "go").touch()
+        job.end(*agents)
+        job.end(job.agent("end", nodes="1", workers=1, **joining(server.port)))
+    assert groups(job.seen()) == [(1, [0]), (2, [0, 1]), (1, [0])]
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+@pytest.mark.parametrize("name", ["read_timeout", "keep_alive_interval", "keep_alive_max_attempt"])
+def test_numbers_that_must_be_positive(port: int, name: str, number: str) -> None:
+    params = RendezvousParameters("tcpstore", f"127.0.0.1:{port}", "job", 1, 1, **{name: number})
+    with pytest.raises(ValueError, match=f"The {name.replace('_', ' ')} must be a positive integer."):
+        torchrun.create_handler(params)
+
+
+class Left(HashStore):
+    """An epoch in which an agent's last heartbeat is from then; and at each look, so much newer."""
+
+    def __init__(self, hours: int, step: timedelta) -> None:
+        super().__init__()
+        self.step = step
+        self.beat = datetime.now(timezone.utc) + timedelta(hours=hours)
+
+    def check(self, keys: Any) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        self.beat += self.step
+        return base64.b64encode(pickle.dumps(SimpleNamespace(closed=False, last_heartbeats={"agent": self.beat})))
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_an_agent_with_another_clock_is_alive(hours: int) -> None:
+    assert not torchrun._is_over(Left(hours, timedelta(seconds=1)), "job", timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_an_agent_that_stays_silent_is_dead(hours: int) -> None:
+    assert torchrun._is_over(Left(hours, timedelta(0)), "job", timedelta(seconds=0.1)).startswith("no agent")
+
+
+@pytest.mark.parametrize("state", [b"cno_such_module\nX\n.", b"I1\n.", b"(lp0\nI1", b"", b"\xff"])
+def test_a_state_that_nobody_can_read_is_joined(state: bytes) -> None:
+    """The rendezvous itself then complains about it."""
+    store = HashStore()
+    store.set("torch.rendezvous.job", base64.b64encode(state).decode())
+    assert not torchrun._is_over(store, "job", timedelta(seconds=5))

@@ -16,6 +16,7 @@ from tcpstore_async.rendezvous_url import Place, read_env, read_file, read_tcp
 VARIABLES = [
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE"),
     *("TCPSTORE_JOIN", "TCPSTORE_JOB", "TCPSTORE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+    *("TCPSTORE_ROUND", "GROUP_WORLD_SIZE"),
 ]
 
 
@@ -78,6 +79,22 @@ def test_joining_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="TCPSTORE_ATTEMPT must be a number, not 'x'"):
         read_tcp(url)
     assert not read_tcp("tcp://h:1?rank=0&world_size=2").prefix
+
+
+def test_workers_of_several_agents_need_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents of other rendezvous than ours count restarts each for itself."""
+    url = "tcp://h:1?rank=0&world_size=2&join=1"
+    monkeypatch.setenv("TCPSTORE_JOB", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    assert read_tcp(url).prefix == "job/0"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--rdzv-backend=tcpstore, or set TCPSTORE_ATTEMPT"):
+        read_tcp(url)
+    monkeypatch.setenv("TCPSTORE_ROUND", "5eed")
+    assert read_tcp(url).prefix == "job/5eed"
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "7")
+    assert read_tcp(url).prefix == "job/7", "what the user says himself counts"
 
 
 def test_jobs_on_one_server_see_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
