@@ -129,9 +129,9 @@ def wait_count(name: bytes, count: int) -> Ask:
     return BY_METHOD["wait_count"], (name, count)
 
 
-def join() -> Ask:
-    """Count this client among PyTorch's workers."""
-    return _ADD, (WORKERS_KEY, 1)
+def count(workers: int) -> Ask:
+    """Count so many more among PyTorch's workers; the reply is how many there are."""
+    return _ADD, (WORKERS_KEY, workers)
 
 
 def introduce(known: dict[str, str]) -> Ask:

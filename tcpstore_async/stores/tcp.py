@@ -101,7 +101,6 @@ class TCPStore(Store):
         while True:
             client = TCPClient(self.host, self.port, self._timeout, introduction(ranks), deadline.began)
             try:
-                self._before_joining()
                 if ranks is None or self._joins(client, ranks, deadline):
                     client.timeout = self._timeout
                     return client
@@ -114,9 +113,6 @@ class TCPStore(Store):
                 client.close()
                 raise
 
-    def _before_joining(self) -> None:
-        """For those who have more to connect before this rank is counted."""
-
     def _leave_server(self) -> Hosted | None:
         """Close the connections; the server, if this store owns one, is the caller's to release."""
         hosted, self._hosted = self._hosted, None
@@ -125,7 +121,10 @@ class TCPStore(Store):
 
     def _joins(self, client: TCPClient, ranks: int, deadline: Deadline) -> bool:
         """Join; whether the server turns out to be that of this store's round."""
-        joined = client.ask(calls.join())
+        return self._belongs(client, client.ask(calls.count(1)), ranks, deadline)
+
+    def _belongs(self, client: TCPClient, joined: int, ranks: int, deadline: Deadline) -> bool:
+        """Whether a server that counts so many, this rank among them, is that of this store's round."""
         if self._hosted is not None or joined <= ranks or self._has_company():
             return True
         return _is_of_this_round(client, joined, deadline)

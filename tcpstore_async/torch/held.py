@@ -1,13 +1,15 @@
 """Whether PyTorch's C++ side holds a store that Python is about to drop.
 
-Knows: that a C++ object is counted by those who hold it, and where the count lies, if trying it out confirms that. Must
-not know: what stores are for.
-Invariant: where it cannot be told, the answer is yes. PyTorch has no function that tells.
+Knows: that those who hold a C++ object are counted, and how to read the count, if trying it out confirms that. Must not
+know: what stores are for.
+Invariant: where it cannot be told, the answer is yes. PyTorch has no function that tells this of a store, but one that
+tells it of a storage, which is counted the same way.
 """
 
 import ctypes
 from typing import Any, Final, cast
 
+import torch
 import torch.distributed as dist
 
 _CppPrefixStore: Final[Any] = dist.PrefixStore
@@ -16,8 +18,8 @@ _CppPrefixStore: Final[Any] = dist.PrefixStore
 _POINTER: Final = object.__basicsize__
 """Where an object of pybind11's has the address of its C++ half."""
 
-_COUNT: Final = 8
-"""Where, behind the pointer to the methods, a C++ half has the count of its holders, of whom Python is one."""
+_use_count: Final[Any] = getattr(torch._C, "_storage_Use_Count", None)
+"""Of the C++ object at an address: how many hold it, of whom Python is one."""
 
 
 class _Probe(dist.Store):
@@ -26,7 +28,7 @@ class _Probe(dist.Store):
 
 def _holders(store: dist.Store) -> int:
     half = ctypes.c_void_p.from_address(id(store) + _POINTER).value
-    return 0 if half is None else ctypes.c_uint32.from_address(half + _COUNT).value
+    return 0 if half is None or _use_count is None else int(_use_count(half))
 
 
 def _confirmed() -> bool:

@@ -11,6 +11,9 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ..arguments import Timeout
+from ..client import calls
+from ..client.deadline import Deadline
+from ..client.sync import TCPClient
 from ..rendezvous_url import Place
 from ..server.hosting import Hosted
 from ..stores.tcp import TCPStore
@@ -26,10 +29,21 @@ class _Joining(TCPStore):
     _may_be_thread = False
     native: Any = None
 
-    def _before_joining(self) -> None:
-        timeout = self.timeout
+    def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
+        if ranks is None:
+            self._connect_native()
+        return super()._connect(ranks, deadline)
+
+    def _joins(self, client: TCPClient, ranks: int, deadline: Deadline) -> bool:
+        # A look first: what the last round's server closes when it goes is not to be a C++ client, which logs that.
+        if not self._belongs(client, client.ask(calls.count(0)) + 1, ranks, deadline):
+            return False
+        self._connect_native()
+        return super()._joins(client, ranks, deadline)
+
+    def _connect_native(self) -> None:
         self.native = _CppTCPStore(
-            self.host, self.port, None, False, timeout, wait_for_workers=False, use_libuv=self.libuvBackend
+            self.host, self.port, None, False, self.timeout, wait_for_workers=False, use_libuv=self.libuvBackend
         )
 
 

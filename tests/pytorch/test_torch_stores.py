@@ -292,3 +292,17 @@ def test_a_master_waits_for_its_ranks() -> None:
     with ours.TCPStore("127.0.0.1", 0, 1, True, MINUTE) as store:
         store.set("k", "v")
     assert time.monotonic() - began < LIMIT
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="PyTorch has them since 2.10")
+def test_what_cpp_does_not_ask_of_a_store_of_ours() -> None:
+    """PyTorch's C++ PrefixStore has nowhere to pass these on to; the store below it has them."""
+    cpp: Any = dist.PrefixStore("p", ours.HashStore())
+    cpp.set("k", "v")
+    calls = [cpp.list_keys, lambda: cpp.queue_push("q", "v"), lambda: cpp.queue_pop("q"), lambda: cpp.queue_len("q")]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="support is not implemented"):
+            call()
+    cpp.underlying_store.queue_push("p/q", "item")
+    assert cpp.underlying_store.list_keys() == ["p/k"]
+    assert cpp.underlying_store.queue_pop("p/q") == b"item"
