@@ -75,6 +75,27 @@ def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
     assert "is ahead" not in said
 
 
+@pytest.mark.parametrize(("count", "said"), [(1, "One round"), (2, "2 rounds")])
+def test_few_rounds_name_nobody(tmp_path: Path, count: int, said: str) -> None:
+    """However great the difference: nothing says what it would be in the next round."""
+    few = run([*samples("uvloop", [1.04] * count), *samples("libuv", [1.0] * count)])
+    expected = f"{said}: ours on uvloop 1.04× of PyTorch libuv's time at 1,024 ranks, sockets, no interval"
+    text = words(drawn(tmp_path, few))
+    assert expected in text
+    assert "ahead" not in text
+
+
+def test_few_rounds_of_operations_name_nobody(tmp_path: Path) -> None:
+    measured = [
+        *samples("uvloop", [0.5], scenario="operations-set"),
+        *samples("libuv", [1.0], scenario="operations-set"),
+    ]
+    text = words(drawn(tmp_path, run(measured), "operations"))
+    assert "One round: ours on uvloop takes 0.50× of" in text
+    assert "no interval" in text
+    assert "ahead" not in text
+
+
 def test_the_ratio_stands_beside_the_line_and_every_line_has_its_transport(tmp_path: Path) -> None:
     measured = [*TWO, *samples("uvloop", [0.1, 0.1], transport="memory", size=98_304)]
     said = words(drawn(tmp_path, run(measured)))
