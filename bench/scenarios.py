@@ -289,18 +289,18 @@ def _busy_trainer(host: Host, server: str, size: int, limit: float) -> list[Meas
 
 _WITHOUT = (*TUTORIAL, 1_000_000)
 _ALL = (
-    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 350, 28, tutorial=True, memory=_WITHOUT),
-    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 950, 72, tutorial=True, memory=_WITHOUT),
-    Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K,), 450, 5, memory=_WITHOUT),
-    Scenario("herd", _herd, RANKS, (1 * K,), 180, 4),
-    Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 100, 4),
-    Scenario("steady", _steady, RANKS, (1 * K,), 400, 9, slow=True),
-    Scenario("fanout", _fanout, RANKS, (1 * K,), 200, 5, memory=_WITHOUT),
-    Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256,), 150, 4),
-    Scenario("operations", _operations, (1, 8, 64), (64,), 100, 14, per_connection=False),
-    Scenario("memory", _memory, RANKS, (1 * K,), 250, 5, slow=True),
-    Scenario("resolver", _resolver, (2, 4, 8), (2,), 70, 5, slow=True),
-    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 70, 5, slow=True),
+    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 350, 25, tutorial=True, memory=_WITHOUT),
+    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 950, 85, tutorial=True, memory=_WITHOUT),
+    Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K,), 450, 4, memory=_WITHOUT),
+    Scenario("herd", _herd, RANKS, (1 * K,), 180, 3),
+    Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 100, 3),
+    Scenario("steady", _steady, RANKS, (1 * K,), 400, 6, slow=True),
+    Scenario("fanout", _fanout, RANKS, (1 * K,), 200, 4, memory=_WITHOUT),
+    Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256,), 150, 3),
+    Scenario("operations", _operations, (1, 8, 64), (64,), 100, 8, per_connection=False),
+    Scenario("memory", _memory, RANKS, (1 * K,), 250, 3, slow=True),
+    Scenario("resolver", _resolver, (2, 4, 8), (2,), 70, 3, slow=True),
+    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 70, 3, slow=True),
 )
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 
