@@ -144,16 +144,17 @@ class Runner:
                 self._sample(scenario, line, sizes[0], number)
 
     def _spare(self, lines: list[Line], sizes: Sequence[int], rounds: int, here: int, deadline: float) -> float:
-        """Seconds left beside what the paired servers will take: `here` rounds of the first size, all of the others."""
+        """Seconds left beside what the paired servers will take: `here` rounds of the first size, all of the others
+        that they will come to.
+        """  # fmt: skip
         paired = [line for line in lines if not line.ended and line.server in PAIRED]
-        room = self.plan.open_files - RESERVE
-        taken = sum(
-            line.projected(size) * (here if size == sizes[0] else rounds)
-            for line in paired
-            for size in sizes
-            if size <= room or line.transport == "memory"
-        )
-        return deadline - time.monotonic() - taken
+        left = deadline - time.monotonic() - here * sum(line.projected(sizes[0]) for line in paired)
+        for size in sizes[1:]:
+            taken = rounds * sum(line.projected(size) for line in paired)
+            if taken > left or size > self.plan.open_files - RESERVE:
+                break
+            left -= taken
+        return left
 
     def _judge(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
         """End the lines that cannot, or had better not, be taken to the first of these sizes."""
