@@ -45,7 +45,7 @@ _LINE = 0.0178
 
 def growing(part: Part, run: Run) -> Figure:
     """Above what the scenario is about, below the server's CPU, to the right names, ratios and endings."""
-    figure = canvas(part.scene.title, results.verdict(part), run)
+    figure = canvas(part.scene.title, results.verdict(part), run, part.lines)
     upper = figure.add_axes((LEFT, 0.455, RIGHT - LEFT, 0.405))
     lower = figure.add_axes((LEFT, 0.105, RIGHT - LEFT, 0.285), sharex=upper)
     for axes, measure in ((upper, part.scene.measure), (lower, part.scene.cpu)):
