@@ -161,7 +161,8 @@ def verdict(part: Part) -> str:
     said = f"{ratio} of {reference}'s {part.scene.measure.name} {where}{', no interval' if unsure else ''}"
     cpu = f" ({part.scene.cpu.axis} {wording.times(found.cpu.median)})" if found.cpu else ""
     marked = found.subject.saturated(found.size) or found.reference.saturated(found.size)
-    return f"{_ahead(found)} {said}{cpu}{'; the generator was saturated there' if marked else ''}"
+    unknown = "" if unsure or found.time.noise is not None else "; no control, noise unknown"
+    return f"{_ahead(found)} {said}{cpu}{unknown}{'; the generator was saturated there' if marked else ''}"
 
 
 def _ahead(found: Comparison) -> str:
@@ -199,9 +200,10 @@ def verdict_of_all(parts: Sequence[Part]) -> str:
         return f"{wording.first(wording.rounds(first.time.rounds))}: {said}, no interval"
     leader = subject if middle < 1 else reference
     ahead = f"{wording.first(leader)} is ahead" if beyond else "No difference beyond the noise"
+    unknown = "; no control, noise unknown" if all(c.time.noise is None for _, c in found) else ""
     return (
         f"{ahead}: {said}; beyond the noise {subject} leads in {_listed([name for name, ours in beyond if ours])}, "
-        f"{reference} in {_listed([name for name, ours in beyond if not ours])}"
+        f"{reference} in {_listed([name for name, ours in beyond if not ours])}{unknown}"
     )
 
 
