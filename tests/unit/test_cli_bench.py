@@ -38,7 +38,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def num_keys(port: int) -> bytes:
     url = f"tcp://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "tcpstore_async", "num-keys", "--url", url]
+    command = [sys.executable, "-m", "tcpstore_async", "num-keys", "--url", url, "--timeout", str(LIMIT)]
     return subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=True).stdout
 
 
@@ -81,7 +81,7 @@ def endless(port: int) -> subprocess.Popen[bytes]:
     before = num_keys(port)
     process = subprocess.Popen(
         [sys.executable, "-m", "tcpstore_async", "bench", "--url", f"tcp://127.0.0.1:{port}",
-         "--requests", "100000000", "--timeout", "60"],
+         "--requests", "100000000", "--timeout", "60", "--ranks", "2"],
         cwd=tempfile.gettempdir(), stderr=subprocess.PIPE,
     )  # fmt: skip
     while num_keys(port) == before:
