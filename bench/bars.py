@@ -23,7 +23,9 @@ from bench.scenes import P99
 
 def grouped(parts: Sequence[Part], run: Run) -> Figure:
     """Above operations per second, below p50, p95 and p99, a group for each part; at the largest size of each line."""
-    figure = canvas(parts[0].scene.title, results.verdict_of_all(parts), run)
+    figure = canvas(
+        parts[0].scene.title, results.verdict_of_all(parts), run, [line for part in parts for line in part.lines]
+    )
     upper = figure.add_axes((LEFT + 0.012, 0.52, 0.973 - LEFT, 0.34))
     bottom = 0.17 + 0.018 * len(_missing(parts))
     lower = figure.add_axes((LEFT + 0.012, bottom, 0.973 - LEFT, 0.46 - bottom), sharex=upper)

@@ -34,7 +34,7 @@ class Change(NamedTuple):
     @property
     def reproduced(self) -> bool | None:
         """Whether B's ratio to the reference is within the interval that A reports; None where there is none."""
-        if self.before is None or self.after is None or self.before.rounds < 2:
+        if self.before is None or self.after is None or self.before.verdict == "too few rounds":
             return None
         return self.before.low <= self.after.median <= self.before.high
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from bench import results, wording
+from bench import wording
 from bench.records import SATURATED, Run
 from bench.results import Line
 from bench.scenes import Measure
@@ -63,31 +63,29 @@ RC: dict[Any, Any] = {
 }
 
 
-def canvas(title: str, said: str, run: Run) -> Figure:
-    """A figure with title, what it says in a sentence, and at its foot where and how it was measured; no axes yet."""
+def canvas(title: str, said: str, run: Run, lines: Sequence[Line]) -> Figure:
+    """A figure of these lines, no axes yet: title, a sentence, and at the foot where and how it was measured."""
     figure = Figure(figsize=(WIDTH, HEIGHT))
     FigureCanvasAgg(figure)
     figure.text(0.012, 0.982, title, fontsize=15, fontweight="bold", va="top")
     figure.text(0.012, 0.942, textwrap.fill(said, 138), fontsize=10.5, va="top", linespacing=1.35)
-    figure.text(0.012, 0.008, _footer(run), fontsize=8, color="#444444", va="bottom")
+    figure.text(0.012, 0.008, _footer(run, lines), fontsize=8, color="#444444", va="bottom")
     return figure
 
 
-def _footer(run: Run) -> str:
+def _footer(run: Run, lines: Sequence[Line]) -> str:
     versions, machine = run.versions, run.machine
     torch = f", PyTorch {versions.torch}" if versions.torch else ""
     return (
-        f"{_rounds(run)}. {run.began[:10]}, {machine.processor}, {machine.cores} cores"
+        f"{_rounds(lines)}. {run.began[:10]}, {machine.processor}, {machine.cores} cores"
         f", {machine.kernel}; tcpstore_async {versions.tcpstore_async} ({versions.build}){torch}"
         f"{'' if run.complete else '. THE RUN IS NOT COMPLETE'}"
     )
 
 
-def _rounds(run: Run) -> str:
+def _rounds(lines: Sequence[Line]) -> str:
     """How many there are of each point."""
-    found = sorted(
-        {len(rounds) for part in results.parts(run) for line in part.lines for rounds in line.points.values()}
-    )
+    found = sorted({len(rounds) for line in lines for rounds in line.points.values()})
     if found == [1]:
         return "One round"
     return f"Medians of {found[0] if len(found) == 1 else f'{found[0]} to {found[-1]}'} rounds, bars from min to max"

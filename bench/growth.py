@@ -12,30 +12,21 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent.parent))
+
+from bench.memory import Sessions
+from tcpstore_async.blob import pack
 from tcpstore_async.daemon import build, spare_the_collector
-from tcpstore_async.limits import Limits
-from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.wire.commands import BY_METHOD
+from tcpstore_async.load.requests import said
 
 KEYS_AT_ONCE = 100_000
-LIMITS = Limits(store_bytes=1 << 40)
-
-
-def said(method: str, *fields: object) -> bytes:
-    """A request, as a client sends it."""
-    return ClientSession().request(BY_METHOD[method], fields)[0]
-
-
-HELLO = ClientSession().hello(1234)[0]
-JOIN = said("add", b"init/", 1)
 
 
 def spent(do: Callable[[], object]) -> float:
@@ -44,83 +35,40 @@ def spent(do: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def tell(session: ServerSession, data: bytes) -> None:
-    session.receive(data)
-    session.unread = 0
-    session.out.clear()
-
-
-def flush(engine: Engine) -> int:
-    """What the door does with those who were woken; how many there were."""
-    count = len(engine.dirty)
-    for session in engine.dirty:
-        session.unread = 0
-        session.out.clear()
-    engine.dirty.clear()
-    return count
-
-
 def measure(ranks: int) -> dict[str, float]:
     """Seconds of processor time of each scenario, for all ranks together."""
-    engine = Engine(LIMITS)
-    sessions: list[ServerSession] = []
-
-    def init() -> None:
-        for number in range(ranks):
-            session = ServerSession(engine, None, "10.0.0.1", number % 65536, 0.0)
-            tell(session, HELLO)
-            tell(session, JOIN)
-            sessions.append(session)
-
-    def barrier() -> None:
-        add, look = said("add", b"/store_based_barrier_key:0", 1), said("add", b"/store_based_barrier_key:0", 0)
-        wait = said("wait", [b"/store_based_barrier_key:0:last_worker"])
-        for session in sessions:
-            tell(session, add)
-            tell(session, look)
-            tell(session, wait)
-        tell(sessions[-1], said("set", b"/store_based_barrier_key:0:last_worker", struct.pack("<Q", 1) + b"1"))
-        assert flush(engine) == ranks
-
-    def one_message_barrier() -> None:
-        enter = said("barrier", b"/barrier", ranks)
-        for session in sessions:
-            tell(session, enter)
-        assert flush(engine) == ranks - 1
-
-    def fan_out() -> None:
-        wait = said("wait", [b"/late"])
-        for session in sessions:
-            tell(session, wait)
-        tell(sessions[0], said("set", b"/late", bytes(8)))
-        assert flush(engine) == ranks
+    job = Sessions(ranks)
 
     def leave_waiting() -> None:
         wait = said("wait", [b"/never"])
-        for session in sessions:
-            tell(session, wait)
-        for session in sessions:
+        for session in job.sessions:
+            job.tell(session, wait)
+        for session in job.sessions:
             session.leave()
 
-    scenarios = (init, barrier, one_message_barrier, fan_out, leave_waiting)
-    return {scenario.__name__: spent(scenario) for scenario in scenarios}
+    scenarios: dict[str, Callable[[], object]] = {
+        "init": job.init,
+        "barrier": lambda: job.barrier(times=1),
+        "one_message_barrier": lambda: job.barrier_opcode(times=1),
+        "fan_out": job.fanout,
+        "leave_waiting": leave_waiting,
+    }
+    return {name: spent(scenario) for name, scenario in scenarios.items()}
 
 
 def many_keys(count: int) -> float:
     """Processor time for one client that waits for so many keys, which then come one by one."""
-    engine = Engine(LIMITS)
-    waiter, setter = (ServerSession(engine, None, "::1", port, 0.0) for port in (1, 2))
-    tell(waiter, HELLO)
-    tell(setter, HELLO)
+    job = Sessions(0)
+    waiter, setter = job.connected(1), job.connected(2)
     names = [b"/key/%d" % number for number in range(count)]
 
     def run() -> None:
-        tell(waiter, said("wait", names))
+        job.tell(waiter, said("wait", names))
         for name in names:
-            tell(setter, said("set", name, bytes(8)))
+            job.tell(setter, said("set", name, pack(b"")))
 
     seconds = spent(run)
-    assert flush(engine) == 1
+    job.demand(1)
     return seconds
 
 

@@ -45,7 +45,7 @@ _LINE = 0.0178
 
 def growing(part: Part, run: Run) -> Figure:
     """Above what the scenario is about, below the server's CPU, to the right names, ratios and endings."""
-    figure = canvas(part.scene.title, results.verdict(part), run)
+    figure = canvas(part.scene.title, results.verdict(part), run, part.lines)
     upper = figure.add_axes((LEFT, 0.455, RIGHT - LEFT, 0.405))
     lower = figure.add_axes((LEFT, 0.105, RIGHT - LEFT, 0.285), sharex=upper)
     for axes, measure in ((upper, part.scene.measure), (lower, part.scene.cpu)):
@@ -71,7 +71,7 @@ def _draw(axes: Axes, line: Line, measure: Measure) -> None:
     for size, median in points:
         values = line.values(size, measure).values()
         spread = [[median - min(values)], [max(values) - median]]
-        axes.errorbar(size, median, yerr=spread, color=style.colour, capsize=3, linewidth=1.1, fmt="none")
+        axes.errorbar(size, median, yerr=spread, color=style.colour, capsize=3, linewidth=1.1, fmt="none", zorder=2.6)
         name = f"saturated-{line.server}-{line.transport}-{size}-{measure.name.replace(' ', '-')}"
         _mark(axes, size, median, style, name if line.saturated(size) else None)
 
@@ -80,7 +80,7 @@ def _mark(axes: Axes, x: float, y: float, style: Style, saturated: str | None) -
     """Hollow, and named so in the SVG file, where the generator was saturated."""
     axes.plot(
         [x], [y], style.marker, color=style.colour, markerfacecolor="white" if saturated else style.colour,
-        markersize=8, markeredgewidth=1.6, linestyle="none", gid=saturated,
+        markersize=8, markeredgewidth=1.6, linestyle="none", gid=saturated, zorder=3,
     )  # fmt: skip
 
 
@@ -128,10 +128,10 @@ def _tag(figure: Figure, axes: Axes, part: Part, measure: Measure) -> None:
     for those in tags.values():
         places = spread_out([tag.y for tag in those], [0.019] * len(those), low, high)
         for tag, y in zip(those, places, strict=True):
-            # Beneath the lines: no label covers a point.
+            # Over the lines, which would cross it out, and beneath the points.
             axes.text(
                 tag.x + 0.011, y, tag.text, fontsize=9, fontweight="bold", color=_darker(tag.colour), va="center",
-                transform=figure.transFigure, zorder=1.5, clip_on=False,
+                transform=figure.transFigure, zorder=2.5, clip_on=False,
                 bbox={"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
             )  # fmt: skip
 

@@ -19,6 +19,7 @@ from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.server import Engine, ServerSession
 
 BARRIERS = 10
+HELLO = ClientSession().hello(1234)[0]
 
 
 class Sessions:
@@ -28,6 +29,12 @@ class Sessions:
         self.ranks = ranks
         self.engine = Engine(Limits(store_bytes=1 << 40))
         self.sessions: list[ServerSession] = []
+
+    def connected(self, number: int) -> ServerSession:
+        """A connection that has shaken hands."""
+        session = ServerSession(self.engine, None, "10.0.0.1", number % 65536, 0.0)
+        self.tell(session, HELLO)
+        return session
 
     def tell(self, session: ServerSession, data: bytes) -> None:
         session.receive(data)
@@ -45,16 +52,15 @@ class Sessions:
 
     def init(self) -> int:
         """All ranks join; how many requests that were."""
-        hello, join = ClientSession().hello(1234)[0], said("add", b"init/", 1)
+        join = said("add", b"init/", 1)
         for number in range(self.ranks):
-            session = ServerSession(self.engine, None, "10.0.0.1", number % 65536, 0.0)
-            self.tell(session, hello)
+            session = self.connected(number)
             self.tell(session, join)
             self.sessions.append(session)
         return self.ranks
 
-    def barrier(self) -> int:
-        for number in range(BARRIERS):
+    def barrier(self, times: int = BARRIERS) -> int:
+        for number in range(times):
             key = b"/store_based_barrier_key:%d" % number
             add, look, wait = said("add", key, 1), said("add", key, 0), said("wait", [key + b":last_worker"])
             for session in self.sessions:
@@ -63,15 +69,15 @@ class Sessions:
                 self.tell(session, wait)
             self.tell(self.sessions[-1], said("set", key + b":last_worker", pack(b"1")))
             self.demand(self.ranks)
-        return BARRIERS * self.ranks * 3
+        return times * self.ranks * 3
 
-    def barrier_opcode(self) -> int:
-        for number in range(BARRIERS):
+    def barrier_opcode(self, times: int = BARRIERS) -> int:
+        for number in range(times):
             enter = said("barrier", b"/barrier/%d" % number, self.ranks)
             for session in self.sessions:
                 self.tell(session, enter)
             self.demand(self.ranks - 1)
-        return BARRIERS * self.ranks
+        return times * self.ranks
 
     def fanout(self) -> int:
         wait = said("wait", [b"/late"])

@@ -64,7 +64,7 @@ class Sample(msgspec.Struct, frozen=True):
     p95_seconds: float | None = None
     p99_seconds: float | None = None
     server_memory_bytes: int | None = None
-    """Resident memory that the ranks have added to the server's, where the scenario asks for it."""
+    """By how much the server's resident memory has grown over the idle server's, where the scenario asks for it."""
 
 
 class Ending(msgspec.Struct, frozen=True):

@@ -229,7 +229,7 @@ def _latency(line: Line, size: int) -> str:
 
 
 def _marginal(part: Part, line: Line) -> str | None:
-    """What one more rank takes, without what the process takes anyway."""
+    """What one more rank takes, without what is taken however many come."""
     if part.scene.measure is not MEMORY or len(line.sizes) < 2:
         return None
     (least, first), (most, last) = ((size, line.median(size, MEMORY)) for size in (line.sizes[0], line.sizes[-1]))

@@ -156,14 +156,19 @@ def verdict(part: Part) -> str:
         return _alone(part)
     reference = wording.server(found.reference.server)
     where = f"at {found.size:,} {part.scene.sizes}, {wording.TRANSPORTS[found.subject.transport]}"
-    said = f"{wording.ratio(found.time)} of {reference}'s {part.scene.measure.name} {where}"
+    unsure = found.time.verdict == "too few rounds"
+    ratio = wording.times(found.time.median) if unsure else wording.ratio(found.time)
+    said = f"{ratio} of {reference}'s {part.scene.measure.name} {where}{', no interval' if unsure else ''}"
     cpu = f" ({part.scene.cpu.axis} {wording.times(found.cpu.median)})" if found.cpu else ""
     marked = found.subject.saturated(found.size) or found.reference.saturated(found.size)
-    return f"{_ahead(found)} {said}{cpu}{'; the generator was saturated there' if marked else ''}"
+    unknown = "" if unsure or found.time.noise is not None else "; no control, noise unknown"
+    return f"{_ahead(found)} {said}{cpu}{unknown}{'; the generator was saturated there' if marked else ''}"
 
 
 def _ahead(found: Comparison) -> str:
     subject, reference = wording.server(found.subject.server), wording.server(found.reference.server)
+    if found.time.verdict == "too few rounds":
+        return f"{wording.first(wording.rounds(found.time.rounds))}: {subject}"
     if found.time.verdict == "within the noise":
         return f"No difference beyond the noise: {subject}"
     if found.time.median < 1:
@@ -186,14 +191,19 @@ def verdict_of_all(parts: Sequence[Part]) -> str:
     ratios = [comparison.time.median for _, comparison in found]
     middle = stats.median(ratios)
     beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
+    said = (
+        f"{subject} takes {wording.times(middle)} of {reference}'s time per operation, "
+        f"{wording.TRANSPORTS[first.subject.transport]} (median of {len(ratios)} operations, "
+        f"{wording.between(min(ratios), max(ratios))})"
+    )
+    if all(comparison.time.verdict == "too few rounds" for _, comparison in found):
+        return f"{wording.first(wording.rounds(first.time.rounds))}: {said}, no interval"
     leader = subject if middle < 1 else reference
     ahead = f"{wording.first(leader)} is ahead" if beyond else "No difference beyond the noise"
+    unknown = "; no control, noise unknown" if all(c.time.noise is None for _, c in found) else ""
     return (
-        f"{ahead}: {subject} takes {wording.times(middle)} of {reference}'s time per "
-        f"operation, {wording.TRANSPORTS[first.subject.transport]} (median of {len(ratios)} operations, "
-        f"{wording.between(min(ratios), max(ratios))}); beyond the noise {subject} leads in "
-        f"{_listed([name for name, ours in beyond if ours])}, {reference} in "
-        f"{_listed([name for name, ours in beyond if not ours])}"
+        f"{ahead}: {said}; beyond the noise {subject} leads in {_listed([name for name, ours in beyond if ours])}, "
+        f"{reference} in {_listed([name for name, ours in beyond if not ours])}{unknown}"
     )
 
 

@@ -14,14 +14,23 @@ from typing import NamedTuple, Protocol
 from bench import scenarios
 from bench.records import Ending, Sample, Transport
 from bench.scenarios import Measured, Scenario
-from bench.servers import Died, Host, Impossible, has_torch, kind_of
+from bench.servers import PYTORCH, REFERENCE, SERVERS, Died, Host, Impossible, has_torch, kind_of
 from tcpstore_async.load.generator import Late, LoadError
 
 RESERVE = 600
 """Open files that a server or a generator needs besides its connections, BUSY ones among them."""
 MEMORY_SERVER = "uvloop"
+PAIRED = ("uvloop", REFERENCE, "control")
+"""Those whose ratios count: for the budget, a size is measured of all of them or of none. The others have what is left,
+in a quick run one round of it."""
+QUICK = ("uvloop", REFERENCE)
+"""Those of a quick run, but for the tutorial's two scenarios, which have all."""
 LEAST = 20.0
 """Seconds that a sample may always take."""
+FIXED = 0.5
+"""Seconds of a sample, about, that are for starting processes, whatever the size."""
+FEWER = 3
+"""Rounds at most, but for the tutorial's two scenarios."""
 
 
 class Plan(NamedTuple):
@@ -29,6 +38,7 @@ class Plan(NamedTuple):
 
     scenarios: Sequence[Scenario]
     servers: Sequence[str]
+    """Empty: all that a scenario, or a quick run of it, has."""
     sizes: Sequence[int]
     """Empty: each scenario's own."""
     rounds: int
@@ -55,17 +65,19 @@ class Line:
         """Size and seconds of a whole sample, preparation and all."""
 
     def projected(self, size: int) -> float:
-        """Seconds that a sample at this size will take, from those before: by a power law of their last two."""
+        """Seconds that a sample at this size will take, from those before.
+
+        From two on a straight line, or a power law if that is steeper; from one in proportion, but for `FIXED`.
+        """
         if not self.took:
             return 0.0
         before, seconds = self.took[-1]
-        power = 1.0
-        if len(self.took) > 1:
-            earlier, less = self.took[-2]
-            power = (
-                max(1.0, min(3.0, math.log(seconds / less) / math.log(before / earlier))) if earlier != before else 1.0
-            )
-        return float(seconds * (size / before) ** power)
+        earlier, less = self.took[-2] if len(self.took) > 1 else (0, min(FIXED, 0.8 * seconds))
+        rising = max(0.0, (seconds - less) / (before - earlier)) * (size - before)
+        power = math.log(seconds / less) / math.log(before / earlier) if earlier else 1.0
+        if power <= 1:
+            return seconds + rising
+        return float(seconds * (size / before) ** min(3.0, power))
 
 
 class Runner:
@@ -83,64 +95,98 @@ class Runner:
 
     def run(self) -> None:
         """All of it. Raises LoadError when a server dies; KeyboardInterrupt passes through."""
-        weights = sum(scenario.weight for scenario in self.plan.scenarios)
-        for scenario in self.plan.scenarios:
+        weights = [scenario.quick_weight if self.plan.quick else scenario.weight for scenario in self.plan.scenarios]
+        for number, scenario in enumerate(self.plan.scenarios):
             left = self._began + self.plan.seconds - time.monotonic()
-            self._scenario(scenario, time.monotonic() + left * scenario.weight / weights)
-            weights -= scenario.weight
+            self._scenario(scenario, time.monotonic() + left * weights[number] / sum(weights[number:]))
 
     def _scenario(self, scenario: Scenario, deadline: float) -> None:
-        sockets = [Line(server, "sockets") for server in self.plan.servers if server in scenario.servers]
-        for line in sockets:
-            if not has_torch() and kind_of(line.server) in ("libuv", "legacy"):
-                self._end(scenario, line, 0, "PyTorch is not installed")
-        for size in self._sizes(scenario):
-            self._size(scenario, sockets, size, deadline)
-        if MEMORY_SERVER not in self.plan.servers:
-            return
-        memory = [Line(MEMORY_SERVER, "memory")]
-        sizes = [size for size in scenario.memory if size in self.plan.sizes or not self.plan.sizes]
-        for size in sizes:
-            if not self.plan.quick or size in scenario.quick:
-                self._size(scenario, memory, size, deadline)
-
-    def _sizes(self, scenario: Scenario) -> Sequence[int]:
-        return self.plan.sizes or (scenario.quick if self.plan.quick else scenario.sizes)
-
-    def _rounds(self, scenario: Scenario) -> int:
-        if not scenario.slow:
-            return self.plan.rounds
-        return 1 if self.plan.quick else min(3, self.plan.rounds)
-
-    def _size(self, scenario: Scenario, lines: list[Line], size: int, deadline: float) -> None:
-        """All rounds of one size, interleaved: every server in turn, then all of them again."""
+        if not self.plan.servers or MEMORY_SERVER in self.plan.servers:
+            in_memory = [size for size in scenario.memory if self._in_memory(scenario, size)]
+            self._lines(scenario, [Line(MEMORY_SERVER, "memory")], in_memory, deadline)
+        sizes = self.plan.sizes or (scenario.quick if self.plan.quick else scenario.sizes)
+        lines = [Line(server, "sockets") for server in self.plan.servers or SERVERS if server in scenario.servers]
         for line in lines:
-            if not line.ended:
-                self._judge(scenario, line, size, lines, deadline)
-        for number in range(self._rounds(scenario)):
-            for line in lines:
-                if not line.ended:
-                    self._sample(scenario, line, size, number)
+            if not has_torch() and kind_of(line.server) in PYTORCH:
+                self._end(scenario, line, 0, "PyTorch is not installed")
+            elif self.plan.quick and not self.plan.servers and not scenario.tutorial and line.server not in QUICK:
+                self._end(scenario, line, sizes[0], "not part of a quick run")
+        self._lines(scenario, lines, sizes, deadline)
 
-    def _judge(self, scenario: Scenario, line: Line, size: int, lines: list[Line], deadline: float) -> None:
-        """End a line that cannot, or had better not, be taken to this size."""
-        room = self.plan.open_files - RESERVE
-        if line.transport == "sockets" and scenario.per_connection and size > room:
-            reason = f"a process may have {self.plan.open_files:,} files open here"
-            self._end(scenario, line, size, reason)
-            if self.plan.sizes:  # it was asked for
-                self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
+    def _in_memory(self, scenario: Scenario, size: int) -> bool:
+        if self.plan.sizes:
+            return size in self.plan.sizes
+        return not self.plan.quick or size in scenario.quick
+
+    def _lines(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
+        for number in range(len(sizes)):
+            self._judge(scenario, lines, sizes[number:], deadline)
+            self._size(scenario, lines, sizes[number:], deadline)
+
+    def _rounds(self, scenario: Scenario, lines: list[Line]) -> int:
+        in_memory = any(line.transport == "memory" for line in lines)
+        if self.plan.quick:
+            return 1 if scenario.slow or in_memory else self.plan.rounds
+        return self.plan.rounds if scenario.tutorial and not in_memory else min(FEWER, self.plan.rounds)
+
+    def _size(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
+        """All rounds of the first size, interleaved: every server in turn, then all of them again."""
+        rounds = self._rounds(scenario, lines)
+        for number in range(rounds):
+            if number and time.monotonic() > deadline:
+                return
+            for line in lines:
+                if line.ended:
+                    continue
+                spare = self._spare(lines, sizes, rounds, rounds - number, deadline)
+                if number and line.server not in PAIRED and (self.plan.quick or line.took[-1][1] > spare):
+                    continue
+                self._sample(scenario, line, sizes[0], number)
+
+    def _spare(self, lines: list[Line], sizes: Sequence[int], rounds: int, here: int, deadline: float) -> float:
+        """Seconds left beside what the paired servers will take: `here` rounds of the first size, all of the others
+        that they will come to.
+        """  # fmt: skip
+        paired = [line for line in lines if not line.ended and line.server in PAIRED]
+        left = deadline - time.monotonic() - here * sum(line.projected(sizes[0]) for line in paired)
+        for size in sizes[1:]:
+            taken = rounds * sum(line.projected(size) for line in paired)
+            if taken > left or size > self.plan.open_files - RESERVE:
+                break
+            left -= taken
+        return left
+
+    def _judge(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
+        """End the lines that cannot, or had better not, be taken to the first of these sizes."""
+        size, rounds = sizes[0], self._rounds(scenario, lines)
+        for line in lines:
+            if not line.ended and line.transport == "sockets" and scenario.per_connection:
+                self._judge_files(scenario, line, size)
+        paired = [line for line in lines if not line.ended and line.server in PAIRED]
+        needed = rounds * sum(line.projected(size) for line in paired)
+        left = max(0.0, deadline - time.monotonic())
+        if needed > left:
+            for line in paired:
+                who = "of all servers compared " if len(paired) > 1 else ""
+                reason = f"{_many(rounds)} {who}would take about {needed:.1f} s, {left:.1f} s are left"
+                self._end(scenario, line, size, reason)
+        others = [line for line in lines if not line.ended and line.server not in PAIRED]
+        spare = self._spare(lines, sizes, rounds, rounds, deadline)
+        for line in others:
+            share = max(0.0, spare / len(others))
+            own = 1 if self.plan.quick else rounds
+            needed = own * line.projected(size)
+            if needed > share:
+                reason = f"{_many(own)} would take about {needed:.1f} s, {share:.1f} s are left beside the others"
+                self._end(scenario, line, size, reason)
+
+    def _judge_files(self, scenario: Scenario, line: Line, size: int) -> None:
+        if size <= self.plan.open_files - RESERVE:
             return
-        running = sum(not other.ended for other in lines)
-        allowed = (deadline - time.monotonic()) / self._rounds(scenario) / running
-        projected = line.projected(size)
-        if line.took and projected > allowed:
-            self._end(
-                scenario,
-                line,
-                size,
-                f"a sample would take about {projected:.1f} s, {max(allowed, 0):.1f} s are left for it",
-            )
+        reason = f"a process may have {self.plan.open_files:,} files open here"
+        self._end(scenario, line, size, reason)
+        if self.plan.sizes:  # it was asked for
+            self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
 
     def _sample(self, scenario: Scenario, line: Line, size: int, number: int) -> None:
         self._progress(
@@ -171,6 +217,10 @@ class Runner:
     def _end(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:
         line.ended = True
         self.endings.append(Ending(scenario.name, line.server, line.transport, size, reason))
+
+
+def _many(rounds: int) -> str:
+    return "one round" if rounds == 1 else f"{rounds} rounds"
 
 
 def _sample(scenario: Scenario, line: Line, size: int, number: int, found: Measured) -> Sample:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from bench.servers import FOREIGN, SERVERS, Host, Server, cores_of_load, environment
+from bench.first_rank import FirstRank
+from bench.servers import FOREIGN, SERVERS, Host, Impossible, Server, cores_of_load, environment
 from tcpstore_async.blob import pack
 from tcpstore_async.load.generator import Act, Late, LoadError
 from tcpstore_async.load.process import Fleet, Pace, Play, Took, fleet
@@ -24,7 +25,6 @@ from tcpstore_async.load.requests import (
     OPERATIONS,
     RANK,
     act,
-    all_joined,
     confirmed,
     hello,
     join,
@@ -79,12 +79,16 @@ class Scenario(NamedTuple):
     sizes: tuple[int, ...]
     quick: tuple[int, ...]
     weight: float
-    """Its share of the time of a run, beside those of the others."""
+    """Seconds that a run has for it, beside those of the others: all are scaled to the run's budget."""
+    quick_weight: float
+    """The same of a quick run."""
     servers: tuple[str, ...] = SERVERS
     per_connection: bool = True
     """Whether a size is the number of connections, which the limit of open files bounds."""
     slow: bool = False
     """Whether a sample takes seconds at any size: fewer rounds, one in a quick run."""
+    tutorial: bool = False
+    """Whether it is one of the tutorial's two, which have all servers in a quick run, too, and the most rounds."""
     memory: tuple[int, ...] = ()
     """Sizes at which our sessions are driven without sockets."""
 
@@ -146,19 +150,37 @@ def under_test(
 
 
 def _init(host: Host, server: str, size: int, limit: float) -> list[Measured]:
-    with under_test(host, server, size, limit) as bench:
+    with gathering(host, server, size, limit) as bench:
         return [_joining(bench, size, WINDOW)]
 
 
-def _joining(bench: Bench, size: int, window: int) -> Measured:
-    """All join, and rank 0 sees that they have; operations are ranks."""
-    joined = bench.play(join(), window=window)
-    bench.load.tell(Play([all_joined(size)], bench.limit, newest=1))
-    return joined._replace(operations=size)
+@contextmanager
+def gathering(
+    host: Host, server: str, size: int, limit: float, *, source: str = "", silent: bool = False, new: bool = False
+) -> Iterator[Bench]:
+    """A server and all ranks but the first, for `_joining`."""
+    if size < 2:
+        raise Impossible("there are no others for rank 0 to wait for")
+    with under_test(host, server, size - 1, limit, source=source, silent=silent, new=new) as bench:
+        yield bench
+
+
+def _joining(bench: Bench, size: int, window: int, source: str = "") -> Measured:
+    """Rank 0 joins, then the others, until rank 0 has seen that all have; operations are ranks."""
+    cpu = bench.server.cpu()
+    with FirstRank(bench.server.port, bench.limit, source) as first:
+        bench.load.send(Play(join(), bench.limit, window=window))
+        ended = first.sees(size)
+        took = bench.load.collect()
+    if ended is None:
+        raise Late(f"not done after {bench.limit:.0f} s: rank 0 has not seen all others")
+    wall = ended - first.began
+    share = took.share * took.wall / wall
+    return measured(took, bench.server.cpu() - cpu)._replace(wall=wall, operations=size, share=share)
 
 
 def _herd(host: Host, server: str, size: int, limit: float) -> list[Measured]:
-    with under_test(host, server, size, limit) as bench:
+    with gathering(host, server, size, limit) as bench:
         return [_joining(bench, size, 0)]
 
 
@@ -248,15 +270,15 @@ def _operations(host: Host, server: str, size: int, limit: float) -> list[Measur
 
 
 def _memory(host: Host, server: str, size: int, limit: float) -> list[Measured]:
-    with under_test(host, server, size, limit, new=True) as bench:
+    with gathering(host, server, size, limit, new=True) as bench:
         before = bench.server.memory()
         found = _joining(bench, size, WINDOW)
         return [found._replace(memory=max(0, bench.server.memory() - before))]
 
 
 def _resolver(host: Host, server: str, size: int, limit: float) -> list[Measured]:
-    with under_test(host, server, size, limit, source=FOREIGN, silent=True) as bench:
-        return [_joining(bench, size, 0)]
+    with gathering(host, server, size, limit, source=FOREIGN, silent=True) as bench:
+        return [_joining(bench, size, 0, FOREIGN)]
 
 
 def _busy_trainer(host: Host, server: str, size: int, limit: float) -> list[Measured]:
@@ -265,19 +287,20 @@ def _busy_trainer(host: Host, server: str, size: int, limit: float) -> list[Meas
         return [bench.play([act(said("add", b"/sum", 1), 8)], repeat=TURNS)]
 
 
+_WITHOUT = (*TUTORIAL, 1_000_000)
 _ALL = (
-    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 14, memory=(*TUTORIAL, 1_000_000)),
-    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 16, memory=(*TUTORIAL, 1_000_000)),
-    Scenario("barrier-opcode", _barrier_opcode, RANKS, QUICK, 3, memory=(*TUTORIAL, 1_000_000)),
-    Scenario("herd", _herd, RANKS, (1 * K, 4 * K), 3),
-    Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 2),
-    Scenario("steady", _steady, RANKS, (1 * K,), 8, slow=True),
-    Scenario("fanout", _fanout, RANKS, (1 * K, 8 * K), 3, memory=(*TUTORIAL, 1_000_000)),
-    Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256, 512), 4),
-    Scenario("operations", _operations, (1, 8, 64), (64,), 3, per_connection=False),
-    Scenario("memory", _memory, RANKS, (8 * K,), 5, slow=True),
-    Scenario("resolver", _resolver, (2, 4, 8), (2,), 3, slow=True),
-    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 3, slow=True),
+    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 350, 25, tutorial=True, memory=_WITHOUT),
+    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 950, 85, tutorial=True, memory=_WITHOUT),
+    Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K,), 450, 4, memory=_WITHOUT),
+    Scenario("herd", _herd, RANKS, (1 * K,), 180, 3),
+    Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 100, 3),
+    Scenario("steady", _steady, RANKS, (1 * K,), 400, 6, slow=True),
+    Scenario("fanout", _fanout, RANKS, (1 * K,), 200, 4, memory=_WITHOUT),
+    Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256,), 150, 3),
+    Scenario("operations", _operations, (1, 8, 64), (64,), 100, 8, per_connection=False),
+    Scenario("memory", _memory, RANKS, (1 * K,), 250, 3, slow=True),
+    Scenario("resolver", _resolver, (2, 4, 8), (2,), 70, 3, slow=True),
+    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 70, 3, slow=True),
 )
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 

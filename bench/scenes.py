@@ -63,7 +63,7 @@ def _p99(sample: Sample) -> float | None:
 
 TIME = Measure("time", "time", "seconds", _wall)
 TIME_OF_EACH = Measure("time per operation", "time per operation", "seconds", _wall_of_each)
-MEMORY = Measure("memory", "resident memory per rank", "bytes", _memory)
+MEMORY = Measure("memory", "memory added per rank", "bytes", _memory)
 P99 = Measure("p99 latency", "p99 latency", "seconds", _p99)
 CPU_OF_RANK = _cpu_of_each("rank")
 CPU_OF_OPERATION = _cpu_of_each("operation")
@@ -148,7 +148,7 @@ _SCENES = (
         MEMORY,
         CPU_OF_RANK,
         "ranks",
-        "The server's resident memory with all ranks connected, over their number.",
+        "By how much the server's resident memory grows over the idle server's when all ranks join, over their number.",
     ),
     Scene(
         "resolver",

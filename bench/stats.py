@@ -20,7 +20,10 @@ from typing import Literal, NamedTuple
 CONFIDENCE = 0.9
 """What an interval has at least, if there are rounds enough (five)."""
 
-Verdict = Literal["beyond the noise", "within the noise", "one round, noise unknown"]
+LEAST_ROUNDS = 3
+"""Rounds below which nobody is said to be ahead: two agree by chance every second time."""
+
+Verdict = Literal["beyond the noise", "within the noise", "too few rounds"]
 
 
 class Interval(NamedTuple):
@@ -45,8 +48,8 @@ class Ratio(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        if self.rounds < 2:
-            return "one round, noise unknown"
+        if self.rounds < LEAST_ROUNDS:
+            return "too few rounds"
         return "within the noise" if self.low <= 1 <= self.high else "beyond the noise"
 
 

@@ -92,7 +92,12 @@ def between(low: float, high: float) -> str:
 
 
 def ratio(found: Ratio) -> str:
-    """A ratio with its interval, which one round does not have."""
-    if found.rounds < 2:
-        return f"{times(found.median)} (one round)"
+    """A ratio with its interval, which it takes `stats.LEAST_ROUNDS` to have."""
+    if found.verdict == "too few rounds":
+        return f"{times(found.median)} ({rounds(found.rounds)}, no interval)"
     return f"{times(found.median)} ({between(found.low, found.high)})"
+
+
+def rounds(count: int) -> str:
+    """So many: one round, 2 rounds."""
+    return "one round" if count == 1 else f"{count} rounds"

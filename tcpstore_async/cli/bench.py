@@ -3,6 +3,7 @@
 Knows: its options and how its table prints. Must not know: how anything is measured.
 """
 
+import signal
 import socket
 import sys
 import time
@@ -60,6 +61,7 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
     """
     limit = asker.timeout if asker.timeout >= 0 else _FOR_EVER
     progress = _Progress(len(ops))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the keys go, and the load with them
     try:
         host = socket.getaddrinfo(asker.host, asker.port, type=socket.SOCK_STREAM)[0][4][0]
         rows = measure(

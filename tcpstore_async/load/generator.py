@@ -136,36 +136,34 @@ class Generator:
         repeat: int = 1,
         window: int = 0,
         background: int = 0,
-        newest: int = 0,
         behind: list[Act] | None = None,
     ) -> Result:
         """Each connection does the acts in order, `repeat` times; seconds at most `limit`.
 
-        `window` connections at a time, 0: all at once. Only the `newest` connections, 0: all. The first `background`
-        ones do `behind` again and again until all others are through. Raises LoadError.
-        """  # fmt: skip
+        `window` connections at a time, 0: all at once. The first `background` ones do `behind` again and again until
+        all others are through. Raises LoadError.
+        """
         self.acts = acts
         self.behind = behind or []
         self.background = background
         self.repeat = repeat
         self.interval = 0.0
         total = len(self.sockets)
-        begin = max(background, total - newest if newest else 0)
-        self.wanted = total - begin
+        self.wanted = total - background
         self.finished = 0
-        self.started = begin
+        self.started = background
         self.result = Result(time.perf_counter())
         deadline = self.result.began + limit
         for which in range(background):
             self._begin(which)
-        stop = total if window == 0 else min(total, begin + window)
+        stop = total if window == 0 else min(total, background + window)
         while self.started < stop:
             for _ in range(min(_AT_ONCE, stop - self.started)):
                 self._next()
             self._look(0.0)
         while self.finished < self.wanted:
             self._look(0.5)
-            while window and self.started < total and self.started - begin - self.finished < window:
+            while window and self.started < total and self.started - background - self.finished < window:
                 self._next()
             if time.perf_counter() > deadline:
                 raise Late(f"not done after {limit:.0f} s: {self.finished} of {self.wanted} connections are")

@@ -48,7 +48,6 @@ class Play(msgspec.Struct, tag=True):
     repeat: int = 1
     window: int = 0
     background: int = 0
-    newest: int = 0
     behind: list[Act] | None = None
 
 
@@ -232,9 +231,7 @@ def _obey(generator: Generator, order: Any) -> Done:
         elif isinstance(order, Pace):
             result = generator.pace(order.act, order.seconds, order.interval, order.limit)
         else:
-            result = generator.play(
-                order.acts, order.limit, order.repeat, order.window, order.background, order.newest, order.behind
-            )
+            result = generator.play(order.acts, order.limit, order.repeat, order.window, order.background, order.behind)
     except LoadError as error:
         failed, kind = str(error), type(error).__name__
     spent = time.process_time() - cpu

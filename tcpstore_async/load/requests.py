@@ -47,11 +47,6 @@ def hello() -> list[Act]:
     return join()[:1]
 
 
-def all_joined(ranks: int) -> Act:
-    """What rank 0 asks until everybody is there."""
-    return act(said("add", b"init/", 0), 8, struct.pack("<q", ranks))
-
-
 def store_based_barrier(key: bytes, ranks: int) -> list[Act]:
     """As torch.distributed's: ADD, look at the sum, whoever sees that all are there SETs the key all WAIT for."""
     opened = key + b":last_worker"

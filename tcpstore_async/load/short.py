@@ -14,8 +14,8 @@ from .generator import Act, LoadError
 from .process import Fleet, Play, fleet
 from .requests import Operation, hello, operation
 
-_PATIENCE = 10.0
-"""Seconds for connecting to clean up."""
+_PATIENCE = 30.0
+"""Seconds to clean up in: PyTorch's servers look up the name of whoever connects, and a name server may be slow."""
 
 
 class Row(msgspec.Struct):

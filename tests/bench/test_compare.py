@@ -53,7 +53,7 @@ def test_a_change_that_is_no_more_than_the_control_differs(tmp_path: Path, capsy
 
 def test_one_round_has_no_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = told(tmp_path, capsys, run(samples("uvloop", [1.0])), run(samples("uvloop", [3.0])))
-    assert "3.00× (one round) one round, noise unknown" in said
+    assert "3.00× (one round, no interval) too few rounds" in said
 
 
 def test_operations_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

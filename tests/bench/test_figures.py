@@ -54,7 +54,7 @@ TWO = [
 def test_the_title_says_who_is_ahead_at_the_largest_size_in_common(tmp_path: Path) -> None:
     said = words(drawn(tmp_path, run(TWO)))
     expected = "Ours on uvloop is ahead: 0.85× (0.80–0.90) of PyTorch libuv's time at 2,048 ranks, sockets"
-    assert f"Store initialization {expected} (server CPU per rank 0.95×)" in said
+    assert f"Store initialization {expected} (server CPU per rank 0.95×); no control, noise unknown" in said
 
 
 def test_the_title_names_the_other_when_it_is_ahead(tmp_path: Path) -> None:
@@ -73,6 +73,28 @@ def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
     said = words(drawn(tmp_path, run(measured)))
     assert "No difference beyond the noise: ours on uvloop 0.90× (0.69–1.17) of" in said
     assert "is ahead" not in said
+    assert "noise unknown" not in said
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "One round"), (2, "2 rounds")])
+def test_few_rounds_name_nobody(tmp_path: Path, count: int, said: str) -> None:
+    """However great the difference: nothing says what it would be in the next round."""
+    few = run([*samples("uvloop", [1.04] * count), *samples("libuv", [1.0] * count)])
+    expected = f"{said}: ours on uvloop 1.04× of PyTorch libuv's time at 1,024 ranks, sockets, no interval"
+    text = words(drawn(tmp_path, few))
+    assert expected in text
+    assert "ahead" not in text
+
+
+def test_few_rounds_of_operations_name_nobody(tmp_path: Path) -> None:
+    measured = [
+        *samples("uvloop", [0.5], scenario="operations-set"),
+        *samples("libuv", [1.0], scenario="operations-set"),
+    ]
+    text = words(drawn(tmp_path, run(measured), "operations"))
+    assert "One round: ours on uvloop takes 0.50× of" in text
+    assert "no interval" in text
+    assert "ahead" not in text
 
 
 def test_the_ratio_stands_beside_the_line_and_every_line_has_its_transport(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_scenario_that_nobody_knows_is_told_too() -> None:
         (run(SOCKETS, complete=False), "**This run is not complete**"),
         (run(samples("uvloop", [1.0])), "Nothing to compare: only ours on uvloop, sockets"),
         (run(samples("libuv", [1.0])), "Nothing to compare: only PyTorch libuv, sockets"),
-        (run([*samples("uvloop", [1.0]), *samples("libuv", [2.0])]), "0.50× (one round)"),
+        (run([*samples("uvloop", [1.0]), *samples("libuv", [2.0])]), "0.50× (one round, no interval)"),
         (run(samples("uvloop", [1.0])), "none: noise unknown"),
         (run([], [Ending("init", "libuv", "sockets", 1024, "no PyTorch")]), "ends before 1,024: no PyTorch"),
         (run(samples("uvloop", [1.0], cpu=0.0)), "| – | – |"),

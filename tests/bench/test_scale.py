@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from bench import records
+from bench.first_rank import FirstRank
 from bench.runner import Plan, Runner
-from bench.scenarios import SCENARIOS
+from bench.scenarios import SCENARIOS, Measured
 from bench.servers import Died, Host, Server, can_mount, hosting
 from support import LIMIT
 from tcpstore_async.load.generator import LoadError
+from tcpstore_async.load.requests import join
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
@@ -53,7 +56,7 @@ def test_without_sockets(host: Host) -> None:
         plan = Plan([SCENARIOS[name]._replace(memory=(50,))], ["uvloop"], [50], 1, False, LIMIT, 20_000)
         runner = Runner(plan, host, quiet)
         runner.run()
-        assert [(one.transport, one.size) for one in runner.samples] == [("sockets", 50), ("memory", 50)]
+        assert [(one.transport, one.size) for one in runner.samples] == [("memory", 50), ("sockets", 50)]
         assert not runner.endings
 
 
@@ -71,7 +74,38 @@ def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> N
     assert [(one.size, one.reason) for one in runner.endings] == [(700, "a process may have 1,000 files open here")]
     late = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 8], 1, False, 0.001, 20_000), host, quiet)
     late.run()
-    assert [(one.size, "s are left for it" in one.reason) for one in late.endings] == [(8, True)]
+    assert [(one.size, "s are left" in one.reason) for one in late.endings] == [(8, True)]
+
+
+def test_those_compared_end_at_the_same_size(host: Host) -> None:
+    """Whatever one of them alone would take; the others end on their own."""
+    asked: list[tuple[str, int]] = []
+
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        asked.append((server, size))
+        time.sleep(size / 50 if server == "control" else 0.0)
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    scenario = SCENARIOS["init"]._replace(measure=measure, memory=())
+    runner = Runner(Plan([scenario], [], [4, 8, 8_000], 2, False, 20.0, 20_000), host, quiet)
+    runner.run()
+    assert {server for server, size in asked if size == 8} >= {"uvloop", "libuv", "control"}
+    ends = {one.server: one for one in runner.endings}
+    assert {ends[server].size for server in ("uvloop", "libuv", "control")} == {8_000}
+    assert len({ends[server].reason for server in ("uvloop", "libuv", "control")}) == 1
+    assert "legacy" not in ends
+
+
+def test_rank_0_returns_when_it_has_seen_all(host: Host) -> None:
+    with host.running("uvloop") as server, FirstRank(server.port, LIMIT) as first:
+        with socket.create_connection(("127.0.0.1", server.port)) as other:
+            other.sendall(b"".join(step.request for step in join()))
+            other.recv(12, socket.MSG_WAITALL)
+        ended = first.sees(2)
+        assert ended is not None
+        assert ended > first.began
+    with host.running("uvloop") as server, FirstRank(server.port, 0.1) as first:
+        assert first.sees(2) is None
 
 
 def test_a_server_that_dies_ends_the_run_and_keeps_what_was_measured(host: Host) -> None:

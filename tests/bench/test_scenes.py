@@ -67,6 +67,7 @@ def test_ratios(value: float, said: str) -> None:
     assert wording.times(value) == said
 
 
-def test_one_round_has_no_interval() -> None:
-    assert wording.ratio(Ratio(0.5, 0.5, 0.5, 1, None)) == "0.50× (one round)"
+def test_few_rounds_have_no_interval() -> None:
+    assert wording.ratio(Ratio(0.5, 0.5, 0.5, 1, None)) == "0.50× (one round, no interval)"
+    assert wording.ratio(Ratio(0.5, 0.4, 0.6, 2, None)) == "0.50× (2 rounds, no interval)"
     assert wording.ratio(Ratio(0.5, 0.4, 0.6, 3, None)) == "0.50× (0.40–0.60)"

@@ -105,7 +105,8 @@ def test_three_rounds_of_equal_servers_differ_rarely_and_are_reproduced_mostly()
         ([0.8, 0.9, 0.95], "beyond the noise"),
         ([1.1, 1.2, 1.3], "beyond the noise"),
         ([0.9, 0.95, 1.01], "within the noise"),
-        ([0.1], "one round, noise unknown"),
+        ([0.1], "too few rounds"),
+        ([0.1, 0.1], "too few rounds"),
     ],
 )
 def test_verdicts(values: list[float], verdict: str) -> None:

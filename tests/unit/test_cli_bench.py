@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def num_keys(port: int) -> bytes:
     url = f"tcp://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "tcpstore_async", "num-keys", "--url", url]
+    command = [sys.executable, "-m", "tcpstore_async", "num-keys", "--url", url, "--timeout", str(LIMIT)]
     return subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=True).stdout
 
 
@@ -75,15 +76,33 @@ def test_what_goes_wrong_is_one_line() -> None:
     assert gone.stderr == f"Error: cannot connect to 127.0.0.1:{server.port}: Connection refused\n".encode()
 
 
+def endless(port: int) -> subprocess.Popen[bytes]:
+    """One that has begun, as its keys on the server show."""
+    before = num_keys(port)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tcpstore_async", "bench", "--url", f"tcp://127.0.0.1:{port}",
+         "--requests", "100000000", "--timeout", "60", "--ranks", "2"],
+        cwd=tempfile.gettempdir(), stderr=subprocess.PIPE,
+    )  # fmt: skip
+    while num_keys(port) == before:
+        assert process.poll() is None
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_keys(port: int, number: int) -> None:
+    before = num_keys(port)
+    process = endless(port)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
+    assert b"Traceback" not in errors
+    assert num_keys(port) == before
+
+
 def test_a_server_that_dies_half_way_is_one_line() -> None:
     with tcpstore_server() as server:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tcpstore_async", "bench", "--url", f"tcp://127.0.0.1:{server.port}",
-             "--requests", "100000000", "--timeout", "60"],
-            cwd=tempfile.gettempdir(), stderr=subprocess.PIPE,
-        )  # fmt: skip
-        while num_keys(server.port) == b"0\n":
-            assert process.poll() is None
+        process = endless(server.port)
         server.process.kill()
         _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 4
