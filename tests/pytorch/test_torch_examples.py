@@ -1,45 +1,32 @@
-"""The examples run, and print what they should."""
+"""The examples that need PyTorch run, and print what they should."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+import pytest
+import torch
 
+from example_runs import EXAMPLES, lines_of, run
 from support import tcpstore_server
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+takes_our_handler = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="no torchrun handlers of other packages"
+)
 
 
-def run(*command: str, world: int = 1, **env: str) -> list[str]:
-    """What so many ranks of a command print, each."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *QUIET, *command],
-            cwd=tempfile.gettempdir(),
-            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), "RANK": str(rank), **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        printed = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0] * world, printed
-    return printed
+def test_urls(port: int) -> None:
+    assert lines_of("urls.py", port) == [f"2 ranks met by {scheme}://" for scheme in ("tcp", "env", "file")]
 
 
-def test_plain(port: int) -> None:
-    assert run(str(EXAMPLES / "plain.py"), str(port)) == ["rank 0, rank 1, rank 2, rank 3\n"]
+def test_explicit_store(port: int) -> None:
+    assert lines_of("explicit_store.py", port) == ["the sums of all ranks: 3, 3, 3"]
+
+
+def test_sgd(port: int) -> None:
+    *epochs, last = lines_of("sgd.py", port)
+    losses = [float(line.partition("loss ")[2]) for line in epochs]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
+    assert last == "the same model on every rank: True"
 
 
 def test_ddp(port: int) -> None:
@@ -48,11 +35,30 @@ def test_ddp(port: int) -> None:
     assert second == ""
 
 
+@takes_our_handler
 def test_ddp_under_torchrun(port: int) -> None:
     endpoint = ["--nproc-per-node=2", "--rdzv-backend=tcpstore", f"--rdzv-endpoint=localhost:{port}"]
     conf = ["--rdzv-conf=last_call_timeout=1"]
     (printed,) = run("-m", "torch.distributed.run", *endpoint, *conf, str(EXAMPLES / "ddp.py"), OMP_NUM_THREADS="1")
     assert printed.count("loss") == 5
+
+
+def test_ring_allreduce(port: int) -> None:
+    sums = [10.0 * number for number in range(10)]
+    assert lines_of("ring_allreduce.py", port) == [f"the same as PyTorch's all_reduce: {sums}"]
+
+
+def test_missing_rank(port: int) -> None:
+    monitored, collectives = lines_of("missing_rank.py", port)[-2:]  # before them PyTorch's C++ side has its say
+    assert monitored.startswith("monitored_barrier: ")
+    assert "2 failed to pass monitoredBarrier" in monitored
+    assert collectives == "StoreCollectives: missing are [2]"
+
+
+@takes_our_handler
+def test_daemon_and_torchrun(port: int) -> None:
+    printed = [line for line in lines_of("daemon_and_torchrun.py", port) if line.startswith(("4 ranks", "job"))]
+    assert printed == ["4 ranks, sum 6", "job first: done", "4 ranks, sum 6", "job second: done"]
 
 
 def test_the_environment_alone(port: int) -> None:

@@ -1,0 +1,42 @@
+"""Runs the programs in examples/ as a user would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+
+
+def run(*command: str, world: int = 1, **env: str) -> list[str]:
+    """What so many ranks of a command print, each."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *QUIET, *command],
+            cwd=tempfile.gettempdir(),
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), "RANK": str(rank), **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        printed = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0] * world, printed
+    return printed
+
+
+def lines_of(name: str, *arguments: object) -> list[str]:
+    """What one program prints that starts its ranks itself."""
+    (printed,) = run(str(EXAMPLES / name), *map(str, arguments))
+    return printed.splitlines()
