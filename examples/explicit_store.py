@@ -1,6 +1,7 @@
 """A process group on a store that the program makes, and uses itself.
 
-Run it as `python examples/explicit_store.py [PORT]`. Nothing is installed in PyTorch for this; the store goes where PyTorch's own would.
+Run it as `python examples/explicit_store.py [PORT]`. Nothing is installed in PyTorch for this; the store
+goes where PyTorch's own would.
 """
 
 import sys

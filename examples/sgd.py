@@ -1,6 +1,7 @@
 """Distributed SGD with gradients averaged by hand, so that nothing is hidden.
 
-Run it as `python examples/sgd.py [PORT]`. Every rank has a part of the data, and all have the same model after every step.
+Run it as `python examples/sgd.py [PORT]`. Every rank has a part of the data, and all have the
+same model after every step.
 """
 
 import sys
