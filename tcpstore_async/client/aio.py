@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, cast
 
-from ..arguments import Text, Timeout, to_host, to_port, to_seconds
+from ..arguments import Text, Timeout, to_bytes, to_host, to_port, to_seconds
 from ..blob import unpack
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
-from . import calls
+from . import calls, older
 from .calls import ANOTHER, Ask
 from .deadline import DEFAULT_TIMEOUT, ONE_LOOK, SURPLUS_SECONDS, Deadline
 from .dial import dial
@@ -62,6 +62,9 @@ class AsyncTCPStore:
         """Those that will look after it."""
         self._asking: asyncio.Task[None] | None = None
         self._asked = False
+        self._trying: asyncio.Task[None] | None = None
+        self._has_barrier: bool | None = None
+        """Whether the server knows BARRIER, if that was tried."""
         self._lost: DistNetworkError | None = None
         self._orphans: dict[bytes, deque[bytes]] = {}
         """Items that were popped for callers who had gone, by queue."""
@@ -151,7 +154,7 @@ class AsyncTCPStore:
 
     async def ping(self) -> None:
         """One round trip: the server is there, and has executed everything that was sent before."""
-        await self._ask(calls.PING)
+        await self._ask(calls.NO_KEY)
 
     async def delete_key(self, key: Text) -> bool:
         """Remove a key; whether it was there."""
@@ -185,7 +188,16 @@ class AsyncTCPStore:
 
     async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
-        await self._wait(calls.barrier(key, world_size), self._seconds(timeout))
+        ask = calls.barrier(key, world_size)
+        seconds = self._seconds(timeout)
+        patience = _Patience(ask, seconds)
+        if await self._knows_barrier(patience):
+            await self._park(ask, patience)
+            return
+        name = to_bytes("key", key)
+        if await self.add(name + b"/num_members", 1) >= world_size:
+            await self.set(name + b"/last_member", b"1")
+        await self._park(calls.wait([calls.key_of(name + b"/last_member")]), _Patience(ask, seconds, patience.began))
 
     # Queues
 
@@ -240,6 +252,30 @@ class AsyncTCPStore:
                 self._asking = _shared(self._ask_who())
             await self._outcome(self._asking, patience)
         return self.identity is not None
+
+    async def _knows_barrier(self, patience: _Patience) -> bool:
+        """Whether the server knows BARRIER, which PyTorch's do since 2.12: tried once, on a connection of its own."""
+        if await self._extended(patience):
+            return True
+        if self._has_barrier is None:
+            if self._trying is None or self._trying.done():
+                self._trying = _shared(self._try_barrier(patience.left()))
+            await self._outcome(self._trying, patience)
+        return bool(self._has_barrier)
+
+    async def _try_barrier(self, seconds: float | None) -> None:
+        peer, session = await dial(self.host, self.port, Deadline(-1.0 if seconds is None else seconds))
+        lane = Lane(session, lambda *_: None)
+        await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
+        try:
+            for ask in older.barrier_tries():
+                await cast(Any, lane.ask(*ask)[1])
+            self._has_barrier = True
+        except DistNetworkError:
+            await self._ask(calls.NO_KEY)  # unless the server has gone altogether
+            self._has_barrier = False
+        finally:
+            lane.close()
 
     async def _ask_who(self) -> None:
         if await self._ask(calls.HAS_EXTENSION):

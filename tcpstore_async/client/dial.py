@@ -46,6 +46,8 @@ class _Tries:
         self.port = port
         self.deadline = deadline
         self.pause = _FIRST_PAUSE
+        self.pings = True
+        """Whether to shake hands with a PING: PyTorch's servers before 2.5 close the connection for it."""
 
     def limit(self) -> float | None:
         """Seconds that this try may take; None for as long as it likes."""
@@ -53,6 +55,8 @@ class _Tries:
 
     def after(self, error: Exception) -> float:
         """Seconds until the next try. Raises DistNetworkError if there will be none."""
+        if isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError):
+            self.pings = not self.pings
         left = self.deadline.left()
         if left is not None and left <= _LAST_TRY:
             raise DistNetworkError(
@@ -84,17 +88,17 @@ async def dial(host: str, port: int, deadline: Deadline) -> tuple[socket.socket,
     tries = _Tries(host, port, deadline)
     while True:
         try:
-            return await asyncio.wait_for(_try(host, port), tries.limit())
+            return await asyncio.wait_for(_try(host, port, tries.pings), tries.limit())
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
         await asyncio.sleep(pause)
 
 
-async def _try(host: str, port: int) -> tuple[socket.socket, ClientSession]:
+async def _try(host: str, port: int, pings: bool) -> tuple[socket.socket, ClientSession]:
     peer = await _connect(host, port)
     try:
         loop = asyncio.get_running_loop()
-        session, hello, call = _hello(peer)
+        session, hello, call = _hello(peer, pings)
         await loop.sock_sendall(peer, hello)
         while not call.done:
             _hear(session, await loop.sock_recv(peer, 4))
@@ -193,17 +197,17 @@ def dial_in_this_thread(
     tries = _Tries(host, port, deadline)
     while True:
         try:
-            return _try_in_this_thread(host, port, _Attempt(tries.limit(), wanted))
+            return _try_in_this_thread(host, port, _Attempt(tries.limit(), wanted), tries.pings)
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
         _Attempt(pause, wanted).sleep()
 
 
-def _try_in_this_thread(host: str, port: int, attempt: _Attempt) -> tuple[socket.socket, ClientSession]:
+def _try_in_this_thread(host: str, port: int, attempt: _Attempt, pings: bool) -> tuple[socket.socket, ClientSession]:
     addresses = _literal(host, port)
     peer = _connect_to(addresses[0], attempt) if addresses else _connect_in_a_helper(host, port, attempt)
     try:
-        session, hello, call = _hello(peer)
+        session, hello, call = _hello(peer, pings)
         peer.sendall(hello)
         while not call.done:
             attempt.wait_for(peer, select.POLLIN)
@@ -283,9 +287,9 @@ def _close_all(peers: list[socket.socket]) -> None:
 # What both have in common
 
 
-def _hello(peer: socket.socket) -> tuple[ClientSession, bytes, Call]:
+def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, Call]:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    session = ClientSession()
+    session = ClientSession(pings)
     hello, call = session.hello(os.getpid())
     return session, hello, call
 
@@ -299,7 +303,7 @@ def _hear(session: ClientSession, chunk: bytes) -> None:
 def _check(call: Call) -> None:
     """Whether it is a store's server that answered."""
     pid = os.getpid()
-    if call.result != pid:
+    if call.command.method == "ping" and call.result != pid:
         raise ProtocolError(f"Ping failed, invalid value returned from server. Expected: {pid}, Got: {call.result}")
 
 

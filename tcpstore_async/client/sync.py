@@ -16,7 +16,7 @@ from ..blob import unpack
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
-from . import calls
+from . import calls, older
 from .calls import ANOTHER, Ask
 from .channel import NOBODY, Channel, OutOfTime
 from .deadline import ONE_LOOK, SURPLUS_SECONDS, Deadline
@@ -59,6 +59,8 @@ class TCPClient:
         """Who the server is, if it is one of ours and was asked."""
         self.closed = False
         self._asked = False
+        self._has_barrier: bool | None = None
+        """Whether the server knows BARRIER, if that was tried."""
         self._lost = ""
         self._start([Channel(*dial_in_this_thread(host, port, Deadline(timeout, began)))])
 
@@ -87,6 +89,7 @@ class TCPClient:
         if self._lost:
             raise DistNetworkError(self._lost)
         clone = TCPClient(self.host, self.port, self.timeout, self.introduction)
+        clone._has_barrier = self._has_barrier
         try:
             if self.identity is not None and (not clone.extended() or clone.identity != self.identity):
                 raise DistNetworkError(ANOTHER)
@@ -158,7 +161,7 @@ class TCPClient:
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(ask, self.timeout)) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._lose(_said(error)) from None
+            raise self._lose(self._said(error, ask)) from None
         finally:
             if channel is not None:
                 try:
@@ -193,7 +196,7 @@ class TCPClient:
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._lose(_said(error)) from None
+            raise self._lose(self._said(error, then or ask)) from None
         finally:
             if channel is not None:
                 try:
@@ -235,6 +238,33 @@ class TCPClient:
             except (OutOfTime, StoreTimeoutError):
                 raise StoreTimeoutError(calls.out_of_time(ask or calls.HAS_EXTENSION, seconds)) from None
         return self.identity is not None
+
+    def has_barrier(self, ask: Ask, seconds: float, began: float) -> bool:
+        """Whether the server knows BARRIER, which PyTorch's do since 2.12: tried once, on a connection of its own.
+
+        That is part of the call `ask`, which has so many seconds. Raises StoreTimeoutError, DistNetworkError.
+        """
+        if self._has_barrier is None:
+            if self.extended(ask, seconds, began):
+                self._has_barrier = True
+            else:
+                try:
+                    self._has_barrier = self._try_out(older.barrier_tries(), Deadline.of_a_call(seconds, began))
+                except OutOfTime:
+                    raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
+        return self._has_barrier
+
+    def _try_out(self, asks: list[Ask], deadline: Deadline) -> bool:
+        channel = self._dial(deadline)
+        try:
+            for ask in asks:
+                channel.read_until(channel.request(ask, deadline), deadline)
+        except OSError:
+            self.ask(calls.NO_KEY, deadline)  # unless the server has gone altogether
+            return False
+        finally:
+            channel.peer.close()
+        return True
 
     def _ask_who(self, deadline: Deadline) -> None:
         """One thread asks, the others wait for the outcome. Raises OutOfTime, StoreTimeoutError, DistNetworkError."""
@@ -453,6 +483,11 @@ class TCPClient:
                 self._channels.remove(channel)
         channel.peer.close()
 
+    def _said(self, error: Exception, ask: Ask) -> str:
+        """What is said of a connection that is lost in this call."""
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return said if self.identity is not None else older.explained(said, ask)
+
     def _lose(self, reason: str) -> DistNetworkError:
         """The store is lost, as PyTorch's is when its connection goes. The error says why it was lost first."""
         with self._lock:
@@ -463,10 +498,6 @@ class TCPClient:
             self._line.tell_all()
             self._curious.tell_all()
         return DistNetworkError(self._lost)
-
-
-def _said(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _shut(channel: Channel) -> None:

@@ -20,6 +20,7 @@ LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did th
 
 _VALIDATE: Final = BY_METHOD["validate"]
 _PING: Final = BY_METHOD["ping"]
+_CHECK: Final = BY_METHOD["check"]
 _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
 _CANCEL_FETCH: Final = BY_METHOD["cancel_fetch"]
 
@@ -43,7 +44,9 @@ class Call:
 class ClientSession:
     """One connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, pings: bool = True) -> None:
+        self._pings = pings
+        """Whether the server knows PING, which PyTorch's do since 2.5."""
         self.pending: deque[Call] = deque()
         """Calls that were sent and are not answered, in order."""
         self.waiting: Call | None = None
@@ -59,11 +62,10 @@ class ClientSession:
     # Out
 
     def hello(self, pid: int) -> tuple[bytes, Call]:
-        """The first bytes of a connection, and the PING among them; its result must be `pid`."""
+        """The first bytes of a connection, and the fence among them; the result of a PING must be `pid`."""
         validate, _ = self.request(_VALIDATE, (MAGIC,))
-        ping, call = self.request(_PING, (pid,))
-        assert call is not None
-        return validate + ping, call
+        fence, call = self.fence(pid)
+        return validate + fence, call
 
     def request(self, command: Command, fields: Fields) -> tuple[bytes, Call | None]:
         """The bytes of a request, and the call that its reply will complete; None if there is no reply.
@@ -89,8 +91,8 @@ class ClientSession:
         return data, call
 
     def fence(self, nonce: int) -> tuple[bytes, Call]:
-        """A PING: when it is answered, every write sent before it has been executed."""
-        data, call = self.request(_PING, (nonce,))
+        """A PING, or a look for no key: when it is answered, every write sent before it has been executed."""
+        data, call = self.request(_PING, (nonce,)) if self._pings else self.request(_CHECK, ([],))
         assert call is not None
         return data, call
 

@@ -278,7 +278,11 @@ class TCPStore(Store):
     # Meeting
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        self._park(calls.barrier(key, world_size), self._seconds(timeout))
+        ask, seconds, began = calls.barrier(key, world_size), self._seconds(timeout), time.monotonic()
+        if self._connection().has_barrier(ask, seconds, began):
+            self._park(ask, seconds, began=began)
+        else:
+            super().barrier(key, world_size, timeout)
 
     # Helpers
 

@@ -18,6 +18,9 @@ PROBE = b"\x05" + keys(b"tcpstore_async/server")
 STOCK = b"\x01"
 """What PyTorch's servers answer to that."""
 
+TRY = b"tcpstore_async/try/"
+"""In the key with which a client tries, on a connection of its own, whether a server knows BARRIER."""
+
 Talk = Callable[[socket.socket], None]
 
 
@@ -37,6 +40,20 @@ def greet(peer: socket.socket) -> bytes:
     hello = exactly(peer, 10)
     peer.sendall(hello[6:])
     return hello
+
+
+def is_tried(peer: socket.socket) -> bool:
+    """Whether the client only tries what the server knows; then that is answered as by one that knows BARRIER."""
+    start = b"\x12" + (len(TRY) + 16).to_bytes(8, "little") + TRY
+    if peer.recv(len(start), socket.MSG_PEEK | socket.MSG_WAITALL) != start:
+        return False
+    name = exactly(peer, len(start) + 16)[9:]
+    assert exactly(peer, 8) == (1).to_bytes(8, "little")
+    peer.sendall(b"\x00")
+    for key in (name, name + b"/last_member"):
+        assert exactly(peer, 9 + len(key)) == b"\x08" + len(key).to_bytes(8, "little") + key
+        peer.sendall((1).to_bytes(8, "little"))
+    return True
 
 
 class Fake:
