@@ -262,6 +262,8 @@ class TCPClient:
         except OSError:
             self.ask(calls.NO_KEY, deadline)  # unless the server has gone altogether
             return False
+        except ProtocolError as error:
+            raise self._lose(str(error)) from None
         finally:
             channel.peer.close()
         return True
