@@ -8,8 +8,8 @@ TORCH ?= 1
 # Options for pytest, such as ARGS="-k limits -x".
 ARGS ?=
 
-# Every processor runs tests, a file of them at a time; ARGS="-n 0" does without.
-WORKERS := -n auto --dist loadfile
+# Every processor runs tests, a file of them at a time, in the order of tests/conftest.py; ARGS="-n 0" does without.
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,18 @@ def pytest_configure() -> None:
             f"this run is to test the {WANTED} build of tcpstore_async, but finds the {build()} one"
             + ("; `TCPSTORE_PURE=0 pip wheel --no-deps .` says why" if WANTED == "compiled" else "")
         )
+
+
+SLOW = ("pytorch", "faults", "interop", "client")
+"""Folders with files that take long, the longest first: one that came last would keep one processor busy alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return SLOW.index(folder) if folder in SLOW else len(SLOW)
+
+    items.sort(key=rank)
 
 
 def pytest_report_header() -> str:
