@@ -29,7 +29,7 @@ def rank(number: int, port: int) -> None:
 
 def meet(number: int, store: TCPStore) -> None:
     try:
-        dist.monitored_barrier(timeout=timedelta(seconds=2), wait_all_ranks=True)
+        dist.monitored_barrier(timeout=timedelta(seconds=5), wait_all_ranks=True)
     except RuntimeError as error:
         if number == 0:
             print(f"monitored_barrier: {str(error).splitlines()[0]}")
