@@ -28,7 +28,8 @@ endif
 .PHONY: help
 help:
 	@echo "make demo      1,000 simulated ranks, 4 PyTorch and 8 plain processes find each other (TORCH=0: no PyTorch)"
-	@echo "make test      all tests, on the interpreted build (ARGS='-k limits -x' goes to pytest)"
+	@echo "make test      the tests but the slow ones, on the interpreted build (ARGS='-k limits -x' goes to pytest)"
+	@echo "make test-all  the slow ones, too: torchrun, examples, the benchmark, killed writers"
 	@echo "make check     format, lint, types, and all tests on the interpreted and on the compiled build"
 	@echo "make lint      format, lint, types"
 	@echo "make format    format and sort imports"
@@ -42,8 +43,11 @@ help:
 demo: .venv/.package build/compiled/.made $(if $(filter 0,$(TORCH)),,.venv/.torch)
 	@PYTHONPATH="$(COMPILED)" $(BIN)/python demo $(if $(filter 0,$(TORCH)),--torch 0)
 
-.PHONY: test
+.PHONY: test test-all
 test: .venv/.test .venv/.torch
+	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: .venv/.test .venv/.torch
 	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest $(WORKERS) $(ARGS)
 
 # `pytest` and not `python -m pytest`, which would put the checkout before PYTHONPATH.
@@ -52,7 +56,7 @@ test-compiled: .venv/.test .venv/.torch build/compiled/.made
 	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(BIN)/pytest $(WORKERS) $(ARGS)
 
 .PHONY: check
-check: lint test test-compiled
+check: lint test-all test-compiled
 
 .PHONY: lint
 lint: .venv/.test .venv/.torch

@@ -23,6 +23,8 @@ from support import LIMIT
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.load.requests import join
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
 

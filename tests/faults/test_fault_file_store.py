@@ -95,6 +95,7 @@ def demand_everything(path: Path, adders: list[Adder]) -> None:
         assert records.is_whole(path.read_bytes(), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_writers_of_ours_are_killed_beside_pytorchs(tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -116,6 +117,7 @@ def test_writers_of_ours_are_killed_beside_pytorchs(tmp_path: Path) -> None:
     demand_everything(path, killed + stay)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_writers_of_pytorchs_are_killed_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -50,6 +50,7 @@ def start(which: str, path: Path, rank: int, world: int, times: int) -> subproce
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tempfile.gettempdir())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sixteen_processes_share_one_file(tmp_path: Path) -> None:
     """8 of ours and 8 of PyTorch's, each adding 1,000 times to one counter."""

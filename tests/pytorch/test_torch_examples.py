@@ -8,6 +8,8 @@ import torch
 from example_runs import EXAMPLES, lines_of, run
 from support import tcpstore_server
 
+pytestmark = pytest.mark.slow
+
 takes_our_handler = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="no torchrun handlers of other packages"
 )

@@ -25,6 +25,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from support import tcpstore_server
 from tcpstore_async.torch import HashStore, torchrun
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60.0
 """Seconds until a job is given up."""
 

@@ -42,6 +42,7 @@ def test_a_world_ends_quietly_whoever_leaves_last(results: Results, client: str,
     check(found, [kind] * 4)
 
 
+@pytest.mark.slow
 def test_eight_ranks_train_to_the_losses_of_the_stock_store(results: Results) -> None:
     stock = results("train", 8)
     assert len({tuple(losses) for losses in stock}) == 8
