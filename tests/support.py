@@ -92,6 +92,17 @@ def torch_server(backend: str = "libuv") -> Iterator[int]:
         process.stdout.close()
 
 
+@contextmanager
+def server_of(kind: str) -> Iterator[int]:
+    """A server of ours or PyTorch's: `ours`, `libuv` or `legacy`; yields its port."""
+    if kind == "ours":
+        with tcpstore_server() as server:
+            yield server.port
+    else:
+        with torch_server(kind) as port:
+            yield port
+
+
 def resting(pid: int) -> None:
     """Wait until all threads of a process wait for something: it has dealt with everything that had arrived.
 

@@ -189,15 +189,14 @@ class AsyncTCPStore:
     async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
         ask = calls.barrier(key, world_size)
-        seconds = self._seconds(timeout)
-        patience = _Patience(ask, seconds)
+        patience = _Patience(ask, self._seconds(timeout))
         if await self._knows_barrier(patience):
             await self._park(ask, patience)
             return
         name = to_bytes("key", key)
         if await self.add(name + b"/num_members", 1) >= world_size:
             await self.set(name + b"/last_member", b"1")
-        await self._park(calls.wait([calls.key_of(name + b"/last_member")]), _Patience(ask, seconds, patience.began))
+        await self._park(calls.wait([calls.key_of(name + b"/last_member")]), patience)
 
     # Queues
 

@@ -33,7 +33,6 @@ _BARRIER: Final = BY_METHOD["barrier"]
 
 NUM_KEYS: Final[Ask] = BY_METHOD["num_keys"], ()
 LIST_KEYS: Final[Ask] = BY_METHOD["list_keys"], ()
-PING: Final[Ask] = BY_METHOD["ping"], (0,)
 NO_KEY: Final[Ask] = _CHECK, ([],)
 """Answered at once by every server; older ones of PyTorch's have no PING."""
 HAS_EXTENSION: Final[Ask] = _CHECK, ([SERVER_KEY],)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from client.fakes import freezable
-from support import LIMIT, RawPeer, tcpstore_server, torch_server
+from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.client import aio
 from tcpstore_async.client.aio import AsyncTCPStore
@@ -23,12 +23,8 @@ from tcpstore_async.client.aio import AsyncTCPStore
 
 @pytest.fixture(scope="module", params=["ours", "libuv"])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    if request.param == "ours":
-        with tcpstore_server() as server:
-            yield server.port
-    else:
-        with torch_server(request.param) as found:
-            yield found
+    with server_of(request.param) as found:
+        yield found
 
 
 _numbers = iter(range(1_000_000))

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support import LIMIT, tcpstore_server, torch_server
+from support import LIMIT, server_of
 from tcpstore_async import AsyncTCPStore, QueueEmptyError, StoreTimeoutError, TCPStore
 
 SECONDS = float(os.environ.get("TCPSTORE_LOAD_SECONDS", "2"))
@@ -28,12 +28,8 @@ pytestmark = pytest.mark.timeout(120 + 2 * SECONDS)
 
 @pytest.fixture(scope="module", params=["ours", "libuv"])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    if request.param == "ours":
-        with tcpstore_server() as server:
-            yield server.port
-    else:
-        with torch_server(request.param) as found:
-            yield found
+    with server_of(request.param) as found:
+        yield found
 
 
 class Worker:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from client.fakes import fake_server, freezable, proxy_to, silent
-from support import LIMIT, RawPeer, tcpstore_server, torch_server
+from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import sync
 from tcpstore_async.daemon import build
@@ -30,12 +30,8 @@ from tcpstore_async.daemon import build
 
 @pytest.fixture(scope="module", params=["ours", "libuv", "legacy"])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    if request.param == "ours":
-        with tcpstore_server() as server:
-            yield server.port
-    else:
-        with torch_server(request.param) as found:
-            yield found
+    with server_of(request.param) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from client.fakes import proxy_to
-from support import LIMIT, tcpstore_server, torch_server
+from support import LIMIT, server_of
 from tcpstore_async import AsyncTCPStore, DistStoreError, QueueEmptyError, TCPStore
 
 SERVERS = ["ours", "libuv", "legacy"]
@@ -25,12 +25,8 @@ SERVERS = ["ours", "libuv", "legacy"]
 
 @pytest.fixture(scope="module", params=SERVERS)
 def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
-    if request.param == "ours":
-        with tcpstore_server() as server:
-            yield "ours", server.port
-    else:
-        with torch_server(request.param) as port:
-            yield request.param, port
+    with server_of(request.param) as port:
+        yield request.param, port
 
 
 class Both:

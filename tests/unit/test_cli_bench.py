@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support import LIMIT, tcpstore_server, torch_server
+from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async.load.requests import OPERATIONS
 
 
@@ -28,12 +28,8 @@ def bench(port: int, *words: str, files: int = 0) -> subprocess.CompletedProcess
 
 @pytest.fixture(params=["ours", "libuv", "legacy"])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    if request.param == "ours":
-        with tcpstore_server() as server:
-            yield server.port
-    else:
-        with torch_server(request.param) as found:
-            yield found
+    with server_of(request.param) as found:
+        yield found
 
 
 def num_keys(port: int) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from support import LIMIT, tcpstore_server, torch_server
+from support import LIMIT, server_of
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
@@ -32,12 +32,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
     def runner(port: int) -> Run:
         return lambda *words, stdin=b"": tcpstore(*words, url=f"tcp://127.0.0.1:{port}", stdin=stdin)
 
-    if request.param == "ours":
-        with tcpstore_server() as server:
-            yield request.param, runner(server.port)
-    else:
-        with torch_server(request.param) as port:
-            yield request.param, runner(port)
+    with server_of(request.param) as port:
+        yield request.param, runner(port)
 
 
 def test_the_commands(backend: tuple[str, Run]) -> None:
