@@ -11,6 +11,8 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
 from typing import Any, Final, cast
 
 import torch.distributed as dist
@@ -30,15 +32,24 @@ class Opened:
     def __init__(self, address: Any, store: dist.Store, release: Callable[[], None] | None = None) -> None:
         """`release` is how it is closed, if the store is not one of ours."""
         self.address = address
-        self.purpose = _purpose()
+        self.purpose = _purpose(sys._getframe(1))
+        self._thread = get_ident()
         self._store = weakref.ref(store)
         self._release = release
 
     def is_over(self) -> bool:
         """Whether what it was for has ended, also without our notice."""
+        if self._is_beginning():
+            return False
         if self.purpose == _RPC:
             return not cast(Any, dist.rpc)._is_current_rpc_agent_set()
         return not dist.is_initialized() and (self.purpose == _GROUP or self._store() is None)
+
+    def _is_beginning(self) -> bool:
+        """Whether another thread is in the function still that asked for it."""
+        if not self.purpose or self._thread == get_ident():
+            return False
+        return _purpose(sys._current_frames().get(self._thread)) == self.purpose
 
     def close(self) -> None:
         if self._release is not None:
@@ -50,14 +61,13 @@ class Opened:
 _opened: Final[list[Opened]] = []
 
 
-def _purpose() -> str:
+def _purpose(frame: FrameType | None) -> str:
     """Which function of PyTorch's asks for a store, however the program came by it; empty if the program does."""
-    frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
         if _CALLERS.get(name) == frame.f_globals.get("__name__"):
             return name
-        frame = cast(Any, frame.f_back)
+        frame = frame.f_back
     return ""
 
 
@@ -67,8 +77,8 @@ def remember(address: Any, store: dist.Store, release: Callable[[], None] | None
 
 
 def make_way(address: Any) -> None:
-    """Close what was opened at the same address for something that is over."""
-    _close(lambda one: one.address == address and one.is_over())
+    """Close what is over; of what a program asked for itself, only what was opened at the same address."""
+    _close(lambda one: bool(one.purpose or one.address == address) and one.is_over())
 
 
 def _close(over: Callable[[Opened], bool]) -> None:
@@ -91,17 +101,17 @@ def follow_ends() -> None:
     _following = True
     if _ends:
         return
-    destroy = dist.destroy_process_group
+    # `destroy_process_group` itself may have been imported by name before; this is the last thing that it calls.
+    unregister = distributed_c10d._unregister_all_process_groups
 
-    @functools.wraps(destroy)
-    def destroy_process_group(*given: Any, **named: Any) -> Any:
-        result = destroy(*given, **named)
-        if not dist.is_initialized():
+    @functools.wraps(unregister)
+    def end(*given: Any, **named: Any) -> Any:
+        try:
+            return unregister(*given, **named)
+        finally:
             _close(lambda one: one.purpose == _GROUP)
-        return result
 
-    _ends.replace(distributed_c10d, "destroy_process_group", destroy_process_group)
-    _ends.replace(dist, "destroy_process_group", destroy_process_group)
+    _ends.replace(distributed_c10d, "_unregister_all_process_groups", end)
     if cast(Any, dist.rpc).is_available():
         _follow_rpc()
 
@@ -123,7 +133,7 @@ def follow_ends_no_more() -> None:
     """Leave these functions as they were, once they have ended what was opened before."""
     global _following
     _following = False
-    _restore()
+    _close(lambda one: bool(one.purpose) and one.is_over())
 
 
 def _restore() -> None:

@@ -24,22 +24,27 @@ from .held import is_held
 
 S = TypeVar("S", bound="Store")
 
-_open: Final["weakref.WeakSet[Store]"] = weakref.WeakSet()
+_open: Final[dict[int, "weakref.ref[Store]"]] = {}
+"""By identity. A set of weak references cannot be gone through while another thread makes a store."""
 
 _kept: Final[set["Store"]] = set()
-"""What Python has dropped and PyTorch holds."""
+"""What Python has dropped and PyTorch held then. Python may have got it back since."""
+
+
+def _all_open() -> list["Store"]:
+    return [store for reference in list(_open.values()) if (store := reference()) is not None]
 
 
 @atexit.register
 def close_open() -> None:
     """Close every store that is still open."""
-    for store in list(_open):
+    for store in _all_open():
         store.close()
 
 
 def close_with_clones(store: "Store") -> None:
     """Close a store and the clones that PyTorch has made of it, which nobody else can."""
-    for one in list(_open):
+    for one in _all_open():
         if one is store or one._origin() is store:
             one.close()
 
@@ -48,7 +53,7 @@ def close_let_go() -> None:
     """Close what Python has dropped and PyTorch holds no longer, either, of which nothing tells."""
     for store in list(_kept):
         if not is_held(store):
-            store._let_go()
+            store._leave_to_python()
 
 
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
@@ -88,7 +93,7 @@ class Store(dist.Store):
         """Of which store this is a clone, or a clone's clone."""
         self.set_timeout(plain.timeout)
         self._closed = False
-        _open.add(self)
+        _open[id(self)] = weakref.ref(self)
 
     _closed = True
     """Until it has been made."""
@@ -99,13 +104,19 @@ class Store(dist.Store):
             return
         if is_held(self):
             _kept.add(self)
-            _open.add(self)  # of which a collection of garbage has taken it out
+            _open[id(self)] = weakref.ref(self)  # a collection of garbage has ended the other
         else:
             self._let_go()
 
     def _let_go(self) -> None:
         """Nobody holds it any more."""
         self.close()
+
+    def _leave_to_python(self) -> None:
+        """PyTorch holds it no more. It is closed when Python does not, either, of which `__del__` tells only once."""
+        _kept.discard(self)
+        weakref.finalize(self, _open.pop, id(self), None)
+        weakref.finalize(self, self._plain.close)
 
     @classmethod
     def _of(cls: type[S], plain: base.Store) -> S:
@@ -159,7 +170,7 @@ class Store(dist.Store):
 
     def _forget(self) -> None:
         self._closed = True
-        _open.discard(self)
+        _open.pop(id(self), None)
         _kept.discard(self)
 
     def __enter__(self: S) -> S:
@@ -285,6 +296,9 @@ class PrefixStore(Store):
 
     def _let_go(self) -> None:
         """The store below may be held by others, also if this one owns it; if not, it is let go of next."""
+        self._forget()
+
+    def _leave_to_python(self) -> None:
         self._forget()
 
     @property

@@ -32,7 +32,7 @@ def test_sgd(port: int) -> None:
 
 
 def test_ddp(port: int) -> None:
-    first, second = run(str(EXAMPLES / "ddp.py"), world=2, MASTER_PORT=str(port))
+    first, second = run(str(EXAMPLES / "ddp.py"), world=2, attempts=4, MASTER_PORT=str(port))
     assert first.count("loss") == 5
     assert second == ""
 
@@ -41,7 +41,8 @@ def test_ddp(port: int) -> None:
 def test_ddp_under_torchrun(port: int) -> None:
     endpoint = ["--nproc-per-node=2", "--rdzv-backend=tcpstore", f"--rdzv-endpoint=localhost:{port}"]
     conf = ["--rdzv-conf=last_call_timeout=1"]
-    (printed,) = run("-m", "torch.distributed.run", *endpoint, *conf, str(EXAMPLES / "ddp.py"), OMP_NUM_THREADS="1")
+    agent = ["-m", "torch.distributed.run", *endpoint, *conf]
+    (printed,) = run(*agent, str(EXAMPLES / "ddp.py"), attempts=4, OMP_NUM_THREADS="1")
     assert printed.count("loss") == 5
 
 
@@ -67,6 +68,12 @@ def test_the_environment_alone(port: int) -> None:
     printed = run(str(EXAMPLES / "train.py"), world=2, MASTER_PORT=str(port), TCPSTORE_INSTALL="1")
     assert printed == ["2 ranks, sum 1\n", ""]
     with tcpstore_server() as server:
-        joins = {"TCPSTORE_INSTALL": "1", "TCPSTORE_JOIN": "1", "TCPSTORE_JOB": "experiment"}
-        printed = run(str(EXAMPLES / "train.py"), world=2, MASTER_PORT=str(server.port), **joins)
+        printed = run(
+            str(EXAMPLES / "train.py"),
+            world=2,
+            MASTER_PORT=str(server.port),
+            TCPSTORE_INSTALL="1",
+            TCPSTORE_JOIN="1",
+            TCPSTORE_JOB="experiment",
+        )
     assert printed == ["2 ranks, sum 1\n", ""]

@@ -31,6 +31,7 @@ def present() -> list[Any]:
         *(getattr(dist, name) for name in NAMES),
         *(handlers[scheme] for scheme in ("tcp", "env", "file")),
         distributed_c10d.destroy_process_group,
+        distributed_c10d._unregister_all_process_groups,
         rpc.init_rpc,
         rpc.shutdown,
         dist.rendezvous,
@@ -233,3 +234,64 @@ import sys; sys.path.insert(0, {str(tmp_path)!r})
 try: import tcpstore_async.torch
 except ImportError as e: print(e)"""
     assert say(code) == (f"tcpstore_async.torch needs PyTorch 2.4 or later{text}", "")
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+def test_a_group_that_is_destroyed_by_a_name_imported_before(client: str, port: int) -> None:
+    """Its server goes all the same: another process gets the port."""
+    code = f"""
+from torch.distributed import destroy_process_group, init_process_group
+import socket, tcpstore_async.torch as ours
+ours.install({client!r})
+init_process_group("gloo", init_method="tcp://127.0.0.1:{port}?rank=0&world_size=1")
+destroy_process_group()
+socket.create_server(("127.0.0.1", {port})).close()
+print("free")"""
+    assert say(code) == ("free", "")
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+def test_a_group_that_could_not_be_made(client: str, port: int) -> None:
+    """What was opened for it goes with `uninstall` or the next rendezvous, wherever that is."""
+    code = f"""
+import socket, torch.distributed as dist, tcpstore_async.torch as ours
+from torch.distributed import distributed_c10d
+before = distributed_c10d._unregister_all_process_groups
+def fail():
+    try: dist.init_process_group("cpu:nccl", init_method="tcp://127.0.0.1:{port}?rank=0&world_size=1")
+    except Exception as error: print(type(error).__name__)
+ours.install({client!r})
+fail()
+with socket.socket() as peer: print(peer.connect_ex(("127.0.0.1", {port})))
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0?rank=0&world_size=1")
+socket.create_server(("127.0.0.1", {port})).close()
+dist.destroy_process_group()
+fail()
+ours.uninstall()
+socket.create_server(("127.0.0.1", {port})).close()
+print(distributed_c10d._unregister_all_process_groups is before)"""
+    out, err = say(code)
+    print(out, err)
+    assert out.splitlines()[1::2] == ["0", "True"]
+
+
+def test_a_group_that_is_being_made_by_another_thread_is_not_over(port: int) -> None:
+    """A rendezvous elsewhere leaves its server alone."""
+    code = f"""
+import threading, torch.distributed as dist, tcpstore_async, tcpstore_async.torch as ours
+from datetime import timedelta
+ours.install()
+def join():
+    try: dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=limit)
+    except Exception as error: print("no other rank came")
+limit = timedelta(seconds=3)
+making = threading.Thread(target=join)
+making.start()
+other = tcpstore_async.TCPStore("127.0.0.1", {port}, 2, timeout=60)
+other.wait(["default_pg/0//cpu//0/0"])
+next(dist.rendezvous("tcp://127.0.0.1:0?rank=0&world_size=1"))
+ours.uninstall()
+print(other.num_keys() > 0)
+making.join()
+other.close()"""
+    assert say(code)[0] == "True\nno other rank came"  # Gloo logs that on standard error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -222,8 +224,56 @@ def test_a_store_that_pytorch_lets_go_of_is_closed_when_the_next_is_made(port: i
     del cpp
     with ours.TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         store.delete_key("p/k")
+    if in_a_cycle:
+        gc.collect()
     with pytest.raises(DistNetworkError, match="the store has been closed"):
         plain.num_keys()
+
+
+def test_a_store_that_python_got_back_stays(port: int) -> None:
+    """It was dropped while PyTorch held it, and then taken from PyTorch again."""
+    outer: Any = dist.PrefixStore("p", ours.TCPStore("127.0.0.1", port, timeout=LIMIT))
+    store = outer.underlying_store
+    del outer
+    stores.close_let_go()
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+    plain = store._plain
+    del store
+    with pytest.raises(DistNetworkError, match="the store has been closed"):
+        plain.num_keys()
+
+
+def test_a_prefix_that_is_let_go_of_lets_go_of_its_store(port: int) -> None:
+    outer: Any = dist.PrefixStore("o", ours.PrefixStore("p", ours.TCPStore("127.0.0.1", port, timeout=LIMIT)))
+    plain = outer.underlying_store.underlying_store._plain
+    assert plain.num_keys() >= 0
+    del outer
+    stores.close_let_go()
+    with pytest.raises(DistNetworkError, match="the store has been closed"):
+        plain.num_keys()
+
+
+def test_stores_made_and_closed_by_many_threads() -> None:
+    """What goes through all that are open is not upset by others that come and go."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    lasting = [ours.HashStore() for _ in range(50)]
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for one in [threads.submit(make_and_close, 300) for _ in range(4)]:
+                one.result(LIMIT)
+    finally:
+        sys.setswitchinterval(interval)
+        for store in lasting:
+            store.close()
+
+
+def make_and_close(times: int) -> None:
+    for _ in range(times):
+        store = ours.HashStore()
+        stores.close_with_clones(store)
+        del store
 
 
 def test_where_it_cannot_be_told_a_store_stays(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
