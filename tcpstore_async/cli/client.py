@@ -56,7 +56,7 @@ class Asker:
             self.fail(str(error), TIMED_OUT)
         except DistNetworkError as error:
             self.fail(str(error), UNREACHABLE)
-        except DistError as error:
+        except (DistError, NotImplementedError) as error:
             self.fail(str(error), FAILED)
         except UnicodeDecodeError as error:
             self.fail(f"a name on this server is not UTF-8: {error.object!r}", FAILED)

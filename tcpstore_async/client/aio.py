@@ -62,9 +62,9 @@ class AsyncTCPStore:
         """Those that will look after it."""
         self._asking: asyncio.Task[None] | None = None
         self._asked = False
-        self._trying: asyncio.Task[None] | None = None
-        self._has_barrier: bool | None = None
-        """Whether the server knows BARRIER, if that was tried."""
+        self._trying: dict[str, asyncio.Task[None]] = {}
+        self._known: dict[str, bool] = {}
+        """What PyTorch's servers have not always known: whether this one does, if that was tried."""
         self._lost: DistNetworkError | None = None
         self._orphans: dict[bytes, deque[bytes]] = {}
         """Items that were popped for callers who had gone, by queue."""
@@ -166,6 +166,7 @@ class AsyncTCPStore:
 
     async def list_keys(self) -> list[str]:
         """The names of all keys, in no order, without PyTorch's own. Raises UnicodeDecodeError for a name not UTF-8."""
+        await self._need(older.LIST_KEYS, calls.LIST_KEYS)
         return calls.texts_of(calls.names_of(await self._ask(calls.LIST_KEYS)))
 
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
@@ -190,7 +191,7 @@ class AsyncTCPStore:
         """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
         ask = calls.barrier(key, world_size)
         patience = _Patience(ask, self._seconds(timeout))
-        if await self._knows_barrier(patience):
+        if await self._knows(older.BARRIER, patience):
             await self._park(ask, patience)
             return
         name = to_bytes("key", key)
@@ -201,10 +202,14 @@ class AsyncTCPStore:
     # Queues
 
     async def queue_push(self, key: Text, value: Text) -> None:
-        await self._ask(calls.queue_push(key, value))
+        ask = calls.queue_push(key, value)
+        await self._need(older.QUEUES, ask)
+        await self._ask(ask)
 
     async def queue_len(self, key: Text) -> int:
-        return int(await self._ask(calls.queue_len(calls.key_of(key))))
+        ask = calls.queue_len(calls.key_of(key))
+        await self._need(older.QUEUES, ask)
+        return int(await self._ask(ask))
 
     async def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Take the oldest item; with `block`, as soon as there is one.
@@ -215,8 +220,7 @@ class AsyncTCPStore:
         """
         name = calls.key_of(key)
         patience = _Patience(calls.wait([name]), self._timeout)
-        if block:
-            await self._extended(patience)
+        await self._need(older.QUEUES, calls.queue_pop(name), patience if block else None)
         while name not in self._orphans:
             item = await (self._park_and_pop(name, patience) if block else self._pop(name))
             if item is not None:
@@ -230,11 +234,14 @@ class AsyncTCPStore:
     async def _is_plain(self, name: bytes) -> bool:
         """Whether a wait for a queue of this name ends because of a value that is no item.
 
-        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last.
+        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last; of
+        an older server, which cannot, it is not asked.
         """
         ask = self._ask
         if not await ask(calls.check([name])) or await ask(calls.queue_len(name)):
             return False
+        if not await self._knows(older.LIST_KEYS, _Patience(calls.LIST_KEYS, self._timeout)):
+            return True
         return name in await ask(calls.LIST_KEYS)
 
     # Who the server is
@@ -252,27 +259,33 @@ class AsyncTCPStore:
             await self._outcome(self._asking, patience)
         return self.identity is not None
 
-    async def _knows_barrier(self, patience: _Patience) -> bool:
-        """Whether the server knows BARRIER, which PyTorch's do since 2.12: tried once, on a connection of its own."""
-        if await self._extended(patience):
-            return True
-        if self._has_barrier is None:
-            if self._trying is None or self._trying.done():
-                self._trying = _shared(self._try_barrier(patience.left()))
-            await self._outcome(self._trying, patience)
-        return bool(self._has_barrier)
+    async def _knows(self, what: str, patience: _Patience) -> bool:
+        """Whether the server knows what older ones of PyTorch's do not: tried once, on a connection of its own."""
+        if what not in self._known and await self._extended(patience):
+            self._known[what] = True
+        if what not in self._known:
+            trying = self._trying.get(what)
+            if trying is None or trying.done():
+                trying = self._trying[what] = _shared(self._try(what, patience.left()))
+            await self._outcome(trying, patience)
+        return self._known[what]
 
-    async def _try_barrier(self, seconds: float | None) -> None:
+    async def _need(self, what: str, ask: Ask, patience: _Patience | None = None) -> None:
+        """Raises NotImplementedError if the server does not know what the call `ask` needs."""
+        if not self._known.get(what) and not await self._knows(what, patience or _Patience(ask, self._timeout)):
+            raise older.lacks(what, self.host, self.port)
+
+    async def _try(self, what: str, seconds: float | None) -> None:
         peer, session = await dial(self.host, self.port, Deadline(-1.0 if seconds is None else seconds))
         lane = Lane(session, lambda *_: None)
         await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
         try:
-            for ask in older.barrier_tries():
+            for ask in older.tries(what):
                 await cast(Any, lane.ask(*ask)[1])
-            self._has_barrier = True
+            self._known[what] = True
         except DistNetworkError:
             await self._ask(calls.NO_KEY)  # unless the server has gone altogether
-            self._has_barrier = False
+            self._known[what] = False
         finally:
             lane.close()
 

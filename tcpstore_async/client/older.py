@@ -1,33 +1,38 @@
 """What PyTorch's older servers lack: how that is found out, and what is said then.
 
-Knows: since when there is a command, how to try BARRIER without a trace. Must not know: connections.
+Knows: which commands came late, and how to try them without a trace. Must not know: connections.
 Invariant: a try is made on a connection of its own, for a server that does not know a command closes the connection,
-and with it what the store has written there. Only where something else can be done instead is a command tried out;
-elsewhere the connection is lost, as PyTorch's client loses it, and the error says what may be the reason.
+and with it what the store has written there. Every command of a try is answered at once and leaves nothing behind.
 """
 
 import os
 from typing import Final
 
 from ..wire.commands import BY_METHOD
+from . import calls
 from .calls import Ask
 
+BARRIER: Final = "barrier"
+QUEUES: Final = "queues"
+LIST_KEYS: Final = "list_keys"
+
 _SINCE: Final = {
-    "queue_push": "since 2.8, its legacy one never",
-    "queue_pop": "since 2.8, its legacy one never",
-    "queue_len": "since 2.8, its legacy one never",
-    "list_keys": "since 2.10",
+    QUEUES: "has no queues: PyTorch's servers have them since 2.8, the legacy one never",
+    LIST_KEYS: "cannot list its keys: PyTorch's servers can since 2.10",
 }
 
 
-def barrier_tries() -> list[Ask]:
-    """What a server answers at once, one after the other, if it knows BARRIER; nobody else can have such keys."""
+def tries(what: str) -> list[Ask]:
+    """What to ask, one after the other, to find out whether a server knows this; nobody else can have such keys."""
+    if what == LIST_KEYS:
+        return [calls.LIST_KEYS]
     name = b"tcpstore_async/try/" + os.urandom(8).hex().encode()
+    if what == QUEUES:
+        return [calls.queue_len(name)]
     delete = BY_METHOD["delete_key"]
     return [(BY_METHOD["barrier"], (name, 1)), (delete, (name,)), (delete, (name + b"/last_member",))]
 
 
-def explained(said: str, ask: Ask) -> str:
-    """What is said of a connection that a server closed when it was sent this, and that is not one of ours."""
-    since = _SINCE.get(ask[0].method)
-    return said if since is None else f"{said} PyTorch's server knows {ask[0].name} {since}."
+def lacks(what: str, host: str, port: int) -> NotImplementedError:
+    """What is raised where nothing else can be done instead."""
+    return NotImplementedError(f"the server at {host}, port {port}, {_SINCE[what]}")

@@ -59,8 +59,8 @@ class TCPClient:
         """Who the server is, if it is one of ours and was asked."""
         self.closed = False
         self._asked = False
-        self._has_barrier: bool | None = None
-        """Whether the server knows BARRIER, if that was tried."""
+        self._known: dict[str, bool] = {}
+        """What PyTorch's servers have not always known: whether this one does, if that was tried."""
         self._lost = ""
         self._start([Channel(*dial_in_this_thread(host, port, Deadline(timeout, began)))])
 
@@ -89,7 +89,7 @@ class TCPClient:
         if self._lost:
             raise DistNetworkError(self._lost)
         clone = TCPClient(self.host, self.port, self.timeout, self.introduction)
-        clone._has_barrier = self._has_barrier
+        clone._known = dict(self._known)
         try:
             if self.identity is not None and (not clone.extended() or clone.identity != self.identity):
                 raise DistNetworkError(ANOTHER)
@@ -161,7 +161,7 @@ class TCPClient:
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(ask, self.timeout)) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._lose(self._said(error, ask)) from None
+            raise self._lose(_said(error)) from None
         finally:
             if channel is not None:
                 try:
@@ -196,7 +196,7 @@ class TCPClient:
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._lose(self._said(error, then or ask)) from None
+            raise self._lose(_said(error)) from None
         finally:
             if channel is not None:
                 try:
@@ -239,20 +239,22 @@ class TCPClient:
                 raise StoreTimeoutError(calls.out_of_time(ask or calls.HAS_EXTENSION, seconds)) from None
         return self.identity is not None
 
-    def has_barrier(self, ask: Ask, seconds: float, began: float) -> bool:
-        """Whether the server knows BARRIER, which PyTorch's do since 2.12: tried once, on a connection of its own.
+    def knows(self, what: str, ask: Ask, seconds: float | None = None, began: float | None = None) -> bool:
+        """Whether the server knows what older ones of PyTorch's do not: tried once, on a connection of its own.
 
         That is part of the call `ask`, which has so many seconds. Raises StoreTimeoutError, DistNetworkError.
         """
-        if self._has_barrier is None:
-            if self.extended(ask, seconds, began):
-                self._has_barrier = True
-            else:
-                try:
-                    self._has_barrier = self._try_out(older.barrier_tries(), Deadline.of_a_call(seconds, began))
-                except OutOfTime:
-                    raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
-        return self._has_barrier
+        known = self._known.get(what)
+        if known is None:
+            known = self._known[what] = self.extended(ask, seconds, began) or self._tried(what, ask, seconds, began)
+        return known
+
+    def _tried(self, what: str, ask: Ask, seconds: float | None, began: float | None) -> bool:
+        seconds = self.timeout if seconds is None else seconds
+        try:
+            return self._try_out(older.tries(what), Deadline.of_a_call(seconds, began))
+        except OutOfTime:
+            raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
 
     def _try_out(self, asks: list[Ask], deadline: Deadline) -> bool:
         channel = self._dial(deadline)
@@ -485,11 +487,6 @@ class TCPClient:
                 self._channels.remove(channel)
         channel.peer.close()
 
-    def _said(self, error: Exception, ask: Ask) -> str:
-        """What is said of a connection that is lost in this call."""
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        return said if self.identity is not None else older.explained(said, ask)
-
     def _lose(self, reason: str) -> DistNetworkError:
         """The store is lost, as PyTorch's is when its connection goes. The error says why it was lost first."""
         with self._lock:
@@ -510,3 +507,7 @@ def _shut(channel: Channel) -> None:
         pass  # it is gone already
     if not channel.user:
         channel.peer.close()
+
+
+def _said(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
 from ..blob import unpack
-from ..client import calls
+from ..client import calls, older
 from ..client.calls import Ask
 from ..client.deadline import DEFAULT_TIMEOUT, Deadline
 from ..client.introduction import introduction
@@ -229,7 +229,10 @@ class TCPStore(Store):
         return calls.texts_of(self._list_keys_as_bytes())
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        return calls.names_of(self._connection().ask(calls.LIST_KEYS))
+        client = self._connection()
+        if not client.knows(older.LIST_KEYS, calls.LIST_KEYS):
+            raise older.lacks(older.LIST_KEYS, client.host, client.port)
+        return calls.names_of(client.ask(calls.LIST_KEYS))
 
     def append(self, key: Text, value: Text) -> None:
         self._connection().ask(calls.append(key, value))
@@ -247,39 +250,44 @@ class TCPStore(Store):
     # Queues
 
     def queue_push(self, key: Text, value: Text) -> None:
-        self._queues().ask(calls.queue_push(key, value))
+        ask = calls.queue_push(key, value)
+        self._queues(ask).ask(ask)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         name = calls.key_of(key)
-        client = self._queues()
+        pop, wait = calls.queue_pop(name), calls.wait([name])
         began = time.monotonic()
+        client = self._queues(wait if block else pop, began)
         while True:
             if block:
-                _, item = self._park(calls.wait([name]), self._timeout, calls.queue_pop(name), began)
+                _, item = self._park(wait, self._timeout, pop, began)
             else:
-                _, item = client.ask(calls.queue_pop(name))
+                _, item = client.ask(pop)
             if item is not None:
                 return unpack(item)
-            if not block or self._is_plain(name):
+            if not block or self._is_plain(client, name):
                 raise QueueEmptyError("queue is empty")
 
-    def _is_plain(self, name: bytes) -> bool:
+    def _is_plain(self, client: TCPClient, name: bytes) -> bool:
         """Whether a wait for a queue of this name ends because of a value that is no item.
 
-        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last.
+        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last; of
+        an older server, which cannot, it is not asked.
         """
-        ask = self._queues().ask
-        return bool(ask(calls.check([name]))) and not ask(calls.queue_len(name)) and name in ask(calls.LIST_KEYS)
+        if not client.ask(calls.check([name])) or client.ask(calls.queue_len(name)):
+            return False
+        return not client.knows(older.LIST_KEYS, calls.LIST_KEYS) or name in client.ask(calls.LIST_KEYS)
 
     def queue_len(self, key: Text) -> int:
-        length: int = self._queues().ask(calls.queue_len(calls.key_of(key)))
+        ask = calls.queue_len(calls.key_of(key))
+        length: int = self._queues(ask).ask(ask)
         return length
 
     # Meeting
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         ask, seconds, began = calls.barrier(key, world_size), self._seconds(timeout), time.monotonic()
-        if self._connection().has_barrier(ask, seconds, began):
+        if self._connection().knows(older.BARRIER, ask, seconds, began):
             self._park(ask, seconds, began=began)
         else:
             super().barrier(key, world_size, timeout)
@@ -298,11 +306,13 @@ class TCPStore(Store):
         client.extended(ask, seconds, began)
         return client.park(ask, seconds, then, began)
 
-    def _queues(self) -> TCPClient:
-        """The connections, if queues are to be had: asking PyTorch's legacy server would lose them."""
+    def _queues(self, ask: Ask, began: float | None = None) -> TCPClient:
+        """The connections, if queues are to be had: asking a server without them would lose these."""
         client = self._connection()
-        if not self._libuv and not client.extended():
+        if not self._libuv and not client.extended(ask, began=began):
             raise NotImplementedError("queues not implemented on legacy TCPStore backend")
+        if not client.knows(older.QUEUES, ask, began=began):
+            raise older.lacks(older.QUEUES, client.host, client.port)
         return client
 
 

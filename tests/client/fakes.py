@@ -19,7 +19,7 @@ STOCK = b"\x01"
 """What PyTorch's servers answer to that."""
 
 TRY = b"tcpstore_async/try/"
-"""In the key with which a client tries, on a connection of its own, whether a server knows BARRIER."""
+"""In the key with which a client tries, on a connection of its own, whether a server knows BARRIER or queues."""
 
 Talk = Callable[[socket.socket], None]
 
@@ -42,18 +42,22 @@ def greet(peer: socket.socket) -> bytes:
     return hello
 
 
-def is_tried(peer: socket.socket) -> bool:
-    """Whether the client only tries what the server knows; then that is answered as by one that knows BARRIER."""
-    start = b"\x12" + (len(TRY) + 16).to_bytes(8, "little") + TRY
-    if peer.recv(len(start), socket.MSG_PEEK | socket.MSG_WAITALL) != start:
-        return False
-    name = exactly(peer, len(start) + 16)[9:]
-    assert exactly(peer, 8) == (1).to_bytes(8, "little")
+def answer_try(peer: socket.socket) -> None:
+    """What a server says that knows what a client tries on this connection: BARRIER, queues or LIST_KEYS."""
+    opcode = exactly(peer, 1)
+    if opcode == b"\x11":
+        peer.sendall((0).to_bytes(8, "little"))
+        return
+    name = exactly(peer, 8 + len(TRY) + 16)
+    assert name[8:].startswith(TRY)
+    if opcode == b"\x10":
+        peer.sendall((0).to_bytes(8, "little"))
+        return
+    assert opcode + exactly(peer, 8) == b"\x12" + (1).to_bytes(8, "little")
     peer.sendall(b"\x00")
-    for key in (name, name + b"/last_member"):
+    for key in (name[8:], name[8:] + b"/last_member"):
         assert exactly(peer, 9 + len(key)) == b"\x08" + len(key).to_bytes(8, "little") + key
         peer.sendall((1).to_bytes(8, "little"))
-    return True
 
 
 class Fake:

@@ -18,7 +18,7 @@ import pytest
 
 from client.fakes import fake_server
 from support import LIMIT, torch_server
-from tcpstore_async import AsyncTCPStore, DistNetworkError, StoreTimeoutError, TCPStore
+from tcpstore_async import AsyncTCPStore, DistNetworkError, QueueEmptyError, StoreTimeoutError, TCPStore
 from tcpstore_async.wire.commands import BY_METHOD
 
 PING = BY_METHOD["ping"].opcode
@@ -100,20 +100,71 @@ async def test_barriers_of_the_async_client(newest: int) -> None:
             assert await store.get("async/num_members") == b"50"
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda store: store.list_keys(), "PyTorch's server knows LIST_KEYS since 2.10."),
-        (lambda store: store.queue_len("q"), "PyTorch's server knows QUEUE_LEN since 2.8, its legacy one never."),
-        (
-            lambda store: store.queue_pop("q", False),
-            "PyTorch's server knows QUEUE_POP since 2.8, its legacy one never.",
-        ),
-    ],
-    ids=["list_keys", "queue_len", "queue_pop"],
-)
-def test_what_nothing_can_be_done_about(newest: int, call: Callable[[TCPStore], Any], said: str) -> None:
-    with older(newest, "list_keys", "queue_len", "queue_pop") as port:
-        with TCPStore("127.0.0.1", port, timeout=LIMIT) as store, pytest.raises(DistNetworkError) as caught:
-            call(store)
-        assert str(caught.value).endswith(f" {said}")
+CALLS: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("list_keys", lambda store: store.list_keys(), "cannot list its keys: PyTorch's servers can since 2.10"),
+    ("queue_push", lambda store: store.queue_push("q", "v"), "has no queues: PyTorch's servers have them since 2.8"),
+    ("queue_len", lambda store: store.queue_len("q"), "has no queues: PyTorch's servers have them since 2.8"),
+    ("queue_pop", lambda store: store.queue_pop("q"), "has no queues: PyTorch's servers have them since 2.8"),
+    ("poll", lambda store: store.queue_pop("q", False), "has no queues: PyTorch's servers have them since 2.8"),
+]
+
+lacking = pytest.mark.parametrize(("call", "said"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])
+
+
+@lacking
+def test_what_nothing_else_can_be_done_for(newest: int, call: Callable[[TCPStore], Any], said: str) -> None:
+    """It is said at once, and the store goes on, with what it has written."""
+    lacks = ("list_keys", "queue_push", "queue_len", "queue_pop")
+    with older(newest, *lacks) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        store.append("log", ".")
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match=said):
+                call(store)
+        with store.clone() as clone, pytest.raises(NotImplementedError, match=said):
+            call(clone)
+        assert store.get("log").endswith(b".")
+
+
+@lacking
+async def test_the_same_of_the_async_client(newest: int, call: Callable[[AsyncTCPStore], Any], said: str) -> None:
+    with older(newest, "list_keys", "queue_push", "queue_len", "queue_pop") as port:
+        async with AsyncTCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+            for one in await asyncio.gather(*(call(store) for _ in range(20)), return_exceptions=True):
+                assert isinstance(one, NotImplementedError)
+                assert said in str(one)
+            await store.ping()
+
+
+def test_a_wait_for_a_queue_that_a_value_ends(newest: int) -> None:
+    """The server has queues and cannot list keys, which is how that is told apart elsewhere."""
+    with older(newest, "list_keys") as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        store.set("plain", "v")
+        with pytest.raises(QueueEmptyError):
+            store.queue_pop("plain")
+
+
+async def test_the_same_wait_of_the_async_client(newest: int) -> None:
+    with older(newest, "list_keys") as port:
+        async with AsyncTCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+            await store.set("plain too", "v")
+            with pytest.raises(QueueEmptyError):
+                await store.queue_pop("plain too")
+
+
+def test_a_server_that_goes_while_it_is_tried(newest: int) -> None:
+    """That is a lost connection, and no word of what it may lack."""
+    with (
+        fake_server(lambda peer: answer_one(peer, newest)) as fake,
+        TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store,
+        pytest.raises(DistNetworkError),
+    ):
+        store.queue_len("q")
+
+
+def answer_one(peer: socket.socket, newest: int) -> None:
+    """A handshake with PING, and the end of the connection at the first question."""
+    hello = peer.recv(6, socket.MSG_WAITALL)
+    with socket.create_connection(("127.0.0.1", newest), LIMIT) as server:
+        server.sendall(hello + peer.recv(4, socket.MSG_WAITALL))
+        peer.sendall(server.recv(4, socket.MSG_WAITALL))
+    peer.recv(1)

@@ -78,7 +78,26 @@ def test_joining_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCPSTORE_ATTEMPT", "x")
     with pytest.raises(ValueError, match="TCPSTORE_ATTEMPT must be a number, not 'x'"):
         read_tcp(url)
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "٣")
+    with pytest.raises(ValueError, match="TCPSTORE_ATTEMPT must be a number, not '٣'"):
+        read_tcp(url)
     assert not read_tcp("tcp://h:1?rank=0&world_size=2").prefix
+
+
+@pytest.mark.parametrize("word", ["true", "yes", "2"])
+def test_a_join_that_is_neither_yes_nor_no(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not be taken for no: rank 0 would host a server of its own."""
+    monkeypatch.setenv("TCPSTORE_JOB", "job")
+    said = f"TCPSTORE_JOIN, or join in the URL, must be 1 or 0, not '{word}'"
+    with pytest.raises(ValueError, match=said):
+        read_tcp(f"tcp://h:1?rank=0&world_size=2&join={word}")
+    monkeypatch.setenv("TCPSTORE_JOIN", word)
+    with pytest.raises(ValueError, match=said):
+        read_tcp("tcp://h:1?rank=0&world_size=2")
+    assert not read_tcp("tcp://h:1?rank=0&world_size=2&join=0").prefix
+    for unset in ("", "0"):
+        monkeypatch.setenv("TCPSTORE_JOIN", unset)
+        assert not read_tcp("tcp://h:1?rank=0&world_size=2").prefix
 
 
 def test_workers_of_several_agents_need_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
