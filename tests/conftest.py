@@ -7,6 +7,7 @@ left it. So does an exception in a callback or a task that nobody awaited, which
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def pytest_configure() -> None:
             f"this run is to test the {WANTED} build of tcpstore_async, but finds the {build()} one"
             + ("; `TCPSTORE_PURE=0 pip wheel --no-deps .` says why" if WANTED == "compiled" else "")
         )
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SLOW = ("pytorch", "faults", "interop", "client")

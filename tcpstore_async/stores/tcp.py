@@ -290,7 +290,10 @@ class TCPStore(Store):
         if self._connection().knows(older.BARRIER, ask, seconds, began):
             self._park(ask, seconds, began=began)
         else:
-            super().barrier(key, world_size, timeout)
+            try:
+                super().barrier(key, world_size, timeout)
+            except StoreTimeoutError:
+                raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
 
     # Helpers
 

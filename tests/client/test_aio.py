@@ -19,9 +19,10 @@ from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.client import aio
 from tcpstore_async.client.aio import AsyncTCPStore
+from versions import needs
 
 
-@pytest.fixture(scope="module", params=["ours", "libuv"])
+@pytest.fixture(scope="module", params=["ours", pytest.param("libuv", marks=needs("queue_push", "list_keys"))])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
     with server_of(request.param) as found:
         yield found

@@ -20,6 +20,9 @@ from client.fakes import fake_server
 from support import LIMIT, torch_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, QueueEmptyError, StoreTimeoutError, TCPStore
 from tcpstore_async.wire.commands import BY_METHOD
+from versions import needs
+
+pytestmark = needs("barrier")
 
 PING = BY_METHOD["ping"].opcode
 

@@ -19,6 +19,7 @@ import pytest
 from client.fakes import proxy_to
 from support import LIMIT, server_of
 from tcpstore_async import AsyncTCPStore, DistStoreError, QueueEmptyError, TCPStore
+from versions import needs
 
 SERVERS = ["ours", "libuv", "legacy"]
 
@@ -142,6 +143,7 @@ def test_many_at_once(store: Any, key: str) -> None:
         store.multi_set(names, ["1"])
 
 
+@needs("list_keys")
 def test_names(store: Any, key: str) -> None:
     before = store.num_keys()
     store.set(key, "")
@@ -225,6 +227,7 @@ def test_barrier(store: Any, server: tuple[str, int], key: str) -> None:
         waiting.result(LIMIT)
 
 
+@needs("queue_push")
 def test_queues(store: Any, server: tuple[str, int], key: str) -> None:
     if server[0] == "legacy":
         pytest.skip("PyTorch's legacy server has none")
@@ -332,6 +335,7 @@ def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait(LIMIT)
 
 
+@needs("barrier")
 def test_our_worker_of_pytorchs_master(ranks: list[subprocess.Popen[bytes]]) -> None:
     port = free_port()
     ranks.extend([torch_rank(port, 0), torch_rank(port, 1)])
@@ -339,6 +343,7 @@ def test_our_worker_of_pytorchs_master(ranks: list[subprocess.Popen[bytes]]) -> 
     assert [process.wait(LIMIT) for process in ranks] == [0, 0]
 
 
+@needs("barrier")
 def test_pytorchs_workers_of_our_master(ranks: list[subprocess.Popen[bytes]]) -> None:
     port = free_port()
     ranks.extend([torch_rank(port, 1), torch_rank(port, 2)])

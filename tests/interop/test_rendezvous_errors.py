@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import tcpstore_async
+from versions import VERSION
 
-TAKES_PORT_0 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+TAKES_PORT_0 = VERSION >= (2, 8)
 """Whether PyTorch takes tcp:// with a port that the system is to choose."""
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE")

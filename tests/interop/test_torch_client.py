@@ -13,6 +13,7 @@ import pytest
 
 from support import Server, tcpstore_server, torch_server
 from tcpstore_async.server.base import BACKENDS
+from versions import METHODS, VERSION, needs, out_of_time
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
 dist = torch.distributed
@@ -20,23 +21,9 @@ dist = torch.distributed
 SHORT = timedelta(milliseconds=50)
 MINUTE = timedelta(seconds=60)
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-METHODS = set(dir(dist.TCPStore))
-"""Older versions lack some: see docs/compatibility.md."""
-
 NAMES = ["", "/", "a", "b", "b/c", "empty", "inner/outer/b", "inner/outer/k", "inner/outer/n", "k", "n", "q", "z", "zz"]
 NAMES += ["\u00fc", "key \u00fc\U0001f600", *(f"key {i}" for i in range(3000))]
 """What the tests write, for a client that cannot list it."""
-
-
-def out_of_time(text: str) -> str:
-    """How a timeout of the client reads; PyTorch 2.4 does not say more than this."""
-    return text if VERSION >= (2, 5) else "^Socket Timeout$"
-
-
-def needs(*methods: str) -> pytest.MarkDecorator:
-    lacks = sorted({*methods} - METHODS)
-    return pytest.mark.skipif(bool(lacks), reason=f"PyTorch {torch.__version__} lacks {', '.join(lacks)}")
 
 
 @pytest.fixture(scope="module", params=[*BACKENDS, "PyTorch's"])

@@ -1,7 +1,5 @@
 """Worlds of stock PyTorch processes on our server: gloo groups, worlds that count their workers, blocked ranks."""
 
-import importlib.metadata
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,13 +11,9 @@ import pytest
 
 from support import LIMIT, RawPeer, tcpstore_server
 from tcpstore_async.server.base import BACKENDS
+from versions import VERSION
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the torch extra is not installed")
-
-try:
-    VERSION = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
-except importlib.metadata.PackageNotFoundError:
-    VERSION = (0, 0)
+pytestmark = pytest.mark.skipif(not VERSION, reason="the torch extra is not installed")
 
 Run = Callable[[str, int], list[Any]]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from example_runs import EXAMPLES, lines_of, run
 from support import tcpstore_server
+from versions import since
 
 pytestmark = pytest.mark.slow
 
-takes_our_handler = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6), reason="no torchrun handlers of other packages"
-)
+takes_our_handler = since(2, 6, "torchrun handlers of other packages")
 
 
 def test_urls(port: int) -> None:
@@ -64,6 +62,7 @@ def test_daemon_and_torchrun(port: int) -> None:
     assert printed == ["4 ranks, sum 6", "job first: done", "4 ranks, sum 6", "job second: done"]
 
 
+@since(2, 5, "autoload")
 def test_the_environment_alone(port: int) -> None:
     printed = run(str(EXAMPLES / "train.py"), world=2, MASTER_PORT=str(port), TCPSTORE_INSTALL="1")
     assert printed == ["2 ranks, sum 1\n", ""]

@@ -1,0 +1,33 @@
+"""Which PyTorch the tests run with: what it lacks is skipped under `make matrix`. See docs/compatibility.md."""
+
+from __future__ import annotations
+
+import pytest
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError:
+    NAME = "(which is not installed)"
+    VERSION: tuple[int, ...] = ()
+    METHODS: set[str] = set()
+else:
+    NAME = torch.__version__
+    VERSION = tuple(int(part) for part in NAME.split(".")[:2])
+    METHODS = set(dir(dist.TCPStore))
+
+
+def needs(*methods: str) -> pytest.MarkDecorator:
+    """PyTorch's TCPStore must have these methods."""
+    lacks = sorted({*methods} - METHODS)
+    return pytest.mark.skipif(bool(lacks), reason=f"PyTorch {NAME} lacks {', '.join(lacks)}")
+
+
+def since(major: int, minor: int, what: str) -> pytest.MarkDecorator:
+    """PyTorch must be so new: before, there was no such thing."""
+    return pytest.mark.skipif((major, minor) > VERSION, reason=f"PyTorch {NAME} has no {what}")
+
+
+def out_of_time(text: str) -> str:
+    """How a timeout of PyTorch's client reads, as a pattern; 2.4 does not say more than this."""
+    return text if VERSION >= (2, 5) else "^Socket Timeout$"
