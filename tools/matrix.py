@@ -221,7 +221,8 @@ def run_tests(environment: Environment, arguments: list[str]) -> Row:
     report = environment.path / "report.xml"
     report.unlink(missing_ok=True)
     paths = [str(path.relative_to(ROOT)) for pattern in TESTS for path in sorted(ROOT.glob(pattern))]
-    command = [str(environment.path / "bin" / "pytest"), "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [str(environment.path / "bin" / "pytest"), "-q", "-n", "auto", "--dist", "loadfile"]
+    command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
     env = {**os.environ, "TCPSTORE_TEST_BUILD": "interpreted"}
     with (environment.path / "pytest.log").open("w") as log:
         process = subprocess.Popen(
