@@ -29,6 +29,8 @@ _LONGEST_PAUSE: Final = 2.0
 _LAST_TRY: Final = 0.05
 """Seconds that are kept for the last try."""
 
+_NO_ANSWER: Final = "no answer"
+
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried beside one that has not answered."""
 
@@ -48,21 +50,29 @@ class _Tries:
         self.pause = _FIRST_PAUSE
         self.pings = True
         """Whether to shake hands with a PING: PyTorch's servers before 2.5 close the connection for it."""
+        self.cause = ""
+        """Why the last try failed, or the one before, if the last one's time was too short to say anything."""
+        self._short = False
 
     def limit(self) -> float | None:
         """Seconds that this try may take; None for as long as it likes."""
-        return ONE_LOOK if self.deadline.timeout == 0 else self.deadline.left()
+        left = self.deadline.left()
+        self._short = left is not None and left <= 2 * _LAST_TRY
+        return ONE_LOOK if self.deadline.timeout == 0 else left
 
     def after(self, error: Exception) -> float:
         """Seconds until the next try. Raises DistNetworkError if there will be none."""
         if isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError):
             self.pings = not self.pings
+        cause = _cause(error)
+        if cause != _NO_ANSWER or not self._short or not self.cause:
+            self.cause = cause
         left = self.deadline.left()
         if left is not None and left <= _LAST_TRY:
             raise DistNetworkError(
                 f"The client socket has timed out after {round(1000 * self.deadline.timeout)}ms while trying to "
                 f"connect to ({self.host}, {self.port}). {self.deadline.spent():.1f} s were spent; the last cause: "
-                f"{_cause(error)}."
+                f"{self.cause}."
             ) from None
         wait = random.uniform(0.5, 1.5) * self.pause
         self.pause = min(2 * self.pause, _LONGEST_PAUSE)
@@ -71,7 +81,7 @@ class _Tries:
 
 def _cause(error: Exception) -> str:
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, BlockingIOError)):
-        return "no answer"
+        return _NO_ANSWER
     if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
         return os.strerror(error.errno)  # asyncio says in its own words that it failed, and not why
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

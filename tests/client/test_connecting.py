@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -16,6 +17,8 @@ import pytest
 from client.fakes import exactly, fake_server, greet
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
+from tcpstore_async.client.deadline import Deadline
+from tcpstore_async.client.dial import _Tries
 
 MARGIN = 5.0
 """Seconds over the deadline that a busy machine may take; usually it is some milliseconds, which `-s` shows."""
@@ -75,6 +78,18 @@ def names_of_peers_are_never_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_nothing_listens(how: How, host: str, unused: int) -> None:
     fails_in_time(how, host, unused, "refused" if host == "127.0.0.1" else "")
+
+
+@pytest.mark.parametrize(("seconds", "cause"), [(0.02, "[Rr]efused"), (10.0, "no answer")])
+def test_a_last_try_of_little_time_does_not_hide_why_others_failed(seconds: float, cause: str) -> None:
+    tries = _Tries("host", 1, Deadline(60.0))
+    tries.limit()
+    tries.after(ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)))
+    tries.deadline = Deadline(60.0, time.monotonic() - 60.0 + seconds)
+    tries.limit()
+    tries.deadline = Deadline(60.0, time.monotonic() - 60.0)
+    with pytest.raises(DistNetworkError, match=f"the last cause: .*{cause}"):
+        tries.after(TimeoutError())
 
 
 @both
