@@ -19,7 +19,8 @@ from support import LIMIT
 World = Callable[..., list[dict[str, Any]]]
 
 QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
-"""What a rank warns of ends it, but for what PyTorch says where numpy is not installed."""
+QUIET += ["-W", "ignore:Implicitly cleaning up:ResourceWarning"]
+"""What a rank warns of ends it, but for what PyTorch says where numpy is not installed, and of a folder of 2.5's."""
 
 
 @pytest.fixture
