@@ -8,8 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from versions import QUIET
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
-QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
 
 
 ABORTED_BY_GLOO = "terminate called without an active exception"

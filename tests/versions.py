@@ -16,6 +16,10 @@ else:
     VERSION = tuple(int(part) for part in NAME.split(".")[:2])
     METHODS = set(dir(dist.TCPStore))
 
+QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+QUIET += ["-W", "ignore:Implicitly cleaning up:ResourceWarning"]
+"""For Python: warnings raise, but for those of PyTorch where numpy is not installed, and of a folder that 2.5 leaves."""
+
 
 def needs(*methods: str) -> pytest.MarkDecorator:
     """PyTorch's TCPStore must have these methods."""

@@ -15,12 +15,9 @@ from typing import Any
 import pytest
 
 from support import LIMIT
+from versions import QUIET
 
 World = Callable[..., list[dict[str, Any]]]
-
-QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
-QUIET += ["-W", "ignore:Implicitly cleaning up:ResourceWarning"]
-"""What a rank warns of ends it, but for what PyTorch says where numpy is not installed, and of a folder of 2.5's."""
 
 
 @pytest.fixture

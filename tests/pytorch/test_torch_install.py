@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tcpstore_async.torch as ours
-from versions import VERSION, since
-
-QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+from versions import QUIET, VERSION, since
 
 handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
 
