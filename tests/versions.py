@@ -18,7 +18,7 @@ else:
 
 QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
 QUIET += ["-W", "ignore:Implicitly cleaning up:ResourceWarning"]
-"""For Python: warnings raise, but for those of PyTorch where numpy is not installed, and of a folder that 2.5 leaves."""
+"""Warnings raise, but for what PyTorch says where numpy is not installed, and of a folder that 2.5 leaves."""
 
 
 def needs(*methods: str) -> pytest.MarkDecorator:
