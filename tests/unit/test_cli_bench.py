@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -72,33 +73,36 @@ def test_what_goes_wrong_is_one_line() -> None:
     assert gone.stderr == f"Error: cannot connect to 127.0.0.1:{server.port}: Connection refused\n".encode()
 
 
-def endless(port: int) -> subprocess.Popen[bytes]:
+@contextmanager
+def endless(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """One that has begun, as its keys on the server show."""
     before = num_keys(port)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "tcpstore_async", "bench", "--url", f"tcp://127.0.0.1:{port}",
          "--requests", "100000000", "--timeout", "60", "--ranks", "2"],
         cwd=tempfile.gettempdir(), stderr=subprocess.PIPE,
-    )  # fmt: skip
-    while num_keys(port) == before:
-        assert process.poll() is None
-    return process
+    ) as process:  # fmt: skip
+        try:
+            while num_keys(port) == before:
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_no_keys(port: int, number: int) -> None:
     before = num_keys(port)
-    process = endless(port)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=LIMIT)
+    with endless(port) as process:
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode != 0
     assert b"Traceback" not in errors
     assert num_keys(port) == before
 
 
 def test_a_server_that_dies_half_way_is_one_line() -> None:
-    with tcpstore_server() as server:
-        process = endless(server.port)
+    with tcpstore_server() as server, endless(server.port) as process:
         server.process.kill()
         _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 4
