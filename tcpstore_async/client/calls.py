@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..arguments import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..blob import pack
-from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, Command
+from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, WORKERS_KEY, Command
 from ..wire.shapes import Fields
 
 Ask = tuple[Command, Fields]
@@ -41,9 +41,6 @@ WHO_ARE_YOU: Final[Ask] = _GET, (SERVER_KEY,)
 JOINS: Final[Ask] = _GET, (JOINS_KEY,)
 
 ANOTHER: Final = "another server has taken the place of the one that this store was on"
-
-WORKERS_KEY: Final = b"init/"
-"""PyTorch's counter of those who have joined; the one key of its client without a slash before it."""
 
 
 def key_of(key: object) -> bytes:

@@ -42,6 +42,9 @@ class Server(Protocol):
     def announce(self, joins: int) -> None:
         """Say how many ranks are expected to join."""
 
+    def all_joined(self) -> bool:
+        """Whether as many ranks have joined as were announced."""
+
     def dismiss_newcomers(self, complete: float) -> None:
         """Close the connections that came after `complete`: they belong to a next round, and join again."""
 

@@ -108,7 +108,9 @@ class Owner:
             self._complete = None  # another store has joined in, and waits for its ranks
             server.announce(self._joins)
         elif word == "complete":
-            self._complete = float(number)
+            # A second store's master waits for nobody, as in PyTorch, if the first one's ranks are enough: its own may
+            # be on their way still.
+            self._complete = float(number) if server.all_joined() else None
         elif word == "stop":
             self._unwatch()  # from here on the owner may end: the others have their grace all the same
             self._over.set()

@@ -356,6 +356,11 @@ class ThreadedServer:
         with self.lock:
             self.engine.announce(joins)
 
+    def all_joined(self) -> bool:
+        """Whether as many ranks have joined as were announced."""
+        with self.lock:
+            return self.engine.all_joined()
+
     def dismiss_newcomers(self, complete: float) -> None:
         """Close the connections that came after `complete`: they belong to a next round, and join again."""
         with self.lock:

@@ -312,6 +312,10 @@ class UvServer:
         """So many ranks are expected to join, all told."""
         self.engine.announce(joins)
 
+    def all_joined(self) -> bool:
+        """Whether as many ranks have joined as were announced."""
+        return self.engine.all_joined()
+
     def dismiss_newcomers(self, complete: float) -> None:
         """Close the connections that came after `complete`: they belong to a next round, and join again."""
         there = [connection.session for connection in self.connections if connection is not None]

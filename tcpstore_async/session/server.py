@@ -13,7 +13,7 @@ from ..blob import Framed, length, pack, unpack
 from ..errors import LimitError, ProtocolError
 from ..keyspace import Keyspace, Waiter
 from ..limits import Limits
-from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, Command, Flag
+from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
 from ..wire.shapes import STOP_WAITING, Bulk, Call, Request, Rest
 
 NO_PID: Final = -1
@@ -45,6 +45,8 @@ class Engine:
         self.keyspace = Keyspace(limits)
         self.dirty: list[ServerSession] = []
         """Sessions that were given bytes by another session's command; the door flushes them."""
+        self.joins: int = 0
+        """How many ranks the owner of this server expects to join, if it has one."""
         self.unfinished: int = 0
         """Bytes counted against `Limits.unfinished_bytes`."""
         self.handshake: list[_Slot | None] = [None] * 256
@@ -68,7 +70,13 @@ class Engine:
 
         0 once the server is about to go.
         """
+        self.joins = joins
         self.keyspace.reserved[JOINS_KEY] = pack(b"%d" % joins)
+
+    def all_joined(self) -> bool:
+        """Whether as many ranks have joined as were announced."""
+        joined = self.keyspace.values.get(WORKERS_KEY)
+        return isinstance(joined, int) and joined >= self.joins
 
     def _meaning(self, command: Command) -> Call:
         """What does a command, given its fields."""

@@ -23,6 +23,7 @@ from ..client.introduction import introduction
 from ..client.sync import TCPClient
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from ..server.hosting import Hosted, host
+from ..wire.commands import WORKERS_KEY
 from .base import Store
 
 log = logging.getLogger("tcpstore_async.stores")
@@ -379,7 +380,7 @@ def _agent_hosts(port: int) -> bool:
 
 def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None:
     """Until all have joined: an event on our servers, a poll on PyTorch's. Raises DistStoreError."""
-    name = calls.WORKERS_KEY
+    name = WORKERS_KEY
     try:
         if client.extended():
             left = deadline.left()
@@ -397,7 +398,7 @@ def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None
 
 
 def _joined(client: TCPClient) -> int:
-    return int(unpack(client.ask(calls.get(calls.WORKERS_KEY))) or b"0")
+    return int(unpack(client.ask(calls.get(WORKERS_KEY))) or b"0")
 
 
 def _is_of_this_round(client: TCPClient, joined: int, deadline: Deadline) -> bool:

@@ -43,6 +43,9 @@ SERVER_KEY: Final = b"tcpstore_async/server"
 No stock client can name it: their keys begin with `/`. It is no key of the store: nothing counts or lists it.
 """
 
+WORKERS_KEY: Final = b"init/"
+"""PyTorch's counter of the ranks that have joined; the one key of its client without a slash before it."""
+
 JOINS_KEY: Final = b"tcpstore_async/joins"
 """GET of it says how many ranks the owner of the server expects to join; there only if it has an owner."""
 

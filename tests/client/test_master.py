@@ -208,6 +208,43 @@ def joined(store: TCPStore) -> int:
     return tcp._joined(store._client)
 
 
+TWICE = """
+import sys
+from tcpstore_async import TCPStore
+TCPStore("127.0.0.1", int(sys.argv[1]), 2, timeout=60).close()
+print("left", flush=True)
+sys.stdin.readline()
+with TCPStore("127.0.0.1", int(sys.argv[1]), 2, timeout=60) as store:
+    print("there again", flush=True)
+    sys.stdin.readline()
+    print(store.add("n", 1), flush=True)
+"""
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_a_second_store_of_the_same_ranks_is_no_next_round(libuv: bool, port: int) -> None:
+    """Its master is complete before the others come, because the counter of those who have joined says so."""
+    command = [sys.executable, "-W", "error", "-c", TWICE, str(port)]
+    with subprocess.Popen(
+        command, cwd=tempfile.gettempdir(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            first = TCPStore("127.0.0.1", port, 2, True, LIMIT, multi_tenant=True, use_libuv=libuv)
+            assert worker.stdout.readline() == "left\n"
+            second = TCPStore("127.0.0.1", port, 2, True, LIMIT, multi_tenant=True, use_libuv=libuv)
+            print(file=worker.stdin, flush=True)
+            assert worker.stdout.readline() == "there again\n"
+            first.close()
+            second.close()
+            print(file=worker.stdin, flush=True)
+            assert worker.stdout.readline() == "1\n"
+            assert worker.wait(LIMIT) == 0
+        finally:
+            worker.kill()
+
+
 FIRST_TO_GO = """
 import sys
 from tcpstore_async import TCPStore
