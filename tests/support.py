@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import struct
@@ -19,6 +20,22 @@ LIMIT = 60.0
 """Seconds after which a test gives up waiting for an event. Generous: machines are shared."""
 
 HANDSHAKE = bytes.fromhex("00cef7853c")
+
+
+def free_port() -> int:
+    """A port at which nothing listens.
+
+    It is none of those that the system gives to whoever connects somewhere: one of these may be taken by the time that
+    the test listens there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as one:
+            try:
+                one.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 class Server:

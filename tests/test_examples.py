@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from example_runs import EXAMPLES, lines_of
+from support import free_port
 
 
 def test_plain() -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    assert lines_of("plain.py", port) == ["rank 0, rank 1, rank 2, rank 3"]
+    assert lines_of("plain.py", free_port()) == ["rank 0, rank 1, rank 2, rank 3"]
 
 
 def test_asyncio() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support import LIMIT
+from support import LIMIT, free_port
 
 TUTORIAL = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text()
 PROGRAMS: list[str] = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
@@ -18,12 +18,6 @@ PROGRAMS: list[str] = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
 def program(holds: str) -> str:
     (found,) = [text for text in PROGRAMS if holds in text]
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-    return port
 
 
 def test_ranks_find_each_other(tmp_path: Path) -> None:

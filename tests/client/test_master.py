@@ -16,16 +16,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from support import LIMIT, tcpstore_server, torch_server
+from support import LIMIT, free_port, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
 
 
 @pytest.fixture
 def port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        found: int = taken.getsockname()[1]
-        return found
+    return free_port()
 
 
 def is_free(port: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from client.fakes import proxy_to
-from support import LIMIT, server_of
+from support import LIMIT, free_port, server_of
 from tcpstore_async import AsyncTCPStore, DistStoreError, QueueEmptyError, TCPStore
 from versions import needs
 
@@ -350,10 +349,3 @@ def test_pytorchs_workers_of_our_master(ranks: list[subprocess.Popen[bytes]]) ->
     with TCPStore("127.0.0.1", port, 3, True, LIMIT) as store:
         do_work(store, 0)
         assert [process.wait(LIMIT) for process in ranks] == [0, 0]
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port

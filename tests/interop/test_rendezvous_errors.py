@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import tcpstore_async
+from support import free_port
 from versions import VERSION
 
 TAKES_PORT_0 = VERSION >= (2, 8)
@@ -106,12 +106,6 @@ def test_a_scheme_can_be_registered_once() -> None:
     for scheme in ("ours", "tcp"):
         with pytest.raises(RuntimeError, match=f"Rendezvous handler for {scheme}:// already registered"):
             tcpstore_async.register_rendezvous_handler(scheme, handler)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "env", "file"])

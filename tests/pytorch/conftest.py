@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support import LIMIT
+from support import LIMIT, free_port
 from versions import QUIET
 
 World = Callable[..., list[dict[str, Any]]]
@@ -22,11 +21,7 @@ World = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        number: int = one.getsockname()[1]
-        return number
+    return free_port()
 
 
 @pytest.fixture(scope="session")
