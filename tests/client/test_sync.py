@@ -376,7 +376,8 @@ def test_a_further_connection_to_a_frozen_server_is_a_timeout(frozen: Any) -> No
 
 def test_a_full_buffer_honours_the_timeout(frozen: Any) -> None:
     """What cannot be handed over whole breaks the connection, and with it the store: the write is lost."""
-    with TCPStore("127.0.0.1", frozen.port, timeout=0.1) as store:
+    with TCPStore("127.0.0.1", frozen.port, timeout=LIMIT) as store:
+        store.set_timeout(0.1)
         frozen.freeze()
         with pytest.raises(StoreTimeoutError, match=r"^set timeout after 100ms$"):
             for _ in range(100):
@@ -387,7 +388,8 @@ def test_a_full_buffer_honours_the_timeout(frozen: Any) -> None:
 
 
 def test_a_silent_server_is_given_up() -> None:
-    with fake_server(silent) as fake, TCPStore("127.0.0.1", fake.port, timeout=0.05) as store:
+    with fake_server(silent) as fake, TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store:
+        store.set_timeout(0.05)
         for _ in range(2):
             with pytest.raises(StoreTimeoutError, match=r"^add timeout after 50ms$"):
                 store.add("a", 1)
