@@ -153,7 +153,7 @@ def _ranks(query: dict[str, str], scheme: str) -> tuple[int, int]:
 def _place(host: str, port: int, rank: int, world_size: int, query: dict[str, str]) -> Place:
     """Of use_libuv only exactly 1 means yes; the query comes before the environment."""
     libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
-    join = query.get("join", os.environ.get("TCPSTORE_JOIN") or "0")
+    join = query.get("join", os.environ.get("TCPSTORE_JOIN", "")) or "0"
     if join not in ("0", "1"):
         raise ValueError(f"TCPSTORE_JOIN, or join in the URL, must be 1 or 0, not {join!r}")
     return Place(host, port, rank, world_size, libuv, _job_prefix() if join == "1" else "")

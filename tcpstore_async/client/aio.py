@@ -26,6 +26,9 @@ from .dial import dial
 from .introduction import introduction
 from .lane import Lane
 
+_PAUSE = 0.05
+"""Seconds until it is tried again what a server knows."""
+
 
 class _Patience(Deadline):
     """How long a call may take, and what it says then. 0 means one look: that takes what a round trip takes."""
@@ -90,8 +93,9 @@ class AsyncTCPStore:
     async def close(self) -> None:
         """Close every connection. Calls under way fail; later ones too."""
         self._lose(DistNetworkError("the store has been closed"))
-        if self._opening is not None:
-            await asyncio.wait({self._opening})
+        tasks = [*([self._opening] if self._opening else []), *self._trying.values()]
+        if tasks:
+            await asyncio.wait(tasks)
 
     def __del__(self) -> None:
         lanes = getattr(self, "_lanes", None)
@@ -195,9 +199,9 @@ class AsyncTCPStore:
             await self._park(ask, patience)
             return
         name = to_bytes("key", key)
-        if await self.add(name + b"/num_members", 1) >= world_size:
-            await self.set(name + b"/last_member", b"1")
-        await self._park(calls.wait([calls.key_of(name + b"/last_member")]), patience)
+        if await self._ask_when_free(calls.add(name + calls.BARRIER_MEMBERS, 1), patience) >= world_size:
+            await self._ask_when_free(calls.set_(name + calls.BARRIER_LAST, b"1"), patience)
+        await self._park(calls.wait([calls.key_of(name + calls.BARRIER_LAST)]), patience)
 
     # Queues
 
@@ -263,11 +267,16 @@ class AsyncTCPStore:
         """Whether the server knows what older ones of PyTorch's do not: tried once, on a connection of its own."""
         if what not in self._known and await self._extended(patience):
             self._known[what] = True
-        if what not in self._known:
+        while what not in self._known:
             trying = self._trying.get(what)
             if trying is None or trying.done():
-                trying = self._trying[what] = _shared(self._try(what, patience.left()))
-            await self._outcome(trying, patience)
+                trying = self._trying[what] = _shared(self._find_out(what))
+            try:
+                await self._outcome(trying, patience)
+            except StoreTimeoutError:
+                if patience.passed():
+                    raise
+                await asyncio.sleep(_PAUSE)  # it was another's time, or the store's, that was up
         return self._known[what]
 
     async def _need(self, what: str, ask: Ask, patience: _Patience | None = None) -> None:
@@ -275,19 +284,26 @@ class AsyncTCPStore:
         if not self._known.get(what) and not await self._knows(what, patience or _Patience(ask, self._timeout)):
             raise older.lacks(what, self.host, self.port)
 
-    async def _try(self, what: str, seconds: float | None) -> None:
-        peer, session = await dial(self.host, self.port, Deadline(-1.0 if seconds is None else seconds))
+    async def _find_out(self, what: str) -> None:
+        for _ in range(older.TRIES):
+            if await self._try(older.tries(what)):
+                self._known[what] = True
+                return
+            await self._ask(calls.NO_KEY)  # unless the store, or the server, has gone altogether
+        self._known[what] = False
+
+    async def _try(self, asks: list[Ask]) -> bool:
+        peer, session = await dial(self.host, self.port, Deadline(self._timeout))
         lane = Lane(session, lambda *_: None)
         await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
         try:
-            for ask in older.tries(what):
-                await cast(Any, lane.ask(*ask)[1])
-            self._known[what] = True
+            for ask in asks:
+                await self._answer(lane.ask(*ask)[1], _Patience(ask, self._timeout))
         except DistNetworkError:
-            await self._ask(calls.NO_KEY)  # unless the server has gone altogether
-            self._known[what] = False
+            return False
         finally:
             lane.close()
+        return True
 
     async def _ask_who(self) -> None:
         if await self._ask(calls.HAS_EXTENSION):
@@ -576,8 +592,9 @@ class AsyncTCPStore:
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             lane.close(self._lost)
-        if self._opening is not None and self._opening is not asyncio.current_task():
-            self._opening.cancel()
+        for task in (self._opening, *self._trying.values()):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
 
 
 def _shared(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

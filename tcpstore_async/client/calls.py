@@ -38,6 +38,10 @@ NO_KEY: Final[Ask] = _CHECK, ([],)
 HAS_EXTENSION: Final[Ask] = _CHECK, ([SERVER_KEY],)
 WHO_ARE_YOU: Final[Ask] = _GET, (SERVER_KEY,)
 
+BARRIER_MEMBERS: Final = b"/num_members"
+BARRIER_LAST: Final = b"/last_member"
+"""What PyTorch's barriers over keys append to theirs: for the counter of who has come, and for the last one's word."""
+
 JOINS: Final[Ask] = _GET, (JOINS_KEY,)
 
 ANOTHER: Final = "another server has taken the place of the one that this store was on"

@@ -1,8 +1,8 @@
 """What PyTorch's older servers lack: how that is found out, and what is said then.
 
-Knows: which commands came late, and how to try them without a trace. Must not know: connections.
+Knows: which commands came late, and how to try them. Must not know: connections.
 Invariant: a try is made on a connection of its own, for a server that does not know a command closes the connection,
-and with it what the store has written there. Every command of a try is answered at once and leaves nothing behind.
+and with it what the store has written there. Every command of a try is answered at once, and nothing of it stays.
 """
 
 import os
@@ -11,6 +11,9 @@ from typing import Final
 from ..wire.commands import BY_METHOD
 from . import calls
 from .calls import Ask
+
+TRIES: Final = 2
+"""Connections that have to be lost before a server counts as one that does not know something."""
 
 BARRIER: Final = "barrier"
 QUEUES: Final = "queues"
@@ -30,7 +33,7 @@ def tries(what: str) -> list[Ask]:
     if what == QUEUES:
         return [calls.queue_len(name)]
     delete = BY_METHOD["delete_key"]
-    return [(BY_METHOD["barrier"], (name, 1)), (delete, (name,)), (delete, (name + b"/last_member",))]
+    return [(BY_METHOD["barrier"], (name, 1)), (delete, (name,)), (delete, (name + calls.BARRIER_LAST,))]
 
 
 def lacks(what: str, host: str, port: int) -> NotImplementedError:

@@ -68,6 +68,8 @@ class TCPClient:
         self._channels = channels
         self._newest: Channel | None = None
         """One that is asked whether it leads to the same server."""
+        self._tries: list[Channel] = []
+        """Those on which it is tried what the server knows."""
         self._opening = False
         self._asking = NOBODY
         """The thread that asks the server who it is."""
@@ -252,21 +254,30 @@ class TCPClient:
     def _tried(self, what: str, ask: Ask, seconds: float | None, began: float | None) -> bool:
         seconds = self.timeout if seconds is None else seconds
         try:
-            return self._try_out(older.tries(what), Deadline.of_a_call(seconds, began))
+            deadline = Deadline.of_a_call(seconds, began)
+            return any(self._try_out(older.tries(what), deadline) for _ in range(older.TRIES))
         except OutOfTime:
             raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
 
     def _try_out(self, asks: list[Ask], deadline: Deadline) -> bool:
         channel = self._dial(deadline)
+        channel.user = get_ident()
         try:
+            with self._lock:
+                if self._lost:
+                    raise DistNetworkError(self._lost)
+                self._tries.append(channel)
             for ask in asks:
                 channel.read_until(channel.request(ask, deadline), deadline)
         except OSError:
-            self.ask(calls.NO_KEY, deadline)  # unless the server has gone altogether
+            self.ask(calls.NO_KEY, deadline)  # unless the store, or the server, has gone altogether
             return False
         except ProtocolError as error:
             raise self._lose(str(error)) from None
         finally:
+            with self._lock:
+                if channel in self._tries:
+                    self._tries.remove(channel)
             channel.peer.close()
         return True
 
@@ -491,7 +502,7 @@ class TCPClient:
         """The store is lost, as PyTorch's is when its connection goes. The error says why it was lost first."""
         with self._lock:
             self._lost = self._lost or reason
-            for channel in [*self._channels, *([self._newest] if self._newest else [])]:
+            for channel in [*self._channels, *self._tries, *([self._newest] if self._newest else [])]:
                 _shut(channel)
             self._channels.clear()
             self._line.tell_all()

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from ..arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
+from ..client.calls import BARRIER_LAST, BARRIER_MEMBERS
 from ..client.deadline import DEFAULT_TIMEOUT
 
 Self = TypeVar("Self", bound="Store")
@@ -133,8 +134,8 @@ class Store:
         name = to_bytes("key", key)
         size = to_int64("world_size", world_size)
         limit = self.timeout if timeout is None else timedelta(seconds=to_seconds("timeout", timeout))
-        last = name + b"/last_member"
-        if self.add(name + b"/num_members", 1) >= size:
+        last = name + BARRIER_LAST
+        if self.add(name + BARRIER_MEMBERS, 1) >= size:
             self.set(last, b"1")
         self.wait([last], limit)
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
+from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_bytes, to_host, to_int64, to_port, to_world_size
 from ..blob import unpack
 from ..client import calls, older
 from ..client.calls import Ask
@@ -291,10 +291,19 @@ class TCPStore(Store):
         if self._connection().knows(older.BARRIER, ask, seconds, began):
             self._park(ask, seconds, began=began)
         else:
-            try:
-                super().barrier(key, world_size, timeout)
-            except StoreTimeoutError:
-                raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
+            self._barrier_over_keys(to_bytes("key", key), ask, seconds, began)
+
+    def _barrier_over_keys(self, name: bytes, ask: Ask, seconds: float, began: float) -> None:
+        """As the base class, with one timeout for all of it."""
+        client = self._connection()
+        _, world_size = ask[1]
+        deadline = Deadline.of_a_call(seconds, began)
+        try:
+            if client.ask(calls.add(name + calls.BARRIER_MEMBERS, 1), deadline) >= world_size:
+                client.ask(calls.set_(name + calls.BARRIER_LAST, b"1"), deadline)
+            client.park(calls.wait([calls.key_of(name + calls.BARRIER_LAST)]), seconds, began=began)
+        except StoreTimeoutError:
+            raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
 
     # Helpers
 

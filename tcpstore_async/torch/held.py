@@ -1,12 +1,13 @@
-"""Whether PyTorch's C++ side holds a store that Python is about to drop.
+"""Who holds a store: Python, PyTorch's C++ side, nobody.
 
-Knows: that those who hold a C++ object are counted, and how to read the count, if trying it out confirms that. Must not
-know: what stores are for.
+Knows: that those who hold an object are counted, on either side, and how to read the counts, if trying it out confirms
+that. Must not know: what stores are for.
 Invariant: where it cannot be told, the answer is yes. PyTorch has no function that tells this of a store, but one that
 tells it of a storage, which is counted the same way.
 """
 
 import ctypes
+import sys
 from typing import Any, Final, cast
 
 import torch
@@ -52,3 +53,21 @@ CAN_TELL: Final = _confirmed()
 def is_held(store: dist.Store) -> bool:
     """Whether C++ holds it, or may."""
     return not CAN_TELL or _holders(store) > 1
+
+
+class Hold:
+    """Holds a store, and tells whether somebody else does."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def is_last(self) -> bool:
+        """Whether nobody else holds it, neither Python nor C++."""
+        return self._references() <= _ALONE and not is_held(self.store)
+
+    def _references(self) -> int:
+        return sys.getrefcount(self.store)
+
+
+_ALONE: Final = Hold(object())._references()
+"""What Python counts of an object that only a `Hold` holds."""

@@ -84,8 +84,7 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
 
     Raises DistNetworkError and DistStoreError as TCPStore, but at once if the timeout is 0 or negative.
     """
-    address = (place.host, place.port)
-    opened.make_way(address)
+    opened.make_way()
     seconds = to_seconds("timeout", timeout)
     if seconds <= 0:  # which is for ever to ours; a program that PyTorch would have told at once must not hang
         text = f"The client socket has timed out after {in_milliseconds(seconds)}ms while trying to connect to"
@@ -93,13 +92,13 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
     try:
         if client == "python":
             ours = stores.of(plain.open_store(place, timeout))
-            opened.remember(address, ours)
+            opened.remember(ours)
             return ours
         native, hosted = open_native(place, timeout)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
     if hosted is not None:
-        opened.remember(address, native, hosted.release)
+        opened.remember(native, hosted.release)
     return native
 
 
@@ -117,9 +116,9 @@ def _env(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_:
 
 def _file(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
     place = plain.read_file(url)
-    opened.make_way(place.path)
+    opened.make_way()
     store = stores.FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
-    opened.remember(place.path, store)
+    opened.remember(store)
     yield store, place.rank, place.world_size
     raise RuntimeError("Unable to perform rerendezvous using file:// method")
 

@@ -2,16 +2,17 @@
 
 Knows: the functions of PyTorch that begin and end what a rendezvous is for. Must not know: how a store works, how one
 is found.
-Invariant: whatever was opened for a process group or for RPC is closed when that ends, when the same address is met at
-again, or with the process. What a program asked for itself stays until it has let go of it and meets at the same
-address again.
+Invariant: whatever was opened for a process group or for RPC is closed when that ends, at the next rendezvous if it
+ended without notice, or with the process. What a program asked for itself stays until it has let go of it and somebody
+meets again.
 """
 
 import functools
 import sys
 import weakref
 from collections.abc import Callable
-from threading import get_ident
+from contextlib import ExitStack
+from threading import RLock, get_ident
 from types import FrameType
 from typing import Any, Final, cast
 
@@ -19,33 +20,46 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from . import stores
+from .held import Hold
 from .replaced import Replaced
 
 _GROUP: Final = "init_process_group"
 _RPC: Final = "init_rpc"
-_CALLERS: Final = {_GROUP: "torch.distributed.distributed_c10d", _RPC: "torch.distributed.rpc"}
+_SHRINK: Final = "shrink_group"
+"""It destroys the default group and makes another over the same store."""
+
+_CALLERS: Final = {
+    _GROUP: "torch.distributed.distributed_c10d",
+    _SHRINK: "torch.distributed.distributed_c10d",
+    _RPC: "torch.distributed.rpc",
+}
 
 
 class Opened:
-    """What one rendezvous opened."""
+    """What one rendezvous opened: a store of ours, which knows by itself who holds it, or one of PyTorch's."""
 
-    def __init__(self, address: Any, store: dist.Store, release: Callable[[], None] | None = None) -> None:
+    def __init__(self, store: dist.Store, release: Callable[[], None] | None = None) -> None:
         """`release` is how it is closed, if the store is not one of ours."""
-        self.address = address
         self.purpose = _purpose(sys._getframe(1))
         self._thread = get_ident()
-        self._store = weakref.ref(store)
+        self._ours = weakref.ref(store) if release is None else None
+        self._theirs = None if release is None else Hold(store)
         self._release = release
 
     def is_over(self) -> bool:
         """Whether what it was for has ended, also without our notice."""
-        if self._is_beginning():
+        if self.is_beginning():
             return False
         if self.purpose == _RPC:
             return not cast(Any, dist.rpc)._is_current_rpc_agent_set()
-        return not dist.is_initialized() and (self.purpose == _GROUP or self._store() is None)
+        if self.purpose == _GROUP:
+            return not dist.is_initialized()
+        return self._theirs.is_last() if self._theirs is not None else self._our_store() is None
 
-    def _is_beginning(self) -> bool:
+    def _our_store(self) -> dist.Store | None:
+        return None if self._ours is None else self._ours()
+
+    def is_beginning(self) -> bool:
         """Whether another thread is in the function still that asked for it."""
         if not self.purpose or self._thread == get_ident():
             return False
@@ -54,11 +68,12 @@ class Opened:
     def close(self) -> None:
         if self._release is not None:
             self._release()
-        elif (store := self._store()) is not None:
+        elif (store := self._our_store()) is not None:
             stores.close_with_clones(cast(stores.Store, store))
 
 
 _opened: Final[list[Opened]] = []
+_lock: Final = RLock()  # reentrant: a collection of garbage may end something meanwhile
 
 
 def _purpose(frame: FrameType | None) -> str:
@@ -71,22 +86,27 @@ def _purpose(frame: FrameType | None) -> str:
     return ""
 
 
-def remember(address: Any, store: dist.Store, release: Callable[[], None] | None = None) -> None:
+def remember(store: dist.Store, release: Callable[[], None] | None = None) -> None:
     """A rendezvous has opened this store; `release` closes what goes with it, if the store is not one of ours."""
-    _opened.append(Opened(address, store, release))
+    opened = Opened(store, release)
+    with _lock:
+        _opened.append(opened)
 
 
-def make_way(address: Any) -> None:
-    """Close what is over; of what a program asked for itself, only what was opened at the same address."""
-    _close(lambda one: bool(one.purpose or one.address == address) and one.is_over())
+def make_way() -> None:
+    """Close what is over, so that whoever meets next starts clean."""
+    stores.close_let_go()
+    _close(Opened.is_over)
 
 
 def _close(over: Callable[[Opened], bool]) -> None:
-    for one in [one for one in _opened if over(one)]:
-        _opened.remove(one)
-        one.close()
-    stores.close_let_go()
-    _restore()
+    with ExitStack() as closing:  # whatever one of them raises
+        closing.callback(_restore)
+        closing.callback(stores.close_let_go)
+        with _lock:
+            for one in [one for one in _opened if over(one)]:
+                _opened.remove(one)
+                closing.callback(one.close)
 
 
 # The ends
@@ -109,7 +129,8 @@ def follow_ends() -> None:
         try:
             return unregister(*given, **named)
         finally:
-            _close(lambda one: one.purpose == _GROUP)
+            if _purpose(sys._getframe()) != _SHRINK:
+                _close(lambda one: one.purpose == _GROUP and not one.is_beginning())
 
     _ends.replace(distributed_c10d, "_unregister_all_process_groups", end)
     if cast(Any, dist.rpc).is_available():
@@ -124,7 +145,7 @@ def _follow_rpc() -> None:
         try:
             return shutdown(*given, **named)
         finally:
-            _close(lambda one: one.purpose == _RPC)
+            _close(lambda one: one.purpose == _RPC and not one.is_beginning())
 
     _ends.replace(dist.rpc, "shutdown", end)
 
@@ -133,7 +154,7 @@ def follow_ends_no_more() -> None:
     """Leave these functions as they were, once they have ended what was opened before."""
     global _following
     _following = False
-    _close(lambda one: bool(one.purpose) and one.is_over())
+    _close(Opened.is_over)
 
 
 def _restore() -> None:

@@ -20,15 +20,15 @@ from ..client.deadline import DEFAULT_TIMEOUT
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
 from .errors import joint
-from .held import is_held
+from .held import Hold, is_held
 
 S = TypeVar("S", bound="Store")
 
 _open: Final[dict[int, "weakref.ref[Store]"]] = {}
 """By identity. A set of weak references cannot be gone through while another thread makes a store."""
 
-_kept: Final[set["Store"]] = set()
-"""What Python has dropped and PyTorch held then. Python may have got it back since."""
+_kept: Final[dict[int, Hold]] = {}
+"""What Python has dropped and PyTorch held then, by identity. Python may have got it back since."""
 
 
 def _all_open() -> list["Store"]:
@@ -50,10 +50,18 @@ def close_with_clones(store: "Store") -> None:
 
 
 def close_let_go() -> None:
-    """Close what Python has dropped and PyTorch holds no longer, either, of which nothing tells."""
-    for store in list(_kept):
-        if not is_held(store):
-            store._leave_to_python()
+    """Close what nobody holds any more, of which nothing tells if PyTorch was the last."""
+    while any(_let_go_of(kept) for kept in list(_kept.values())):
+        pass  # a prefix lets go of the store below
+
+
+def _let_go_of(kept: Hold) -> bool:
+    """Whether nobody else held it."""
+    if not kept.is_last():
+        return False
+    _kept.pop(id(kept.store), None)
+    kept.store._let_go()
+    return True
 
 
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
@@ -92,31 +100,25 @@ class Store(dist.Store):
         self._origin: weakref.ref[Store] = weakref.ref(self)
         """Of which store this is a clone, or a clone's clone."""
         self.set_timeout(plain.timeout)
-        self._closed = False
+        self._closed = self._unmade = False
         _open[id(self)] = weakref.ref(self)
 
-    _closed = True
-    """Until it has been made."""
+    _unmade = True
 
     def __del__(self) -> None:
-        """Dropped by Python."""
-        if self._closed:
+        """Dropped by Python. That is told only once: what PyTorch holds is kept until nobody at all holds it."""
+        if self._unmade:
             return
         if is_held(self):
-            _kept.add(self)
-            _open[id(self)] = weakref.ref(self)  # a collection of garbage has ended the other
-        else:
+            _kept[id(self)] = Hold(self)
+            if not self._closed:
+                _open[id(self)] = weakref.ref(self)  # a collection of garbage has ended the other
+        elif not self._closed:
             self._let_go()
 
     def _let_go(self) -> None:
         """Nobody holds it any more."""
         self.close()
-
-    def _leave_to_python(self) -> None:
-        """PyTorch holds it no more. It is closed when Python does not, either, of which `__del__` tells only once."""
-        _kept.discard(self)
-        weakref.finalize(self, _open.pop, id(self), None)
-        weakref.finalize(self, self._plain.close)
 
     @classmethod
     def _of(cls: type[S], plain: base.Store) -> S:
@@ -171,7 +173,6 @@ class Store(dist.Store):
     def _forget(self) -> None:
         self._closed = True
         _open.pop(id(self), None)
-        _kept.discard(self)
 
     def __enter__(self: S) -> S:
         return self
@@ -296,9 +297,6 @@ class PrefixStore(Store):
 
     def _let_go(self) -> None:
         """The store below may be held by others, also if this one owns it; if not, it is let go of next."""
-        self._forget()
-
-    def _leave_to_python(self) -> None:
         self._forget()
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from client.fakes import fake_server
+from client.fakes import fake_server, greet
 from support import LIMIT, torch_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, QueueEmptyError, StoreTimeoutError, TCPStore
 from tcpstore_async.wire.commands import BY_METHOD
@@ -171,3 +171,132 @@ def answer_one(peer: socket.socket, newest: int) -> None:
         server.sendall(hello + peer.recv(4, socket.MSG_WAITALL))
         peer.sendall(server.recv(4, socket.MSG_WAITALL))
     peer.recv(1)
+
+
+# What may happen while a server is tried
+
+
+class Second:
+    """A proxy whose second connection shakes hands and then does what `talk` says."""
+
+    def __init__(self, newest: int, talk: Callable[[socket.socket], None]) -> None:
+        self.newest = newest
+        self.talk = talk
+        self.connections = 0
+        self.tried = threading.Event()
+
+    def __call__(self, peer: socket.socket) -> None:
+        self.connections += 1
+        if self.connections == 2:
+            greet(peer)
+            peer.recv(1)
+            self.tried.set()
+            self.talk(peer)
+            return
+        with socket.create_connection(("127.0.0.1", self.newest), LIMIT) as server:
+            back = threading.Thread(target=pump, args=(server, peer, set()))
+            back.start()
+            pump(peer, server, set())
+            back.join(LIMIT)
+
+
+def hush(peer: socket.socket) -> None:
+    while peer.recv(65536):
+        pass
+
+
+def test_closing_ends_a_try(newest: int) -> None:
+    second = Second(newest, hush)
+    with fake_server(second) as fake, ThreadPoolExecutor(1) as threads:
+        store = TCPStore("127.0.0.1", fake.port, timeout=-1)
+        asking = threads.submit(store.queue_len, "q")
+        assert second.tried.wait(LIMIT)
+        store.close()
+        with pytest.raises(DistNetworkError, match="the store has been closed"):
+            asking.result(LIMIT)
+
+
+async def test_closing_ends_a_try_of_the_async_client(newest: int) -> None:
+    second = Second(newest, hush)
+    with fake_server(second) as fake:
+        store = await AsyncTCPStore.connect("127.0.0.1", fake.port, timeout=-1)
+        asking = asyncio.create_task(store.queue_len("q"))
+        await asyncio.to_thread(second.tried.wait, LIMIT)
+        await store.close()
+        with pytest.raises(DistNetworkError, match="the store has been closed"):
+            await asyncio.wait_for(asking, LIMIT)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_one_callers_time_is_not_anothers(newest: int) -> None:
+    """The first, who begins the try, has little of it."""
+    answer = threading.Event()
+
+    def late(peer: socket.socket) -> None:
+        answer.wait(LIMIT)
+
+    with fake_server(Second(newest, late)) as fake:
+        async with await AsyncTCPStore.connect("127.0.0.1", fake.port, timeout=LIMIT) as store:
+            await store.server()
+            hasty = asyncio.create_task(store.barrier("b", 1, 0.05))
+            patient = asyncio.create_task(store.barrier("b", 1, LIMIT))
+            with pytest.raises(StoreTimeoutError, match="barrier timeout after 50ms"):
+                await hasty
+            assert not patient.done()
+            answer.set()
+            await asyncio.wait_for(patient, LIMIT)
+
+
+def cut(peer: socket.socket) -> None:
+    """The connection is lost, though the server knows what it is asked."""
+
+
+def test_a_try_that_is_lost_once_says_nothing_of_the_server(newest: int) -> None:
+    with fake_server(Second(newest, cut)) as fake, TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store:
+        assert store.queue_len("q") == 0
+
+
+async def test_the_same_try_of_the_async_client(newest: int) -> None:
+    with fake_server(Second(newest, cut)) as fake:
+        async with await AsyncTCPStore.connect("127.0.0.1", fake.port, timeout=LIMIT) as store:
+            assert await store.queue_len("q") == 0
+
+
+def test_a_barrier_over_keys_keeps_its_timeout(newest: int) -> None:
+    """Though the server has stopped, and the store's is another."""
+    frozen = threading.Event()
+    with stopping(newest, frozen) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        store.barrier("before", 1)
+        frozen.set()
+        with pytest.raises(StoreTimeoutError, match="barrier timeout after 100ms, key: after"):
+            store.barrier("after", 1, 0.1)
+
+
+async def test_the_same_barrier_of_the_async_client(newest: int) -> None:
+    frozen = threading.Event()
+    with stopping(newest, frozen) as port:
+        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+            await store.barrier("async before", 1)
+            frozen.set()
+            with pytest.raises(StoreTimeoutError, match="barrier timeout after 100ms, key: async after"):
+                await store.barrier("async after", 1, 0.1)
+
+
+@contextmanager
+def stopping(newest: int, frozen: threading.Event) -> Iterator[int]:
+    """A server without BARRIER that answers no more once `frozen` is set."""
+
+    def talk(peer: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", newest), LIMIT) as server:
+            back = threading.Thread(target=pump, args=(server, peer, set()))
+            back.start()
+            try:
+                while (data := peer.recv(65536)) and data[0] != BY_METHOD["barrier"].opcode:
+                    if not frozen.is_set():
+                        server.sendall(data)
+            finally:
+                server.shutdown(socket.SHUT_RDWR)
+                back.join(LIMIT)
+
+    with fake_server(talk) as fake:
+        yield fake.port

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tcpstore_async.torch as ours
+from support import free_port
 from versions import QUIET, VERSION, since
 
 handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
@@ -278,8 +279,7 @@ fail()
 ours.uninstall()
 socket.create_server(("127.0.0.1", {port})).close()
 print(distributed_c10d._unregister_all_process_groups is before)"""
-    out, err = say(code)
-    print(out, err)
+    out, _ = say(code)
     assert out.splitlines()[1::2] == ["0", "True"]
 
 
@@ -303,3 +303,96 @@ print(other.num_keys() > 0)
 making.join()
 other.close()"""
     assert say(code)[0] == "True\nno other rank came"  # Gloo logs that on standard error
+
+
+def test_a_group_that_another_thread_is_making_outlives_the_end_of_others(port: int) -> None:
+    code = f"""
+import threading, torch.distributed as dist, tcpstore_async, tcpstore_async.torch as ours
+from torch.distributed import distributed_c10d
+from datetime import timedelta
+ours.install()
+def join():
+    try: dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=limit)
+    except Exception as error: print("no other rank came")
+limit = timedelta(seconds=3)
+making = threading.Thread(target=join)
+making.start()
+other = tcpstore_async.TCPStore("127.0.0.1", {port}, 2, timeout=60)
+other.wait(["default_pg/0//cpu//0/0"])
+distributed_c10d._unregister_all_process_groups()
+print(other.num_keys() > 0)
+making.join()
+other.close()"""
+    assert say(code)[0] == "True\nno other rank came"
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+def test_the_default_group_shrinks(client: str, port: int) -> None:
+    """It destroys itself on the way, and goes on with the same store."""
+    code = f"""
+import torch, torch.distributed as dist, tcpstore_async.torch as ours
+from torch.distributed import distributed_c10d
+ours.install({client!r})
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}?rank=0&world_size=1")
+def shrink_group():
+    store = distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    store.set("k", "v")
+    clone = store.clone()
+    dist.init_process_group("gloo", store=clone, rank=0, world_size=1)
+    dist.all_reduce(torch.ones(1))
+    return clone.get("k")
+distributed_c10d.shrink = type(shrink_group)(shrink_group.__code__, dict(vars(distributed_c10d), dist=dist, torch=torch,
+    distributed_c10d=distributed_c10d), "shrink_group")
+print(distributed_c10d.shrink())
+dist.destroy_process_group()"""
+    assert say(code) == ("b'v'", "")
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+def test_what_a_program_met_for_itself(client: str) -> None:
+    """Its server goes at the next meeting once nobody holds the store, and not as long as PyTorch does."""
+    code = f"""
+import gc, socket, torch.distributed as dist, tcpstore_async.torch as ours
+ours.install({client!r})
+def meet(port): return next(dist.rendezvous(f"tcp://127.0.0.1:{{port}}?rank=0&world_size=1"))[0]
+def taken(port):
+    with socket.socket() as peer: return peer.connect_ex(("127.0.0.1", port)) == 0
+store = meet({free_port()})
+port = store.port
+held = dist.PrefixStore("a", store)
+del store
+held.set("k", "v")
+again = dist.PrefixStore("a", meet(port))
+print(again.get("k"), held.get("k"))
+del again, held
+gc.collect()
+meet(0)
+print(taken(port))
+last = meet(port)
+print(last.num_keys())
+del last
+gc.collect()
+ours.uninstall()
+print(taken(port))"""
+    assert say(code) == ("b'v' b'v'\nFalse\n1\nFalse", "")
+
+
+def test_threads_that_meet_where_others_have_failed() -> None:
+    code = """
+import threading, torch.distributed as dist, tcpstore_async.torch as ours
+ours.install()
+def fail():
+    try: dist.init_process_group("cpu:nccl", init_method="tcp://127.0.0.1:0?rank=0&world_size=1")
+    except Exception: pass
+def meet():
+    try: next(dist.rendezvous("tcp://127.0.0.1:0?rank=0&world_size=1"))
+    except Exception as error: print(repr(error))
+for _ in range(4):
+    fail()
+    fail()
+    threads = [threading.Thread(target=meet) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+ours.uninstall()"""
+    assert say(code)[0] == ""
