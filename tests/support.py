@@ -184,6 +184,10 @@ class RawPeer:
         """Round trip: everything sent before has been executed, and nothing unread stands before the pong."""
         assert self.ask(b"\x0d" + struct.pack("<I", nonce), 4) == struct.pack("<I", nonce)
 
+    def join(self, ranks: int) -> None:
+        """Be counted, as so many ranks."""
+        self.ask(b"\x04" + blob(b"init/") + u64(ranks), 8)
+
     def closed(self) -> bool:
         """Wait until the server has closed, and say that nothing was left to read. A reset counts as closing."""
         try:

@@ -76,7 +76,7 @@ class Engine:
     def all_joined(self) -> bool:
         """Whether as many ranks have joined as were announced."""
         joined = self.keyspace.values.get(WORKERS_KEY)
-        return isinstance(joined, int) and joined >= self.joins
+        return (joined if isinstance(joined, int) else 0) >= self.joins
 
     def _meaning(self, command: Command) -> Call:
         """What does a command, given its fields."""

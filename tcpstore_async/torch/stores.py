@@ -7,6 +7,7 @@ only, and when Python drops the other one, its methods are gone from under PyTor
 """
 
 import atexit
+import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -105,9 +106,12 @@ class Store(dist.Store):
 
     _unmade = True
 
-    def __del__(self) -> None:
-        """Dropped by Python. That is told only once: what PyTorch holds is kept until nobody at all holds it."""
-        if self._unmade:
+    def __del__(self, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Dropped by Python. That is told only once: what PyTorch holds is kept until nobody at all holds it.
+
+        When the interpreter goes, all are closed, and nothing here may be there any more.
+        """
+        if self._unmade or _finalizing():
             return
         if is_held(self):
             _kept[id(self)] = Hold(self)

@@ -403,6 +403,7 @@ def test_what_is_said_over_the_control_socket(backend: str) -> None:
         assert heard(control) == {"event": "ready", "port": port, "pid": process.pid, "backend": backend}
         with RawPeer(port) as peer:
             peer.ping()
+            peer.join(3)
             process.terminate()
             process.send_signal(signal.SIGINT)
             control.sendall(b"joins 2\njoi")

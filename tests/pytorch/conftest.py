@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 
 from support import LIMIT, free_port
-from versions import QUIET
+from versions import QUIET, VERSION
+
+TRIES_AGAIN = 2 if VERSION < (2, 8) else 0
+"""Before 2.8, gloo hangs in destroy_process_group every now and then, whoever the server is."""
 
 World = Callable[..., list[dict[str, Any]]]
 
@@ -66,6 +70,9 @@ def results(ranks: World) -> Callable[..., list[Any]]:
 
     def run(*given: Any, **named: Any) -> list[Any]:
         answers = ranks(*given, **named)
+        for _ in range(TRIES_AGAIN):
+            if any(answer["status"] == -signal.SIGKILL for answer in answers):
+                answers = ranks(*given, **named)
         for rank, answer in enumerate(answers):
             assert "error" not in answer, f"rank {rank}: {answer['error']}"
             assert (answer["status"], answer["printed"]) == (0, ""), f"rank {rank}"

@@ -155,6 +155,7 @@ def test_after_the_world_is_complete_connections_belong_to_a_next_round(server: 
     with ask(server.port, 1) as early, ask(server.port, 2) as parked:
         parked.send(b"\x06" + bytes.fromhex("0100000000000000 0200000000000000") + b"/k")
         server.announce(2)
+        early.join(2)
         server.complete()
         with ask(server.port, 3) as late, ask(server.port, 1) as clone, RawPeer(server.port) as nameless:
             nameless.ping(-1 % 2**32)
@@ -199,11 +200,28 @@ def count(server: ServerProcess) -> int:
 
 def test_another_store_on_the_server_waits_for_its_ranks(server: ServerProcess, process: Seen) -> None:
     """What came between belongs to it until it is complete."""
-    with ask(server.port, 1):
+    with ask(server.port, 1) as first:
         server.announce(1)
+        first.join(1)
         server.complete()
         server.announce(1)
         with ask(server.port, 2) as second:
+            server.stop()
+            second.ping(2)
+    assert process.ended()
+
+
+def test_a_store_whose_ranks_have_yet_to_come_is_not_complete(server: ServerProcess, process: Seen) -> None:
+    """Its master was told so by the ranks of a store before it."""
+    with ask(server.port, 1) as first:
+        server.announce(2)
+        first.join(2)
+        server.complete()
+        server.announce(2)
+        first.join(1)
+        server.complete()
+        with ask(server.port, 2) as second:
+            second.join(1)
             server.stop()
             second.ping(2)
     assert process.ended()
