@@ -7,6 +7,7 @@ it printed, and with its exit status: it ends as any program does, so that what 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import json
@@ -352,6 +353,7 @@ class Forked:
         if not self.pid:
             os.dup2(self.printed, 1)
             os.dup2(self.printed, 2)
+            faulthandler.register(signal.SIGUSR1)
             sys.stdin.close()
             be(Rank(rank, job["world"], job.get("options", {})), job, writing)
         os.close(writing)
@@ -360,6 +362,8 @@ class Forked:
         """Its answer, once it has ended, which is by force at the deadline."""
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGUSR1)  # it says where it is
+                time.sleep(1)
                 os.kill(self.pid, signal.SIGKILL)
             time.sleep(0.01)
         with os.fdopen(self.reading, "rb") as file:
