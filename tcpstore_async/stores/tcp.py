@@ -230,10 +230,7 @@ class TCPStore(Store):
         return calls.texts_of(self._list_keys_as_bytes())
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        client = self._connection()
-        if not client.knows(older.LIST_KEYS, calls.LIST_KEYS):
-            raise older.lacks(older.LIST_KEYS, client.host, client.port)
-        return calls.names_of(client.ask(calls.LIST_KEYS))
+        return calls.names_of(self._knowing(older.LIST_KEYS, calls.LIST_KEYS).ask(calls.LIST_KEYS))
 
     def append(self, key: Text, value: Text) -> None:
         self._connection().ask(calls.append(key, value))
@@ -320,12 +317,16 @@ class TCPStore(Store):
         return client.park(ask, seconds, then, began)
 
     def _queues(self, ask: Ask, began: float | None = None) -> TCPClient:
-        """The connections, if queues are to be had: asking a server without them would lose these."""
-        client = self._connection()
-        if not self._libuv and not client.extended(ask, began=began):
+        """The connections, if queues are to be had."""
+        if not self._libuv and not self._connection().extended(ask, began=began):
             raise NotImplementedError("queues not implemented on legacy TCPStore backend")
-        if not client.knows(older.QUEUES, ask, began=began):
-            raise older.lacks(older.QUEUES, client.host, client.port)
+        return self._knowing(older.QUEUES, ask, began)
+
+    def _knowing(self, what: str, ask: Ask, began: float | None = None) -> TCPClient:
+        """The connections, if the server knows what the call `ask` needs: asking one that does not would lose them."""
+        client = self._connection()
+        if not client.knows(what, ask, began=began):
+            raise older.lacks(what, client.host, client.port)
         return client
 
 

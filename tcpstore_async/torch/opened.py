@@ -95,7 +95,6 @@ def remember(store: dist.Store, release: Callable[[], None] | None = None) -> No
 
 def make_way() -> None:
     """Close what is over, so that whoever meets next starts clean."""
-    stores.close_let_go()
     _close(Opened.is_over)
 
 

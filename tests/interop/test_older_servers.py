@@ -42,18 +42,25 @@ def older(newest: int, *lacks: str) -> Iterator[int]:
         hello = peer.recv(6, socket.MSG_WAITALL)
         if hello[5] == PING:
             return
-        with socket.create_connection(("127.0.0.1", newest), LIMIT) as server:
+        with answering(peer, newest) as server:
             server.sendall(hello)
-            back = threading.Thread(target=pump, args=(server, peer, set()))
-            back.start()
-            try:
-                pump(peer, server, unknown)
-            finally:
-                server.shutdown(socket.SHUT_RDWR)
-                back.join(LIMIT)
+            pump(peer, server, unknown)
 
     with fake_server(talk) as fake:
         yield fake.port
+
+
+@contextmanager
+def answering(peer: socket.socket, newest: int) -> Iterator[socket.socket]:
+    """A connection to the server, whose replies go to the client."""
+    with socket.create_connection(("127.0.0.1", newest), LIMIT) as server:
+        back = threading.Thread(target=pump, args=(server, peer, set()))
+        back.start()
+        try:
+            yield server
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            back.join(LIMIT)
 
 
 def pump(source: socket.socket, target: socket.socket, unknown: set[int]) -> None:
@@ -193,11 +200,8 @@ class Second:
             self.tried.set()
             self.talk(peer)
             return
-        with socket.create_connection(("127.0.0.1", self.newest), LIMIT) as server:
-            back = threading.Thread(target=pump, args=(server, peer, set()))
-            back.start()
+        with answering(peer, self.newest) as server:
             pump(peer, server, set())
-            back.join(LIMIT)
 
 
 def hush(peer: socket.socket) -> None:
@@ -287,16 +291,10 @@ def stopping(newest: int, frozen: threading.Event) -> Iterator[int]:
     """A server without BARRIER that answers no more once `frozen` is set."""
 
     def talk(peer: socket.socket) -> None:
-        with socket.create_connection(("127.0.0.1", newest), LIMIT) as server:
-            back = threading.Thread(target=pump, args=(server, peer, set()))
-            back.start()
-            try:
-                while (data := peer.recv(65536)) and data[0] != BY_METHOD["barrier"].opcode:
-                    if not frozen.is_set():
-                        server.sendall(data)
-            finally:
-                server.shutdown(socket.SHUT_RDWR)
-                back.join(LIMIT)
+        with answering(peer, newest) as server:
+            while (data := peer.recv(65536)) and data[0] != BY_METHOD["barrier"].opcode:
+                if not frozen.is_set():
+                    server.sendall(data)
 
     with fake_server(talk) as fake:
         yield fake.port

@@ -283,29 +283,15 @@ print(distributed_c10d._unregister_all_process_groups is before)"""
     assert out.splitlines()[1::2] == ["0", "True"]
 
 
-def test_a_group_that_is_being_made_by_another_thread_is_not_over(port: int) -> None:
-    """A rendezvous elsewhere leaves its server alone."""
-    code = f"""
-import threading, torch.distributed as dist, tcpstore_async, tcpstore_async.torch as ours
-from datetime import timedelta
-ours.install()
-def join():
-    try: dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=limit)
-    except Exception as error: print("no other rank came")
-limit = timedelta(seconds=3)
-making = threading.Thread(target=join)
-making.start()
-other = tcpstore_async.TCPStore("127.0.0.1", {port}, 2, timeout=60)
-other.wait(["default_pg/0//cpu//0/0"])
-next(dist.rendezvous("tcp://127.0.0.1:0?rank=0&world_size=1"))
-ours.uninstall()
-print(other.num_keys() > 0)
-making.join()
-other.close()"""
-    assert say(code)[0] == "True\nno other rank came"  # Gloo logs that on standard error
-
-
-def test_a_group_that_another_thread_is_making_outlives_the_end_of_others(port: int) -> None:
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        'next(dist.rendezvous("tcp://127.0.0.1:0?rank=0&world_size=1")); ours.uninstall()',
+        "distributed_c10d._unregister_all_process_groups()",
+    ],
+    ids=["a rendezvous elsewhere", "the end of another group"],
+)
+def test_a_group_that_another_thread_is_making_is_not_over(meanwhile: str, port: int) -> None:
     code = f"""
 import threading, torch.distributed as dist, tcpstore_async, tcpstore_async.torch as ours
 from torch.distributed import distributed_c10d
@@ -319,11 +305,11 @@ making = threading.Thread(target=join)
 making.start()
 other = tcpstore_async.TCPStore("127.0.0.1", {port}, 2, timeout=60)
 other.wait(["default_pg/0//cpu//0/0"])
-distributed_c10d._unregister_all_process_groups()
+{meanwhile}
 print(other.num_keys() > 0)
 making.join()
 other.close()"""
-    assert say(code)[0] == "True\nno other rank came"
+    assert say(code)[0] == "True\nno other rank came"  # Gloo logs that on standard error
 
 
 @pytest.mark.parametrize("client", ["native", "python"])
