@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from numbers import Integral
 from typing import Any, Final, NamedTuple
-from urllib.parse import ParseResult, urlparse, urlunparse
+from urllib.parse import ParseResult, quote, urlparse, urlunparse
 
 from .arguments import Timeout
 from .stores.base import Store
@@ -184,7 +184,7 @@ def _job_prefix() -> str:
         raise ValueError(
             "to join a server that runs already, a job needs a name that no other job on it has: set TCPSTORE_JOB"
         )
-    return f"{job}/{_attempt()}"
+    return f"{quote(job, safe='')}/{_attempt()}"  # a name with a slash must not lie among another job's keys
 
 
 def _attempt() -> str:

@@ -117,6 +117,13 @@ def test_workers_of_several_agents_need_a_round(monkeypatch: pytest.MonkeyPatch)
     assert read_tcp(url).prefix == "job/7", "what the user says himself counts"
 
 
+def test_the_name_of_a_job_ends_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Job `a` may have a key `0/key`, and job `a/0` a key `key`."""
+    monkeypatch.setenv("TCPSTORE_JOB", "a/0")
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
+    assert read_tcp("tcp://h:1?rank=0&world_size=2&join=1").prefix == "a%2F0/1"
+
+
 def test_jobs_on_one_server_see_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCPSTORE_JOIN", "1")
     with tcpstore_server() as server:
