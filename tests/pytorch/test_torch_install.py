@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 import tcpstore_async.torch as ours
 from support import free_port
-from versions import QUIET, VERSION, since
+from versions import QUIET, VERSION, needs, since
 
 handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
 
@@ -312,6 +312,7 @@ other.close()"""
     assert say(code)[0] == "True\nno other rank came"  # Gloo logs that on standard error
 
 
+@needs("clone")
 @pytest.mark.parametrize("client", ["native", "python"])
 def test_the_default_group_shrinks(client: str, port: int) -> None:
     """It destroys itself on the way, and goes on with the same store."""
