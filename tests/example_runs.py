@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from versions import QUIET
+from versions import QUIET, unsaid
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -39,7 +39,7 @@ def run_once(*command: str, world: int, env: dict[str, str]) -> tuple[list[int],
         for rank in range(world)
     ]
     try:
-        printed = [rank.communicate(timeout=90)[0] for rank in ranks]
+        printed = [unsaid(rank.communicate(timeout=90)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             if rank.poll() is None:

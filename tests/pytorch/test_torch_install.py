@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 import tcpstore_async.torch as ours
 from support import free_port
-from versions import QUIET, VERSION, needs, since
+from versions import QUIET, VERSION, needs, since, unsaid
 
 handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
 
@@ -106,7 +106,7 @@ def say(code: str, *flags: str, **env: str) -> tuple[str, str]:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip(), done.stderr.strip()
+    return unsaid(done.stdout).strip(), done.stderr.strip()
 
 
 @autoload
