@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from ..arguments import Text, Timeout, to_bytes, to_host, to_port, to_seconds
-from ..blob import unpack
+from ..blob import Framed, unpack
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
@@ -57,7 +57,11 @@ class AsyncTCPStore:
         self.identity: Identity | None = None
         """Who the server is, if it is one of ours and was asked."""
         self._timeout = to_seconds("timeout", timeout)
-        self._lanes: list[Lane] = []
+        self._lanes: dict[Lane, None] = {}
+        self._free: dict[Lane, None] = {}
+        """Those on which nothing waits."""
+        self._current: Lane | None = None
+        """The one on which calls share a connection; all writes that may not have been executed yet are on it."""
         self._opening: asyncio.Task[None] | None = None
         self._taken = False
         """Whether a call that needs a connection to wait on is looking for one."""
@@ -71,7 +75,7 @@ class AsyncTCPStore:
         self._lost: DistNetworkError | None = None
         self._orphans: dict[bytes, deque[bytes]] = {}
         """Items that were popped for callers who had gone, by queue."""
-        self._poppers: dict[bytes, deque[asyncio.Future[bytes | None]]] = {}
+        self._poppers: dict[bytes, dict[asyncio.Future[bytes | None], None]] = {}
         """Callers who wait for an item, by queue: an orphan that comes meanwhile is theirs."""
 
     @classmethod
@@ -133,10 +137,25 @@ class AsyncTCPStore:
         name = calls.key_of(key)
         ask = calls.wait([name])
         patience = _Patience(ask, self._timeout)
-        if await self._extended(patience) and not patience.one_look:  # that must not be canceled when it saw something
-            return unpack(await self._park(calls.fetch(name), patience))
-        await self._park(ask, patience)
-        return unpack(await self._ask_when_free(calls.get(name), patience))
+        if self.identity is None and not await self._extended(patience):
+            await self._park(ask, patience)
+            return unpack(await self._ask_when_free(calls.get(name), patience))
+        found = await self._look(name, patience)
+        return unpack(await self._park(calls.fetch(name), patience) if found is None else found)
+
+    async def _look(self, name: bytes, patience: _Patience) -> Framed | None:
+        """The value if it is there: without a connection that others could not use. Not for servers of PyTorch's, whose
+        legacy one closes the connection for a GET of a key that is missing.
+        """
+        lane = self._ready_lane() or await self._free_lane(patience)
+        _, there = lane.ask(*calls.check([name]))
+        _, value = lane.ask(*calls.get(name))
+        found: Framed = await self._answer(value, patience)
+        if there.result():
+            return found
+        if patience.one_look:
+            raise patience.error()
+        return None
 
     async def add(self, key: Text, amount: int) -> int:
         """Add to a counter, 0 if it is missing, and return the sum."""
@@ -189,7 +208,10 @@ class AsyncTCPStore:
 
     async def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
         """Until all keys are there. The timeout is the store's unless given; 0 means one look, negative for ever."""
-        await self._wait(calls.wait(calls.keys_of(keys)), self._seconds(timeout))
+        ask = calls.wait(calls.keys_of(keys))
+        patience = _Patience(ask, self._seconds(timeout))
+        await self._extended(patience)  # so that a further connection can be checked
+        await self._park(ask, patience)
 
     async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
@@ -294,7 +316,7 @@ class AsyncTCPStore:
 
     async def _try(self, asks: list[Ask]) -> bool:
         peer, session = await dial(self.host, self.port, Deadline(self._timeout))
-        lane = Lane(session, lambda *_: None)
+        lane = Lane(session, lambda *_: None, lambda _: None)
         await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
         try:
             for ask in asks:
@@ -343,11 +365,11 @@ class AsyncTCPStore:
 
     def _ask(self, ask: Ask) -> Awaitable[Any]:
         """A call that the server answers at once, or not at all."""
-        lanes = self._lanes
-        if len(lanes) == 1 and lanes[0].session.waiting is None:  # the common case, without a coroutine
-            _, future = lanes[0].ask(*ask)
+        lane = self._ready_lane()
+        if lane is not None:  # the common case, without a coroutine
+            _, future = lane.ask(*ask)
             if self._timeout >= 0 and not future.done():
-                lanes[0].limit(future, ask, self._timeout)
+                lane.limit(future, ask, self._timeout)
             return future
         return self._ask_when_free(ask)
 
@@ -356,12 +378,6 @@ class AsyncTCPStore:
         lane = await self._free_lane(patience)
         _, future = lane.ask(*ask)
         return future.result() if future.done() else await self._answer(future, patience)
-
-    async def _wait(self, ask: Ask, seconds: float) -> None:
-        """A call that waits; the server is asked who it is before, so that a further connection can be checked."""
-        patience = _Patience(ask, seconds)
-        await self._extended(patience)
-        await self._park(ask, patience)
 
     async def _park(self, ask: Ask, patience: _Patience) -> Any:
         """A call that is answered when something happens, or canceled when time is up."""
@@ -391,8 +407,8 @@ class AsyncTCPStore:
         else:
             lane.when_answered(call, pop)
         popped.add_done_callback(lambda _: lane.cancel(call))  # an orphan has come instead
-        poppers = self._poppers.setdefault(name, deque())
-        poppers.append(popped)
+        poppers = self._poppers.setdefault(name, {})
+        poppers[popped] = None
         if name in self._orphans and not popped.done():  # one has come while there was no connection yet
             popped.set_result(self._take_orphan(name))
         try:
@@ -402,7 +418,7 @@ class AsyncTCPStore:
             self._disown(name, popped)
             raise
         finally:
-            poppers.remove(popped)
+            del poppers[popped]
             if not poppers:
                 self._poppers.pop(name, None)
 
@@ -465,6 +481,7 @@ class AsyncTCPStore:
             lane.ask_fence()
         call, future = lane.ask(*ask)
         assert call is not None
+        self._free.pop(lane, None)
         return call, future
 
     async def _until(self, lane: Lane, call: Call, future: "asyncio.Future[Any]", patience: _Patience) -> Any:
@@ -531,30 +548,37 @@ class AsyncTCPStore:
                 return
         self._taken = False
 
+    def _ready_lane(self) -> Lane | None:
+        """The connection that calls share, unless something waits on it."""
+        lane = self._current
+        return lane if lane is not None and lane.session.waiting is None else None
+
     async def _free_lane(self, patience: _Patience) -> Lane:
         """A connection on which nothing waits and on which all that this store has written is there."""
         while True:
             if self._lost is not None:
                 raise self._lost
-            free = [lane for lane in self._lanes if lane.session.waiting is None]
-            writing = next((lane for lane in self._lanes if lane.session.unconfirmed()), None)
-            if writing is not None and writing in free:
-                return writing
-            if writing is not None and writing.fence is not None:
-                fence = writing.fence  # by the time that it is done the connection may have another
+            ready = self._ready_lane()
+            if ready is not None:
+                return ready
+            lane = self._current
+            if lane is not None and lane.fence is not None and lane.session.unconfirmed():
+                fence = lane.fence  # by the time that it is done the connection may have another
                 await asyncio.wait({fence}, timeout=patience.left())
                 if not fence.done():
                     raise patience.error()
                 continue
-            if free:
-                return free[0]
+            if self._free:
+                self._current, _ = self._free.popitem()
+                self._free[self._current] = None
+                continue
             if self._opening is None or self._opening.done():
                 self._opening = _shared(self._open_lane())
             await self._outcome(self._opening, patience)
 
     async def _open_lane(self) -> None:
         peer, session = await dial(self.host, self.port, Deadline(self._timeout))
-        lane = Lane(session, _weak(self._lane_lost))
+        lane = Lane(session, _weak(self._lane_lost), _weak(self._lane_freed))
         await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
         try:
             await self._verify(lane)
@@ -564,9 +588,9 @@ class AsyncTCPStore:
         if self._lost is not None:
             lane.close()
         else:
-            self._lanes.append(lane)
-            if lane is not self._lanes[0]:
+            if self._lanes:
                 self._close_later(lane)
+            self._lanes[lane] = self._free[lane] = None
 
     def _close_later(self, lane: Lane) -> None:
         """A connection beside the first is closed when nothing is on it after a while, or after another."""
@@ -577,11 +601,23 @@ class AsyncTCPStore:
             return
         if lane.idle():
             if not lane.session.unconfirmed():
-                self._lanes.remove(lane)
+                self._drop(lane)
                 lane.close()
                 return
             lane.ask_fence()  # so that it can go the next time
         self._close_later(lane)
+
+    def _drop(self, lane: Lane) -> None:
+        """Have no further call take it."""
+        self._lanes.pop(lane, None)
+        self._free.pop(lane, None)
+        if lane is self._current:
+            self._current = None
+
+    def _lane_freed(self, lane: Lane) -> None:
+        """Nothing waits on it any more."""
+        if lane in self._lanes:
+            self._free[lane] = None
 
     def _lane_lost(self, lane: Lane, error: DistNetworkError) -> None:
         """A connection was lost, and with it perhaps what was written on it: the store is lost, as PyTorch's is."""
@@ -589,8 +625,8 @@ class AsyncTCPStore:
 
     def _lose(self, error: DistNetworkError) -> None:
         self._lost = self._lost or error
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
+        for lane in list(self._lanes):
+            self._drop(lane)
             lane.close(self._lost)
         for task in (self._opening, *self._trying.values()):
             if task is not None and task is not asyncio.current_task():

@@ -7,6 +7,7 @@ the connection stays in step. When the connection is lost, every call on it fail
 """
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -22,16 +23,25 @@ from .deadline import ONE_LOOK
 class Lane(asyncio.Protocol):
     """Writes of one turn of the loop go out together."""
 
-    def __init__(self, session: ClientSession, on_lost: Callable[["Lane", DistNetworkError], None]) -> None:
+    def __init__(
+        self,
+        session: ClientSession,
+        on_lost: Callable[["Lane", DistNetworkError], None],
+        on_free: Callable[["Lane"], None],
+    ) -> None:
         self.session = session
         self.lost: DistNetworkError | None = None
         self.fence: asyncio.Future[Any] | None = None
         """Done when the writes before a call that waits have been executed."""
         self._on_lost = on_lost
+        self._on_free = on_free
+        """Is told when a call that waited does so no more."""
         self._loop = asyncio.get_running_loop()
         self._futures: dict[Call, asyncio.Future[Any]] = {}
         self._after: dict[Call, Callable[[Call], None]] = {}
         self._outbox: list[bytes] = []
+        self._silent: list[asyncio.Future[Any]] = []
+        """Of the silent requests in the outbox."""
         self._drained: asyncio.Future[None] | None = None
         self._closing = False
         self._due: deque[tuple[float, asyncio.Future[Any], Ask, float]] = deque()
@@ -50,11 +60,7 @@ class Lane(asyncio.Protocol):
         self._write(data)
         future: asyncio.Future[Any] = self._loop.create_future()
         if call is None:
-            self._flush()
-            if self._drained is None:
-                future.set_result(None)
-            else:
-                self._drained.add_done_callback(lambda drained: _pass_on(drained, future))
+            self._silent.append(future)
         elif call.done:
             future.set_result(call.result)
         else:
@@ -134,6 +140,7 @@ class Lane(asyncio.Protocol):
         self.transport.set_write_buffer_limits(0)
 
     def data_received(self, data: bytes) -> None:
+        waited = self.session.waiting is not None
         try:
             done = self.session.receive(data)
         except ProtocolError as error:
@@ -147,6 +154,8 @@ class Lane(asyncio.Protocol):
             future = self._futures.pop(call)
             if not future.done():
                 future.set_result(call.result)
+        if waited and self.session.waiting is None:
+            self._on_free(self)
 
     def eof_received(self) -> bool:
         return False
@@ -169,9 +178,16 @@ class Lane(asyncio.Protocol):
 
     def _flush(self) -> None:
         outbox = self._outbox
-        if outbox and not self.transport.is_closing():
-            self._outbox = []
-            self.transport.write(b"".join(outbox))
+        if not outbox or self.transport.is_closing():
+            return
+        self._outbox = []
+        self.transport.write(b"".join(outbox))
+        silent, self._silent = self._silent, []
+        for future in silent:
+            if self._drained is not None:
+                self._drained.add_done_callback(functools.partial(_pass_on, future))
+            elif not future.done():
+                future.set_result(None)
 
     def _fail(self, error: DistNetworkError) -> None:
         if self.lost is not None:
@@ -182,8 +198,9 @@ class Lane(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        futures = list(self._futures.values())
+        futures = [*self._futures.values(), *self._silent]
         self._futures.clear()
+        self._silent.clear()
         self._after.clear()
         if self._drained is not None:
             futures.append(self._drained)
@@ -200,7 +217,7 @@ def _expire(future: "asyncio.Future[Any]", ask: Ask, seconds: float) -> None:
         future.set_exception(StoreTimeoutError(out_of_time(ask, seconds)))
 
 
-def _pass_on(source: "asyncio.Future[None]", target: "asyncio.Future[Any]") -> None:
+def _pass_on(target: "asyncio.Future[Any]", source: "asyncio.Future[None]") -> None:
     if target.done():
         return
     error = source.exception()
