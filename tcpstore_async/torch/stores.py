@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from .. import errors
@@ -351,7 +352,10 @@ class _Below(base.Store):
 
 def _forward(name: str) -> Callable[..., Any]:
     def method(self: _Below, *given: Any) -> Any:
-        return getattr(self._store, name)(*given)
+        theirs = getattr(self._store, name, None)
+        if theirs is None:
+            raise NotImplementedError(f"the {type(self._store).__name__} of PyTorch {torch.__version__} has no {name}")
+        return theirs(*given)
 
     return method
 
