@@ -26,6 +26,16 @@ class Machine(msgspec.Struct, frozen=True):
     kernel: str
     open_files: int
     """What one process may have open, after asking for more."""
+    backlog: int = 0
+    """Connections that may wait to be accepted (net.core.somaxconn); 0: not known, as in older files."""
+    load_average: float = 0.0
+    """Of the minute before the run: what else was going on."""
+    server_cores: str = ""
+    """The processor cores that the servers were pinned to, such as `1`."""
+    load_cores: str = ""
+    """Those of the load; the same if there is one only, and the two compete for it."""
+    names: Literal["", "files only", "this machine's"] = ""
+    """Who tells PyTorch's servers, which ask for it, the name of a peer. Empty where none was measured."""
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -92,6 +102,8 @@ class Run(msgspec.Struct, frozen=True):
     endings: list[Ending]
     complete: bool
     """False after Ctrl-C or a failure: what was measured until then is here."""
+    reference: str = "libuv"
+    """The server that the others are compared with, which `control` is a second time."""
     format: int = FORMAT
 
 
