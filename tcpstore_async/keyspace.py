@@ -136,6 +136,8 @@ class Keyspace:
         self.queues: dict[bytes, deque[Framed]] = {}
         self.waiters: dict[bytes, dict[Waiter, int]] = {}
         """Per key, who is registered how often, in order of arrival; negative: left over from a wait that is done."""
+        self.passed: dict[bytes, dict[Waiter, int]] = {}
+        """Per key, the negative ones that a queue has passed over: they come before the line, which may be empty."""
         self.counters: dict[bytes, Counter] = {}
         """Per key, those who wait until it reaches a number."""
         self.reserved: dict[bytes, Framed] = {}
@@ -493,13 +495,14 @@ class Keyspace:
             line = self.waiters.get(key)
             if line is None:
                 line = self.waiters[key] = {}
-            count = line.get(waiter, 0)
-            if count < 0:  # left over: it comes to the end of the line
-                del line[waiter]
-            line[waiter] = abs(count) + 1
-            if not count:
+            if key not in waiter.parked:
+                line[waiter] = 1
                 waiter.parked.add(key)
                 self.size += self._parking(key)
+            elif (count := line.get(waiter, 0)) > 0:
+                line[waiter] = count + 1
+            else:  # left over: it comes to the end of the line
+                line[waiter] = 1 - self._withdraw(waiter, key)
 
     def _unpark(self, waiter: Waiter) -> None:
         if waiter.counter is not None:
@@ -512,11 +515,24 @@ class Keyspace:
             return
         waiter.parked = None
         for key in parked:
-            line = self.waiters[key]
-            del line[waiter]
+            self._withdraw(waiter, key)
             self.size -= self._parking(key)
-            if not line:
+            line = self.waiters[key]
+            if not line and key not in self.passed:
                 del self.waiters[key]
+            elif len(line) == _LONG_LINE - 1:  # without the holes of those who left while it was long
+                self.waiters[key] = dict(line)
+
+    def _withdraw(self, waiter: Waiter, key: bytes) -> int:
+        """Take a waiter out of the line, or from among those passed over; how often it was registered."""
+        count = self.waiters[key].pop(waiter, 0)
+        if count:
+            return count
+        passed = self.passed[key]
+        count = passed.pop(waiter)
+        if not passed:
+            del self.passed[key]
+        return count
 
     def _count_down(self, waiter: Waiter, key: bytes, count: int) -> bool:
         """Take a registration that its key has used up off the waiter; True if that ended the wait."""
@@ -539,10 +555,17 @@ class Keyspace:
         """Registrations of a wait that a second WAIT overwrote outlive it, as in PyTorch; a queue passes them over."""
         for key in keys:
             line = self.waiters[key]
-            line[waiter] = -abs(line[waiter])
+            count = line.get(waiter, 0)
+            if count > 0:
+                line[waiter] = -count
 
     def _wake_all(self, key: bytes) -> None:
-        for waiter, count in self.waiters.pop(key).items():
+        line = self.waiters.pop(key)
+        if key in self.passed:
+            passed = self.passed.pop(key)
+            passed.update(line)
+            line = passed
+        for waiter, count in line.items():
             if self._count_down(waiter, key, abs(count)):
                 self._fire(waiter)
 
@@ -554,19 +577,31 @@ class Keyspace:
         line = self.waiters[key]
         if len(line) >= _LONG_LINE and not isinstance(line, OrderedDict):
             line = self.waiters[key] = OrderedDict(line)
+        passed = []
         counted = []
         for waiter, count in line.items():
-            if count > 0 and not (handed_on and waiter.barrier == key):
+            if count < 0:
+                passed.append(waiter)
+            elif not (handed_on and waiter.barrier == key):
                 counted.append(waiter)
                 if waiter.left <= count and waiter.fetching is None:
                     break
+        if passed:
+            self._pass_over(key, passed)
         for waiter in counted:
             if self._count_down(waiter, key, line.pop(waiter)):
                 if waiter.fetching is None:
                     waiter.promise = self._promise(key)
                 self._fire(waiter)
-        if not line:
+        if not line and key not in self.passed:
             del self.waiters[key]
+
+    def _pass_over(self, key: bytes, waiters: list[Waiter]) -> None:
+        """Take those who want nothing of a queue out of its line, so that the next push does not look at them again."""
+        line = self.waiters[key]
+        passed = self.passed.setdefault(key, {})
+        for waiter in waiters:
+            passed[waiter] = line.pop(waiter)
 
     def _fire(self, waiter: Waiter) -> None:
         key = waiter.fetching

@@ -200,6 +200,7 @@ def _after_fork_in_child() -> None:
     for store in _STORES:
         keyspace = store._keyspace
         keyspace.waiters.clear()
+        keyspace.passed.clear()
         keyspace.counters.clear()
         keyspace.promises.clear()
     _LOCK.release()

@@ -126,7 +126,7 @@ class Machine:
             self.leave(slot)
         self.check()
         keyspace = self.engine.keyspace
-        if keyspace.waiters or keyspace.counters or keyspace.promises or self.engine.unfinished:
+        if keyspace.waiters or keyspace.passed or keyspace.counters or keyspace.promises or self.engine.unfinished:
             raise Broken("somebody who left is still awaited")
         for key in list(keyspace.values):
             keyspace.delete_key(key)

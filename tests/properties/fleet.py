@@ -19,6 +19,7 @@ from typing import Any
 
 from tcpstore_async.blob import framed, size, unpack
 from tcpstore_async.errors import PeerError
+from tcpstore_async.keyspace import Keyspace, Waiter
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
@@ -30,6 +31,13 @@ Step = tuple[str, int, "tuple[Command, ...]", int]
 
 class Difference(AssertionError):
     """The package and the model disagree, or an invariant is broken."""
+
+
+def registrations(keyspace: Keyspace) -> dict[bytes, dict[Waiter, int]]:
+    """Per key, who is registered how often: those passed over by a queue, then those in line."""
+    assert keyspace.passed.keys() <= keyspace.waiters.keys()
+    assert all(passed and max(passed.values()) < 0 for passed in keyspace.passed.values())
+    return {key: {**keyspace.passed.get(key, {}), **line} for key, line in keyspace.waiters.items()}
 
 
 def _blob(raw: bytes) -> bytes:
@@ -266,14 +274,15 @@ class Fleet:
         _same("unfinished", engine.unfinished, sum(session.held for session in sessions))
         recount = sum(len(key) + ENTRY_BYTES + size(value) for key, value in keyspace.values.items())
         recount += sum(len(key) + ENTRY_BYTES + len(item) for key, items in keyspace.queues.items() for item in items)
-        recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in keyspace.waiters.items())
+        standing = registrations(keyspace)
+        recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in standing.items())
         for key, counter in keyspace.counters.items():
             recount += (len(key) + PARKED_BYTES) * sum(map(len, counter.awaiting.values()))
         _same("size", keyspace.size, recount)
         self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}
         parked.update((id(counter), set()) for counter in keyspace.counters.values())
-        for key, waiters in keyspace.waiters.items():
+        for key, waiters in standing.items():
             if not waiters:
                 raise Difference(f"an empty line for {key!r}")
             for waiter in waiters:
@@ -287,7 +296,7 @@ class Fleet:
             session, peer = line.session, line.peer
             _same("parked", session.parked or set(), parked[id(session)])
             _same("output", (b"".join(session.out) == b"", session.unread), (peer.unread == 0, peer.unread))
-            registered = {key: waiters[session] for key, waiters in keyspace.waiters.items() if session in waiters}
+            registered = {key: waiters[session] for key, waiters in standing.items() if session in waiters}
             expected = {
                 key: -place.count if place.leftover else place.count
                 for key, places in model.lines.items()
@@ -308,9 +317,10 @@ class Fleet:
 
     def _check_counters(self) -> None:
         keyspace, model = self.engine.keyspace, self.model
+        standing = registrations(keyspace)
         sessions = {id(line.session): line.peer for line in self.lines if line is not None}
         for key, counter in keyspace.counters.items():
-            _same("the registration of a counter", keyspace.waiters.get(key, {}).get(counter), -1)
+            _same("the registration of a counter", standing.get(key, {}).get(counter), -1)
             _same("what a counter waits for", (counter.key, counter.parked, counter.left), (key, {key}, 1))
             if not counter.awaiting:
                 raise Difference(f"a counter for {key!r} that nobody waits for")
@@ -345,7 +355,7 @@ class Fleet:
                 self._leave(slot, line)
         self.check()
         keyspace = self.engine.keyspace
-        _same("waiters", len(keyspace.waiters), 0)
+        _same("waiters", (len(keyspace.waiters), len(keyspace.passed)), (0, 0))
         _same("promises", len(keyspace.promises), 0)
         _same("counters", len(keyspace.counters), 0)
         _same("unfinished", self.engine.unfinished, 0)

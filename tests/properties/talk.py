@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from properties.fleet import HANDSHAKE
+from properties.fleet import HANDSHAKE, registrations
 from tcpstore_async.blob import framed, unpack
 from tcpstore_async.errors import LimitError, PeerError
 from tcpstore_async.limits import Limits
@@ -97,7 +97,7 @@ def everything(engine: Engine) -> object:
     return (
         {key: unpack(framed(value)) for key, value in keyspace.values.items()},
         {key: list(map(unpack, items)) for key, items in keyspace.queues.items()},
-        {key: list(waiters.values()) for key, waiters in keyspace.waiters.items()},
+        {key: list(waiters.values()) for key, waiters in registrations(keyspace).items()},
         dict(keyspace.promises),
         {
             key: sorted((target, len(crowd)) for target, crowd in counter.awaiting.items())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 
 from tcpstore_async.blob import EMPTY, pack, unpack
 from tcpstore_async.errors import LimitError, ProtocolError
-from tcpstore_async.keyspace import Keyspace
+from tcpstore_async.keyspace import Keyspace, Waiter
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 
@@ -343,6 +346,91 @@ def test_a_set_of_a_queues_name_wakes_all_in_line(engine: Engine, keyspace: Keys
     assert (woken(a), woken(b)) == (1, 1)
     assert keyspace.queue_pop(b"q") == (0, None)
     assert keyspace.promises == {}
+
+
+class Line(OrderedDict[Waiter, int]):
+    """A line that counts how many of those in it were looked at."""
+
+    looks = 0
+
+    def items(self) -> Any:
+        for item in super().items():
+            self.looks += 1
+            yield item
+
+
+def leave_over(engine: Engine, count: int) -> list[ServerSession]:
+    """So many who stand in line for q since a wait that is done."""
+    sessions = [waiter(engine) for _ in range(count)]
+    for session in sessions:
+        engine.keyspace.wait(session, [b"q"])
+        engine.keyspace.wait(session, [b"x"])
+    engine.keyspace.set(b"x", EMPTY)
+    engine.keyspace.delete_key(b"x")
+    assert [woken(session) for session in sessions] == [1] * count
+    return sessions
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_a_push_looks_at_what_is_left_over_once(engine: Engine, keyspace: Keyspace, count: int) -> None:
+    leave_over(engine, count)
+    line = keyspace.waiters[b"q"] = Line(keyspace.waiters[b"q"])
+    session = waiter(engine)
+    for _ in range(10):
+        assert not keyspace.wait(session, [b"q"])
+        keyspace.queue_push(b"q", EMPTY)
+        assert woken(session) == 1
+        assert keyspace.queue_pop(b"q") == (1, EMPTY)
+    assert line.looks == count + 10
+
+
+def test_what_a_queue_passed_over_counts_all_the_same(engine: Engine, keyspace: Keyspace) -> None:
+    first, second, *rest = leave_over(engine, 40)
+    keyspace.queue_push(b"q", EMPTY)
+    keyspace.queue_pop(b"q")
+    keyspace.wait(second, [b"other", b"q"])
+    keyspace.wait(first, [b"q"])  # comes in behind, though it stood before
+    keyspace.queue_push(b"q", EMPTY)
+    assert (woken(first), woken(second)) == (0, 1)
+    keyspace.queue_pop(b"q")
+    keyspace.queue_push(b"q", EMPTY)
+    assert (woken(first), woken(second)) == (1, 0)
+    keyspace.queue_pop(b"q")
+    for session in rest:
+        keyspace.wait(session, [b"other"])
+    gone = rest.pop()
+    gone.leave()
+    keyspace.set(b"q", EMPTY)  # as in PyTorch: it counts for a later wait
+    assert [woken(session) for session in rest] == [1] * len(rest)
+    assert not woken(gone)
+    for session in (first, second, *rest):
+        session.leave()
+    keyspace.delete_key(b"q")
+    assert (keyspace.waiters, keyspace.passed, keyspace.promises, keyspace.size) == ({}, {}, {}, 0)
+
+
+def test_those_whom_a_queue_passed_over_may_leave(engine: Engine, keyspace: Keyspace) -> None:
+    sessions = leave_over(engine, 3)
+    keyspace.queue_push(b"q", EMPTY)
+    for session in sessions:
+        session.leave()
+    assert (keyspace.waiters, keyspace.passed) == ({}, {})
+    keyspace.queue_push(b"q", EMPTY)
+    assert keyspace.queue_len(b"q") == 2
+
+
+def test_a_line_keeps_no_room_for_those_who_left(engine: Engine, keyspace: Keyspace) -> None:
+    """The next push would step over it."""
+    sessions = [waiter(engine) for _ in range(1_000)]
+    for session in sessions:
+        keyspace.wait(session, [b"q"])
+    for session in sessions[:-5]:
+        session.leave()
+    assert sys.getsizeof(keyspace.waiters[b"q"]) <= sys.getsizeof(dict.fromkeys(range(40)))
+    for session in sessions[-5:]:
+        keyspace.queue_push(b"q", EMPTY)
+        assert [other for other in sessions if woken(other)] == [session]
+    assert keyspace.waiters == {}
 
 
 # Size

@@ -42,7 +42,8 @@ def heard(session: ServerSession) -> list[bytes]:
 
 
 def nothing_is_left(keyspace: Keyspace) -> bool:
-    return (keyspace.waiters, keyspace.counters, keyspace.promises, keyspace.size) == ({}, {}, {}, 0)
+    waiting = keyspace.waiters, keyspace.passed, keyspace.counters, keyspace.promises
+    return waiting == ({}, {}, {}, {}) and keyspace.size == 0
 
 
 # Fetching
