@@ -13,18 +13,17 @@ from pathlib import Path
 
 import pytest
 
+import builds
 from tcpstore_async.daemon import build
 
-WANTED = os.environ.get("TCPSTORE_TEST_BUILD")
-"""`interpreted` or `compiled`; unset, whatever is there is tested."""
+WANTED = os.environ.get("TCPSTORE_TEST_BUILD") or "interpreted"
+"""`interpreted` or `compiled`."""
 
 
 def pytest_configure() -> None:
-    if WANTED and build() != WANTED:
-        raise pytest.UsageError(
-            f"this run is to test the {WANTED} build of tcpstore_async, but finds the {build()} one"
-            + ("; `TCPSTORE_PURE=0 pip wheel --no-deps .` says why" if WANTED == "compiled" else "")
-        )
+    complaint = builds.complaint(WANTED)
+    if complaint:
+        raise pytest.UsageError(complaint)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
