@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 COMPILED = [
@@ -74,4 +75,12 @@ class BuildAllOrNothing(build_ext):  # type: ignore[misc]
             self.extensions.clear()
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildAllOrNothing})
+class TagWhatWasBuilt(bdist_wheel):  # type: ignore[misc]
+    """A wheel for every Python if nothing was compiled, which is known after `build` only."""
+
+    def run_command(self, command: str) -> None:
+        super().run_command(command)
+        self.root_is_pure = not self.distribution.has_ext_modules()
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildAllOrNothing, "bdist_wheel": TagWhatWasBuilt})
