@@ -6,22 +6,9 @@ Invariant: whatever ends a run, its JSON file is written; exit status 0 only for
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+from bench import builds
 
-ROOT = Path(__file__).resolve().parent.parent
-COMPILED = ROOT / "build" / "compiled"
-
-
-def _prefer_compiled() -> None:
-    """Measure the compiled build, if `make compile` has made it, here and in all processes started here."""
-    if list(COMPILED.glob("*.so")) and os.environ.get("BENCH_BUILD") != "interpreted":
-        sys.path.insert(0, str(COMPILED))
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(COMPILED), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-
-
-_prefer_compiled()
+builds.use()
 
 from bench.command import main  # noqa: E402  (the path comes first)
 

@@ -24,10 +24,11 @@ from typing import Literal
 import click
 
 from bench import records
+from bench.builds import ROOT
 from bench.records import Machine, Run, Versions
 from bench.runner import Plan, Progress, Runner
 from bench.scenarios import SCENARIOS
-from bench.servers import ROOT, SERVERS, hosting
+from bench.servers import SERVERS, hosting
 from tcpstore_async.daemon import build
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.base import raise_file_limit

@@ -1,10 +1,17 @@
 """What a rank costs as a job grows: the server's own sessions in memory, no sockets.
 
     python bench/growth.py [--ranks 1000 19000 98304 1000000] [--runs 3]
+    python bench/growth.py --ranks 1000 16000 --demand 6        exit status 1 if a row grows by more than that
 
-Every row is the processor's time of the engine for one rank, in microseconds, and how that compares with the first
-size; the least of the runs counts. `collector` says what the garbage collector is told: as the server tells it
-(`tuned`), or what Python does by itself (`default`). Each measurement has a process of its own.
+Every row is the processor's time of the engine for one rank, in microseconds, and how that compares with the smallest
+size. Each run has a process of its own, in which the first pass does not count and small sizes are measured as often as
+it takes to serve some 20,000 ranks, each time by a new engine: the median of the passes counts, and the least of the
+runs. `collector` says what the garbage collector is told: as the server tells it (`tuned`), or what Python does by
+itself (`default`). `leave_waiting` and `leave_so_many_keys` are what it takes to leave while waiting, for one key or for
+many.
+
+The compiled build is measured if `make compile` has made it from these sources, otherwise, and with
+BENCH_BUILD=interpreted, the checkout. Which one it was is said by the process that measured.
 """
 
 from __future__ import annotations
@@ -12,21 +19,42 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parent.parent))
 
+from bench import builds
 from bench.memory import Sessions
 from tcpstore_async.blob import pack
 from tcpstore_async.daemon import build, spare_the_collector
 from tcpstore_async.load.requests import said
 
 KEYS_AT_ONCE = 100_000
+RANKS_SERVED = 20_000
+"""By the passes of one run together, at least."""
+COLLECTORS = ("tuned", "default")
+
+
+class Found(NamedTuple):
+    """What one process has measured."""
+
+    build: str
+    seconds: dict[str, float]
+    """Of processor time, for all ranks together."""
+
+
+class Growth(NamedTuple):
+    """How many times what a rank takes at the smallest size it takes in this row."""
+
+    factor: float
+    row: str
 
 
 def spent(do: Callable[[], object]) -> float:
@@ -35,86 +63,109 @@ def spent(do: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def measure(ranks: int) -> dict[str, float]:
+def many_ranks(ranks: int) -> dict[str, float]:
     """Seconds of processor time of each scenario, for all ranks together."""
     job = Sessions(ranks)
+    found = {
+        "init": spent(job.init),
+        "barrier": spent(lambda: job.barrier(times=1)),
+        "one_message_barrier": spent(lambda: job.barrier_opcode(times=1)),
+        "fan_out": spent(job.fanout),
+    }
+    wait = said("wait", [b"/never"])
+    for session in job.sessions:
+        job.tell(session, wait)
 
-    def leave_waiting() -> None:
-        wait = said("wait", [b"/never"])
-        for session in job.sessions:
-            job.tell(session, wait)
+    def leave() -> None:
         for session in job.sessions:
             session.leave()
 
-    scenarios: dict[str, Callable[[], object]] = {
-        "init": job.init,
-        "barrier": lambda: job.barrier(times=1),
-        "one_message_barrier": lambda: job.barrier_opcode(times=1),
-        "fan_out": job.fanout,
-        "leave_waiting": leave_waiting,
-    }
-    return {name: spent(scenario) for name, scenario in scenarios.items()}
+    return {**found, "leave_waiting": spent(leave)}
 
 
-def many_keys(count: int) -> float:
-    """Processor time for one client that waits for so many keys, which then come one by one."""
+def many_keys(count: int) -> dict[str, float]:
+    """Processor time for one client that waits for so many keys, which come one by one, or that leaves before."""
     job = Sessions(0)
-    waiter, setter = job.connected(1), job.connected(2)
+    waiter, leaver, setter = job.connected(1), job.connected(2), job.connected(3)
     names = [b"/key/%d" % number for number in range(count)]
+    wait, others = said("wait", names), said("wait", [b"/never" + name for name in names])
+    sets = [said("set", name, pack(b"")) for name in names]
 
     def run() -> None:
-        job.tell(waiter, said("wait", names))
-        for name in names:
-            job.tell(setter, said("set", name, pack(b"")))
+        job.tell(waiter, wait)
+        for request in sets:
+            job.tell(setter, request)
 
-    seconds = spent(run)
+    found = spent(run)
     job.demand(1)
-    return seconds
+    job.tell(leaver, others)
+    return {"wait_for_so_many_keys": found, "leave_so_many_keys": spent(leaver.leave)}
+
+
+def one_pass(ranks: int) -> dict[str, float]:
+    """By engines of its own; what the pass before has left is gone."""
+    gc.collect()
+    return {**many_ranks(ranks), **(many_keys(ranks) if ranks <= KEYS_AT_ONCE else {})}
 
 
 def one(ranks: int, collector: str) -> None:
-    """The child's part: measure once and print."""
+    """The child's part: measure and print."""
     if collector == "tuned":
         spare_the_collector()
-    found = measure(ranks)
-    if ranks <= KEYS_AT_ONCE:
-        found["wait_for_so_many_keys"] = many_keys(ranks)
-    print(json.dumps(found))
+    one_pass(ranks)  # what only a new process has to do
+    passes = [one_pass(ranks) for _ in range(max(1, RANKS_SERVED // ranks))]
+    seconds = {name: statistics.median(found[name] for found in passes) for name in passes[0]}
+    print(json.dumps(Found(build(), seconds)))
 
 
-def least(ranks: int, collector: str, runs: int) -> dict[str, float]:
-    """The least of several runs, in microseconds a rank."""
-    best: dict[str, float] = {}
+def least(tree: Path, ranks: int, collector: str, runs: int) -> tuple[str, dict[str, float]]:
+    """Which build was measured, and the least of several runs of each row, in microseconds a rank."""
+    found = []
     for _ in range(runs):
         done = subprocess.run(
             [sys.executable, __file__, "--one", str(ranks), "--collector", collector],
-            capture_output=True,
+            stdout=subprocess.PIPE,
             check=True,
             cwd=tempfile.gettempdir(),
+            env=builds.environment(tree),
         )
-        for name, seconds in json.loads(done.stdout).items():
-            best[name] = min(best.get(name, float("inf")), seconds / ranks * 1e6)
-    return best
+        found.append(Found(*json.loads(done.stdout)))
+    rows = {name: min(one.seconds[name] for one in found) / ranks * 1e6 for name in found[0].seconds}
+    return found[0].build, rows
+
+
+def measure(sizes: list[int], runs: int) -> Growth:
+    """Print every row; the one that has grown the most."""
+    tree = builds.chosen()
+    worst = Growth(0.0, "")
+    for collector in COLLECTORS:
+        base: dict[str, float] = {}
+        for ranks in sizes:
+            package, found = least(tree, ranks, collector, runs)
+            base = base or found
+            grown = {name: us / base[name] for name, us in found.items()}
+            row = "  ".join(f"{name} {us:6.2f} ({grown[name]:.2f}×)" for name, us in found.items())
+            print(f"{package} {collector:8} {ranks:9,} ranks: {row}", flush=True)
+            said_of = f"{{}} of {ranks:,} ranks, collector {collector}"
+            worst = max(worst, *(Growth(factor, said_of.format(name)) for name, factor in grown.items()))
+    return worst
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1000, 19_000, 98_304, 1_000_000])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--demand", type=float, metavar="FACTOR", help="how much any row may grow")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--collector", choices=["tuned", "default"], default="tuned", help=argparse.SUPPRESS)
+    parser.add_argument("--collector", choices=COLLECTORS, default="tuned", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         one(options.one, options.collector)
         return
-    print(f"package: {build()}; gc thresholds of Python: {gc.get_threshold()}")
-    for collector in ("tuned", "default"):
-        base: dict[str, float] = {}
-        for ranks in options.ranks:
-            found = least(ranks, collector, options.runs)
-            base = base or found
-            row = "  ".join(f"{name} {us:6.2f} ({us / base[name]:.2f}×)" for name, us in found.items())
-            print(f"{collector:8} {ranks:9,} ranks: {row}", flush=True)
+    print(f"gc thresholds of Python: {gc.get_threshold()}", flush=True)
+    worst = measure(sorted(set(options.ranks)), options.runs)
+    if options.demand is not None and worst.factor > options.demand:
+        parser.exit(1, f"{worst.row}: {worst.factor:.2f} times the smallest size's, {options.demand:g} are allowed\n")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from bench.builds import environment
 from bench.first_rank import FirstRank
-from bench.servers import FOREIGN, SERVERS, Host, Impossible, Server, cores_of_load, environment
+from bench.servers import FOREIGN, SERVERS, Host, Impossible, Server, cores_of_load
 from tcpstore_async.blob import pack
 from tcpstore_async.load.generator import Act, Late, LoadError
 from tcpstore_async.load.process import Fleet, Pace, Play, Took, fleet

@@ -21,10 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from bench.builds import environment
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.load.process import process_clock
 
-ROOT = Path(__file__).resolve().parent.parent
 SERVERS = ("uvloop", "threaded", "libuv", "legacy", "control")
 PYTORCH = ("libuv", "legacy")
 REFERENCE = "libuv"
@@ -251,12 +251,6 @@ def _ready(line: bytes) -> tuple[int, int]:
         return int(event["port"]), int(event["pid"])
     port, pid = line.split()
     return int(port), int(pid)
-
-
-def environment() -> dict[str, str]:
-    """For processes that import `bench`. The checkout comes last: its plain sources must not hide a compiled build."""
-    path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _popen(command: list[str], *, pinned: bool) -> subprocess.Popen[bytes]:

@@ -1,0 +1,86 @@
+"""Which package the benchmarks measure, and that who measured it is who says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from bench import builds
+from support import LIMIT
+
+WHERE = "import tcpstore_async, bench.builds; print(tcpstore_async.__file__)"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One with a build of its sources, all of them empty."""
+    (tmp_path / "build" / "compiled" / "tcpstore_async").mkdir(parents=True)
+    (tmp_path / "tcpstore_async").mkdir()
+    for name in ("pyproject.toml", "setup.py", "tcpstore_async/__init__.py"):
+        age(tmp_path / name, 1000)
+    for name in ("x.so", ".made", "tcpstore_async/__init__.py"):
+        age(tmp_path / "build" / "compiled" / name, 2000)
+    monkeypatch.setattr(builds, "ROOT", tmp_path)
+    monkeypatch.setattr(builds, "COMPILED", tmp_path / "build" / "compiled")
+    monkeypatch.delenv("BENCH_BUILD", raising=False)
+    return tmp_path
+
+
+def age(path: Path, seconds: int) -> None:
+    path.touch()
+    os.utime(path, (seconds, seconds))
+
+
+def test_a_build_of_these_sources_is_chosen(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert builds.chosen() == checkout / "build" / "compiled"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("source", ["tcpstore_async/__init__.py", "setup.py"])
+def test_a_build_of_older_sources_is_not(checkout: Path, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    age(checkout / source, 3000)
+    assert builds.chosen() == checkout
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_build_that_was_not_finished_is_not(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "build" / "compiled" / ".made").unlink()
+    assert builds.chosen() == checkout
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_without_a_compiler_nothing_is_said(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "build" / "compiled" / "x.so").unlink()
+    assert builds.chosen() == checkout
+    assert capsys.readouterr().err == ""
+
+
+def test_the_other_build_can_be_asked_for(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_BUILD", "interpreted")
+    assert builds.chosen() == checkout
+
+
+def test_a_tree_comes_before_what_the_user_has(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative one, too, wherever the process runs."""
+    monkeypatch.setenv("PYTHONPATH", str(checkout))
+    monkeypatch.chdir(checkout / "build")
+    monkeypatch.setattr(builds, "ROOT", Path(builds.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", WHERE], stdout=subprocess.PIPE, timeout=LIMIT, check=True,
+        cwd=tempfile.gettempdir(), env=builds.environment(Path("compiled")), text=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(checkout / "build" / "compiled" / "tcpstore_async" / "__init__.py")
+
+
+def test_what_is_used_here_is_used_by_processes_started_here(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setattr(sys, "path", ["/first"])
+    builds.use()
+    compiled = str(checkout / "build" / "compiled")
+    assert sys.path == [compiled, "/first"]
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[:2] == [compiled, "/elsewhere"]
