@@ -1,13 +1,18 @@
 """What one command costs in our own code, without system calls.
 
-    python bench/micro.py                                    the tree it is in, interpreted
-    PYTHONPATH=build/compiled python bench/micro.py          the compiled build
-    python bench/micro.py --save before.json                 for a change that is to be judged:
-    python bench/micro.py --against before.json              ... the ratios to what was saved
+    python bench/micro.py                            the compiled build, if `make compile` has made it of these sources
+    BENCH_BUILD=interpreted python bench/micro.py    the checkout
+    python bench/micro.py --tree OLD --tree NEW      for a change that is to be judged: the ratios, NEW over OLD
 
-Every row is the least of so many runs, in nanoseconds: what else the machine does only ever adds. `shapes` decodes the
-fields of one request, `session` takes one request in and makes its reply, `client` makes one request and decodes its
-reply, `calls` makes what is asked from what a user passes. Whole calls are measured by `bench/clients.py`.
+A tree is a checkout, which runs interpreted, or what `make compile` has made of one, its `build/compiled`; its package
+is measured by the rows that stand here. Every figure is of processor time, the median of so many rounds, in each of
+which a new process for each tree takes the least of so many runs: what else the machine does only ever adds. The trees
+take turns, also at going first. A ratio is the median of the rounds' ratios; in brackets is where it lies with at least
+99 % confidence, by which at most one row in a hundred differs where nothing does.
+
+`shapes` decodes the fields of one request, `session` takes one request in and makes its reply, `client` makes one
+request and decodes its reply, `calls` makes what is asked from what a user passes. Whole calls are measured by
+`bench/clients.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +20,17 @@ from __future__ import annotations
 import argparse
 import json
 import struct
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+sys.path.append(str(Path(__file__).parent.parent))
+
+from bench import builds, stats
 from tcpstore_async.blob import pack
 from tcpstore_async.client import calls
 from tcpstore_async.daemon import build
@@ -26,6 +38,11 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import BY_METHOD
+
+CONFIDENCE = 0.99
+"""More than elsewhere: a table has some twenty rows."""
+RUN = 0.002
+"""Seconds that a run takes at least, which is long enough for the clock."""
 
 KEY = b"/default_pg/0//key"
 VALUE = pack(bytes(100))
@@ -49,7 +66,18 @@ REPLIES = {
 }
 
 Row = Callable[[int], float]
-"""Does something so many times and returns the seconds that it took."""
+"""Does something so many times and returns the seconds of processor time that it took."""
+
+
+class Impossible(Exception):
+    """What was asked for cannot be measured, or not be compared."""
+
+
+class Found(NamedTuple):
+    """What one process has measured."""
+
+    build: str
+    nanoseconds: dict[str, float]
 
 
 def request(method: str) -> bytes:
@@ -65,10 +93,10 @@ def shape(method: str) -> Row:
         pass
 
     def run(count: int) -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(count):
             decode(nothing, data, 1, end, LIMITS)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     return run
 
@@ -83,13 +111,13 @@ def session(method: str, cut: int = 0) -> Row:
 
     def run(count: int) -> float:
         out = one.out
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(count):
             for chunk in chunks:
                 one.receive(chunk)
             one.unread = 0
             out.clear()
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     return run
 
@@ -99,22 +127,22 @@ def client(method: str) -> Row:
 
     def run(count: int) -> float:
         one = ClientSession()
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(count):
             one.request(command, fields)
             if reply is not None:
                 one.receive(reply)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     return run
 
 
 def call() -> Row:
     def run(count: int) -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(count):
             calls.add("counter", 1)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     return run
 
@@ -129,31 +157,94 @@ ROWS: dict[str, Row] = {
 
 
 def nanoseconds(row: Row, runs: int) -> float:
-    """The least of the runs, each of them long enough for the clock."""
+    """The least of the runs."""
     count = 1
-    while (spent := row(count)) < 0.01:
+    while (spent := row(count)) < RUN:
         count *= 4
     return min(spent, *(row(count) for _ in range(runs))) / count * 1e9
+
+
+def one(words: list[str], runs: int) -> None:
+    """The child's part: measure and print."""
+    wanted = {name: row for name, row in ROWS.items() if not words or any(word in name for word in words)}
+    print(json.dumps(Found(build(), {name: nanoseconds(row, runs) for name, row in wanted.items()})))
+
+
+def measured(tree: Path, words: list[str], runs: int) -> Found:
+    """In a process of its own. Raises Impossible."""
+    if not (tree / "tcpstore_async" / "__init__.py").is_file():
+        raise Impossible(f"{tree}: no tcpstore_async is in it")
+    done = subprocess.run(
+        [sys.executable, __file__, *words, "--one", "--runs", str(runs)],
+        capture_output=True,
+        check=False,
+        cwd=tempfile.gettempdir(),
+        env=builds.environment(tree),
+    )
+    if done.returncode:
+        raise Impossible(f"{tree}: {done.stderr.decode(errors='replace').strip().splitlines()[-1]}")
+    return Found(*json.loads(done.stdout))
+
+
+def interleaved(trees: list[Path], rounds: int, words: list[str], runs: int) -> Iterator[list[Found]]:
+    """What each round has found of each tree; odd rounds begin with the last. Raises Impossible."""
+    for number in range(rounds):
+        turn = trees if number % 2 == 0 else trees[::-1]
+        found = [measured(tree, words, runs) for tree in turn]
+        yield found if turn is trees else found[::-1]
+
+
+def by_round(found: list[list[Found]], tree: int, name: str) -> dict[int, float]:
+    return {number: each[tree].nanoseconds[name] for number, each in enumerate(found)}
+
+
+def told(found: list[list[Found]], name: str) -> str:
+    """One row: a median for each tree and, of two, the ratio."""
+    sides = [by_round(found, tree, name) for tree in range(len(found[0]))]
+    row = f"{name:42} " + " ".join(f"{stats.median(list(side.values())):10.0f} ns" for side in sides)
+    if len(sides) < 2:
+        return row
+    ratios = stats.paired(sides[1], sides[0])
+    interval = stats.interval(ratios, CONFIDENCE)
+    return f"{row}   {stats.median(ratios):.3f}× ({interval.low:.3f}–{interval.high:.3f})"
+
+
+def compare(trees: list[Path], rounds: int, words: list[str], runs: int, across_builds: bool) -> None:
+    """Measure and print. Raises Impossible."""
+    found: list[list[Found]] = []
+    for each in interleaved(trees, rounds, words, runs):
+        kinds = [one.build for one in each]
+        if not found:
+            for tree, kind in zip(trees, kinds, strict=True):
+                print(f"{tree}: {kind}", flush=True)
+        if len(set(kinds)) > 1 and not across_builds:
+            raise Impossible(f"one tree is {kinds[0]} and the other {kinds[1]}: --across-builds compares them")
+        found.append(each)
+    confidence = stats.interval(range(rounds), CONFIDENCE).confidence
+    print(f"medians of {rounds} rounds" + (f", intervals of {confidence:.1%}" if len(trees) > 1 else ""))
+    for name in found[0][0].nanoseconds:
+        print(told(found, name))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help="only rows with one of these words")
-    parser.add_argument("--runs", type=int, default=20, help="runs of each row (20)")
-    parser.add_argument("--save", type=Path, help="write the figures here")
-    parser.add_argument("--against", type=Path, help="print the ratios to what was saved there")
+    parser.add_argument("--tree", type=Path, action="append", help="measure the package in this folder; twice: compare")
+    parser.add_argument("--rounds", type=int, default=11, help="processes for each tree (11)")
+    parser.add_argument("--runs", type=int, default=10, help="runs of each row in each process (10)")
+    parser.add_argument("--across-builds", action="store_true", help="compare compiled with interpreted")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    before = json.loads(options.against.read_text()) if options.against else {}
-    found = {}
-    print(f"package: {build()}")
-    for name, row in ROWS.items():
-        if options.rows and not any(word in name for word in options.rows):
-            continue
-        found[name] = nanoseconds(row, options.runs)
-        ratio = f"   {found[name] / before[name]:.2f}×" if name in before else ""
-        print(f"{name:42} {found[name]:10.0f} ns{ratio}", flush=True)
-    if options.save:
-        options.save.write_text(json.dumps(found))
+    if options.one:
+        one(options.rows, options.runs)
+        return
+    trees = options.tree or [builds.chosen()]
+    if len(trees) > 2:
+        parser.error("two trees at most are compared")
+    try:
+        compare(trees, options.rounds, options.rows, options.runs, options.across_builds)
+    except Impossible as impossible:
+        parser.exit(2, f"{impossible}\n")
 
 
 if __name__ == "__main__":

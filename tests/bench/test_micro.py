@@ -1,0 +1,85 @@
+"""Two trees side by side: which is which, and that a compiled one is not taken for a faster interpreted one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import LIMIT
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "bench" / "micro.py"
+
+SLOWER = """
+_quick = add
+
+
+def add(key, amount):
+    for _ in range(10_000):
+        pass
+    return _quick(key, amount)
+"""
+OTHER = """
+
+
+def build():
+    return "compiled"
+"""
+
+
+def micro(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "calls", "--rounds", "3", "--runs", "1", *words]
+    return subprocess.run(command, capture_output=True, timeout=LIMIT, check=False, text=True)
+
+
+def copied(folder: Path, path: str = "", more: str = "") -> Path:
+    """A checkout with more in one of its files."""
+    shutil.copytree(ROOT / "tcpstore_async", folder / "tcpstore_async", ignore=shutil.ignore_patterns("__pycache__"))
+    if path:
+        with (folder / "tcpstore_async" / path).open("a") as file:
+            file.write(more)
+    return folder
+
+
+def test_a_ratio_is_that_of_the_second_tree_to_the_first(tmp_path: Path) -> None:
+    slow = copied(tmp_path, "client/calls.py", SLOWER)
+    done = micro("--tree", str(ROOT), "--tree", str(slow))
+    assert (done.returncode, done.stderr) == (0, "")
+    *_, row = done.stdout.splitlines()
+    assert row.startswith("calls    add ")
+    low = float(row.rpartition("(")[2].partition("–")[0])
+    assert low > 10
+
+
+def test_one_tree_has_no_ratio() -> None:
+    done = micro("--tree", str(ROOT))
+    assert (done.returncode, done.stderr) == (0, "")
+    tree, rounds, row = done.stdout.splitlines()
+    assert tree == f"{ROOT}: interpreted"
+    assert rounds == "medians of 3 rounds"
+    assert row.endswith(" ns")
+
+
+def test_builds_are_compared_only_on_purpose(tmp_path: Path) -> None:
+    other = copied(tmp_path, "session/extension.py", OTHER)
+    words = ["--tree", str(ROOT), "--tree", str(other)]
+    done = micro(*words)
+    assert done.returncode == 2
+    assert done.stderr == "one tree is interpreted and the other compiled: --across-builds compares them\n"
+    done = micro(*words, "--across-builds")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[:2] == [f"{ROOT}: interpreted", f"{other}: compiled"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_tree_that_cannot_be_measured_is_one_line(tmp_path: Path, broken: bool) -> None:
+    if broken:
+        copied(tmp_path, "blob.py", "raise ImportError('on purpose')\n")
+    done = micro("--tree", str(ROOT), "--tree", str(tmp_path))
+    assert done.returncode == 2
+    why = "ImportError: on purpose" if broken else "no tcpstore_async is in it"
+    assert done.stderr == f"{tmp_path}: {why}\n"
