@@ -5,7 +5,12 @@
     python bench/clients.py --server libuv     PyTorch's server
 
 Every row is the median of paired batches, the order of the two alternating, so that what else the machine does hits
-both; the interval is that of the ratios' medians (90 %, from the order statistics). Needs PyTorch.
+both; the interval is that of the ratios' medians (90 %, from the order statistics). Of a batch the median call counts,
+but for `set`, which takes no longer than to read the clock, and for many calls in flight: there a batch is timed as a
+whole and divided. Needs PyTorch.
+
+The compiled build is measured, client and server, if `make compile` has made it of these sources; otherwise, and with
+BENCH_BUILD=interpreted, the checkout. A server of another build than the client's is refused, exit status 2.
 """
 
 from __future__ import annotations
@@ -20,18 +25,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
-import tcpstore_async
-from tcpstore_async.daemon import build
+sys.path.append(str(Path(__file__).parent.parent))
+
+from bench import builds, stats
+
+builds.use()
+
+import tcpstore_async  # noqa: E402  (the path comes first)
+from tcpstore_async.daemon import build  # noqa: E402
 
 BATCH = 500
 ASYNC_IN_FLIGHT = 64
+ASYNC_BATCH = 40 * ASYNC_IN_FLIGHT
 TIMEOUT = timedelta(seconds=60)
 
 TORCH_SERVER = """
@@ -54,6 +67,10 @@ while True:
     sum(range(1000))
 """
 """A trainer whose main thread runs Python without a pause, with the store it has made."""
+
+
+class OtherBuild(Exception):
+    """A server does not run as the clients do that would be measured on it."""
 
 
 @contextmanager
@@ -83,7 +100,22 @@ def server(kind: str, core: int | None) -> Iterator[int]:
             yield int(line)
     else:
         with process([sys.executable, "-m", "tcpstore_async", "serve", "--port", "0"], core) as line:
-            yield json.loads(line)["port"]
+            port = json.loads(line)["port"]
+            demand_our_build(port)
+            yield port
+
+
+def demand_our_build(port: int) -> None:
+    """Raises OtherBuild. The server is one of ours, and says itself which it is."""
+
+    async def ask() -> str:
+        async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=TIMEOUT) as store:
+            identity = await store.server()
+            return identity.build if identity else "PyTorch's"
+
+    theirs = asyncio.run(ask())
+    if theirs != build():
+        raise OtherBuild(f"the clients are {build()} and the server on port {port} is {theirs}: nothing is measured")
 
 
 def p50(do: Callable[[], object], count: int) -> float:
@@ -101,6 +133,18 @@ def timed(do: Callable[[], object], count: int) -> Callable[[], float]:
     return lambda: p50(do, count)
 
 
+def repeated(do: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        do()
+
+
+def divided(batch: Callable[[], object], count: int) -> float:
+    """The mean time of so many calls, in microseconds, which is what the batch is."""
+    began = time.perf_counter()
+    batch()
+    return (time.perf_counter() - began) / count * 1e6
+
+
 def pairs(ours: Callable[[], float], theirs: Callable[[], float], count: int) -> list[tuple[float, float]]:
     """Measure both so many times, taking turns at going first."""
     found = []
@@ -116,20 +160,14 @@ def pairs(ours: Callable[[], float], theirs: Callable[[], float], count: int) ->
 
 def report(name: str, found: list[tuple[float, float]], unit: str = "µs") -> None:
     """One row: both medians, the median ratio, and its interval."""
-    ratios = sorted(ours / theirs for ours, theirs in found)
-    low, high = interval(len(ratios))
+    ratios = [ours / theirs for ours, theirs in found]
+    interval = stats.interval(ratios)
     medians = [statistics.median(side) for side in zip(*found, strict=True)]
     print(
-        f"{name:34} ours {medians[0]:9.2f} {unit}   PyTorch {medians[1]:9.2f} {unit}   "
-        f"ratio {statistics.median(ratios):.2f} ({ratios[low]:.2f}–{ratios[high]:.2f})",
+        f"{name:42} ours {medians[0]:9.2f} {unit}   PyTorch {medians[1]:9.2f} {unit}   "
+        f"ratio {statistics.median(ratios):.2f} ({interval.low:.2f}–{interval.high:.2f})",
         flush=True,
     )
-
-
-def interval(count: int) -> tuple[int, int]:
-    """Which order statistics hold the median with 90 %."""
-    spread = 1.645 * count**0.5 / 2
-    return max(0, int(count / 2 - spread)), min(count - 1, int(count / 2 + spread))
 
 
 def calls(port: int, count: int) -> None:
@@ -143,12 +181,20 @@ def calls(port: int, count: int) -> None:
         kinds: dict[str, Callable[[Any], Callable[[], object]]] = {
             "add": lambda store: lambda: store.add("n", 1),
             "set, then check": lambda store: lambda: (store.set("s", "v"), store.check(["s"])),
-            "set": lambda store: lambda: store.set("s", "v"),
             "check": lambda store: lambda: store.check(["k"]),
             "get": lambda store: lambda: store.get("k"),
         }
         for name, call in kinds.items():
             report(name, pairs(timed(call(ours), BATCH), timed(call(theirs), BATCH), count))
+        mine, other = (functools.partial(sets, store) for store in (ours, theirs))
+        report("set, of a whole batch", pairs(mine, other, count))
+
+
+def sets(store: Any) -> float:
+    """The mean `set` of a batch, in microseconds. The next batch finds a server that has done them all."""
+    took = divided(functools.partial(repeated, functools.partial(store.set, "s", "v"), BATCH), BATCH)
+    store.check(["s"])
+    return took
 
 
 def creating(port: int, count: int) -> None:
@@ -165,32 +211,42 @@ def creating(port: int, count: int) -> None:
 
 
 def in_flight(port: int, count: int) -> None:
-    """The async client with many calls in flight against one C++ client, in microseconds per operation."""
+    """The async client with many calls in flight against one C++ client, in microseconds per operation.
+
+    Every batch of either ends with one `check`, before which no `set` is known to be done.
+    """
     import torch.distributed as dist
 
     theirs: Any = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT, wait_for_workers=False)
+    theirs.set("k", "v" * 100)
     loop = uvloop.new_event_loop()
     ours = loop.run_until_complete(tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=TIMEOUT))
 
-    async def worker(calls: int) -> None:
-        for _ in range(calls):
-            await ours.add("n", 1)
+    async def worker(call: Callable[[], Awaitable[object]]) -> None:
+        for _ in range(ASYNC_BATCH // ASYNC_IN_FLIGHT):
+            await call()
 
-    async def crowd(calls: int) -> None:
-        await asyncio.gather(*(worker(calls) for _ in range(ASYNC_IN_FLIGHT)))
+    async def crowd(call: Callable[[], Awaitable[object]]) -> None:
+        await asyncio.gather(*(worker(call) for _ in range(ASYNC_IN_FLIGHT)))
+        await ours.check(["k"])
 
-    def many(calls: int = 40) -> float:
-        began = time.perf_counter()
-        loop.run_until_complete(crowd(calls))
-        return (time.perf_counter() - began) / (calls * ASYNC_IN_FLIGHT) * 1e6
+    def at_once(call: Callable[[], Awaitable[object]]) -> None:
+        loop.run_until_complete(crowd(call))
 
-    def one(calls: int = 1000) -> float:
-        began = time.perf_counter()
-        for _ in range(calls):
-            theirs.add("n", 1)
-        return (time.perf_counter() - began) / calls * 1e6
+    def in_turn(call: Callable[[], object]) -> None:
+        repeated(call, ASYNC_BATCH)
+        theirs.check(["k"])
 
-    report(f"async add, {ASYNC_IN_FLIGHT} in flight", pairs(many, one, count))
+    kinds: dict[str, Callable[[Any], Callable[[], Any]]] = {
+        "add": lambda store: functools.partial(store.add, "n", 1),
+        "get": lambda store: functools.partial(store.get, "k"),
+        "check": lambda store: functools.partial(store.check, ["k"]),
+        "set, and one check": lambda store: functools.partial(store.set, "s", "v"),
+    }
+    for name, call in kinds.items():
+        many = functools.partial(divided, functools.partial(at_once, call(ours)), ASYNC_BATCH)
+        one = functools.partial(divided, functools.partial(in_turn, call(theirs)), ASYNC_BATCH)
+        report(f"async {name}, {ASYNC_IN_FLIGHT} in flight", pairs(many, one, count))
     loop.run_until_complete(ours.close())
     loop.close()
 
@@ -201,12 +257,24 @@ def busy_master(count: int) -> None:
 
     command = [sys.executable, "-W", "ignore", "-c", BUSY]
     with process([*command, "ours"]) as ours, process([*command, "theirs"]) as theirs:
+        demand_our_build(int(ours))
         stores: list[Any] = [
             dist.TCPStore("127.0.0.1", int(line), None, False, TIMEOUT, wait_for_workers=False)
             for line in (ours, theirs)
         ]
         mine, other = (functools.partial(store.add, "n", 1) for store in stores)
         report("add, the master being busy", pairs(timed(mine, BATCH), timed(other, BATCH), count))
+
+
+def measure(kind: str, pin: bool, count: int) -> None:
+    """All rows. Raises OtherBuild."""
+    with server(kind, 1 if pin else None) as port:
+        print(f"server: {kind}; package: {build()}; {'pinned apart' if pin else 'nothing pinned'}", flush=True)
+        calls(port, count)
+        creating(port, count)
+        in_flight(port, count)
+    if not pin:
+        busy_master(count)
 
 
 def main() -> None:
@@ -217,13 +285,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.pin:
         os.sched_setaffinity(0, {0})
-    print(f"server: {options.server}; package: {build()}; {'pinned apart' if options.pin else 'nothing pinned'}")
-    with server(options.server, 1 if options.pin else None) as port:
-        calls(port, options.pairs)
-        creating(port, options.pairs)
-        in_flight(port, options.pairs)
-    if not options.pin:
-        busy_master(options.pairs)
+    try:
+        measure(options.server, options.pin, options.pairs)
+    except OtherBuild as error:
+        parser.exit(2, f"{error}\n")
 
 
 if __name__ == "__main__":
