@@ -213,25 +213,13 @@ def creating(port: int, count: int) -> None:
 def in_flight(port: int, count: int) -> None:
     """The async client with many calls in flight against one C++ client, in microseconds per operation.
 
-    Every batch of either ends with one `check`, before which no `set` is known to be done.
+    Every batch of either ends with one `check`, before which no `set` is known to be done. Ours is a new one for each
+    row: the connections that one kind of call has opened would be used by the next.
     """
     import torch.distributed as dist
 
     theirs: Any = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT, wait_for_workers=False)
     theirs.set("k", "v" * 100)
-    loop = uvloop.new_event_loop()
-    ours = loop.run_until_complete(tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=TIMEOUT))
-
-    async def worker(call: Callable[[], Awaitable[object]]) -> None:
-        for _ in range(ASYNC_BATCH // ASYNC_IN_FLIGHT):
-            await call()
-
-    async def crowd(call: Callable[[], Awaitable[object]]) -> None:
-        await asyncio.gather(*(worker(call) for _ in range(ASYNC_IN_FLIGHT)))
-        await ours.check(["k"])
-
-    def at_once(call: Callable[[], Awaitable[object]]) -> None:
-        loop.run_until_complete(crowd(call))
 
     def in_turn(call: Callable[[], object]) -> None:
         repeated(call, ASYNC_BATCH)
@@ -244,11 +232,32 @@ def in_flight(port: int, count: int) -> None:
         "set, and one check": lambda store: functools.partial(store.set, "s", "v"),
     }
     for name, call in kinds.items():
-        many = functools.partial(divided, functools.partial(at_once, call(ours)), ASYNC_BATCH)
         one = functools.partial(divided, functools.partial(in_turn, call(theirs)), ASYNC_BATCH)
-        report(f"async {name}, {ASYNC_IN_FLIGHT} in flight", pairs(many, one, count))
-    loop.run_until_complete(ours.close())
-    loop.close()
+        with crowd(port, call) as at_once:
+            many = functools.partial(divided, at_once, ASYNC_BATCH)
+            report(f"async {name}, {ASYNC_IN_FLIGHT} in flight", pairs(many, one, count))
+
+
+@contextmanager
+def crowd(port: int, call: Callable[[Any], Callable[[], Awaitable[object]]]) -> Iterator[Callable[[], None]]:
+    """A batch of calls of one async client, so many of them in flight."""
+    loop = uvloop.new_event_loop()
+    store = loop.run_until_complete(tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=TIMEOUT))
+    do = call(store)
+
+    async def worker() -> None:
+        for _ in range(ASYNC_BATCH // ASYNC_IN_FLIGHT):
+            await do()
+
+    async def batch() -> None:
+        await asyncio.gather(*(worker() for _ in range(ASYNC_IN_FLIGHT)))
+        await store.check(["k"])
+
+    try:
+        yield lambda: loop.run_until_complete(batch())
+    finally:
+        loop.run_until_complete(store.close())
+        loop.close()
 
 
 def busy_master(count: int) -> None:
