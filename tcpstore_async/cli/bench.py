@@ -1,19 +1,25 @@
 """`tcpstore bench`: the short benchmark of a running server.
 
-Knows: its options and how its table prints. Must not know: how anything is measured.
+Knows: its options, how its table prints, what ends it. Must not know: how anything is measured.
+Invariant: an operation that was finished is printed, whatever ends the next.
 """
 
 import signal
 import socket
 import sys
 import time
+from contextlib import closing
 
 import click
 import msgspec
 
+from ..client.aio import AsyncTCPStore
+from ..daemon import run_loop
+from ..errors import DistError
 from ..load.generator import Late, LoadError, Unreachable
 from ..load.requests import OPERATIONS
-from ..load.short import Row, measure
+from ..load.short import SATURATED, Row, measure
+from ..session.extension import Identity
 from .client import FAILED, TIMED_OUT, UNREACHABLE, Asker, client_command
 from .streams import say
 
@@ -57,32 +63,72 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
     """Measure a running server: throughput, and latencies by percentile.
 
     Every rank has one request under way at a time. --timeout is for each operation. Silent writes count as done when a
-    PING behind them is answered. The keys are under /tcpstore-bench/ and are deleted at the end.
+    PING behind them is answered. Load CPU is how much of a core the one process computed that sends all requests: where
+    it is saturated (sat.), that process may have set the pace and not the server. The keys are under /tcpstore-bench/
+    and are deleted at the end, if the server answers in time. What was finished is printed, whatever ends the next.
     """
     limit = asker.timeout if asker.timeout >= 0 else _FOR_EVER
     progress = _Progress(len(ops))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the keys go, and the load with them
+    done: list[Row] = []
+    server = {"server": "unknown"}
+    why, status = "", 0
+    _end_as_after_ctrl_c()
     try:
         host = socket.getaddrinfo(asker.host, asker.port, type=socket.SOCK_STREAM)[0][4][0]
         rows = measure(
             str(host), asker.port, ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
             progress=progress.tell,
         )  # fmt: skip
+        with closing(rows):
+            for row in rows:
+                done.append(row)
+                if len(done) == 1:  # not before: only now it is known that there is a server, and that it answers
+                    server = _who(asker) or server
     except Unreachable as error:
-        asker.fail(str(error), UNREACHABLE)
+        why, status = str(error), UNREACHABLE
     except Late as error:
-        asker.fail(str(error), TIMED_OUT)
+        why, status = str(error), TIMED_OUT
     except LoadError as error:
-        asker.fail(str(error), FAILED)
+        why, status = str(error), FAILED
     except socket.gaierror as error:
-        asker.fail(f"cannot look up {asker.host}: {error.strerror}", UNREACHABLE)
+        why, status = f"cannot look up {asker.host}: {error.strerror}", UNREACHABLE
+    except KeyboardInterrupt:
+        why, status = "interrupted", FAILED
     finally:
         progress.end()
-    if asker.output == "json":
-        say(msgspec.json.encode({"ranks": ranks, "value_size": value_size, "operations": rows}))
-        return
-    for line in _table(rows):
-        say(line)
+    if done and asker.output == "json":
+        about = {"ranks": ranks, "value_size": value_size, **server, "complete": not why}
+        say(msgspec.json.encode({**about, "operations": done}))
+    elif done:
+        say("\n".join([f"server: {', '.join(server.values())}", *_table(done)]))
+    if why:
+        asker.fail(why, status)
+
+
+def _end_as_after_ctrl_c() -> None:
+    """SIGTERM and SIGHUP: the keys go, the load with them, and what was finished is printed."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
+
+
+def _who(asker: Asker) -> dict[str, str] | None:
+    """What the server says of itself; None if it could not be asked."""
+    found: list[Identity | None] = []
+
+    async def ask() -> None:
+        async with await AsyncTCPStore.connect(asker.host, asker.port, timeout=asker.timeout) as store:
+            found.append(await store.server())
+
+    try:
+        run_loop(ask())
+    except DistError:
+        return None  # what ails it, the next operation will say
+    [server] = found
+    if server is None:
+        return {"server": "not ours"}
+    return {"server": server.server, "version": server.version, "backend": server.backend, "build": server.build}
 
 
 class _Progress:
@@ -105,10 +151,14 @@ class _Progress:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    lines = [f"{'operation':<12} {'requests':>10} {'ops/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'p99 ms':>9}"]
-    lines += [
+    head = f"{'operation':<12} {'requests':>10} {'ops/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'p99 ms':>9}  load CPU"
+    lines = [
         f"{row.operation:<12} {row.requests:>10,} {row.per_second:>10,.0f} "
-        f"{row.p50_ms:>9.3f} {row.p95_ms:>9.3f} {row.p99_ms:>9.3f}"
+        f"{row.p50_ms:>9.3f} {row.p95_ms:>9.3f} {row.p99_ms:>9.3f}  {_load(row.load_cpu)}"
         for row in rows
     ]
-    return lines
+    return [head, *lines]
+
+
+def _load(share: float) -> str:
+    return f"{share:>8.0%}{' sat.' if share >= SATURATED else ''}"

@@ -1,21 +1,27 @@
 """The short benchmark: one operation after the other, from many ranks, against a server that runs already.
 
 Knows: which orders make an operation's measurement. Must not know: how results are printed.
-Invariant: its keys are its own, and are deleted at the end, however that comes, if the server is still there.
+Invariant: its keys are its own, and are deleted at the end, however that comes, if the server still answers; where it
+does not in time, the error says that keys may be left.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
 
 import msgspec
 
-from .generator import Act, LoadError
+from .generator import Act, Late, LoadError, Unreachable
 from .process import Fleet, Play, fleet
 from .requests import Operation, hello, operation
 
-_PATIENCE = 30.0
-"""Seconds to clean up in: PyTorch's servers look up the name of whoever connects, and a name server may be slow."""
+SATURATED: Final = 0.9
+"""Of a core: from this share on the generator may have set the pace, not the server."""
+
+_PLACE: Final = "/tcpstore-bench/"
+_PATIENCE: Final = 5.0
+"""Seconds to clean up in, at most, for who has been interrupted."""
 
 
 class Row(msgspec.Struct):
@@ -28,6 +34,8 @@ class Row(msgspec.Struct):
     p50_ms: float
     p95_ms: float
     p99_ms: float
+    load_cpu: float
+    """Of a core: how much of the time the generator computed."""
 
 
 def measure(
@@ -40,20 +48,25 @@ def measure(
     size: int,
     limit: float,
     progress: Callable[[int, str], None],
-) -> list[Row]:
+) -> Generator[Row, None, None]:
     """So many requests of each operation, from so many ranks, values of `size` bytes; `limit` seconds for each part.
 
+    A row comes as soon as its operation is done. Who stops taking them must close the generator: that deletes the keys.
     `progress` is called with the number of operations done and the name of the next. Raises LoadError.
     """  # fmt: skip
-    prefix = b"/tcpstore-bench/" + os.urandom(6).hex().encode() + b"/"
+    prefix = _PLACE.encode() + os.urandom(6).hex().encode() + b"/"
     operations = [(name, operation(name, prefix, size)) for name in names]
-    rows = []
-    with _cleaning(host, port, ranks, operations), fleet(host, port, ranks) as load:
+    left: list[Act] = []
+    for _, one in operations:
+        left.extend(act for act in one.after if act not in left)
+    with _cleaning(host, port, ranks, left, min(limit, _PATIENCE)), fleet(host, port, ranks) as load:
         load.tell(Play(hello(), limit))
         for number, (name, one) in enumerate(operations):
             progress(number, name)
-            rows.append(_row(load, name, one, -(-requests // ranks), limit))
-    return rows
+            yield _row(load, name, one, -(-requests // ranks), limit)
+        if left:
+            progress(len(operations), "cleaning up")
+            load.tell(Play(left, limit))
 
 
 def _row(load: Fleet, name: str, one: Operation, repeat: int, limit: float) -> Row:
@@ -61,21 +74,26 @@ def _row(load: Fleet, name: str, one: Operation, repeat: int, limit: float) -> R
         load.tell(Play(one.before, limit))
     took = load.tell(Play([one.request], limit, repeat=repeat))
     p50, p95, p99 = ((took.quantile(part) or 0.0) * 1000 for part in (0.5, 0.95, 0.99))
-    return Row(name, took.operations, took.wall, took.operations / took.wall, p50, p95, p99)
+    return Row(name, took.operations, took.wall, took.operations / took.wall, p50, p95, p99, took.share)
 
 
 @contextmanager
-def _cleaning(host: str, port: int, ranks: int, operations: list[tuple[str, Operation]]) -> Iterator[None]:
-    """Delete what the operations leave, from connections of its own: those of the load may be stuck in a request."""
+def _cleaning(host: str, port: int, ranks: int, left: list[Act], limit: float) -> Iterator[None]:
+    """After an early end delete what is left, but never wait a second time for a server that does not answer."""
     try:
         yield
-    finally:
-        acts: list[Act] = []
-        for _, one in operations:
-            acts.extend(act for act in one.after if act not in acts)
-        try:
-            if acts:
-                with fleet(host, port, ranks) as load:
-                    load.tell(Play([*hello(), *acts], _PATIENCE))
-        except LoadError:
-            pass  # the server is gone, and its keys with it; why is said by what came before
+    except Unreachable:
+        raise  # the server is gone, and its keys with it
+    except Late as error:
+        raise Late(f"{error}; keys under {_PLACE} may be left") from None
+    except BaseException:
+        with suppress(LoadError):
+            _clean(host, port, ranks, left, limit)
+        raise
+
+
+def _clean(host: str, port: int, ranks: int, left: list[Act], limit: float) -> None:
+    """From connections of its own: those of the load may be stuck in a request. Raises LoadError."""
+    if left:
+        with fleet(host, port, ranks) as load:
+            load.tell(Play([*hello(), *left], limit))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -13,8 +15,12 @@ from contextlib import contextmanager
 
 import pytest
 
+from client.fakes import freezable
 from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async.load.requests import OPERATIONS
+from tcpstore_async.load.short import Row
+
+command = importlib.import_module("tcpstore_async.cli.bench")  # the package has the command itself by this name
 
 
 def bench(port: int, *words: str, files: int = 0) -> subprocess.CompletedProcess[bytes]:
@@ -28,37 +34,52 @@ def bench(port: int, *words: str, files: int = 0) -> subprocess.CompletedProcess
 
 
 @pytest.fixture(params=["ours", "libuv", "legacy"])
-def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    with server_of(request.param) as found:
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture
+def port(kind: str) -> Iterator[int]:
+    with server_of(kind) as found:
         yield found
 
 
 def num_keys(port: int) -> bytes:
     url = f"tcp://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "tcpstore_async", "num-keys", "--url", url, "--timeout", str(LIMIT)]
-    return subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=True).stdout
+    words = [sys.executable, "-m", "tcpstore_async", "num-keys", "--url", url, "--timeout", str(LIMIT)]
+    return subprocess.run(words, cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=True).stdout
 
 
-def test_every_operation_is_measured_and_leaves_nothing(port: int) -> None:
+def test_every_operation_is_measured_and_leaves_nothing(kind: str, port: int) -> None:
     before = num_keys(port)
     names = list(OPERATIONS)
     done = bench(port, "--ops", ",".join(names), "--ranks", "4", "--requests", "10", "--value-size", "9", "-o", "json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["ranks"], found["value_size"]) == (4, 9)
+    assert (found["ranks"], found["value_size"], found["complete"]) == (4, 9, True)
+    assert found["server"] == ("tcpstore_async" if kind == "ours" else "not ours")
     assert [(row["operation"], row["requests"]) for row in found["operations"]] == [(name, 12) for name in names]
     for row in found["operations"]:
         assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
         assert row["per_second"] > 0
+        assert row["load_cpu"] > 0
     assert num_keys(port) == before
 
 
 def test_the_table() -> None:
-    with tcpstore_server() as server:
+    with tcpstore_server("--backend", "threaded") as server:
         done = bench(server.port, "--ranks", "2", "--requests", "10")
-    lines = done.stdout.decode().splitlines()
-    assert lines[0].split() == "operation requests ops/s p50 ms p95 ms p99 ms".split()
-    assert [line.split()[0] for line in lines[1:]] == ["set", "get", "add", "check"]
+    who, head, *rows = done.stdout.decode().splitlines()
+    assert re.fullmatch(r"server: tcpstore_async, \S+, threaded, (interpreted|compiled)", who)
+    assert head.split() == "operation requests ops/s p50 ms p95 ms p99 ms load CPU".split()
+    assert [row.split()[0] for row in rows] == ["set", "get", "add", "check"]
+    assert all("%" in row.split()[6] for row in rows)
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.899, "90%"), (0.9, "90% sat."), (1.0, "100% sat.")])
+def test_a_generator_that_has_no_time_left_is_marked(share: float, said: str) -> None:
+    assert command._table([Row("set", 10, 1.0, 10.0, 1.0, 1.0, 1.0, share)])[1].endswith(f" {said}")
 
 
 def test_what_goes_wrong_is_one_line() -> None:
@@ -99,6 +120,115 @@ def test_an_interrupt_leaves_no_keys(port: int, number: int) -> None:
     assert process.returncode != 0
     assert b"Traceback" not in errors
     assert num_keys(port) == before
+
+
+HELD = """
+import importlib, signal, sys
+from tcpstore_async.cli import main
+from tcpstore_async.load import short
+at, hangup, clean = int(sys.argv.pop(1)), sys.argv.pop(1), short._clean
+
+def tell(self, done, name):
+    if done == at:
+        print(flush=True)
+        sys.stdin.readline()
+
+def cleaning(*given):
+    print("cleans up within", given[-1], file=sys.stderr)
+    clean(*given)
+
+signal.signal(signal.SIGHUP, getattr(signal, hangup))
+importlib.import_module("tcpstore_async.cli.bench")._Progress.tell = tell
+short._clean = cleaning
+main()
+"""
+"""The benchmark, which says when so many operations are done and waits for a line before it goes on."""
+
+
+class Held:
+    """One that is held."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    def go_on(self) -> tuple[int, bytes, list[bytes]]:
+        """Status, what was printed, and the lines that say what went wrong."""
+        out, errors = self.process.communicate(b"\n", LIMIT)
+        assert b"Traceback" not in errors
+        return self.process.returncode, out, errors.splitlines()
+
+
+@contextmanager
+def held(port: int, *words: str, at: int = 1, hangup: str = "SIG_DFL") -> Iterator[Held]:
+    """When `at` of its two operations are done."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD, str(at), hangup, "bench", "--url", f"tcp://127.0.0.1:{port}",
+         "--ranks", "2", "--requests", "10", "--ops", "set,add", *words],
+        cwd=tempfile.gettempdir(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+            yield Held(process)
+        finally:
+            process.kill()
+
+
+def operations(table: bytes) -> list[str]:
+    return [line.split()[0] for line in table.decode().splitlines()[2:]]
+
+
+def test_what_was_finished_outlives_the_server() -> None:
+    with freezable() as server, held(server.port) as one:
+        server.kill()
+        status, out, [error] = one.go_on()
+    assert (status, operations(out)) == (4, ["set"])
+    assert error.startswith(b"Error: a connection to 127.0.0.1:")
+
+
+def test_what_was_finished_outlives_the_server_in_json() -> None:
+    with freezable() as server, held(server.port, "-o", "json") as one:
+        server.kill()
+        status, out, _ = one.go_on()
+    found = json.loads(out)
+    assert (status, found["complete"], found["server"]) == (4, False, "tcpstore_async")
+    assert [row["operation"] for row in found["operations"]] == ["set"]
+
+
+@pytest.mark.parametrize(("at", "finished"), [(1, ["set"]), (2, ["set", "add"])])
+def test_a_server_that_stands_still_is_waited_for_once(at: int, finished: list[str]) -> None:
+    """In an operation, or while the keys are deleted."""
+    with freezable() as server, held(server.port, "--timeout", "4", at=at) as one:
+        server.freeze()
+        status, out, [error] = one.go_on()
+        server.thaw()
+    assert (status, operations(out)) == (3, finished)
+    assert error == b"Error: not done after 4 s: 0 of 2 connections are; keys under /tcpstore-bench/ may be left"
+
+
+@pytest.mark.parametrize(
+    ("number", "timeout", "patience"),
+    [(signal.SIGINT, -1, b"5.0"), (signal.SIGTERM, 1000, b"5.0"), (signal.SIGHUP, 4, b"4.0")],
+)
+def test_what_was_finished_outlives_an_interrupt(number: int, timeout: int, patience: bytes) -> None:
+    with tcpstore_server() as server:
+        before = num_keys(server.port)
+        with held(server.port, "--timeout", str(timeout)) as one:
+            assert num_keys(server.port) != before
+            one.process.send_signal(number)
+            one.process.wait(LIMIT)
+            status, out, errors = one.go_on()
+        assert (status, operations(out)) == (1, ["set"])
+        assert errors == [b"cleans up within " + patience, b"Error: interrupted"]
+        assert num_keys(server.port) == before
+
+
+def test_a_hangup_that_is_ignored_ends_nothing() -> None:
+    """As under nohup."""
+    with tcpstore_server() as server, held(server.port, hangup="SIG_IGN") as one:
+        one.process.send_signal(signal.SIGHUP)
+        status, out, errors = one.go_on()
+    assert (status, operations(out), errors) == (0, ["set", "add"], [])
 
 
 def test_a_server_that_dies_half_way_is_one_line() -> None:
