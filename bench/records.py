@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from tcpstore_async.load.short import SATURATED as SATURATED
+
 FORMAT = 1
 
 Transport = Literal["sockets", "memory"]
@@ -105,9 +107,6 @@ class Run(msgspec.Struct, frozen=True):
     reference: str = "libuv"
     """The server that the others are compared with, which `control` is a second time."""
     format: int = FORMAT
-
-
-SATURATED = 0.9
 
 
 def write(run: Run, path: Path) -> None:
