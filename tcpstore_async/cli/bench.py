@@ -100,7 +100,7 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
         about = {"ranks": ranks, "value_size": value_size, **server, "complete": not why}
         say(msgspec.json.encode({**about, "operations": done}))
     elif done:
-        say("\n".join([f"server: {', '.join(server.values())}", *_table(done)]))
+        say(_table(server, done))
     if why:
         asker.fail(why, status)
 
@@ -150,14 +150,17 @@ class _Progress:
             click.echo("\r\x1b[K", nl=False, err=True)
 
 
-def _table(rows: list[Row]) -> list[str]:
-    head = f"{'operation':<12} {'requests':>10} {'ops/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'p99 ms':>9}  load CPU"
+def _table(server: dict[str, str], rows: list[Row]) -> str:
     lines = [
+        f"server: {', '.join(server.values())}",
+        f"{'operation':<12} {'requests':>10} {'ops/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'p99 ms':>9}  load CPU",
+    ]
+    lines += [
         f"{row.operation:<12} {row.requests:>10,} {row.per_second:>10,.0f} "
         f"{row.p50_ms:>9.3f} {row.p95_ms:>9.3f} {row.p99_ms:>9.3f}  {_load(row.load_cpu)}"
         for row in rows
     ]
-    return [head, *lines]
+    return "\n".join(lines)
 
 
 def _load(share: float) -> str:

@@ -79,7 +79,7 @@ def test_the_table() -> None:
 
 @pytest.mark.parametrize(("share", "said"), [(0.899, "90%"), (0.9, "90% sat."), (1.0, "100% sat.")])
 def test_a_generator_that_has_no_time_left_is_marked(share: float, said: str) -> None:
-    assert command._table([Row("set", 10, 1.0, 10.0, 1.0, 1.0, 1.0, share)])[1].endswith(f" {said}")
+    assert command._table({}, [Row("set", 10, 1.0, 10.0, 1.0, 1.0, 1.0, share)]).endswith(f" {said}")
 
 
 def test_what_goes_wrong_is_one_line() -> None:
