@@ -6,21 +6,24 @@ import pytest
 
 from example_runs import EXAMPLES, lines_of, run
 from support import tcpstore_server
-from versions import since
+from versions import alone_on_stdout, since
 
 pytestmark = pytest.mark.slow
 
 takes_our_handler = since(2, 6, "torchrun handlers of other packages")
 
 
+@alone_on_stdout
 def test_urls(port: int) -> None:
     assert lines_of("urls.py", port) == [f"2 ranks met by {scheme}://" for scheme in ("tcp", "env", "file")]
 
 
+@alone_on_stdout
 def test_explicit_store(port: int) -> None:
     assert lines_of("explicit_store.py", port) == ["the sums of all ranks: 3, 3, 3"]
 
 
+@alone_on_stdout
 def test_sgd(port: int) -> None:
     *epochs, last = lines_of("sgd.py", port)
     losses = [float(line.partition("loss ")[2]) for line in epochs]
@@ -44,6 +47,7 @@ def test_ddp_under_torchrun(port: int) -> None:
     assert printed.count("loss") == 5
 
 
+@alone_on_stdout
 def test_ring_allreduce(port: int) -> None:
     sums = [10.0 * number for number in range(10)]
     assert lines_of("ring_allreduce.py", port) == [f"the same as PyTorch's all_reduce: {sums}"]
