@@ -27,7 +27,7 @@ from bench import records
 from bench.records import Machine, Run, Versions
 from bench.runner import Plan, Progress, Runner
 from bench.scenarios import SCENARIOS
-from bench.servers import ROOT, SERVERS, hosting
+from bench.servers import ROOT, SERVERS, hosting, reference_of
 from tcpstore_async.daemon import build
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.base import raise_file_limit
@@ -113,7 +113,8 @@ def _measure(plan: Plan) -> tuple[Run, str]:
     began = datetime.now(timezone.utc)
     clock = time.monotonic()
     failure = ""
-    with hosting() as host, _shown() as progress, _terminated():
+    reference = reference_of(plan.servers or SERVERS)
+    with hosting(reference) as host, _shown() as progress, _terminated():
         runner = Runner(plan, host, progress)
         try:
             runner.run()
@@ -131,6 +132,7 @@ def _measure(plan: Plan) -> tuple[Run, str]:
         samples=runner.samples,
         endings=runner.endings,
         complete=not failure,
+        reference=reference,
     )
     return run, failure
 

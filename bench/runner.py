@@ -14,17 +14,17 @@ from typing import NamedTuple, Protocol
 from bench import scenarios
 from bench.records import Ending, Sample, Transport
 from bench.scenarios import Measured, Scenario
-from bench.servers import PYTORCH, REFERENCE, SERVERS, Died, Host, Impossible, has_torch, kind_of
+from bench.servers import PYTORCH, SERVERS, Died, Host, Impossible, has_torch
 from tcpstore_async.load.generator import Late, LoadError
 
 RESERVE = 600
 """Open files that a server or a generator needs besides its connections, BUSY ones among them."""
 MEMORY_SERVER = "uvloop"
-PAIRED = ("uvloop", REFERENCE, "control")
-"""Those whose ratios count: for the budget, a size is measured of all of them or of none. The others have what is left,
-in a quick run one round of it."""
-QUICK = ("uvloop", REFERENCE)
-"""Those of a quick run, but for the tutorial's two scenarios, which have all."""
+PAIRED = ("uvloop", "control")
+"""Those, with the reference, whose ratios count: for the budget, a size is measured of all of them or of none. The
+others have what is left, in a quick run one round of it."""
+QUICK = ("uvloop",)
+"""Those, with the reference, of a quick run, but for the tutorial's two scenarios, which have all."""
 LEAST = 20.0
 """Seconds that a sample may always take."""
 FIXED = 0.5
@@ -90,6 +90,7 @@ class Runner:
         self.failures: list[str] = []
         """What went wrong, each in one line, without ending the run."""
         self._host = host
+        self._paired = (*PAIRED, host.reference)
         self._progress = progress
         self._began = time.monotonic()
 
@@ -107,11 +108,20 @@ class Runner:
         sizes = self.plan.sizes or (scenario.quick if self.plan.quick else scenario.sizes)
         lines = [Line(server, "sockets") for server in self.plan.servers or SERVERS if server in scenario.servers]
         for line in lines:
-            if not has_torch() and kind_of(line.server) in PYTORCH:
+            kind = self._host.kind_of(line.server)
+            if not kind:
+                self._end(scenario, line, 0, "there is no reference that it could be a second time")
+            elif kind in PYTORCH and not has_torch():
                 self._end(scenario, line, 0, "PyTorch is not installed")
-            elif self.plan.quick and not self.plan.servers and not scenario.tutorial and line.server not in QUICK:
+            elif self._too_much(scenario, line):
                 self._end(scenario, line, sizes[0], "not part of a quick run")
         self._lines(scenario, lines, sizes, deadline)
+
+    def _too_much(self, scenario: Scenario, line: Line) -> bool:
+        """Whether a quick run leaves it out."""
+        if not self.plan.quick or self.plan.servers or scenario.tutorial:
+            return False
+        return line.server not in (*QUICK, self._host.reference)
 
     def _in_memory(self, scenario: Scenario, size: int) -> bool:
         if self.plan.sizes:
@@ -139,7 +149,7 @@ class Runner:
                 if line.ended:
                     continue
                 spare = self._spare(lines, sizes, rounds, rounds - number, deadline)
-                if number and line.server not in PAIRED and (self.plan.quick or line.took[-1][1] > spare):
+                if number and line.server not in self._paired and (self.plan.quick or line.took[-1][1] > spare):
                     continue
                 self._sample(scenario, line, sizes[0], number)
 
@@ -147,7 +157,7 @@ class Runner:
         """Seconds left beside what the paired servers will take: `here` rounds of the first size, all of the others
         that they will come to.
         """  # fmt: skip
-        paired = [line for line in lines if not line.ended and line.server in PAIRED]
+        paired = [line for line in lines if not line.ended and line.server in self._paired]
         left = deadline - time.monotonic() - here * sum(line.projected(sizes[0]) for line in paired)
         for size in sizes[1:]:
             taken = rounds * sum(line.projected(size) for line in paired)
@@ -162,7 +172,7 @@ class Runner:
         for line in lines:
             if not line.ended and line.transport == "sockets" and scenario.per_connection:
                 self._judge_files(scenario, line, size)
-        paired = [line for line in lines if not line.ended and line.server in PAIRED]
+        paired = [line for line in lines if not line.ended and line.server in self._paired]
         needed = rounds * sum(line.projected(size) for line in paired)
         left = max(0.0, deadline - time.monotonic())
         if needed > left:
@@ -170,7 +180,7 @@ class Runner:
                 who = "of all servers compared " if len(paired) > 1 else ""
                 reason = f"{_many(rounds)} {who}would take about {needed:.1f} s, {left:.1f} s are left"
                 self._end(scenario, line, size, reason)
-        others = [line for line in lines if not line.ended and line.server not in PAIRED]
+        others = [line for line in lines if not line.ended and line.server not in self._paired]
         spare = self._spare(lines, sizes, rounds, rounds, deadline)
         for line in others:
             share = max(0.0, spare / len(others))

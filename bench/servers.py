@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,8 @@ from tcpstore_async.load.process import process_clock
 ROOT = Path(__file__).resolve().parent.parent
 SERVERS = ("uvloop", "threaded", "libuv", "legacy", "control")
 PYTORCH = ("libuv", "legacy")
-REFERENCE = "libuv"
+REFERENCES = ("libuv", "legacy", "threaded")
+"""With which the others are compared: the first that a run has."""
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 _PYTHON = [sys.executable, "-W", "ignore", "-m"]
 LIMIT = 60.0
@@ -92,23 +93,27 @@ def cores_of_load() -> set[int]:
     return set(CORES[:-1]) or set(CORES)
 
 
-def kind_of(server: str) -> str:
-    """What is started for a name; `control` is the reference a second time."""
-    if server != "control":
-        return server
-    return REFERENCE if has_torch() else "uvloop"
-
-
 def has_torch() -> bool:
     return find_spec("torch") is not None
+
+
+def reference_of(servers: Sequence[str]) -> str:
+    """The one of these that the others are compared with; empty: there is none."""
+    startable = [server for server in REFERENCES if server not in PYTORCH or has_torch()]
+    return next((server for server in startable if server in servers), "")
 
 
 class Host:
     """Starts servers; keeps processes that have PyTorch imported, for theirs. Made by `hosting`."""
 
-    def __init__(self) -> None:
+    def __init__(self, reference: str) -> None:
+        self.reference = reference
         self._torch: dict[str, subprocess.Popen[bytes]] = {}
         self._names: IO[str] | None = None
+
+    def kind_of(self, server: str) -> str:
+        """What is started for a name; `control` is the reference a second time."""
+        return self.reference if server == "control" else server
 
     @contextmanager
     def running(
@@ -119,7 +124,7 @@ class Host:
 
         Raises LoadError if it does not start.
         """
-        kind = kind_of(server)
+        kind = self.kind_of(server)
         if kind in PYTORCH and not (busy or silent_resolver or new):
             with self._kept(kind) as found:
                 yield found
@@ -182,8 +187,8 @@ class Host:
 
 
 @contextmanager
-def hosting() -> Iterator[Host]:
-    host = Host()
+def hosting(reference: str = REFERENCES[0]) -> Iterator[Host]:
+    host = Host(reference)
     try:
         yield host
     finally:

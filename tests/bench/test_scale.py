@@ -18,12 +18,10 @@ from bench import records
 from bench.first_rank import FirstRank
 from bench.runner import Plan, Runner
 from bench.scenarios import SCENARIOS, Measured
-from bench.servers import Died, Host, Server, can_mount, hosting
+from bench.servers import Died, Host, Server, can_mount, has_torch, hosting, reference_of
 from support import LIMIT
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.load.requests import join
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
@@ -39,6 +37,7 @@ def host() -> Iterator[Host]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["uvloop", "libuv"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
@@ -53,6 +52,36 @@ def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
     assert len(found) == (1 if name != "operations" else len({one.part for one in found}))
 
 
+@pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")
+def test_the_reference_is_one_that_the_run_has() -> None:
+    assert reference_of(["uvloop", "threaded", "legacy", "libuv", "control"]) == "libuv"
+    assert reference_of(["uvloop", "threaded", "legacy", "control"]) == "legacy"
+    assert reference_of(["uvloop", "threaded", "control"]) == "threaded"
+    assert reference_of(["uvloop", "control"]) == ""
+
+
+def test_the_reference_is_no_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.servers.has_torch", lambda: False)
+    assert reference_of(["uvloop", "threaded", "legacy", "libuv", "control"]) == "threaded"
+
+
+@pytest.mark.slow
+def test_the_control_is_the_reference() -> None:
+    with hosting("threaded") as host, host.running("control") as server:
+        assert b"threaded" in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+
+
+def test_without_a_reference_there_is_no_control() -> None:
+    with hosting("") as host:
+        runner = Runner(Plan([SCENARIOS["herd"]], ["control"], [4], 1, False, LIMIT, 20_000), host, quiet)
+        runner.run()
+    assert not runner.samples
+    assert [(one.server, one.reason) for one in runner.endings] == [
+        ("control", "there is no reference that it could be a second time")
+    ]
+
+
+@pytest.mark.slow
 def test_without_sockets(host: Host) -> None:
     for name in ("init", "barrier", "barrier-opcode", "fanout"):
         plan = Plan([SCENARIOS[name]._replace(memory=(50,))], ["uvloop"], [50], 1, False, LIMIT, 20_000)
@@ -62,6 +91,7 @@ def test_without_sockets(host: Host) -> None:
         assert not runner.endings
 
 
+@pytest.mark.slow
 def test_rounds_are_interleaved(host: Host) -> None:
     runner = Runner(Plan([SCENARIOS["init"]], ["uvloop", "libuv"], [4, 8], 2, False, LIMIT, 20_000), host, quiet)
     runner.run()
@@ -70,6 +100,7 @@ def test_rounds_are_interleaved(host: Host) -> None:
     assert len(order) == 8
 
 
+@pytest.mark.slow
 def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> None:
     runner = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 700], 1, False, LIMIT, 1000), host, quiet)
     runner.run()
@@ -79,6 +110,7 @@ def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> N
     assert [(one.size, "s are left" in one.reason) for one in late.endings] == [(8, True)]
 
 
+@pytest.mark.slow
 def test_those_compared_end_at_the_same_size(host: Host) -> None:
     """Whatever one of them alone would take; the others end on their own."""
     asked: list[tuple[str, int]] = []
@@ -98,6 +130,7 @@ def test_those_compared_end_at_the_same_size(host: Host) -> None:
     assert "legacy" not in ends
 
 
+@pytest.mark.slow
 def test_rank_0_returns_when_it_has_seen_all(host: Host) -> None:
     with host.running("uvloop") as server, FirstRank(server.port, LIMIT) as first:
         with socket.create_connection(("127.0.0.1", server.port)) as other:
@@ -110,6 +143,7 @@ def test_rank_0_returns_when_it_has_seen_all(host: Host) -> None:
         assert first.sees(2) is None
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_run_and_keeps_what_was_measured(host: Host) -> None:
     def die(host: Host, server: str, size: int, limit: float) -> list[object]:
         with host.running(server) as one:
@@ -136,6 +170,7 @@ def scale(*words: str) -> list[str]:
     return [sys.executable, "-m", "bench", "scale", *words]
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_run(tmp_path: Path) -> None:
     words = ["--scenario", "init", "--server", "uvloop", "--sizes", "8", "--rounds", "1", "--out", str(tmp_path)]
     done = subprocess.run(scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
@@ -145,6 +180,7 @@ def test_the_command_leaves_a_run(tmp_path: Path) -> None:
     assert [(one.scenario, one.size) for one in run.samples] == [("init", 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
     words = ["--scenario", "steady", "--server", "uvloop", "--sizes", "4", "--rounds", "100", "--out", str(tmp_path)]
@@ -159,6 +195,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> No
     assert not records.read(tmp_path / "run.json").complete
 
 
+@pytest.mark.slow
 def test_a_full_file_table_ends_the_line(tmp_path: Path) -> None:
     words = ["--scenario", "init", "--server", "uvloop", "--sizes", "8,500", "--rounds", "1", "--out", str(tmp_path)]
     done = subprocess.run(
@@ -173,6 +210,7 @@ def test_a_full_file_table_ends_the_line(tmp_path: Path) -> None:
     assert b"files open" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["--sizes", "x"], ["--sizes", "0"], ["--scenario", "nix"], ["--rounds", "0"], ["--out", "/proc/nix"]]
 )
