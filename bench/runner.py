@@ -6,13 +6,13 @@ Invariant: whatever ends a run, what was measured is returned; a point that is n
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from bench import scenarios
-from bench.records import Ending, Sample, Transport
+from bench.plan import Line, Plan
+from bench.records import Ending, Sample
 from bench.scenarios import Measured, Scenario
 from bench.servers import PYTORCH, SERVERS, Died, Host, Impossible, has_torch
 from tcpstore_async.load.generator import Late, LoadError
@@ -27,24 +27,8 @@ QUICK = ("uvloop",)
 """Those, with the reference, of a quick run, but for the tutorial's two scenarios, which have all."""
 LEAST = 20.0
 """Seconds that a sample may always take."""
-FIXED = 0.5
-"""Seconds of a sample, about, that are for starting processes, whatever the size."""
 FEWER = 3
 """Rounds at most, but for the tutorial's two scenarios."""
-
-
-class Plan(NamedTuple):
-    """What a run is to measure; `seconds` is how long all of it may take."""
-
-    scenarios: Sequence[Scenario]
-    servers: Sequence[str]
-    """Empty: all that a scenario, or a quick run of it, has."""
-    sizes: Sequence[int]
-    """Empty: each scenario's own."""
-    rounds: int
-    quick: bool
-    seconds: float
-    open_files: int
 
 
 class Progress(Protocol):
@@ -52,32 +36,6 @@ class Progress(Protocol):
 
     def __call__(self, done: float, text: str) -> None:
         """`done`: the part of the run's budget, 0 to 1, that is behind us."""
-
-
-class Line:
-    """One server in one scenario by one transport, until it ends."""
-
-    def __init__(self, server: str, transport: Transport) -> None:
-        self.server = server
-        self.transport = transport
-        self.ended = False
-        self.took: list[tuple[int, float]] = []
-        """Size and seconds of a whole sample, preparation and all."""
-
-    def projected(self, size: int) -> float:
-        """Seconds that a sample at this size will take, from those before.
-
-        From two on a straight line, or a power law if that is steeper; from one in proportion, but for `FIXED`.
-        """
-        if not self.took:
-            return 0.0
-        before, seconds = self.took[-1]
-        earlier, less = self.took[-2] if len(self.took) > 1 else (0, min(FIXED, 0.8 * seconds))
-        rising = max(0.0, (seconds - less) / (before - earlier)) * (size - before)
-        power = math.log(seconds / less) / math.log(before / earlier) if earlier else 1.0
-        if power <= 1:
-            return seconds + rising
-        return float(seconds * (size / before) ** min(3.0, power))
 
 
 class Runner:
@@ -106,7 +64,8 @@ class Runner:
             in_memory = [size for size in scenario.memory if self._in_memory(scenario, size)]
             self._lines(scenario, [Line(MEMORY_SERVER, "memory")], in_memory, deadline)
         sizes = self.plan.sizes or (scenario.quick if self.plan.quick else scenario.sizes)
-        lines = [Line(server, "sockets") for server in self.plan.servers or SERVERS if server in scenario.servers]
+        servers = [server for server in self.plan.servers or SERVERS if server in scenario.servers]
+        lines = [Line(server, "sockets", scenario.constant) for server in servers]
         for line in lines:
             kind = self._host.kind_of(line.server)
             if not kind:
@@ -204,7 +163,7 @@ class Runner:
             f"{scenario.name}, {line.server}, {line.transport}, {size:,}, round {number + 1}",
         )
         limit = max(LEAST, 3 * line.projected(size))
-        began = time.monotonic()
+        began, starts, once = time.monotonic(), self._host.starts, self._host.imports
         try:
             if line.transport == "memory":
                 found = [scenarios.without_sockets(scenario.name, size, limit)]
@@ -218,10 +177,8 @@ class Runner:
             if not isinstance(error, (Late, Impossible)):
                 self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {error}")
             return
-        took = time.monotonic() - began
-        if line.took and line.took[-1][0] == size:
-            took = min(took, line.took.pop()[1])  # the first of PyTorch's has imported PyTorch
-        line.took.append((size, took))
+        start = self._host.starts - starts
+        line.add(size, start, time.monotonic() - began - start - (self._host.imports - once))
         self.samples += [_sample(scenario, line, size, number, one) for one in found]
 
     def _end(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:

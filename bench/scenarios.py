@@ -91,6 +91,8 @@ class Scenario(NamedTuple):
     """Whether it is one of the tutorial's two, which have all servers in a quick run, too, and the most rounds."""
     memory: tuple[int, ...] = ()
     """Sizes at which our sessions are driven without sockets."""
+    constant: bool = False
+    """Whether the work is the same at every size."""
 
 
 class Bench:
@@ -297,7 +299,7 @@ _ALL = (
     Scenario("steady", _steady, RANKS, (1 * K,), 400, 6, slow=True),
     Scenario("fanout", _fanout, RANKS, (1 * K,), 200, 4, memory=_WITHOUT),
     Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256,), 150, 3),
-    Scenario("operations", _operations, (1, 8, 64), (64,), 100, 8, per_connection=False),
+    Scenario("operations", _operations, (1, 8, 64), (64,), 100, 8, per_connection=False, constant=True),
     Scenario("memory", _memory, RANKS, (1 * K,), 250, 3, slow=True),
     Scenario("resolver", _resolver, (2, 4, 8), (2,), 70, 3, slow=True),
     Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 70, 3, slow=True),

@@ -110,6 +110,10 @@ class Host:
         self.reference = reference
         self._torch: dict[str, subprocess.Popen[bytes]] = {}
         self._names: IO[str] | None = None
+        self.starts = 0.0
+        """Seconds so far in which servers have started, each for a sample of its own."""
+        self.imports = 0.0
+        """Seconds so far in which the processes have started that are kept."""
 
     def kind_of(self, server: str) -> str:
         """What is started for a name; `control` is the reference a second time."""
@@ -129,6 +133,13 @@ class Host:
             with self._kept(kind) as found:
                 yield found
             return
+        began = time.monotonic()
+        with self._new(kind, busy, silent_resolver) as found:
+            self.starts += time.monotonic() - began
+            yield found
+
+    @contextmanager
+    def _new(self, kind: str, busy: bool, silent_resolver: bool) -> Iterator[Server]:
         command = _command(kind, busy)
         if not silent_resolver:
             with _started(self._knowing_nobody(command) if kind in PYTORCH else command, trainer=busy) as found:
@@ -148,19 +159,16 @@ class Host:
     @contextmanager
     def _kept(self, kind: str) -> Iterator[Server]:
         """PyTorch's, new, in a process that is kept for it: importing PyTorch takes seconds."""
-        if kind not in self._torch:
+        began = time.monotonic()
+        first = kind not in self._torch
+        if first:
             self._torch[kind] = _popen(self._knowing_nobody([*_PYTHON, "bench.torch_host"]), pinned=True)
         process = self._torch[kind]
-        assert process.stdin is not None
-        assert process.stdout is not None
+        found = _another(process, kind)
+        if first:
+            self.imports += time.monotonic() - began
         try:
-            process.stdin.write(kind.encode() + b"\n")
-            process.stdin.flush()
-            port, pid = _ready(process.stdout.readline())
-        except (OSError, ValueError):
-            raise Died(f"PyTorch's {kind} server did not start") from None
-        try:
-            yield Server(port, pid)
+            yield found
         except LoadError as error:
             # What the load did to it must not be there in the next measurement.
             alive = process.poll() is None
@@ -243,6 +251,18 @@ def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
         raise _why(error, process.poll() is None) from None
     finally:
         _end(process)
+
+
+def _another(process: subprocess.Popen[bytes], kind: str) -> Server:
+    """A new server in a process that is kept, instead of the one before."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(kind.encode() + b"\n")
+        process.stdin.flush()
+        return Server(*_ready(process.stdout.readline()))
+    except (OSError, ValueError):
+        raise Died(f"PyTorch's {kind} server did not start") from None
 
 
 def _why(error: LoadError, alive: bool) -> LoadError:

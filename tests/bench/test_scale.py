@@ -16,7 +16,8 @@ import pytest
 
 from bench import records
 from bench.first_rank import FirstRank
-from bench.runner import Plan, Runner
+from bench.plan import Line, Plan
+from bench.runner import Runner
 from bench.scenarios import SCENARIOS, Measured
 from bench.servers import Died, Host, Server, can_mount, has_torch, hosting, reference_of
 from support import LIMIT
@@ -79,6 +80,25 @@ def test_without_a_reference_there_is_no_control() -> None:
     assert [(one.server, one.reason) for one in runner.endings] == [
         ("control", "there is no reference that it could be a second time")
     ]
+
+
+def test_work_that_is_the_same_at_every_size_is_projected_so() -> None:
+    line = Line("uvloop", "sockets", SCENARIOS["operations"].constant)
+    line.add(1, 0.5, 8.0)
+    assert line.projected(8) == 8.5
+    line.add(8, 0.5, 9.0)
+    assert line.projected(64) == 9.5
+    growing = Line("uvloop", "sockets", SCENARIOS["init"].constant)
+    growing.add(1, 0.5, 8.0)
+    assert growing.projected(8) > 50
+
+
+def test_a_server_that_is_long_in_starting_is_not_projected_as_work() -> None:
+    line = Line("libuv", "sockets")
+    line.add(1000, 10.0, 0.6)
+    assert 10 < line.projected(2000) < 11
+    line.add(2000, 11.0, 0.7)
+    assert 10 < line.projected(4000) < 11.1
 
 
 @pytest.mark.slow
