@@ -22,9 +22,7 @@ RESERVE = 600
 MEMORY_SERVER = "uvloop"
 PAIRED = ("uvloop", "control")
 """Those, with the reference, whose ratios count: for the budget, a size is measured of all of them or of none. The
-others have what is left, in a quick run one round of it."""
-QUICK = ("uvloop",)
-"""Those, with the reference, of a quick run, but for the tutorial's two scenarios, which have all."""
+others have what is left: in a quick run one round of the tutorial's two scenarios, and nothing of the rest."""
 LEAST = 20.0
 """Seconds that a sample may always take."""
 FEWER = 3
@@ -80,7 +78,7 @@ class Runner:
         """Whether a quick run leaves it out."""
         if not self.plan.quick or self.plan.servers or scenario.tutorial:
             return False
-        return line.server not in (*QUICK, self._host.reference)
+        return line.server not in self._paired
 
     def _in_memory(self, scenario: Scenario, size: int) -> bool:
         if self.plan.sizes:

@@ -82,6 +82,17 @@ def test_without_a_reference_there_is_no_control() -> None:
     ]
 
 
+def test_a_quick_run_has_a_control_everywhere(host: Host) -> None:
+    asked: list[str] = []
+
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        asked.append(server)
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    Runner(Plan([SCENARIOS["herd"]._replace(measure=measure)], [], [], 1, True, LIMIT, 20_000), host, quiet).run()
+    assert sorted(asked) == ["control", "libuv", "uvloop"]
+
+
 def test_work_that_is_the_same_at_every_size_is_projected_so() -> None:
     line = Line("uvloop", "sockets", SCENARIOS["operations"].constant)
     line.add(1, 0.5, 8.0)
