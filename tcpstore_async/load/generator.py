@@ -57,6 +57,8 @@ class Result:
         self.began = began
         self.ended = began
         self.operations = 0
+        self.behind = 0
+        """Requests of the background that were answered, those under way at the end too."""
         self.latencies: array[float] = array("f")
 
 
@@ -210,6 +212,7 @@ class Generator:
 
     def _drain(self, deadline: float) -> None:
         """Let what the background has under way be answered: nothing of it may meet the next run."""
+        self.result.behind += sum(1 for need in self.need[: self.background] if need)
         self.behind = []
         while self.background and max(self.need[: self.background]):
             self._look(0.5)
@@ -338,6 +341,8 @@ class Generator:
                 self.result.latencies.append(now - self.due[which])
             else:
                 self.result.latencies.append(now - self.since[which])
+        else:
+            self.result.behind += 1
         if act.last and whole and int.from_bytes(self.buffer[:8], "little") == act.last:
             self._put(which, act.then)
         if self.interval:

@@ -71,6 +71,8 @@ class Done(msgspec.Struct):
     cpu: float
     """Seconds of the generator's processor time."""
     operations: int
+    behind: int
+    """Requests of the background."""
     latencies: bytes
     """An array of C floats, seconds."""
     failed: str = ""
@@ -90,6 +92,8 @@ class Took(msgspec.Struct):
     ended: float
     """Seconds of the monotonic clock."""
     operations: int
+    behind: int
+    """Requests of the background that were answered besides."""
     latencies: "array[float]"
     """Seconds, sorted."""
 
@@ -153,6 +157,7 @@ class Fleet:
             max(done.cpu for done in found) / wall if wall > 0 else 0.0,
             max(done.ended for done in found),
             sum(done.operations for done in found),
+            sum(done.behind for done in found),
             array("f", sorted(every)),
         )
 
@@ -235,4 +240,5 @@ def _obey(generator: Generator, order: Any) -> Done:
     except LoadError as error:
         failed, kind = str(error), type(error).__name__
     spent = time.process_time() - cpu
-    return Done(result.began, result.ended, spent, result.operations, result.latencies.tobytes(), failed, kind)
+    counts = result.operations, result.behind
+    return Done(result.began, result.ended, spent, *counts, result.latencies.tobytes(), failed, kind)

@@ -18,11 +18,12 @@ from bench import records
 from bench.first_rank import FirstRank
 from bench.plan import Line, Plan
 from bench.runner import Runner
-from bench.scenarios import SCENARIOS, Measured
+from bench.scenarios import SCENARIOS, Measured, measured
 from bench.servers import Died, Host, Server, can_mount, has_torch, hosting, reference_of
 from support import LIMIT
 from tcpstore_async.load.generator import LoadError
-from tcpstore_async.load.requests import join
+from tcpstore_async.load.process import Play, fleet
+from tcpstore_async.load.requests import act, hello, join, said
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
@@ -159,6 +160,20 @@ def test_those_compared_end_at_the_same_size(host: Host) -> None:
     assert {ends[server].size for server in ("uvloop", "libuv", "control")} == {8_000}
     assert len({ends[server].reason for server in ("uvloop", "libuv", "control")}) == 1
     assert "legacy" not in ends
+
+
+def test_newcomers_share_the_servers_time_with_the_background(host: Host) -> None:
+    """Two requests of each newcomer, and what was answered meanwhile: as many ADDs as the sum says."""
+    with host.running("uvloop") as server, fleet("127.0.0.1", server.port, 8) as load:
+        load.tell(Play(hello(), LIMIT))
+        load.open(20)
+        took = load.tell(Play(join(), LIMIT, background=8, behind=[act(said("add", b"/busy", 1), 8)]))
+        with socket.create_connection(("127.0.0.1", server.port)) as one:
+            one.sendall(hello()[0].request + said("add", b"/busy", 0))
+            answer = one.recv(12, socket.MSG_WAITALL)
+    assert took.operations == 40
+    assert took.behind == int.from_bytes(answer[4:], "little") > 0
+    assert measured(took, 1.0).operations == 40 + took.behind
 
 
 @pytest.mark.slow
