@@ -97,14 +97,12 @@ class Runner:
         return self.plan.rounds if scenario.tutorial and not in_memory else min(FEWER, self.plan.rounds)
 
     def _size(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
-        """All rounds of the first size, interleaved: every server in turn, then all of them again."""
+        """All rounds of the first size, interleaved: every server in turn, then all again, another one first."""
         rounds = self._rounds(scenario, lines)
         for number in range(rounds):
             if number and time.monotonic() > deadline:
                 return
-            for line in lines:
-                if line.ended:
-                    continue
+            for line in _turned([line for line in lines if not line.ended], number):
                 spare = self._spare(lines, sizes, rounds, rounds - number, deadline)
                 if number and line.server not in self._paired and (self.plan.quick or line.took[-1][1] > spare):
                     continue
@@ -182,6 +180,12 @@ class Runner:
     def _end(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:
         line.ended = True
         self.endings.append(Ending(scenario.name, line.server, line.transport, size, reason))
+
+
+def _turned(lines: list[Line], number: int) -> list[Line]:
+    """As many others first as the round's number: who follows whom is not the same in each."""
+    first = number % len(lines) if lines else 0
+    return lines[first:] + lines[:first]
 
 
 def _many(rounds: int) -> str:

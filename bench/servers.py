@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from tcpstore_async.load.generator import LoadError
-from tcpstore_async.load.process import process_clock
+from tcpstore_async.load.process import Play, fleet, process_clock
+from tcpstore_async.load.requests import join
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVERS = ("uvloop", "threaded", "libuv", "legacy", "control")
@@ -31,6 +32,8 @@ REFERENCES = ("libuv", "legacy", "threaded")
 """With which the others are compared: the first that a run has."""
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 _PYTHON = [sys.executable, "-W", "ignore", "-m"]
+WARMING = 300
+"""Ranks that join, unmeasured, when a process begins that is kept for several servers."""
 LIMIT = 60.0
 """Seconds in which a server has to start."""
 
@@ -113,7 +116,7 @@ class Host:
         self.starts = 0.0
         """Seconds so far in which servers have started, each for a sample of its own."""
         self.imports = 0.0
-        """Seconds so far in which the processes have started that are kept."""
+        """Seconds so far in which the processes have started and warmed up that are kept."""
 
     def kind_of(self, server: str) -> str:
         """What is started for a name; `control` is the reference a second time."""
@@ -130,7 +133,7 @@ class Host:
         """
         kind = self.kind_of(server)
         if kind in PYTORCH and not (busy or silent_resolver or new):
-            with self._kept(kind) as found:
+            with self._kept(server) as found:
                 yield found
             return
         began = time.monotonic()
@@ -157,22 +160,26 @@ class Host:
             yield found
 
     @contextmanager
-    def _kept(self, kind: str) -> Iterator[Server]:
-        """PyTorch's, new, in a process that is kept for it: importing PyTorch takes seconds."""
-        began = time.monotonic()
-        first = kind not in self._torch
-        if first:
-            self._torch[kind] = _popen(self._knowing_nobody([*_PYTHON, "bench.torch_host"]), pinned=True)
-        process = self._torch[kind]
-        found = _another(process, kind)
-        if first:
+    def _kept(self, server: str) -> Iterator[Server]:
+        """PyTorch's, new, in a process that is kept for it: importing PyTorch takes seconds.
+
+        The control has one of its own, so that two processes are compared. None serves for the first time when it is
+        measured: that takes half as long again.
+        """
+        kind = self.kind_of(server)
+        if server not in self._torch:
+            began = time.monotonic()
+            self._torch[server] = _popen(self._knowing_nobody([*_PYTHON, "bench.torch_host"]), pinned=True)
+            _warm_up(_another(self._torch[server], kind))
             self.imports += time.monotonic() - began
+        process = self._torch[server]
+        found = _another(process, kind)
         try:
             yield found
         except LoadError as error:
             # What the load did to it must not be there in the next measurement.
             alive = process.poll() is None
-            _end(self._torch.pop(kind))
+            _end(self._torch.pop(server))
             raise _why(error, alive) from None
 
     def _knowing_nobody(self, command: list[str]) -> list[str]:
@@ -263,6 +270,11 @@ def _another(process: subprocess.Popen[bytes], kind: str) -> Server:
         return Server(*_ready(process.stdout.readline()))
     except (OSError, ValueError):
         raise Died(f"PyTorch's {kind} server did not start") from None
+
+
+def _warm_up(server: Server) -> None:
+    with fleet("127.0.0.1", server.port, WARMING, cores=cores_of_load()) as load:
+        load.tell(Play(join(), LIMIT))
 
 
 def _why(error: LoadError, alive: bool) -> LoadError:

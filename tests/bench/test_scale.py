@@ -123,13 +123,29 @@ def test_without_sockets(host: Host) -> None:
         assert not runner.endings
 
 
-@pytest.mark.slow
-def test_rounds_are_interleaved(host: Host) -> None:
-    runner = Runner(Plan([SCENARIOS["init"]], ["uvloop", "libuv"], [4, 8], 2, False, LIMIT, 20_000), host, quiet)
+def test_rounds_are_interleaved_and_each_begins_with_another_server(host: Host) -> None:
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    scenario = SCENARIOS["herd"]._replace(measure=measure)
+    runner = Runner(Plan([scenario], ["uvloop", "threaded"], [4, 8], 3, False, LIMIT, 20_000), host, quiet)
     runner.run()
-    order = [(one.size, one.round, one.server) for one in runner.samples]
-    assert order == sorted(order, key=lambda one: (one[0], one[1], ["uvloop", "libuv"].index(one[2])))
-    assert len(order) == 8
+    one, other = ["uvloop", "threaded"], ["threaded", "uvloop"]
+    assert [(one.size, one.round) for one in runner.samples] == [
+        (size, number) for size in (4, 8) for number in range(3) for _ in range(2)
+    ]
+    assert [one.server for one in runner.samples] == (one + other + one) * 2
+
+
+@pytest.mark.slow
+def test_the_control_has_a_process_of_its_own(host: Host) -> None:
+    """Which is kept, as the reference's is."""
+    pids: dict[str, set[int]] = {"libuv": set(), "control": set()}
+    for server in ("libuv", "control", "libuv", "control"):
+        with host.running(server) as found:
+            pids[server].add(found.pid)
+    assert pids["libuv"] != pids["control"]
+    assert [len(found) for found in pids.values()] == [1, 1]
 
 
 @pytest.mark.slow
