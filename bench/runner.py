@@ -7,7 +7,7 @@ Invariant: whatever ends a run, what was measured is returned; a point that is n
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bench import scenarios
@@ -37,9 +37,9 @@ class Progress(Protocol):
 
 
 class Runner:
-    """Measures a plan; `samples` and `endings` hold what there is at any moment."""
+    """Measures a plan; `samples` and `endings` hold what there is at any moment; `keep` is called after each size."""
 
-    def __init__(self, plan: Plan, host: Host, progress: Progress) -> None:
+    def __init__(self, plan: Plan, host: Host, progress: Progress, keep: Callable[[], None] | None = None) -> None:
         self.plan = plan
         self.samples: list[Sample] = []
         self.endings: list[Ending] = []
@@ -48,6 +48,7 @@ class Runner:
         self._host = host
         self._paired = (*PAIRED, host.reference)
         self._progress = progress
+        self._keep = keep
         self._began = time.monotonic()
 
     def run(self) -> None:
@@ -89,6 +90,8 @@ class Runner:
         for number in range(len(sizes)):
             self._judge(scenario, lines, sizes[number:], deadline)
             self._size(scenario, lines, sizes[number:], deadline)
+            if self._keep:
+                self._keep()
 
     def _rounds(self, scenario: Scenario, lines: list[Line]) -> int:
         in_memory = any(line.transport == "memory" for line in lines)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from bench.first_rank import FirstRank
+from bench.leash import leash
 from bench.servers import FOREIGN, SERVERS, Host, Impossible, Server, cores_of_load, environment
 from tcpstore_async.blob import pack
 from tcpstore_async.load.generator import Act, Late, LoadError
@@ -311,10 +312,12 @@ SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 def without_sockets(scenario: str, size: int, limit: float) -> Measured:
     """Our sessions in memory, in a process of its own, `limit` seconds at most. Raises LoadError."""
     command = [sys.executable, "-m", "bench.memory", scenario, str(size)]
+    where = tempfile.gettempdir()
     try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=limit, cwd=tempfile.gettempdir(), env=environment(), check=False
-        )
+        with leash() as stdin:
+            done = subprocess.run(
+                command, stdin=stdin, capture_output=True, timeout=limit, cwd=where, env=environment(), check=False
+            )
     except subprocess.TimeoutExpired:
         raise Late(f"not done after {limit:.0f} s") from None
     if done.returncode:

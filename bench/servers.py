@@ -1,7 +1,8 @@
 """The servers under test: each in a process of its own, on a processor core of its own where there are two.
 
 Knows how each is started and how its processor time and memory are read. Must not know what is measured.
-Invariant: nothing that was started here is left when its context ends; only processes started here are ended.
+Invariant: nothing that was started here is left when its context ends, or this process, however; only processes started
+here are ended.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Host:
 
     @contextmanager
     def _new(self, kind: str, busy: bool, silent_resolver: bool) -> Iterator[Server]:
-        command = _command(kind, busy)
+        command = command_of(kind, busy)
         if not silent_resolver:
             with _started(self._knowing_nobody(command) if kind in PYTORCH else command, trainer=busy) as found:
                 yield found
@@ -234,13 +235,9 @@ def _file(text: str) -> IO[str]:
     return made
 
 
-def _command(kind: str, busy: bool) -> list[str]:
-    if kind in PYTORCH:
-        return [*_PYTHON, "bench.torch_host", "--once", kind, *(["--busy"] if busy else [])]
-    if busy:
-        return [*_PYTHON, "bench.own_host", kind]
-    backend = "uv" if kind == "uvloop" else kind
-    return [*_PYTHON, "tcpstore_async", "serve", "--port", "0", "--backend", backend]
+def command_of(kind: str, busy: bool) -> list[str]:
+    host = ["bench.torch_host", "--once"] if kind in PYTORCH else ["bench.own_host"]
+    return [*_PYTHON, *host, kind, *(["--busy"] if busy else [])]
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from bench.first_rank import FirstRank
 from bench.plan import Line, Plan
 from bench.runner import Runner
 from bench.scenarios import SCENARIOS, Measured, measured
-from bench.servers import Died, Host, Server, can_mount, has_torch, hosting, reference_of
+from bench.servers import Died, Host, Server, can_mount, command_of, environment, has_torch, hosting, reference_of
 from support import LIMIT
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.load.process import Play, fleet
@@ -242,19 +243,110 @@ def test_the_command_leaves_a_run(tmp_path: Path) -> None:
     assert [(one.scenario, one.size) for one in run.samples] == [("init", 8)]
 
 
+INIT_THEN_STEADY = ["--scenario", "init", "--scenario", "steady", "--server", "uvloop", "--sizes", "4"]
+
+
+@contextmanager
+def steady(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that has the samples of `init`, and is long at those of `steady`."""
+    words = scale(*INIT_THEN_STEADY, "--rounds", "3", "--out", str(tmp_path))
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    try:
+        until(lambda: (tmp_path / "run.json").exists() and len(below(process.pid)) == 2)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until(so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def below(pid: int) -> list[int]:
+    """The processes that a process has started: a server and a generator."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def has_init(folder: Path) -> bool:
+    run = records.read(folder / "run.json")
+    return not run.complete and any(one.scenario == "init" for one in run.samples)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
-    words = ["--scenario", "steady", "--server", "uvloop", "--sizes", "4", "--rounds", "100", "--out", str(tmp_path)]
-    process = subprocess.Popen(scale(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-    assert process.stderr is not None
-    process.stderr.readline()  # it has begun
-    time.sleep(6)  # one sample takes four seconds; how many there are does not matter
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=LIMIT)
+    with steady(tmp_path) as process:
+        for _ in range(3):
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 1
     assert errors.decode().splitlines()[-1] == "Error: interrupted; what was measured until then is kept"
-    assert not records.read(tmp_path / "run.json").complete
+    assert has_init(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_kill_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) -> None:
+    with steady(tmp_path) as process:
+        children = below(process.pid)
+        process.kill()
+        until(lambda: all(map(gone, children)))
+    assert has_init(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["uvloop", "libuv"])
+def test_a_trainer_ends_with_its_standard_input(host: Host, server: str) -> None:
+    process = subprocess.Popen(
+        command_of(server, True), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        process.stdin.close()
+        assert process.wait(LIMIT) == 1
+
+
+@pytest.mark.slow
+def test_a_broken_standard_error_ends_nothing(tmp_path: Path) -> None:
+    words = scale(*INIT_THEN_STEADY, "--rounds", "1", "--out", str(tmp_path))
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stderr is not None
+    process.stderr.close()
+    process.wait(LIMIT)
+    assert records.read(tmp_path / "run.json").complete
+
+
+def test_a_size_that_was_measured_is_kept(host: Host) -> None:
+    kept = []
+
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    plan = Plan([SCENARIOS["herd"]._replace(measure=measure)], ["uvloop"], [4, 8], 2, False, LIMIT, 20_000)
+    runner = Runner(plan, host, quiet, lambda: kept.append(len(runner.samples)))
+    runner.run()
+    assert kept == [2, 4]
+
+
+def test_a_folder_in_the_files_place_is_found_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "run.json").mkdir()
+    done = subprocess.run(scale("--out", str(tmp_path)), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines()[-1] == (
+        f"Error: Invalid value for '--out': cannot write {tmp_path}/run.json: Is a directory"
+    )
 
 
 @pytest.mark.slow
