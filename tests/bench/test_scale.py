@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import made_up
 from bench import records
 from bench.first_rank import FirstRank
+from bench.keeping import Keeper
 from bench.plan import Line, Plan
 from bench.runner import Runner
 from bench.scenarios import SCENARIOS, Measured, measured
@@ -338,6 +340,25 @@ def test_a_size_that_was_measured_is_kept(host: Host) -> None:
     runner = Runner(plan, host, quiet, lambda: kept.append(len(runner.samples)))
     runner.run()
     assert kept == [2, 4]
+
+
+def test_the_run_before_goes_aside_and_nothing_does_not_replace_it(tmp_path: Path) -> None:
+    before, now = made_up.run(made_up.samples("uvloop", [1.0])), made_up.run(made_up.samples("libuv", [2.0]))
+    for run in (before, made_up.run(), now, now, before):
+        Keeper(tmp_path).write(run)
+    assert records.read(tmp_path / "run.json") == before
+    aside = [tmp_path / f"run-20261121T070000{more}.json" for more in ("", "-2", "-3")]
+    assert [records.read(path) for path in aside] == [before, now, now]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_is_no_run_goes_aside_too(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("mine")
+    keeper = Keeper(tmp_path)
+    for walls in ([1.0], [1.0, 2.0]):
+        keeper.write(made_up.run(made_up.samples("uvloop", walls)))
+    assert len(records.read(tmp_path / "run.json").samples) == 2
+    assert [path.read_text() for path in tmp_path.glob("run-*")] == ["mine"]
 
 
 def test_a_folder_in_the_files_place_is_found_before_anything_is_measured(tmp_path: Path) -> None:
