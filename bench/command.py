@@ -6,11 +6,12 @@ Invariant: the results of a run are on disk before anything is drawn from them.
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 from bench.keeping import Keeper
 from bench.machine import machine, open_files, versions
 from bench.plan import Plan
-from bench.records import Run
+from bench.records import Ending, Run, Transport
 from bench.runner import Progress, Runner
 from bench.scenarios import SCENARIOS
 from bench.servers import SERVERS, hosting, reference_of
@@ -33,6 +34,7 @@ from tcpstore_async.server.base import raise_file_limit
 FULL = 3000.0
 """Seconds that a whole run may take."""
 QUICK = 155.0
+TRANSPORTS = ("sockets", "memory")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -52,10 +54,18 @@ def compare(a: Path, b: Path) -> None:
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
-    words = [word for word in (text or "").split(",") if word]
+    if text is None:
+        return ()
+    words = text.split(",")
     if not all(word.isdecimal() and 0 < int(word) <= 1_000_000 for word in words):
         raise click.BadParameter(f"{text!r} is not a list such as 1024,2048 of numbers to 1,000,000", ctx, param)
     return tuple(sorted(set(map(int, words))))
+
+
+def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("not a number", ctx, param)
+    return value
 
 
 @main.command()
@@ -66,15 +76,21 @@ def _sizes(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option(
     "--rounds",
     type=click.IntRange(1, 100),
-    help="Of each point; other scenarios than init and barrier have 3 at most.  [default: 5, or 3 if --quick]",
+    help="Of each point.  [default: init and barrier 5, others 3; if --quick 3, slow ones 1]",
 )
-@click.option("--seconds", type=click.FloatRange(1, 86_400), help="For all of it.  [default: 3000, or 155 if --quick]")
+@click.option("--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS), help="Only this; repeatable.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 86_400),
+    callback=_number,
+    help="For all of it.  [default: 3000, or 155 if --quick]",
+)
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-results"), show_default=True
 )
 def scale(
     quick: bool, names: tuple[str, ...], servers: tuple[str, ...], sizes: tuple[int, ...], rounds: int | None,
-    seconds: float | None, out: Path,
+    transports: tuple[Transport, ...], seconds: float | None, out: Path,
 ) -> None:  # fmt: skip
     """Measure ranks by the thousand on every server; leaves run.json, report.md and figures in --out."""
     raise_file_limit()
@@ -83,18 +99,19 @@ def scale(
         [SCENARIOS[name] for name in names or SCENARIOS],
         list(servers),
         sizes,
-        rounds or (3 if quick else 5),
+        rounds or 0,
         quick,
         seconds or (QUICK if quick else FULL),
         open_files(),
+        transports,
     )
     _tell(f"{build()} build; a process may have {plan.open_files:,} files open here")
     try:
         run, failure = _measure(plan, keeper)
     except OSError as error:
         raise click.ClickException(f"cannot write {keeper.path}: {error.strerror}") from None
-    _tell(f"{len(run.samples)} samples in {run.seconds:.0f} s: {keeper.path}")
     if run.samples:
+        _tell(f"{len(run.samples)} samples in {run.seconds:.0f} s: {keeper.path}")
         from bench.report import write_report
 
         for file in write_report(run, out):
@@ -160,7 +177,15 @@ def _failure(runner: Runner) -> str:
         return "interrupted; what was measured until then is kept"
     except (LoadError, OSError) as error:
         return str(error)
-    return runner.failures[0] if runner.failures else ""
+    if runner.failures:
+        return runner.failures[0]
+    return "" if runner.samples else _nothing(runner.endings)
+
+
+def _nothing(endings: Sequence[Ending]) -> str:
+    for one in endings:
+        return f"nothing was measured: {one.scenario}, {one.server} at {one.size:,}: {one.reason}"
+    return "nothing was measured: no scenario asked for has such sizes, servers and transports"
 
 
 @contextmanager

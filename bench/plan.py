@@ -13,6 +13,11 @@ from typing import NamedTuple
 from bench.records import Transport
 from bench.scenarios import Scenario
 
+MEMORY_SERVER = "uvloop"
+ROUNDS = 5
+FEWER = 3
+"""Rounds, but for the tutorial's two scenarios."""
+QUICK_ROUNDS = 3
 FIXED = 0.5
 """Seconds of a sample, about, that are for starting the load, whatever the size."""
 
@@ -26,9 +31,37 @@ class Plan(NamedTuple):
     sizes: Sequence[int]
     """Empty: each scenario's own."""
     rounds: int
+    """0: what each scenario has."""
     quick: bool
     seconds: float
     open_files: int
+    transports: Sequence[Transport] = ()
+    """Empty: both, where there are both."""
+
+    def has(self, transport: Transport) -> bool:
+        return not self.transports or transport in self.transports
+
+    def sizes_in_memory(self, scenario: Scenario) -> list[int]:
+        """Those that our sessions are driven at without sockets."""
+        if not self.has("memory") or (self.servers and MEMORY_SERVER not in self.servers):
+            return []
+        if self.sizes and "memory" in self.transports:
+            return list(self.sizes) if scenario.memory else []
+        chosen = self.sizes or (scenario.quick if self.quick else scenario.memory)
+        return [size for size in scenario.memory if size in chosen]
+
+    def sizes_of_sockets(self, scenario: Scenario) -> Sequence[int]:
+        if not self.has("sockets"):
+            return ()
+        return self.sizes or (scenario.quick if self.quick else scenario.sizes)
+
+    def rounds_of(self, scenario: Scenario, transport: Transport) -> int:
+        """Of each point: as many as were asked for, or more in the tutorial's two scenarios than in the others."""
+        if self.rounds:
+            return self.rounds
+        if self.quick:
+            return 1 if scenario.slow or transport == "memory" else QUICK_ROUNDS
+        return ROUNDS if scenario.tutorial and transport == "sockets" else FEWER
 
 
 class Line:

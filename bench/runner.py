@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bench import scenarios
-from bench.plan import Line, Plan
+from bench.plan import MEMORY_SERVER, Line, Plan
 from bench.records import Ending, Sample
 from bench.scenarios import Measured, Scenario
 from bench.servers import PYTORCH, SERVERS, Died, Host, Impossible, has_torch
@@ -19,14 +19,11 @@ from tcpstore_async.load.generator import Late, LoadError
 
 RESERVE = 600
 """Open files that a server or a generator needs besides its connections, BUSY ones among them."""
-MEMORY_SERVER = "uvloop"
 PAIRED = ("uvloop", "control")
 """Those, with the reference, whose ratios count: for the budget, a size is measured of all of them or of none. The
 others have what is left: in a quick run one round of the tutorial's two scenarios, and nothing of the rest."""
 LEAST = 20.0
 """Seconds that a sample may always take."""
-FEWER = 3
-"""Rounds at most, but for the tutorial's two scenarios."""
 
 
 class Progress(Protocol):
@@ -59,10 +56,13 @@ class Runner:
             self._scenario(scenario, time.monotonic() + left * weights[number] / sum(weights[number:]))
 
     def _scenario(self, scenario: Scenario, deadline: float) -> None:
-        if not self.plan.servers or MEMORY_SERVER in self.plan.servers:
-            in_memory = [size for size in scenario.memory if self._in_memory(scenario, size)]
-            self._lines(scenario, [Line(MEMORY_SERVER, "memory")], in_memory, deadline)
-        sizes = self.plan.sizes or (scenario.quick if self.plan.quick else scenario.sizes)
+        in_memory = self.plan.sizes_in_memory(scenario)
+        self._lines(scenario, [Line(MEMORY_SERVER, "memory")], in_memory, deadline)
+        sizes = self.plan.sizes_of_sockets(scenario)
+        if sizes:
+            self._lines(scenario, self._of_sockets(scenario, sizes[0]), sizes, deadline)
+
+    def _of_sockets(self, scenario: Scenario, first: int) -> list[Line]:
         servers = [server for server in self.plan.servers or SERVERS if server in scenario.servers]
         lines = [Line(server, "sockets", scenario.constant) for server in servers]
         for line in lines:
@@ -72,19 +72,14 @@ class Runner:
             elif kind in PYTORCH and not has_torch():
                 self._end(scenario, line, 0, "PyTorch is not installed")
             elif self._too_much(scenario, line):
-                self._end(scenario, line, sizes[0], "not part of a quick run")
-        self._lines(scenario, lines, sizes, deadline)
+                self._end(scenario, line, first, "not part of a quick run")
+        return lines
 
     def _too_much(self, scenario: Scenario, line: Line) -> bool:
         """Whether a quick run leaves it out."""
         if not self.plan.quick or self.plan.servers or scenario.tutorial:
             return False
         return line.server not in self._paired
-
-    def _in_memory(self, scenario: Scenario, size: int) -> bool:
-        if self.plan.sizes:
-            return size in self.plan.sizes
-        return not self.plan.quick or size in scenario.quick
 
     def _lines(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
         for number in range(len(sizes)):
@@ -93,15 +88,9 @@ class Runner:
             if self._keep:
                 self._keep()
 
-    def _rounds(self, scenario: Scenario, lines: list[Line]) -> int:
-        in_memory = any(line.transport == "memory" for line in lines)
-        if self.plan.quick:
-            return 1 if scenario.slow or in_memory else self.plan.rounds
-        return self.plan.rounds if scenario.tutorial and not in_memory else min(FEWER, self.plan.rounds)
-
     def _size(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
         """All rounds of the first size, interleaved: every server in turn, then all again, another one first."""
-        rounds = self._rounds(scenario, lines)
+        rounds = self.plan.rounds_of(scenario, lines[0].transport)
         for number in range(rounds):
             if number and time.monotonic() > deadline:
                 return
@@ -126,7 +115,7 @@ class Runner:
 
     def _judge(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
         """End the lines that cannot, or had better not, be taken to the first of these sizes."""
-        size, rounds = sizes[0], self._rounds(scenario, lines)
+        size, rounds = sizes[0], self.plan.rounds_of(scenario, lines[0].transport)
         for line in lines:
             if not line.ended and line.transport == "sockets" and scenario.per_connection:
                 self._judge_files(scenario, line, size)
@@ -153,8 +142,14 @@ class Runner:
             return
         reason = f"a process may have {self.plan.open_files:,} files open here"
         self._end(scenario, line, size, reason)
-        if self.plan.sizes:  # it was asked for
+        if self._wanted(scenario, line, size):
             self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
+
+    def _wanted(self, scenario: Scenario, line: Line, size: int) -> bool:
+        """Whether a run without it fails: it is a first size that nobody chose, or one asked for and measured in no way."""
+        if not self.plan.sizes:
+            return not line.took
+        return "sockets" in self.plan.transports or size not in self.plan.sizes_in_memory(scenario)
 
     def _sample(self, scenario: Scenario, line: Line, size: int, number: int) -> None:
         self._progress(

@@ -198,8 +198,23 @@ def _barrier(host: Host, server: str, size: int, limit: float) -> list[Measured]
 def _barrier_opcode(host: Host, server: str, size: int, limit: float) -> list[Measured]:
     acts = [step for number in range(BARRIERS) for step in one_message_barrier(b"/barrier:%d" % number, size)]
     with under_test(host, server, size, limit) as bench:
+        if not knows_barrier(bench.server.port, limit):
+            raise Impossible("does not know BARRIER")
         bench.prepare(join())
         return [bench.play(acts)]
+
+
+def knows_barrier(port: int, limit: float) -> bool:
+    """Older PyTorch's servers do not, and close the connection. A barrier of one opens at once."""
+    with socket.create_connection(("127.0.0.1", port), timeout=limit) as one:
+        for step in [*hello(), *one_message_barrier(b"/probe", 1)]:
+            try:
+                one.sendall(step.request)
+                if len(one.recv(step.reply, socket.MSG_WAITALL)) < step.reply:
+                    return False
+            except ConnectionError:
+                return False
+    return True
 
 
 def _newcomers(host: Host, server: str, size: int, limit: float) -> list[Measured]:

@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from bench.first_rank import FirstRank
 from bench.keeping import Keeper
 from bench.plan import Line, Plan
 from bench.runner import Runner
-from bench.scenarios import SCENARIOS, Measured, measured
+from bench.scenarios import SCENARIOS, Measured, knows_barrier, measured
 from bench.servers import Died, Host, Server, can_mount, command_of, environment, has_torch, hosting, reference_of
 from support import LIMIT
 from tcpstore_async.load.generator import LoadError
@@ -95,6 +97,88 @@ def test_a_quick_run_has_a_control_everywhere(host: Host) -> None:
 
     Runner(Plan([SCENARIOS["herd"]._replace(measure=measure)], [], [], 1, True, LIMIT, 20_000), host, quiet).run()
     assert sorted(asked) == ["control", "libuv", "uvloop"]
+
+
+def instant(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+
+HERD = SCENARIOS["herd"]._replace(measure=instant)
+IN_MEMORY = HERD._replace(memory=(4096,))
+
+
+def plan_of(**fields: Any) -> Plan:
+    return Plan([HERD], ["uvloop"], [], 1, False, LIMIT, 1700)._replace(**fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "fails"),
+    [
+        (plan_of(), False),
+        (plan_of(open_files=700), True),
+        (plan_of(sizes=[1024, 2048]), True),
+        (plan_of(sizes=[4096]), True),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY]), False),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["memory"]), False),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["sockets"]), True),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["sockets", "memory"]), True),
+    ],
+)
+def test_a_run_fails_if_what_was_asked_for_cannot_be_held(
+    host: Host, plan: Plan, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.scenarios.without_sockets", lambda *_: Measured(0.1, 1, 0.1, 0.0, 0.0))
+    runner = Runner(plan, host, quiet)
+    runner.run()
+    assert any("files open here" in failure for failure in runner.failures) == fails
+    assert bool(runner.failures) == fails
+
+
+def test_the_transports_of_a_plan() -> None:
+    init = SCENARIOS["init"]
+    assert plan_of().sizes_in_memory(init) == list(init.memory)
+    assert plan_of(quick=True).sizes_in_memory(init) == list(init.quick)
+    assert plan_of(sizes=[50, 1024]).sizes_in_memory(init) == [1024]
+    assert plan_of(sizes=[50], transports=["memory"]).sizes_in_memory(init) == [50]
+    assert plan_of(transports=["memory"]).sizes_of_sockets(init) == ()
+    assert plan_of(transports=["sockets"]).sizes_in_memory(init) == []
+    assert plan_of(servers=["libuv"]).sizes_in_memory(init) == []
+
+
+def test_rounds_that_were_asked_for_are_those_of_all() -> None:
+    for name in ("init", "herd", "memory"):
+        for quick in (False, True):
+            assert plan_of(rounds=7, quick=quick).rounds_of(SCENARIOS[name], "sockets") == 7
+    assert plan_of(rounds=0).rounds_of(SCENARIOS["init"], "sockets") == 5
+    assert plan_of(rounds=0).rounds_of(SCENARIOS["init"], "memory") == 3
+    assert plan_of(rounds=0, quick=True).rounds_of(SCENARIOS["memory"], "sockets") == 1
+
+
+def test_a_server_that_does_not_know_barrier_is_found_out(host: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def close_at_barrier() -> None:
+            one, _ = listening.accept()
+            with one:
+                one.recv(len(hello()[0].request), socket.MSG_WAITALL)
+                one.sendall(hello()[0].expect)
+                one.recv(1)
+
+        thread = threading.Thread(target=close_at_barrier)
+        thread.start()
+        assert not knows_barrier(listening.getsockname()[1], LIMIT)
+        thread.join()
+    with host.running("uvloop") as server:
+        assert knows_barrier(server.port, LIMIT)
+
+
+def test_a_run_that_measures_nothing_fails(tmp_path: Path) -> None:
+    words = ["--scenario", "init", "--server", "uvloop", "--sizes", "1", "--out", str(tmp_path)]
+    done = subprocess.run(scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[-1] == (
+        "Error: nothing was measured: init, uvloop at 1: there are no others for rank 0 to wait for"
+    )
 
 
 def test_work_that_is_the_same_at_every_size_is_projected_so() -> None:
@@ -387,10 +471,22 @@ def test_a_full_file_table_ends_the_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [["--sizes", "x"], ["--sizes", "0"], ["--scenario", "nix"], ["--rounds", "0"], ["--out", "/proc/nix"]]
+    "words",
+    [
+        ["--sizes", "x"],
+        ["--sizes", "0"],
+        ["--sizes", ""],
+        ["--sizes", ","],
+        ["--sizes", "4,"],
+        ["--seconds", "nan"],
+        ["--transport", "nix"],
+        ["--scenario", "nix"],
+        ["--rounds", "0"],
+        ["--out", "/proc/nix"],
+    ],
 )
 def test_bad_arguments_are_one_line(words: list[str]) -> None:
     done = subprocess.run(scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
     assert done.stderr.decode().splitlines()[-1].startswith("Error: ")
     assert b"Traceback" not in done.stderr
