@@ -146,13 +146,16 @@ def _measure(plan: Plan, keeper: Keeper) -> tuple[Run, str]:
         began=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seconds=0.0,
         command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
-        machine=machine(),
+        machine=machine(plan.measures_torch),
         versions=versions(),
         samples=[],
         endings=[],
         complete=False,
         reference=reference,
     )
+
+    if run.machine.names == "this machine's":
+        _tell("Warning: PyTorch's servers ask this machine's name server for every peer, which takes root to prevent")
 
     def so_far(complete: bool = False) -> Run:
         seconds = time.monotonic() - clock

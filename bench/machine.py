@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.records import Machine, Versions
-from bench.servers import CORES, ROOT, core_of_server, cores_of_load
+from bench.servers import CORES, ROOT, can_mount, core_of_server, cores_of_load
 from tcpstore_async.daemon import build
 from tcpstore_async.version import VERSION
 
@@ -24,7 +24,8 @@ def open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def machine() -> Machine:
+def machine(asks_for_names: bool) -> Machine:
+    """`asks_for_names`: whether a server is measured that looks up its peers."""
     return Machine(
         processor=_processor(),
         cores=len(CORES),
@@ -35,7 +36,12 @@ def machine() -> Machine:
         load_average=os.getloadavg()[0],
         server_cores=_listed(core_of_server()),
         load_cores=_listed(cores_of_load()),
+        names=_names() if asks_for_names else "",
     )
+
+
+def _names() -> Literal["files only", "this machine's"]:
+    return "files only" if can_mount() else "this machine's"
 
 
 def _listed(cores: set[int]) -> str:

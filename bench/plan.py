@@ -1,6 +1,6 @@
 """What a run is to measure, and how long the next point of a line will take.
 
-Knows scenarios and seconds. Must not know servers, processes or files.
+Knows scenarios, seconds and the names of servers. Must not know processes or files.
 Invariant: a projection is made of what was measured, and of nothing else.
 """
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bench.records import Transport
 from bench.scenarios import Scenario
+from bench.servers import PYTORCH, SERVERS, has_torch
 
 MEMORY_SERVER = "uvloop"
 ROUNDS = 5
@@ -40,6 +41,11 @@ class Plan(NamedTuple):
 
     def has(self, transport: Transport) -> bool:
         return not self.transports or transport in self.transports
+
+    @property
+    def measures_torch(self) -> bool:
+        """Whether PyTorch's servers are among those that are measured."""
+        return has_torch() and self.has("sockets") and any(server in PYTORCH for server in self.servers or SERVERS)
 
     def sizes_in_memory(self, scenario: Scenario) -> list[int]:
         """Those that our sessions are driven at without sockets."""

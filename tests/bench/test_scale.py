@@ -21,6 +21,7 @@ import made_up
 from bench import records
 from bench.first_rank import FirstRank
 from bench.keeping import Keeper
+from bench.machine import machine
 from bench.plan import Line, Plan
 from bench.runner import Runner
 from bench.scenarios import SCENARIOS, Measured, knows_barrier, measured
@@ -179,6 +180,23 @@ def test_a_run_that_measures_nothing_fails(tmp_path: Path) -> None:
     assert done.stderr.decode().splitlines()[-1] == (
         "Error: nothing was measured: init, uvloop at 1: there are no others for rank 0 to wait for"
     )
+
+
+@pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")
+def test_who_names_the_peers_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for possible, names in ((True, "files only"), (False, "this machine's")):
+        monkeypatch.setattr("bench.machine.can_mount", lambda possible=possible: possible)
+        assert machine(plan_of(servers=[]).measures_torch).names == names
+        assert machine(plan_of(servers=["uvloop", "legacy"]).measures_torch).names == names
+        assert machine(plan_of(servers=["uvloop", "threaded"]).measures_torch).names == ""
+        assert machine(plan_of(servers=[], transports=["memory"]).measures_torch).names == ""
+
+
+def test_the_machine_is_described() -> None:
+    found = machine(False)
+    assert found.backlog > 0
+    assert found.server_cores
+    assert found.load_cores
 
 
 def test_work_that_is_the_same_at_every_size_is_projected_so() -> None:
