@@ -146,7 +146,7 @@ class Runner:
             self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
 
     def _wanted(self, scenario: Scenario, line: Line, size: int) -> bool:
-        """Whether a run without it fails: it is a first size that nobody chose, or one asked for and measured in no way."""
+        """Whether a run without it fails: it is the first, chosen by nobody, or asked for and measured in no way."""
         if not self.plan.sizes:
             return not line.took
         return "sockets" in self.plan.transports or size not in self.plan.sizes_in_memory(scenario)

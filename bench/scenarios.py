@@ -21,7 +21,7 @@ from bench.leash import leash
 from bench.servers import FOREIGN, SERVERS, Host, Impossible, Server, cores_of_load, environment
 from tcpstore_async.blob import pack
 from tcpstore_async.load.generator import Act, Late, LoadError
-from tcpstore_async.load.process import Fleet, Pace, Play, Took, fleet
+from tcpstore_async.load.process import Fleet, Pace, Play, Took, busy, fleet
 from tcpstore_async.load.requests import (
     OPERATIONS,
     RANK,
@@ -124,11 +124,11 @@ def measured(took: Took, cpu: float) -> Measured:
 
 
 def both(one: Measured, other: Measured) -> Measured:
-    """One after the other, as one."""
+    """One after the other, as one; in either the generator may have set the pace."""
     wall = one.wall + other.wall
     cpu = one.generator_cpu + other.generator_cpu
-    share = (one.share * one.wall + other.share * other.wall) / wall
-    return Measured(wall, one.operations + other.operations, one.server_cpu + other.server_cpu, cpu, share)
+    operations, server_cpu = one.operations + other.operations, one.server_cpu + other.server_cpu
+    return Measured(wall, operations, server_cpu, cpu, max(one.share, other.share))
 
 
 @contextmanager
@@ -245,12 +245,14 @@ def _fanout(host: Host, server: str, size: int, limit: float) -> list[Measured]:
             setter.recv(4)
             bench.load.send(Play([waiting], limit))
             _until_all_wait(setter, size, limit)
-            cpu, spent, began = bench.server.cpu(), bench.load.cpu(), time.perf_counter()
+            cpu, before, began = bench.server.cpu(), bench.load.clocks(), time.perf_counter()
             setter.sendall(said("set", b"/late", pack(b"1")))
             took = bench.load.collect()
             wall = took.ended - began
-            own = [after - before for before, after in zip(spent, bench.load.cpu(), strict=True)]
-            return [Measured(wall, size, bench.server.cpu() - cpu, sum(own), max(own) / wall)]
+            clocks = list(zip(before, took.clocks, strict=True))
+            own = sum(end.cpu - start.cpu for start, end in clocks)
+            share = max(busy(start, end) for start, end in clocks) / wall
+            return [Measured(wall, size, bench.server.cpu() - cpu, own, share)]
 
 
 def _until_all_wait(setter: socket.socket, size: int, limit: float) -> None:

@@ -50,16 +50,43 @@ class Act(NamedTuple):
     then: bytes = b""
 
 
+class Clock(NamedTuple):
+    """Seconds so far in which a process has computed, and in which its main thread could have but had no core."""
+
+    cpu: float
+    waited: float
+
+
+def own_clock() -> Clock:
+    return Clock(time.process_time(), waited("self"))
+
+
+def waited(pid: str) -> float:
+    """See `Clock`; 0 where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 class Result:
     """What a run took: seconds of the monotonic clock, and of each request in the order of the answers."""
 
     def __init__(self, began: float) -> None:
         self.began = began
         self.ended = began
+        self.start = own_clock()
+        self.end = self.start
         self.operations = 0
         self.behind = 0
         """Requests of the background that were answered, those under way at the end too."""
         self.latencies: array[float] = array("f")
+
+    def finish(self) -> None:
+        """Now. The clock of the process is read within the time, which it must not exceed."""
+        self.end = own_clock()
+        self.ended = time.perf_counter()
 
 
 class Generator:
@@ -169,7 +196,7 @@ class Generator:
                 self._next()
             if time.perf_counter() > deadline:
                 raise Late(f"not done after {limit:.0f} s: {self.finished} of {self.wanted} connections are")
-        self.result.ended = time.perf_counter()
+        self.result.finish()
         self._drain(deadline)
         return self.result
 
@@ -207,7 +234,7 @@ class Generator:
                 sent += 1
             pause = began + interval * sent / total - time.perf_counter() if sent < everything else 0.5
             self._look(min(0.5, max(0.0, pause)))
-        self.result.ended = time.perf_counter()
+        self.result.finish()
         return self.result
 
     def _drain(self, deadline: float) -> None:

@@ -24,11 +24,11 @@ from bench.keeping import Keeper
 from bench.machine import machine
 from bench.plan import Line, Plan
 from bench.runner import Runner
-from bench.scenarios import SCENARIOS, Measured, knows_barrier, measured
+from bench.scenarios import SCENARIOS, Measured, both, knows_barrier, measured
 from bench.servers import Died, Host, Server, can_mount, command_of, environment, has_torch, hosting, reference_of
 from support import LIMIT
-from tcpstore_async.load.generator import LoadError
-from tcpstore_async.load.process import Play, fleet
+from tcpstore_async.load.generator import Clock, LoadError, waited
+from tcpstore_async.load.process import Play, busy, fleet
 from tcpstore_async.load.requests import act, hello, join, said
 
 ROOT = Path(__file__).parent.parent.parent
@@ -197,6 +197,39 @@ def test_the_machine_is_described() -> None:
     assert found.backlog > 0
     assert found.server_cores
     assert found.load_cores
+
+
+def test_a_generator_that_waits_for_a_core_is_busy() -> None:
+    assert busy(Clock(1.0, 5.0), Clock(1.25, 5.5)) == 0.75
+
+
+def test_a_wait_for_a_core_is_seen() -> None:
+    """Two processes that compute on the same core."""
+    core = str(min(os.sched_getaffinity(0)))
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this system does not say")
+    loop = ["taskset", "-c", core, sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(loop) for _ in range(2)]
+    try:
+        until(lambda: all(waited(str(process.pid)) > 0.05 for process in processes))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_the_busier_phase_counts() -> None:
+    quiet_one, loaded = Measured(9.0, 5, 1.0, 1.0, 0.1), Measured(1.0, 6, 2.0, 3.0, 0.95)
+    assert both(quiet_one, loaded)[:5] == (10.0, 11, 3.0, 4.0, 0.95)
+
+
+def test_a_generator_computes_no_longer_than_the_time(host: Host) -> None:
+    """At a size where what is around a measurement takes as long as the measurement."""
+    with host.running("uvloop") as server, fleet("127.0.0.1", server.port, 1) as load:
+        load.tell(Play(hello(), LIMIT))
+        for _ in range(50):
+            took = load.tell(Play([act(said("ping", 1), 4)], LIMIT))
+            assert 0 < took.cpu < took.wall * 1.01
 
 
 def test_work_that_is_the_same_at_every_size_is_projected_so() -> None:
