@@ -19,8 +19,6 @@ ROUNDS = 5
 FEWER = 3
 """Rounds, but for the tutorial's two scenarios."""
 QUICK_ROUNDS = 3
-FIXED = 0.5
-"""Seconds of a sample, about, that are for starting the load, whatever the size."""
 
 
 class Plan(NamedTuple):
@@ -73,11 +71,10 @@ class Plan(NamedTuple):
 class Line:
     """One server in one scenario by one transport, until it ends."""
 
-    def __init__(self, server: str, transport: Transport, constant: bool = False) -> None:
+    def __init__(self, server: str, transport: Transport, scenario: Scenario) -> None:
         self.server = server
         self.transport = transport
-        self.constant = constant
-        """Whether its work is the same at every size."""
+        self._scenario = scenario
         self.ended = False
         self.start = 0.0
         """Seconds of a sample in which the server starts, which no size changes: the least there was."""
@@ -96,11 +93,11 @@ class Line:
         return self.start + self._rest(size) if self.took else 0.0
 
     def _rest(self, size: int) -> float:
-        """From two on a straight line, or a power law if that is steeper; from one in proportion, but for `FIXED`."""
+        """From two on a straight line, or a power law if that is steeper; from one in proportion, but what is fixed."""
         before, seconds = self.took[-1]
-        if self.constant:
+        if self._scenario.constant:
             return seconds
-        earlier, less = self.took[-2] if len(self.took) > 1 else (0, min(FIXED, 0.8 * seconds))
+        earlier, less = self.took[-2] if len(self.took) > 1 else (0, min(self._scenario.fixed, 0.9 * seconds))
         rising = max(0.0, (seconds - less) / (before - earlier)) * (size - before)
         power = math.log(seconds / less) / math.log(before / earlier) if earlier else 1.0
         if power <= 1:

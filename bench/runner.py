@@ -57,14 +57,14 @@ class Runner:
 
     def _scenario(self, scenario: Scenario, deadline: float) -> None:
         in_memory = self.plan.sizes_in_memory(scenario)
-        self._lines(scenario, [Line(MEMORY_SERVER, "memory")], in_memory, deadline)
+        self._lines(scenario, [Line(MEMORY_SERVER, "memory", scenario)], in_memory, deadline)
         sizes = self.plan.sizes_of_sockets(scenario)
         if sizes:
             self._lines(scenario, self._of_sockets(scenario, sizes[0]), sizes, deadline)
 
     def _of_sockets(self, scenario: Scenario, first: int) -> list[Line]:
         servers = [server for server in self.plan.servers or SERVERS if server in scenario.servers]
-        lines = [Line(server, "sockets", scenario.constant) for server in servers]
+        lines = [Line(server, "sockets", scenario) for server in servers]
         for line in lines:
             kind = self._host.kind_of(line.server)
             if not kind:

@@ -44,9 +44,11 @@ BUSY = 64
 """Connections that keep a server busy while newcomers join."""
 SECONDS = 4.0
 """How long the steady load lasts."""
+STARTING = 0.5
+"""Seconds, about, in which the load starts."""
 TURNS = 20
 """Requests of each rank to a busy trainer's server."""
-REQUESTS = 20_000
+REQUESTS = 10_000
 """Of each operation, over all clients."""
 VALUE = 64
 EXCHANGED = 1024
@@ -95,6 +97,8 @@ class Scenario(NamedTuple):
     """Sizes at which our sessions are driven without sockets."""
     constant: bool = False
     """Whether the work is the same at every size."""
+    fixed: float = STARTING
+    """Seconds of a sample, about, that are the same at every size."""
 
 
 class Bench:
@@ -310,18 +314,18 @@ def _busy_trainer(host: Host, server: str, size: int, limit: float) -> list[Meas
 
 _WITHOUT = (*TUTORIAL, 1_000_000)
 _ALL = (
-    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 350, 25, tutorial=True, memory=_WITHOUT),
-    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 950, 85, tutorial=True, memory=_WITHOUT),
-    Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K,), 450, 4, memory=_WITHOUT),
-    Scenario("herd", _herd, RANKS, (1 * K,), 180, 3),
-    Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 100, 3),
-    Scenario("steady", _steady, RANKS, (1 * K,), 400, 6, slow=True),
-    Scenario("fanout", _fanout, RANKS, (1 * K,), 200, 4, memory=_WITHOUT),
-    Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256,), 150, 3),
-    Scenario("operations", _operations, (1, 8, 64), (64,), 100, 8, per_connection=False, constant=True),
-    Scenario("memory", _memory, RANKS, (1 * K,), 250, 3, slow=True),
-    Scenario("resolver", _resolver, (2, 4, 8), (2,), 70, 3, slow=True),
-    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 70, 3, slow=True),
+    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 350, 30, tutorial=True, memory=_WITHOUT),
+    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 900, 62, tutorial=True, memory=_WITHOUT),
+    Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K,), 450, 5, memory=_WITHOUT),
+    Scenario("herd", _herd, RANKS, (1 * K,), 180, 5),
+    Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 100, 4),
+    Scenario("steady", _steady, RANKS, (1 * K,), 400, 14, slow=True, fixed=STARTING + SECONDS),
+    Scenario("fanout", _fanout, RANKS, (1 * K,), 200, 5, memory=_WITHOUT),
+    Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256,), 150, 4),
+    Scenario("operations", _operations, (1, 8, 64), (64,), 170, 15, per_connection=False, constant=True),
+    Scenario("memory", _memory, RANKS, (1 * K,), 250, 5, slow=True),
+    Scenario("resolver", _resolver, (2, 4, 8), (2,), 110, 8, slow=True),
+    Scenario("busy-trainer", _busy_trainer, (16, 64, 256), (16,), 90, 5, slow=True),
 )
 SCENARIOS = {scenario.name: scenario for scenario in _ALL}
 

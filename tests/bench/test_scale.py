@@ -24,7 +24,7 @@ from bench.keeping import Keeper
 from bench.machine import machine
 from bench.plan import Line, Plan
 from bench.runner import Runner
-from bench.scenarios import SCENARIOS, Measured, both, knows_barrier, measured
+from bench.scenarios import SCENARIOS, SECONDS, Measured, both, knows_barrier, measured
 from bench.servers import Died, Host, Server, can_mount, command_of, environment, has_torch, hosting, reference_of
 from support import LIMIT
 from tcpstore_async.load.generator import Clock, LoadError, waited
@@ -233,18 +233,21 @@ def test_a_generator_computes_no_longer_than_the_time(host: Host) -> None:
 
 
 def test_work_that_is_the_same_at_every_size_is_projected_so() -> None:
-    line = Line("uvloop", "sockets", SCENARIOS["operations"].constant)
+    line = Line("uvloop", "sockets", SCENARIOS["operations"])
     line.add(1, 0.5, 8.0)
     assert line.projected(8) == 8.5
     line.add(8, 0.5, 9.0)
     assert line.projected(64) == 9.5
-    growing = Line("uvloop", "sockets", SCENARIOS["init"].constant)
+    growing = Line("uvloop", "sockets", SCENARIOS["init"])
     growing.add(1, 0.5, 8.0)
     assert growing.projected(8) > 50
+    timed = Line("uvloop", "sockets", SCENARIOS["steady"])
+    timed.add(1024, 0.5, SECONDS + 0.6)
+    assert timed.projected(2048) < SECONDS + 1.6
 
 
 def test_a_server_that_is_long_in_starting_is_not_projected_as_work() -> None:
-    line = Line("libuv", "sockets")
+    line = Line("libuv", "sockets", SCENARIOS["memory"])
     line.add(1000, 10.0, 0.6)
     assert 10 < line.projected(2000) < 11
     line.add(2000, 11.0, 0.7)
