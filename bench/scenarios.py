@@ -314,7 +314,7 @@ def _busy_trainer(host: Host, server: str, size: int, limit: float) -> list[Meas
 
 _WITHOUT = (*TUTORIAL, 1_000_000)
 _ALL = (
-    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 350, 30, tutorial=True, memory=_WITHOUT),
+    Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 350, 36, tutorial=True, memory=_WITHOUT),
     Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 900, 62, tutorial=True, memory=_WITHOUT),
     Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K,), 450, 5, memory=_WITHOUT),
     Scenario("herd", _herd, RANKS, (1 * K,), 180, 5),
