@@ -1,43 +1,41 @@
-"""The commands of `python -m bench`, and what a run says of the machine it was on.
+"""The commands of `python -m bench`.
 
-Knows options, the machine, where results go. Must not know how anything is measured or drawn.
+Knows options, what ends a run, where results go. Must not know how anything is measured or drawn.
 Invariant: the results of a run are on disk before anything is drawn from them.
 """
 
 from __future__ import annotations
 
-import os
-import platform
+import math
 import shlex
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 import click
+from msgspec.structs import replace
 
-from bench import records
-from bench.builds import ROOT
-from bench.records import Machine, Run, Versions
-from bench.runner import Plan, Progress, Runner
+from bench.keeping import Keeper
+from bench.machine import machine, open_files, versions
+from bench.plan import Plan
+from bench.records import Ending, Run, Transport
+from bench.runner import Progress, Runner
 from bench.scenarios import SCENARIOS
-from bench.servers import SERVERS, hosting
+from bench.servers import SERVERS, hosting, reference_of
 from tcpstore_async.daemon import build
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.base import raise_file_limit
-from tcpstore_async.version import VERSION
 
 FULL = 3000.0
 """Seconds that a whole run may take."""
 QUICK = 155.0
-SAMPLED = "run.json"
+TRANSPORTS = ("sockets", "memory")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -56,10 +54,18 @@ def compare(a: Path, b: Path) -> None:
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
-    words = [word for word in (text or "").split(",") if word]
+    if text is None:
+        return ()
+    words = text.split(",")
     if not all(word.isdecimal() and 0 < int(word) <= 1_000_000 for word in words):
         raise click.BadParameter(f"{text!r} is not a list such as 1024,2048 of numbers to 1,000,000", ctx, param)
     return tuple(sorted(set(map(int, words))))
+
+
+def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("not a number", ctx, param)
+    return value
 
 
 @main.command()
@@ -70,37 +76,42 @@ def _sizes(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
 @click.option(
     "--rounds",
     type=click.IntRange(1, 100),
-    help="Of each point; other scenarios than init and barrier have 3 at most.  [default: 5, or 3 if --quick]",
+    help="Of each point.  [default: init and barrier 5, others 3; if --quick 3, slow ones 1]",
 )
-@click.option("--seconds", type=click.FloatRange(1, 86_400), help="For all of it.  [default: 3000, or 155 if --quick]")
+@click.option("--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS), help="Only this; repeatable.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 86_400),
+    callback=_number,
+    help="For all of it.  [default: 3000, or 155 if --quick]",
+)
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-results"), show_default=True
 )
 def scale(
     quick: bool, names: tuple[str, ...], servers: tuple[str, ...], sizes: tuple[int, ...], rounds: int | None,
-    seconds: float | None, out: Path,
+    transports: tuple[Transport, ...], seconds: float | None, out: Path,
 ) -> None:  # fmt: skip
     """Measure ranks by the thousand on every server; leaves run.json, report.md and figures in --out."""
     raise_file_limit()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.ClickException(f"cannot write to {out}: {error.strerror}") from None
+    keeper = _keeper(out)
     plan = Plan(
         [SCENARIOS[name] for name in names or SCENARIOS],
         list(servers),
         sizes,
-        rounds or (3 if quick else 5),
+        rounds or 0,
         quick,
         seconds or (QUICK if quick else FULL),
-        _open_files(),
+        open_files(),
+        transports,
     )
-    click.echo(f"{build()} build; a process may have {plan.open_files:,} files open here", err=True)
-    run, failure = _measure(plan)
-    path = out / SAMPLED
-    records.write(run, path)
-    click.echo(f"{len(run.samples)} samples in {run.seconds:.0f} s: {path}", err=True)
+    _tell(f"{build()} build; a process may have {plan.open_files:,} files open here")
+    try:
+        run, failure = _measure(plan, keeper)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {keeper.path}: {error.strerror}") from None
     if run.samples:
+        _tell(f"{len(run.samples)} samples in {run.seconds:.0f} s: {keeper.path}")
         from bench.report import write_report
 
         for file in write_report(run, out):
@@ -109,45 +120,101 @@ def scale(
         raise click.ClickException(failure)
 
 
-def _measure(plan: Plan) -> tuple[Run, str]:
-    """The run, complete or not, and why it is not; empty if it is."""
-    began = datetime.now(timezone.utc)
+def _keeper(out: Path) -> Keeper:
+    keeper = Keeper(out)
+    try:
+        keeper.check()
+    except OSError as error:
+        raise click.BadParameter(f"cannot write {keeper.path}: {error.strerror}", param_hint="'--out'") from None
+    return keeper
+
+
+def _tell(text: str) -> None:
+    """To whoever watches; a run does not end because nobody does any more."""
+    with suppress(OSError):
+        click.echo(text, err=True)
+
+
+def _measure(plan: Plan, keeper: Keeper) -> tuple[Run, str]:
+    """The run, complete or not, and why it is not; empty if it is. It is on disk, however this ends.
+
+    Raises OSError if it cannot be written.
+    """
     clock = time.monotonic()
-    failure = ""
-    with hosting() as host, _shown() as progress, _terminated():
-        runner = Runner(plan, host, progress)
-        try:
-            runner.run()
-            failure = runner.failures[0] if runner.failures else ""
-        except KeyboardInterrupt:
-            failure = "interrupted; what was measured until then is kept"
-        except (LoadError, OSError) as error:
-            failure = str(error)
+    reference = reference_of(plan.servers or SERVERS)
     run = Run(
-        began=began.isoformat(timespec="seconds"),
-        seconds=time.monotonic() - clock,
+        began=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        seconds=0.0,
         command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
-        machine=_machine(plan.open_files),
-        versions=_versions(),
-        samples=runner.samples,
-        endings=runner.endings,
-        complete=not failure,
+        machine=machine(plan.measures_torch),
+        versions=versions(),
+        samples=[],
+        endings=[],
+        complete=False,
+        reference=reference,
     )
-    return run, failure
+
+    if run.machine.names == "this machine's":
+        _tell("Warning: PyTorch's servers ask this machine's name server for every peer, which takes root to prevent")
+
+    def so_far(complete: bool = False) -> Run:
+        seconds = time.monotonic() - clock
+        return replace(run, seconds=seconds, samples=runner.samples, endings=runner.endings, complete=complete)
+
+    failure = "not finished"
+    with _ending_once() as no_more, hosting(reference) as host, _shown() as progress:
+        runner = Runner(plan, host, progress, lambda: keeper.write(so_far()))
+        try:
+            failure = _failure(runner)
+        finally:
+            no_more()
+            keeper.write(so_far(not failure))
+    return so_far(not failure), failure
+
+
+def _failure(runner: Runner) -> str:
+    """Run it; why it is not complete, empty if it is."""
+    try:
+        runner.run()
+    except KeyboardInterrupt:
+        return "interrupted; what was measured until then is kept"
+    except (LoadError, OSError) as error:
+        return str(error)
+    if runner.failures:
+        return runner.failures[0]
+    return "" if runner.samples else _nothing(runner.endings)
+
+
+def _nothing(endings: Sequence[Ending]) -> str:
+    for one in endings:
+        return f"nothing was measured: {one.scenario}, {one.server} at {one.size:,}: {one.reason}"
+    return "nothing was measured: no scenario asked for has such sizes, servers and transports"
 
 
 @contextmanager
-def _terminated() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does."""
+def _ending_once() -> Iterator[Callable[[], None]]:
+    """Ctrl-C, SIGTERM and SIGHUP end a run, once: while servers are stopped and results written they are ignored.
+
+    What is yielded ignores them from now on. Whoever has us ignore one, as nohup does, is obeyed.
+    """
+    ours = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in ours}
+
+    def ignore() -> None:
+        for number in ours:
+            signal.signal(number, signal.SIG_IGN)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        ignore()
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
-        yield
+        yield ignore
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in ours:
+            signal.signal(number, before[number])
 
 
 @contextmanager
@@ -158,52 +225,17 @@ def _shown() -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("left at most"), TimeRemainingColumn())
-    with Bar(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
+    bar = Bar(*columns, TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+    task = bar.add_task("starting", total=1.0)
 
-        def tell(done: float, text: str) -> None:
-            bar.update(task, completed=min(done, 1.0), description=text)
+    def tell(done: float, text: str) -> None:
+        bar.update(task, completed=min(done, 1.0), description=text)
 
+    # There may be nobody any more who reads standard error, which is no reason to lose anything.
+    with suppress(OSError):
+        bar.start()
+    try:
         yield tell
-
-
-def _open_files() -> int:
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def _machine(open_files: int) -> Machine:
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(_processor(), cores, memory, platform.release(), open_files)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _versions() -> Versions:
-    kind: Literal["compiled", "interpreted"] = "compiled" if build() == "compiled" else "interpreted"
-    return Versions(VERSION, kind, _commit(), platform.python_version(), _version("uvloop"), _version("torch"))
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _commit() -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode().strip()
+    finally:
+        with suppress(OSError):
+            bar.stop()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from bench.leash import end_with_parent
 from tcpstore_async.blob import pack
 from tcpstore_async.daemon import spare_the_collector
 from tcpstore_async.limits import Limits
@@ -111,4 +112,5 @@ def measure(scenario: str, ranks: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))

@@ -6,45 +6,24 @@ Invariant: whatever ends a run, what was measured is returned; a point that is n
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from bench import scenarios
-from bench.records import Ending, Sample, Transport
+from bench.plan import MEMORY_SERVER, Line, Plan
+from bench.records import Ending, Sample
 from bench.scenarios import Measured, Scenario
-from bench.servers import PYTORCH, REFERENCE, SERVERS, Died, Host, Impossible, has_torch, kind_of
+from bench.servers import PYTORCH, SERVERS, Died, Host, Impossible, has_torch
 from tcpstore_async.load.generator import Late, LoadError
 
 RESERVE = 600
 """Open files that a server or a generator needs besides its connections, BUSY ones among them."""
-MEMORY_SERVER = "uvloop"
-PAIRED = ("uvloop", REFERENCE, "control")
-"""Those whose ratios count: for the budget, a size is measured of all of them or of none. The others have what is left,
-in a quick run one round of it."""
-QUICK = ("uvloop", REFERENCE)
-"""Those of a quick run, but for the tutorial's two scenarios, which have all."""
+PAIRED = ("uvloop", "control")
+"""Those, with the reference, whose ratios count: for the budget, a size is measured of all of them or of none. The
+others have what is left: in a quick run one round of the tutorial's two scenarios, and nothing of the rest."""
 LEAST = 20.0
 """Seconds that a sample may always take."""
-FIXED = 0.5
-"""Seconds of a sample, about, that are for starting processes, whatever the size."""
-FEWER = 3
-"""Rounds at most, but for the tutorial's two scenarios."""
-
-
-class Plan(NamedTuple):
-    """What a run is to measure; `seconds` is how long all of it may take."""
-
-    scenarios: Sequence[Scenario]
-    servers: Sequence[str]
-    """Empty: all that a scenario, or a quick run of it, has."""
-    sizes: Sequence[int]
-    """Empty: each scenario's own."""
-    rounds: int
-    quick: bool
-    seconds: float
-    open_files: int
 
 
 class Progress(Protocol):
@@ -54,43 +33,19 @@ class Progress(Protocol):
         """`done`: the part of the run's budget, 0 to 1, that is behind us."""
 
 
-class Line:
-    """One server in one scenario by one transport, until it ends."""
-
-    def __init__(self, server: str, transport: Transport) -> None:
-        self.server = server
-        self.transport = transport
-        self.ended = False
-        self.took: list[tuple[int, float]] = []
-        """Size and seconds of a whole sample, preparation and all."""
-
-    def projected(self, size: int) -> float:
-        """Seconds that a sample at this size will take, from those before.
-
-        From two on a straight line, or a power law if that is steeper; from one in proportion, but for `FIXED`.
-        """
-        if not self.took:
-            return 0.0
-        before, seconds = self.took[-1]
-        earlier, less = self.took[-2] if len(self.took) > 1 else (0, min(FIXED, 0.8 * seconds))
-        rising = max(0.0, (seconds - less) / (before - earlier)) * (size - before)
-        power = math.log(seconds / less) / math.log(before / earlier) if earlier else 1.0
-        if power <= 1:
-            return seconds + rising
-        return float(seconds * (size / before) ** min(3.0, power))
-
-
 class Runner:
-    """Measures a plan; `samples` and `endings` hold what there is at any moment."""
+    """Measures a plan; `samples` and `endings` hold what there is at any moment; `keep` is called after each size."""
 
-    def __init__(self, plan: Plan, host: Host, progress: Progress) -> None:
+    def __init__(self, plan: Plan, host: Host, progress: Progress, keep: Callable[[], None] | None = None) -> None:
         self.plan = plan
         self.samples: list[Sample] = []
         self.endings: list[Ending] = []
         self.failures: list[str] = []
         """What went wrong, each in one line, without ending the run."""
         self._host = host
+        self._paired = (*PAIRED, host.reference)
         self._progress = progress
+        self._keep = keep
         self._began = time.monotonic()
 
     def run(self) -> None:
@@ -101,45 +56,47 @@ class Runner:
             self._scenario(scenario, time.monotonic() + left * weights[number] / sum(weights[number:]))
 
     def _scenario(self, scenario: Scenario, deadline: float) -> None:
-        if not self.plan.servers or MEMORY_SERVER in self.plan.servers:
-            in_memory = [size for size in scenario.memory if self._in_memory(scenario, size)]
-            self._lines(scenario, [Line(MEMORY_SERVER, "memory")], in_memory, deadline)
-        sizes = self.plan.sizes or (scenario.quick if self.plan.quick else scenario.sizes)
-        lines = [Line(server, "sockets") for server in self.plan.servers or SERVERS if server in scenario.servers]
-        for line in lines:
-            if not has_torch() and kind_of(line.server) in PYTORCH:
-                self._end(scenario, line, 0, "PyTorch is not installed")
-            elif self.plan.quick and not self.plan.servers and not scenario.tutorial and line.server not in QUICK:
-                self._end(scenario, line, sizes[0], "not part of a quick run")
-        self._lines(scenario, lines, sizes, deadline)
+        in_memory = self.plan.sizes_in_memory(scenario)
+        self._lines(scenario, [Line(MEMORY_SERVER, "memory", scenario)], in_memory, deadline)
+        sizes = self.plan.sizes_of_sockets(scenario)
+        if sizes:
+            self._lines(scenario, self._of_sockets(scenario, sizes[0]), sizes, deadline)
 
-    def _in_memory(self, scenario: Scenario, size: int) -> bool:
-        if self.plan.sizes:
-            return size in self.plan.sizes
-        return not self.plan.quick or size in scenario.quick
+    def _of_sockets(self, scenario: Scenario, first: int) -> list[Line]:
+        servers = [server for server in self.plan.servers or SERVERS if server in scenario.servers]
+        lines = [Line(server, "sockets", scenario) for server in servers]
+        for line in lines:
+            kind = self._host.kind_of(line.server)
+            if not kind:
+                self._end(scenario, line, 0, "there is no reference that it could be a second time")
+            elif kind in PYTORCH and not has_torch():
+                self._end(scenario, line, 0, "PyTorch is not installed")
+            elif self._too_much(scenario, line):
+                self._end(scenario, line, first, "not part of a quick run")
+        return lines
+
+    def _too_much(self, scenario: Scenario, line: Line) -> bool:
+        """Whether a quick run leaves it out."""
+        if not self.plan.quick or self.plan.servers or scenario.tutorial:
+            return False
+        return line.server not in self._paired
 
     def _lines(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
         for number in range(len(sizes)):
             self._judge(scenario, lines, sizes[number:], deadline)
             self._size(scenario, lines, sizes[number:], deadline)
-
-    def _rounds(self, scenario: Scenario, lines: list[Line]) -> int:
-        in_memory = any(line.transport == "memory" for line in lines)
-        if self.plan.quick:
-            return 1 if scenario.slow or in_memory else self.plan.rounds
-        return self.plan.rounds if scenario.tutorial and not in_memory else min(FEWER, self.plan.rounds)
+            if self._keep:
+                self._keep()
 
     def _size(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
-        """All rounds of the first size, interleaved: every server in turn, then all of them again."""
-        rounds = self._rounds(scenario, lines)
+        """All rounds of the first size, interleaved: every server in turn, then all again, another one first."""
+        rounds = self.plan.rounds_of(scenario, lines[0].transport)
         for number in range(rounds):
             if number and time.monotonic() > deadline:
                 return
-            for line in lines:
-                if line.ended:
-                    continue
+            for line in _turned([line for line in lines if not line.ended], number):
                 spare = self._spare(lines, sizes, rounds, rounds - number, deadline)
-                if number and line.server not in PAIRED and (self.plan.quick or line.took[-1][1] > spare):
+                if number and line.server not in self._paired and (self.plan.quick or line.took[-1][1] > spare):
                     continue
                 self._sample(scenario, line, sizes[0], number)
 
@@ -147,7 +104,7 @@ class Runner:
         """Seconds left beside what the paired servers will take: `here` rounds of the first size, all of the others
         that they will come to.
         """  # fmt: skip
-        paired = [line for line in lines if not line.ended and line.server in PAIRED]
+        paired = [line for line in lines if not line.ended and line.server in self._paired]
         left = deadline - time.monotonic() - here * sum(line.projected(sizes[0]) for line in paired)
         for size in sizes[1:]:
             taken = rounds * sum(line.projected(size) for line in paired)
@@ -158,11 +115,11 @@ class Runner:
 
     def _judge(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
         """End the lines that cannot, or had better not, be taken to the first of these sizes."""
-        size, rounds = sizes[0], self._rounds(scenario, lines)
+        size, rounds = sizes[0], self.plan.rounds_of(scenario, lines[0].transport)
         for line in lines:
             if not line.ended and line.transport == "sockets" and scenario.per_connection:
                 self._judge_files(scenario, line, size)
-        paired = [line for line in lines if not line.ended and line.server in PAIRED]
+        paired = [line for line in lines if not line.ended and line.server in self._paired]
         needed = rounds * sum(line.projected(size) for line in paired)
         left = max(0.0, deadline - time.monotonic())
         if needed > left:
@@ -170,7 +127,7 @@ class Runner:
                 who = "of all servers compared " if len(paired) > 1 else ""
                 reason = f"{_many(rounds)} {who}would take about {needed:.1f} s, {left:.1f} s are left"
                 self._end(scenario, line, size, reason)
-        others = [line for line in lines if not line.ended and line.server not in PAIRED]
+        others = [line for line in lines if not line.ended and line.server not in self._paired]
         spare = self._spare(lines, sizes, rounds, rounds, deadline)
         for line in others:
             share = max(0.0, spare / len(others))
@@ -185,8 +142,14 @@ class Runner:
             return
         reason = f"a process may have {self.plan.open_files:,} files open here"
         self._end(scenario, line, size, reason)
-        if self.plan.sizes:  # it was asked for
+        if self._wanted(scenario, line, size):
             self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
+
+    def _wanted(self, scenario: Scenario, line: Line, size: int) -> bool:
+        """Whether a run without it fails: it is the first, chosen by nobody, or asked for and measured in no way."""
+        if not self.plan.sizes:
+            return not line.took
+        return "sockets" in self.plan.transports or size not in self.plan.sizes_in_memory(scenario)
 
     def _sample(self, scenario: Scenario, line: Line, size: int, number: int) -> None:
         self._progress(
@@ -194,7 +157,7 @@ class Runner:
             f"{scenario.name}, {line.server}, {line.transport}, {size:,}, round {number + 1}",
         )
         limit = max(LEAST, 3 * line.projected(size))
-        began = time.monotonic()
+        began, starts, once = time.monotonic(), self._host.starts, self._host.imports
         try:
             if line.transport == "memory":
                 found = [scenarios.without_sockets(scenario.name, size, limit)]
@@ -208,15 +171,19 @@ class Runner:
             if not isinstance(error, (Late, Impossible)):
                 self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {error}")
             return
-        took = time.monotonic() - began
-        if line.took and line.took[-1][0] == size:
-            took = min(took, line.took.pop()[1])  # the first of PyTorch's has imported PyTorch
-        line.took.append((size, took))
+        start = self._host.starts - starts
+        line.add(size, start, time.monotonic() - began - start - (self._host.imports - once))
         self.samples += [_sample(scenario, line, size, number, one) for one in found]
 
     def _end(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:
         line.ended = True
         self.endings.append(Ending(scenario.name, line.server, line.transport, size, reason))
+
+
+def _turned(lines: list[Line], number: int) -> list[Line]:
+    """As many others first as the round's number: who follows whom is not the same in each."""
+    first = number % len(lines) if lines else 0
+    return lines[first:] + lines[:first]
 
 
 def _many(rounds: int) -> str:

@@ -1,7 +1,8 @@
 """The servers under test: each in a process of its own, on a processor core of its own where there are two.
 
 Knows how each is started and how its processor time and memory are read. Must not know what is measured.
-Invariant: nothing that was started here is left when its context ends; only processes started here are ended.
+Invariant: nothing that was started here is left when its context ends, or this process, however; only processes started
+here are ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,13 +24,17 @@ from typing import IO
 
 from bench.builds import environment
 from tcpstore_async.load.generator import LoadError
-from tcpstore_async.load.process import process_clock
+from tcpstore_async.load.process import Play, fleet, process_clock
+from tcpstore_async.load.requests import join
 
 SERVERS = ("uvloop", "threaded", "libuv", "legacy", "control")
 PYTORCH = ("libuv", "legacy")
-REFERENCE = "libuv"
+REFERENCES = ("libuv", "legacy", "threaded")
+"""With which the others are compared: the first that a run has."""
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 _PYTHON = [sys.executable, "-W", "ignore", "-m"]
+WARMING = 300
+"""Ranks that join, unmeasured, when a process begins that is kept for several servers."""
 LIMIT = 60.0
 """Seconds in which a server has to start."""
 
@@ -92,23 +97,31 @@ def cores_of_load() -> set[int]:
     return set(CORES[:-1]) or set(CORES)
 
 
-def kind_of(server: str) -> str:
-    """What is started for a name; `control` is the reference a second time."""
-    if server != "control":
-        return server
-    return REFERENCE if has_torch() else "uvloop"
-
-
 def has_torch() -> bool:
     return find_spec("torch") is not None
+
+
+def reference_of(servers: Sequence[str]) -> str:
+    """The one of these that the others are compared with; empty: there is none."""
+    startable = [server for server in REFERENCES if server not in PYTORCH or has_torch()]
+    return next((server for server in startable if server in servers), "")
 
 
 class Host:
     """Starts servers; keeps processes that have PyTorch imported, for theirs. Made by `hosting`."""
 
-    def __init__(self) -> None:
+    def __init__(self, reference: str) -> None:
+        self.reference = reference
         self._torch: dict[str, subprocess.Popen[bytes]] = {}
         self._names: IO[str] | None = None
+        self.starts = 0.0
+        """Seconds so far in which servers have started, each for a sample of its own."""
+        self.imports = 0.0
+        """Seconds so far in which the processes have started and warmed up that are kept."""
+
+    def kind_of(self, server: str) -> str:
+        """What is started for a name; `control` is the reference a second time."""
+        return self.reference if server == "control" else server
 
     @contextmanager
     def running(
@@ -119,12 +132,19 @@ class Host:
 
         Raises LoadError if it does not start.
         """
-        kind = kind_of(server)
+        kind = self.kind_of(server)
         if kind in PYTORCH and not (busy or silent_resolver or new):
-            with self._kept(kind) as found:
+            with self._kept(server) as found:
                 yield found
             return
-        command = _command(kind, busy)
+        began = time.monotonic()
+        with self._new(kind, busy, silent_resolver) as found:
+            self.starts += time.monotonic() - began
+            yield found
+
+    @contextmanager
+    def _new(self, kind: str, busy: bool, silent_resolver: bool) -> Iterator[Server]:
+        command = command_of(kind, busy)
         if not silent_resolver:
             with _started(self._knowing_nobody(command) if kind in PYTORCH else command, trainer=busy) as found:
                 yield found
@@ -141,25 +161,26 @@ class Host:
             yield found
 
     @contextmanager
-    def _kept(self, kind: str) -> Iterator[Server]:
-        """PyTorch's, new, in a process that is kept for it: importing PyTorch takes seconds."""
-        if kind not in self._torch:
-            self._torch[kind] = _popen(self._knowing_nobody([*_PYTHON, "bench.torch_host"]), pinned=True)
-        process = self._torch[kind]
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _kept(self, server: str) -> Iterator[Server]:
+        """PyTorch's, new, in a process that is kept for it: importing PyTorch takes seconds.
+
+        The control has one of its own, so that two processes are compared. None serves for the first time when it is
+        measured: that takes half as long again.
+        """
+        kind = self.kind_of(server)
+        if server not in self._torch:
+            began = time.monotonic()
+            self._torch[server] = _popen(self._knowing_nobody([*_PYTHON, "bench.torch_host"]), pinned=True)
+            _warm_up(_another(self._torch[server], kind))
+            self.imports += time.monotonic() - began
+        process = self._torch[server]
+        found = _another(process, kind)
         try:
-            process.stdin.write(kind.encode() + b"\n")
-            process.stdin.flush()
-            port, pid = _ready(process.stdout.readline())
-        except (OSError, ValueError):
-            raise Died(f"PyTorch's {kind} server did not start") from None
-        try:
-            yield Server(port, pid)
+            yield found
         except LoadError as error:
             # What the load did to it must not be there in the next measurement.
             alive = process.poll() is None
-            _end(self._torch.pop(kind))
+            _end(self._torch.pop(server))
             raise _why(error, alive) from None
 
     def _knowing_nobody(self, command: list[str]) -> list[str]:
@@ -182,8 +203,8 @@ class Host:
 
 
 @contextmanager
-def hosting() -> Iterator[Host]:
-    host = Host()
+def hosting(reference: str = REFERENCES[0]) -> Iterator[Host]:
+    host = Host(reference)
     try:
         yield host
     finally:
@@ -214,13 +235,9 @@ def _file(text: str) -> IO[str]:
     return made
 
 
-def _command(kind: str, busy: bool) -> list[str]:
-    if kind in PYTORCH:
-        return [*_PYTHON, "bench.torch_host", "--once", kind, *(["--busy"] if busy else [])]
-    if busy:
-        return [*_PYTHON, "bench.own_host", kind]
-    backend = "uv" if kind == "uvloop" else kind
-    return [*_PYTHON, "tcpstore_async", "serve", "--port", "0", "--backend", backend]
+def command_of(kind: str, busy: bool) -> list[str]:
+    host = ["bench.torch_host", "--once"] if kind in PYTORCH else ["bench.own_host"]
+    return [*_PYTHON, *host, kind, *(["--busy"] if busy else [])]
 
 
 @contextmanager
@@ -238,6 +255,23 @@ def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
         raise _why(error, process.poll() is None) from None
     finally:
         _end(process)
+
+
+def _another(process: subprocess.Popen[bytes], kind: str) -> Server:
+    """A new server in a process that is kept, instead of the one before."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(kind.encode() + b"\n")
+        process.stdin.flush()
+        return Server(*_ready(process.stdout.readline()))
+    except (OSError, ValueError):
+        raise Died(f"PyTorch's {kind} server did not start") from None
+
+
+def _warm_up(server: Server) -> None:
+    with fleet("127.0.0.1", server.port, WARMING, cores=cores_of_load()) as load:
+        load.tell(Play(join(), LIMIT))
 
 
 def _why(error: LoadError, alive: bool) -> LoadError:

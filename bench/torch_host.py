@@ -4,9 +4,10 @@
     python -m bench.torch_host --once libuv [--busy]    one server; busy: and then a main thread that computes
 
 Each server is announced by `PORT PID`. Knows PyTorch's TCPStore. Must not know what is measured.
-Invariant: there is one server at a time, a new TCPStore. Its process may have served before, because importing PyTorch
-takes seconds: what that makes faster is to PyTorch's advantage. (A fork of a process that has it imported is as fresh,
-but pays for its copies of pages while it serves, which doubles the time of 1,000 ranks.)
+Invariant: the process ends with its standard input. There is one server at a time, a new TCPStore. Its process may have
+served before, because importing PyTorch takes seconds: what that makes faster is to PyTorch's advantage. (A fork of a
+process that has it imported is as fresh, but pays for its copies of pages while it serves, which doubles the time of
+1,000 ranks.)
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import gc
 import os
 import sys
 from typing import Any
+
+from bench.leash import end_with_parent
 
 
 def serve(kind: str) -> Any:
@@ -40,6 +43,7 @@ def main() -> None:
         store = serve(sys.argv[sys.argv.index("--once") + 1])
         print(store.port, os.getpid(), flush=True)
         if "--busy" in sys.argv:
+            end_with_parent()
             compute()
         sys.stdin.read()
         return

@@ -50,14 +50,43 @@ class Act(NamedTuple):
     then: bytes = b""
 
 
+class Clock(NamedTuple):
+    """Seconds so far in which a process has computed, and in which its main thread could have but had no core."""
+
+    cpu: float
+    waited: float
+
+
+def own_clock() -> Clock:
+    return Clock(time.process_time(), waited("self"))
+
+
+def waited(pid: str) -> float:
+    """See `Clock`; 0 where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 class Result:
     """What a run took: seconds of the monotonic clock, and of each request in the order of the answers."""
 
     def __init__(self, began: float) -> None:
         self.began = began
         self.ended = began
+        self.start = own_clock()
+        self.end = self.start
         self.operations = 0
+        self.behind = 0
+        """Requests of the background that were answered, those under way at the end too."""
         self.latencies: array[float] = array("f")
+
+    def finish(self) -> None:
+        """Now. The clock of the process is read within the time, which it must not exceed."""
+        self.end = own_clock()
+        self.ended = time.perf_counter()
 
 
 class Generator:
@@ -167,7 +196,7 @@ class Generator:
                 self._next()
             if time.perf_counter() > deadline:
                 raise Late(f"not done after {limit:.0f} s: {self.finished} of {self.wanted} connections are")
-        self.result.ended = time.perf_counter()
+        self.result.finish()
         self._drain(deadline)
         return self.result
 
@@ -205,11 +234,12 @@ class Generator:
                 sent += 1
             pause = began + interval * sent / total - time.perf_counter() if sent < everything else 0.5
             self._look(min(0.5, max(0.0, pause)))
-        self.result.ended = time.perf_counter()
+        self.result.finish()
         return self.result
 
     def _drain(self, deadline: float) -> None:
         """Let what the background has under way be answered: nothing of it may meet the next run."""
+        self.result.behind += sum(1 for need in self.need[: self.background] if need)
         self.behind = []
         while self.background and max(self.need[: self.background]):
             self._look(0.5)
@@ -338,6 +368,8 @@ class Generator:
                 self.result.latencies.append(now - self.due[which])
             else:
                 self.result.latencies.append(now - self.since[which])
+        else:
+            self.result.behind += 1
         if act.last and whole and int.from_bytes(self.buffer[:8], "little") == act.last:
             self._put(which, act.then)
         if self.interval:

@@ -18,7 +18,7 @@ from typing import IO, Any, Final
 import msgspec
 
 from ..server.base import raise_file_limit
-from .generator import Act, Generator, Late, LoadError, Result, Unreachable
+from .generator import Act, Clock, Generator, Late, LoadError, Result, Unreachable, waited
 
 _KINDS: Final = {kind.__name__: kind for kind in (Unreachable, Late)}
 
@@ -68,9 +68,12 @@ class Done(msgspec.Struct):
 
     began: float
     ended: float
-    cpu: float
-    """Seconds of the generator's processor time."""
+    start: Clock
+    """The generator's, when it began."""
+    end: Clock
     operations: int
+    behind: int
+    """Requests of the background."""
     latencies: bytes
     """An array of C floats, seconds."""
     failed: str = ""
@@ -86,10 +89,14 @@ class Took(msgspec.Struct):
     cpu: float
     """Seconds of processor time of all generators."""
     share: float
-    """Of the wall time, how much the busiest generator computed: near 1 it may have set the pace."""
+    """Of the wall time, how long the busiest generator computed or waited for a core: near 1 it may set the pace."""
+    clocks: list[Clock]
+    """Of each generator, when it was done."""
     ended: float
     """Seconds of the monotonic clock."""
     operations: int
+    behind: int
+    """Requests of the background that were answered besides."""
     latencies: "array[float]"
     """Seconds, sorted."""
 
@@ -98,6 +105,11 @@ class Took(msgspec.Struct):
         if not self.latencies:
             return None
         return float(self.latencies[min(len(self.latencies) - 1, int(part * len(self.latencies)))])
+
+
+def busy(start: Clock, end: Clock) -> float:
+    """Seconds in which a generator had something to do: what waits for a core is not free."""
+    return end.cpu - start.cpu + end.waited - start.waited
 
 
 class Fleet:
@@ -116,9 +128,10 @@ class Fleet:
             self._opened += mine
         self.collect()
 
-    def cpu(self) -> list[float]:
-        """Seconds of processor time that each generator has used so far."""
-        return [time.clock_gettime(process_clock(process.pid)) for process in self._processes]
+    def clocks(self) -> list[Clock]:
+        """Of each generator, now."""
+        pids = [process.pid for process in self._processes]
+        return [Clock(time.clock_gettime(process_clock(pid)), waited(str(pid))) for pid in pids]
 
     def tell(self, order: Play | Pace) -> Took:
         """Give the order to all generators at once and wait for all of them. Raises LoadError."""
@@ -149,10 +162,12 @@ class Fleet:
             every.extend(array("f", done.latencies))
         return Took(
             wall,
-            sum(done.cpu for done in found),
-            max(done.cpu for done in found) / wall if wall > 0 else 0.0,
+            sum(done.end.cpu - done.start.cpu for done in found),
+            max(busy(done.start, done.end) for done in found) / wall if wall > 0 else 0.0,
+            [done.end for done in found],
             max(done.ended for done in found),
             sum(done.operations for done in found),
+            sum(done.behind for done in found),
             array("f", sorted(every)),
         )
 
@@ -222,7 +237,6 @@ def work() -> None:
 
 
 def _obey(generator: Generator, order: Any) -> Done:
-    cpu = time.process_time()
     result = Result(time.perf_counter())
     failed = kind = ""
     try:
@@ -234,5 +248,14 @@ def _obey(generator: Generator, order: Any) -> Done:
             result = generator.play(order.acts, order.limit, order.repeat, order.window, order.background, order.behind)
     except LoadError as error:
         failed, kind = str(error), type(error).__name__
-    spent = time.process_time() - cpu
-    return Done(result.began, result.ended, spent, result.operations, result.latencies.tobytes(), failed, kind)
+    return Done(
+        result.began,
+        result.ended,
+        result.start,
+        result.end,
+        result.operations,
+        result.behind,
+        result.latencies.tobytes(),
+        failed,
+        kind,
+    )

@@ -8,22 +8,29 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import made_up
 from bench import records
+from bench.builds import environment
 from bench.first_rank import FirstRank
-from bench.runner import Plan, Runner
-from bench.scenarios import SCENARIOS, Measured
-from bench.servers import Died, Host, Server, can_mount, hosting
+from bench.keeping import Keeper
+from bench.machine import machine
+from bench.plan import Line, Plan
+from bench.runner import Runner
+from bench.scenarios import SCENARIOS, SECONDS, Measured, both, knows_barrier, measured
+from bench.servers import Died, Host, Server, can_mount, command_of, has_torch, hosting, reference_of
 from support import LIMIT
-from tcpstore_async.load.generator import LoadError
-from tcpstore_async.load.requests import join
-
-pytestmark = pytest.mark.slow
+from tcpstore_async.load.generator import Clock, LoadError, waited
+from tcpstore_async.load.process import Play, busy, fleet
+from tcpstore_async.load.requests import act, hello, join, said
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
@@ -39,6 +46,7 @@ def host() -> Iterator[Host]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["uvloop", "libuv"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
@@ -53,6 +61,201 @@ def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
     assert len(found) == (1 if name != "operations" else len({one.part for one in found}))
 
 
+@pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")
+def test_the_reference_is_one_that_the_run_has() -> None:
+    assert reference_of(["uvloop", "threaded", "legacy", "libuv", "control"]) == "libuv"
+    assert reference_of(["uvloop", "threaded", "legacy", "control"]) == "legacy"
+    assert reference_of(["uvloop", "threaded", "control"]) == "threaded"
+    assert reference_of(["uvloop", "control"]) == ""
+
+
+def test_the_reference_is_no_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.servers.has_torch", lambda: False)
+    assert reference_of(["uvloop", "threaded", "legacy", "libuv", "control"]) == "threaded"
+
+
+@pytest.mark.slow
+def test_the_control_is_the_reference() -> None:
+    with hosting("threaded") as host, host.running("control") as server:
+        assert b"threaded" in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+
+
+def test_without_a_reference_there_is_no_control() -> None:
+    with hosting("") as host:
+        runner = Runner(Plan([SCENARIOS["herd"]], ["control"], [4], 1, False, LIMIT, 20_000), host, quiet)
+        runner.run()
+    assert not runner.samples
+    assert [(one.server, one.reason) for one in runner.endings] == [
+        ("control", "there is no reference that it could be a second time")
+    ]
+
+
+def test_a_quick_run_has_a_control_everywhere(host: Host) -> None:
+    asked: list[str] = []
+
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        asked.append(server)
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    Runner(Plan([SCENARIOS["herd"]._replace(measure=measure)], [], [], 1, True, LIMIT, 20_000), host, quiet).run()
+    assert sorted(asked) == ["control", "libuv", "uvloop"]
+
+
+def instant(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+    return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+
+HERD = SCENARIOS["herd"]._replace(measure=instant)
+IN_MEMORY = HERD._replace(memory=(4096,))
+
+
+def plan_of(**fields: Any) -> Plan:
+    return Plan([HERD], ["uvloop"], [], 1, False, LIMIT, 1700)._replace(**fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "fails"),
+    [
+        (plan_of(), False),
+        (plan_of(open_files=700), True),
+        (plan_of(sizes=[1024, 2048]), True),
+        (plan_of(sizes=[4096]), True),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY]), False),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["memory"]), False),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["sockets"]), True),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["sockets", "memory"]), True),
+    ],
+)
+def test_a_run_fails_if_what_was_asked_for_cannot_be_held(
+    host: Host, plan: Plan, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.scenarios.without_sockets", lambda *_: Measured(0.1, 1, 0.1, 0.0, 0.0))
+    runner = Runner(plan, host, quiet)
+    runner.run()
+    assert any("files open here" in failure for failure in runner.failures) == fails
+    assert bool(runner.failures) == fails
+
+
+def test_the_transports_of_a_plan() -> None:
+    init = SCENARIOS["init"]
+    assert plan_of().sizes_in_memory(init) == list(init.memory)
+    assert plan_of(quick=True).sizes_in_memory(init) == list(init.quick)
+    assert plan_of(sizes=[50, 1024]).sizes_in_memory(init) == [1024]
+    assert plan_of(sizes=[50], transports=["memory"]).sizes_in_memory(init) == [50]
+    assert plan_of(transports=["memory"]).sizes_of_sockets(init) == ()
+    assert plan_of(transports=["sockets"]).sizes_in_memory(init) == []
+    assert plan_of(servers=["libuv"]).sizes_in_memory(init) == []
+
+
+def test_rounds_that_were_asked_for_are_those_of_all() -> None:
+    for name in ("init", "herd", "memory"):
+        for quick in (False, True):
+            assert plan_of(rounds=7, quick=quick).rounds_of(SCENARIOS[name], "sockets") == 7
+    assert plan_of(rounds=0).rounds_of(SCENARIOS["init"], "sockets") == 5
+    assert plan_of(rounds=0).rounds_of(SCENARIOS["init"], "memory") == 3
+    assert plan_of(rounds=0, quick=True).rounds_of(SCENARIOS["memory"], "sockets") == 1
+
+
+def test_a_server_that_does_not_know_barrier_is_found_out(host: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def close_at_barrier() -> None:
+            one, _ = listening.accept()
+            with one:
+                one.recv(len(hello()[0].request), socket.MSG_WAITALL)
+                one.sendall(hello()[0].expect)
+                one.recv(1)
+
+        thread = threading.Thread(target=close_at_barrier)
+        thread.start()
+        assert not knows_barrier(listening.getsockname()[1], LIMIT)
+        thread.join()
+    with host.running("uvloop") as server:
+        assert knows_barrier(server.port, LIMIT)
+
+
+def test_a_run_that_measures_nothing_fails(tmp_path: Path) -> None:
+    words = ["--scenario", "init", "--server", "uvloop", "--sizes", "1", "--out", str(tmp_path)]
+    done = subprocess.run(scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[-1] == (
+        "Error: nothing was measured: init, uvloop at 1: there are no others for rank 0 to wait for"
+    )
+
+
+@pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")
+def test_who_names_the_peers_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for possible, names in ((True, "files only"), (False, "this machine's")):
+        monkeypatch.setattr("bench.machine.can_mount", lambda possible=possible: possible)
+        assert machine(plan_of(servers=[]).measures_torch).names == names
+        assert machine(plan_of(servers=["uvloop", "legacy"]).measures_torch).names == names
+        assert machine(plan_of(servers=["uvloop", "threaded"]).measures_torch).names == ""
+        assert machine(plan_of(servers=[], transports=["memory"]).measures_torch).names == ""
+
+
+def test_the_machine_is_described() -> None:
+    found = machine(False)
+    assert found.backlog > 0
+    assert found.server_cores
+    assert found.load_cores
+
+
+def test_a_generator_that_waits_for_a_core_is_busy() -> None:
+    assert busy(Clock(1.0, 5.0), Clock(1.25, 5.5)) == 0.75
+
+
+def test_a_wait_for_a_core_is_seen() -> None:
+    """Two processes that compute on the same core."""
+    core = str(min(os.sched_getaffinity(0)))
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this system does not say")
+    loop = ["taskset", "-c", core, sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(loop) for _ in range(2)]
+    try:
+        until(lambda: all(waited(str(process.pid)) > 0.05 for process in processes))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_the_busier_phase_counts() -> None:
+    quiet_one, loaded = Measured(9.0, 5, 1.0, 1.0, 0.1), Measured(1.0, 6, 2.0, 3.0, 0.95)
+    assert both(quiet_one, loaded)[:5] == (10.0, 11, 3.0, 4.0, 0.95)
+
+
+def test_a_generator_computes_no_longer_than_the_time(host: Host) -> None:
+    """At a size where what is around a measurement takes as long as the measurement."""
+    with host.running("uvloop") as server, fleet("127.0.0.1", server.port, 1) as load:
+        load.tell(Play(hello(), LIMIT))
+        for _ in range(50):
+            took = load.tell(Play([act(said("ping", 1), 4)], LIMIT))
+            assert 0 < took.cpu < took.wall * 1.01
+
+
+def test_work_that_is_the_same_at_every_size_is_projected_so() -> None:
+    line = Line("uvloop", "sockets", SCENARIOS["operations"])
+    line.add(1, 0.5, 8.0)
+    assert line.projected(8) == 8.5
+    line.add(8, 0.5, 9.0)
+    assert line.projected(64) == 9.5
+    growing = Line("uvloop", "sockets", SCENARIOS["init"])
+    growing.add(1, 0.5, 8.0)
+    assert growing.projected(8) > 50
+    timed = Line("uvloop", "sockets", SCENARIOS["steady"])
+    timed.add(1024, 0.5, SECONDS + 0.6)
+    assert timed.projected(2048) < SECONDS + 1.6
+
+
+def test_a_server_that_is_long_in_starting_is_not_projected_as_work() -> None:
+    line = Line("libuv", "sockets", SCENARIOS["memory"])
+    line.add(1000, 10.0, 0.6)
+    assert 10 < line.projected(2000) < 11
+    line.add(2000, 11.0, 0.7)
+    assert 10 < line.projected(4000) < 11.1
+
+
+@pytest.mark.slow
 def test_without_sockets(host: Host) -> None:
     for name in ("init", "barrier", "barrier-opcode", "fanout"):
         plan = Plan([SCENARIOS[name]._replace(memory=(50,))], ["uvloop"], [50], 1, False, LIMIT, 20_000)
@@ -62,14 +265,32 @@ def test_without_sockets(host: Host) -> None:
         assert not runner.endings
 
 
-def test_rounds_are_interleaved(host: Host) -> None:
-    runner = Runner(Plan([SCENARIOS["init"]], ["uvloop", "libuv"], [4, 8], 2, False, LIMIT, 20_000), host, quiet)
+def test_rounds_are_interleaved_and_each_begins_with_another_server(host: Host) -> None:
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    scenario = SCENARIOS["herd"]._replace(measure=measure)
+    runner = Runner(Plan([scenario], ["uvloop", "threaded"], [4, 8], 3, False, LIMIT, 20_000), host, quiet)
     runner.run()
-    order = [(one.size, one.round, one.server) for one in runner.samples]
-    assert order == sorted(order, key=lambda one: (one[0], one[1], ["uvloop", "libuv"].index(one[2])))
-    assert len(order) == 8
+    one, other = ["uvloop", "threaded"], ["threaded", "uvloop"]
+    assert [(one.size, one.round) for one in runner.samples] == [
+        (size, number) for size in (4, 8) for number in range(3) for _ in range(2)
+    ]
+    assert [one.server for one in runner.samples] == (one + other + one) * 2
 
 
+@pytest.mark.slow
+def test_the_control_has_a_process_of_its_own(host: Host) -> None:
+    """Which is kept, as the reference's is."""
+    pids: dict[str, set[int]] = {"libuv": set(), "control": set()}
+    for server in ("libuv", "control", "libuv", "control"):
+        with host.running(server) as found:
+            pids[server].add(found.pid)
+    assert pids["libuv"] != pids["control"]
+    assert [len(found) for found in pids.values()] == [1, 1]
+
+
+@pytest.mark.slow
 def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> None:
     runner = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 700], 1, False, LIMIT, 1000), host, quiet)
     runner.run()
@@ -79,6 +300,7 @@ def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> N
     assert [(one.size, "s are left" in one.reason) for one in late.endings] == [(8, True)]
 
 
+@pytest.mark.slow
 def test_those_compared_end_at_the_same_size(host: Host) -> None:
     """Whatever one of them alone would take; the others end on their own."""
     asked: list[tuple[str, int]] = []
@@ -98,6 +320,21 @@ def test_those_compared_end_at_the_same_size(host: Host) -> None:
     assert "legacy" not in ends
 
 
+def test_newcomers_share_the_servers_time_with_the_background(host: Host) -> None:
+    """Two requests of each newcomer, and what was answered meanwhile: as many ADDs as the sum says."""
+    with host.running("uvloop") as server, fleet("127.0.0.1", server.port, 8) as load:
+        load.tell(Play(hello(), LIMIT))
+        load.open(20)
+        took = load.tell(Play(join(), LIMIT, background=8, behind=[act(said("add", b"/busy", 1), 8)]))
+        with socket.create_connection(("127.0.0.1", server.port)) as one:
+            one.sendall(hello()[0].request + said("add", b"/busy", 0))
+            answer = one.recv(12, socket.MSG_WAITALL)
+    assert took.operations == 40
+    assert took.behind == int.from_bytes(answer[4:], "little") > 0
+    assert measured(took, 1.0).operations == 40 + took.behind
+
+
+@pytest.mark.slow
 def test_rank_0_returns_when_it_has_seen_all(host: Host) -> None:
     with host.running("uvloop") as server, FirstRank(server.port, LIMIT) as first:
         with socket.create_connection(("127.0.0.1", server.port)) as other:
@@ -110,6 +347,7 @@ def test_rank_0_returns_when_it_has_seen_all(host: Host) -> None:
         assert first.sees(2) is None
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_run_and_keeps_what_was_measured(host: Host) -> None:
     def die(host: Host, server: str, size: int, limit: float) -> list[object]:
         with host.running(server) as one:
@@ -136,6 +374,7 @@ def scale(*words: str) -> list[str]:
     return [sys.executable, "-m", "bench", "scale", *words]
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_run(tmp_path: Path) -> None:
     words = ["--scenario", "init", "--server", "uvloop", "--sizes", "8", "--rounds", "1", "--out", str(tmp_path)]
     done = subprocess.run(scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
@@ -145,20 +384,132 @@ def test_the_command_leaves_a_run(tmp_path: Path) -> None:
     assert [(one.scenario, one.size) for one in run.samples] == [("init", 8)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+INIT_THEN_STEADY = ["--scenario", "init", "--scenario", "steady", "--server", "uvloop", "--sizes", "4"]
+
+
+@contextmanager
+def steady(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that has the samples of `init`, and is long at those of `steady`."""
+    words = scale(*INIT_THEN_STEADY, "--rounds", "3", "--out", str(tmp_path))
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    try:
+        until(lambda: (tmp_path / "run.json").exists() and len(below(process.pid)) == 2)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until(so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def below(pid: int) -> list[int]:
+    """The processes that a process has started: a server and a generator."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def has_init(folder: Path) -> bool:
+    run = records.read(folder / "run.json")
+    return not run.complete and any(one.scenario == "init" for one in run.samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
-    words = ["--scenario", "steady", "--server", "uvloop", "--sizes", "4", "--rounds", "100", "--out", str(tmp_path)]
-    process = subprocess.Popen(scale(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-    assert process.stderr is not None
-    process.stderr.readline()  # it has begun
-    time.sleep(6)  # one sample takes four seconds; how many there are does not matter
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=LIMIT)
+    with steady(tmp_path) as process:
+        for _ in range(3):
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 1
     assert errors.decode().splitlines()[-1] == "Error: interrupted; what was measured until then is kept"
-    assert not records.read(tmp_path / "run.json").complete
+    assert has_init(tmp_path)
 
 
+@pytest.mark.slow
+def test_a_kill_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) -> None:
+    with steady(tmp_path) as process:
+        children = below(process.pid)
+        process.kill()
+        until(lambda: all(map(gone, children)))
+    assert has_init(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["uvloop", "libuv"])
+def test_a_trainer_ends_with_its_standard_input(host: Host, server: str) -> None:
+    process = subprocess.Popen(
+        command_of(server, True), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        process.stdin.close()
+        assert process.wait(LIMIT) == 1
+
+
+@pytest.mark.slow
+def test_a_broken_standard_error_ends_nothing(tmp_path: Path) -> None:
+    words = scale(*INIT_THEN_STEADY, "--rounds", "1", "--out", str(tmp_path))
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stderr is not None
+    process.stderr.close()
+    process.wait(LIMIT)
+    assert records.read(tmp_path / "run.json").complete
+
+
+def test_a_size_that_was_measured_is_kept(host: Host) -> None:
+    kept = []
+
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    plan = Plan([SCENARIOS["herd"]._replace(measure=measure)], ["uvloop"], [4, 8], 2, False, LIMIT, 20_000)
+    runner = Runner(plan, host, quiet, lambda: kept.append(len(runner.samples)))
+    runner.run()
+    assert kept == [2, 4]
+
+
+def test_the_run_before_goes_aside_and_nothing_does_not_replace_it(tmp_path: Path) -> None:
+    before, now = made_up.run(made_up.samples("uvloop", [1.0])), made_up.run(made_up.samples("libuv", [2.0]))
+    for run in (before, made_up.run(), now, now, before):
+        Keeper(tmp_path).write(run)
+    assert records.read(tmp_path / "run.json") == before
+    aside = [tmp_path / f"run-20261121T070000{more}.json" for more in ("", "-2", "-3")]
+    assert [records.read(path) for path in aside] == [before, now, now]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_is_no_run_goes_aside_too(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("mine")
+    keeper = Keeper(tmp_path)
+    for walls in ([1.0], [1.0, 2.0]):
+        keeper.write(made_up.run(made_up.samples("uvloop", walls)))
+    assert len(records.read(tmp_path / "run.json").samples) == 2
+    assert [path.read_text() for path in tmp_path.glob("run-*")] == ["mine"]
+
+
+def test_a_folder_in_the_files_place_is_found_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "run.json").mkdir()
+    done = subprocess.run(scale("--out", str(tmp_path)), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines()[-1] == (
+        f"Error: Invalid value for '--out': cannot write {tmp_path}/run.json: Is a directory"
+    )
+
+
+@pytest.mark.slow
 def test_a_full_file_table_ends_the_line(tmp_path: Path) -> None:
     words = ["--scenario", "init", "--server", "uvloop", "--sizes", "8,500", "--rounds", "1", "--out", str(tmp_path)]
     done = subprocess.run(
@@ -173,11 +524,24 @@ def test_a_full_file_table_ends_the_line(tmp_path: Path) -> None:
     assert b"files open" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [["--sizes", "x"], ["--sizes", "0"], ["--scenario", "nix"], ["--rounds", "0"], ["--out", "/proc/nix"]]
+    "words",
+    [
+        ["--sizes", "x"],
+        ["--sizes", "0"],
+        ["--sizes", ""],
+        ["--sizes", ","],
+        ["--sizes", "4,"],
+        ["--seconds", "nan"],
+        ["--transport", "nix"],
+        ["--scenario", "nix"],
+        ["--rounds", "0"],
+        ["--out", "/proc/nix"],
+    ],
 )
 def test_bad_arguments_are_one_line(words: list[str]) -> None:
     done = subprocess.run(scale(*words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
     assert done.stderr.decode().splitlines()[-1].startswith("Error: ")
     assert b"Traceback" not in done.stderr
