@@ -28,7 +28,7 @@ class Change(NamedTuple):
     """B over A: of what the scene measures."""
     cpu: stats.Ratio | None
     before: stats.Ratio | None
-    """To the reference of its own run, in A and in B."""
+    """To the reference of its own run, in A and in B; none in B where that is another one."""
     after: stats.Ratio | None
 
     @property
@@ -71,6 +71,8 @@ def differences(a: Run, b: Run) -> Iterator[str]:
             was, is_now = getattr(one, field), getattr(other, field)
             if was != is_now:
                 yield f"different {what}: {field} {_told(was)} in A, {_told(is_now)} in B"
+    if a.reference != b.reference:
+        yield f"different reference: {_told(a.reference)} in A, {_told(b.reference)} in B"
     for name, run in (("A", a), ("B", b)):
         if not run.complete:
             yield f"{name} is not complete"
@@ -101,7 +103,8 @@ def _changes(part: Part, line: Line, other: Part, again: Line) -> Iterator[Chang
             continue
         cpu = _ratio(part, line, other, again, size, part.scene.cpu)
         measure = part.scene.measure
-        yield Change(name, line, size, time, cpu, part.ratio(line, size, measure), other.ratio(again, size, measure))
+        after = other.ratio(again, size, measure) if part.compared_with == other.compared_with else None
+        yield Change(name, line, size, time, cpu, part.ratio(line, size, measure), after)
 
 
 def _ratio(part: Part, line: Line, other: Part, again: Line, size: int, measure: Measure) -> stats.Ratio | None:

@@ -27,7 +27,7 @@ METHOD = f"""\
 * **Rounds are interleaved**: every server in turn at one size, a new server process for each sample, then all of them
   again. What slows the machine down for a while slows all of them.
 * **A number is the median of the rounds**, with min to max in brackets. **A ratio is the median of the ratios taken
-  round by round** to the reference (PyTorch's libuv server, where it was measured).
+  round by round** to the reference, which the run chose.
 * **An interval** is between two order statistics: it holds the median with {stats.CONFIDENCE:.0%} confidence or more
   from five rounds on, and is min to max with less confidence below that. It is widened by the noise.
 * **The noise** is the control's: the reference a second time, as if it were another server. How far the interval of its
@@ -127,6 +127,7 @@ def _machine(run: Run) -> str:
         ("Python, uvloop", f"{versions.python}, {versions.uvloop}"),
         ("PyTorch", versions.torch or "not installed"),
         ("rounds", _rounds(run)),
+        ("reference", wording.server(run.reference) or "none: there are no ratios"),
         ("control", "yes" if any(sample.server == "control" for sample in run.samples) else "none: noise unknown"),
     ]
     return "\n".join(["## Machine and versions", "", _table(["", ""], rows), ""])

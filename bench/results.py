@@ -19,7 +19,6 @@ TUTORIAL_SECONDS = 100.0
 """Of the tutorial's figure: PyTorch's libuv server, init of 98,304 ranks."""
 
 _SUBJECTS = ("uvloop", "threaded")
-_REFERENCES = ("libuv", "legacy", "threaded")
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,8 @@ class Part:
     scene: Scene
     detail: str
     """What of the scene this is, such as an operation; empty in most."""
+    compared_with: str
+    """The server that the run says it compares with."""
     lines: list[Line]
     endings: list[Ending]
 
@@ -80,13 +81,13 @@ class Part:
         return next((line for line in self.lines if (line.server, line.transport) == (server, transport)), None)
 
     def reference(self, transport: Transport) -> Line | None:
-        """What the others are compared with: PyTorch's libuv server, or what there is instead."""
-        known = (self.find(server, transport) for server in _REFERENCES)
-        return next((line for line in known if line is not None), None)
+        """What the others are compared with; None where it was not measured."""
+        return self.find(self.compared_with, transport)
 
     def subject(self) -> Line | None:
         """Ours, over sockets if it was."""
-        known = [self.find(server, transport) for transport in ("sockets", "memory") for server in _SUBJECTS]
+        servers = [server for server in _SUBJECTS if server != self.compared_with]
+        known = [self.find(server, transport) for transport in ("sockets", "memory") for server in servers]
         return next((line for line in known if line is not None), None)
 
     def ending(self, line: Line) -> Ending | None:
@@ -137,7 +138,8 @@ def parts(run: Run) -> list[Part]:
 def _part(name: str, run: Run) -> Part:
     scene, detail = scene_of(name)
     samples = [sample for sample in run.samples if sample.scenario == name]
-    return Part(scene, detail, _lines(samples), [ending for ending in run.endings if ending.scenario == name])
+    endings = [ending for ending in run.endings if ending.scenario == name]
+    return Part(scene, detail, run.reference, _lines(samples), endings)
 
 
 def _lines(samples: Iterable[Sample]) -> list[Line]:

@@ -75,6 +75,13 @@ def test_only_what_both_measured_is_told(tmp_path: Path, capsys: pytest.CaptureF
     assert "legacy" not in said
 
 
+def test_ratios_to_different_references_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = with_ours(0.8, 0.8, 0.8)
+    said = told(tmp_path, capsys, a, run([*a.samples, *samples("legacy", [0.8] * 3)], reference="legacy"))
+    assert "different reference: libuv in A, legacy in B" in said
+    assert "No ratio to a reference with an interval is in both" in said
+
+
 def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(tmp_path, capsys, run(), run()) == "The two runs have no measurement in common."
 

@@ -76,6 +76,27 @@ def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
     assert "noise unknown" not in said
 
 
+def test_the_run_says_what_its_reference_is(tmp_path: Path) -> None:
+    """Though PyTorch's libuv server was measured as well: the control was not that one."""
+    measured = [
+        *samples("uvloop", [1.0] * 3),
+        *samples("libuv", [4.0] * 3),
+        *samples("legacy", [2.0] * 3),
+        *samples("control", [2.0] * 3),
+    ]
+    said = words(drawn(tmp_path, run(measured, reference="legacy")))
+    assert "0.50× (0.50–0.50) of PyTorch legacy's time" in said
+    assert "PyTorch libuv, sockets time 2.00× (2.00–2.00)" in said
+
+
+@pytest.mark.parametrize("reference", ["", "threaded"])
+def test_without_the_reference_there_is_no_ratio(tmp_path: Path, reference: str) -> None:
+    measured = [*samples("uvloop", [1.0] * 3), *samples("libuv", [4.0] * 3)]
+    said = words(drawn(tmp_path, run(measured, reference=reference)))
+    assert "Nothing to compare: only ours on uvloop, sockets and PyTorch libuv, sockets" in said
+    assert "×" not in said
+
+
 @pytest.mark.parametrize(("count", "said"), [(1, "One round"), (2, "2 rounds")])
 def test_few_rounds_name_nobody(tmp_path: Path, count: int, said: str) -> None:
     """However great the difference: nothing says what it would be in the next round."""

@@ -69,7 +69,16 @@ def test_a_table_has_medians_spread_cpu_ratios_and_saturation() -> None:
 
 def test_machine_versions_and_method_are_told() -> None:
     text = page(run(SOCKETS))
-    for said in ("made up", "20,000", "commit abc1234", "2.13.0", "0.23.0", "8.00 GiB", "Rounds are interleaved"):
+    for said in (
+        "made up",
+        "20,000",
+        "commit abc1234",
+        "2.13.0",
+        "0.23.0",
+        "8.00 GiB",
+        "Rounds are interleaved",
+        "| reference | PyTorch libuv |",
+    ):
         assert said in text
 
 
@@ -99,6 +108,7 @@ def test_a_scenario_that_nobody_knows_is_told_too() -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
+        (run(SOCKETS, reference=""), "| reference | none: there are no ratios |"),
         (run(complete=False), "**Nothing was measured.**"),
         (run(SOCKETS, complete=False), "**This run is not complete**"),
         (run(samples("uvloop", [1.0])), "Nothing to compare: only ours on uvloop, sockets"),
