@@ -2,7 +2,8 @@
 
 Knows two files and how their ratios are told. Must not know how anything is measured.
 Invariant: a change is called beyond the noise only if it is more than the spread of the rounds of both runs and more
-than the same server differed from itself (the control) in either.
+than the same server differed from itself (the control) in either. Where neither has a control, as in memory, nothing
+says what noise is, and no change is called more than it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Change(NamedTuple):
     @property
     def reproduced(self) -> bool | None:
         """Whether B's ratio to the reference is within the interval that A reports; None where there is none."""
-        if self.before is None or self.after is None or self.before.verdict == "too few rounds":
+        if self.before is None or self.after is None or not self.before.judged:
             return None
         return self.before.low <= self.after.median <= self.before.high
 
@@ -152,7 +153,10 @@ def _summary(found: Sequence[Change]) -> str:
     beyond = sum(change.time.verdict == "beyond the noise" for change in found)
     told = [change for change in found if change.reproduced is not None and change.line.server != "control"]
     again = sum(bool(change.reproduced) for change in told)
+    unknown = sum(change.time.verdict == "noise unknown" for change in found)
     said = f"{beyond} of {len(found)} differ from A by more than the noise."
+    if unknown:
+        said += f" Of {unknown} the noise is unknown: neither run has a control there."
     if not told:
         return f"{said} No ratio to a reference with an interval is in both."
     return f"{said} {again} of {len(told)} ratios to the reference are within the interval that A reports."

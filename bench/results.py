@@ -64,6 +64,10 @@ class Comparison:
     """Of what the scene measures, which is time in most."""
     cpu: stats.Ratio | None
 
+    @property
+    def saturated(self) -> bool:
+        return self.subject.saturated(self.size) or self.reference.saturated(self.size)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -95,11 +99,14 @@ class Part:
         return min(found, key=lambda ending: ending.size, default=None)
 
     def ratio(self, line: Line, size: int, measure: Measure) -> stats.Ratio | None:
-        """Of a line to the reference, at a size; None where either was not measured, and for the reference itself."""
+        """Of a line to the reference, at a size; None where either was not measured, and for the reference itself.
+
+        The control's own is what the noise is taken from, so nothing widens its interval.
+        """
         reference = self.reference(line.transport)
         if reference is None or reference.server == line.server:
             return None
-        control = self.find("control", line.transport) if line.server != "control" else None
+        control = self.find("control", line.transport) if line.server != "control" else reference
         return stats.ratio(
             line.values(size, measure),
             reference.values(size, measure),
@@ -158,24 +165,29 @@ def verdict(part: Part) -> str:
         return _alone(part)
     reference = wording.server(found.reference.server)
     where = f"at {found.size:,} {part.scene.sizes}, {wording.TRANSPORTS[found.subject.transport]}"
-    unsure = found.time.verdict == "too few rounds"
-    ratio = wording.times(found.time.median) if unsure else wording.ratio(found.time)
-    said = f"{ratio} of {reference}'s {part.scene.measure.name} {where}{', no interval' if unsure else ''}"
+    judged = found.time.judged
+    ratio = wording.ratio(found.time) if judged else wording.times(found.time.median)
+    said = f"{ratio} of {reference}'s {part.scene.measure.name} {where}{'' if judged else ', no interval'}"
     cpu = f" ({part.scene.cpu.axis} {wording.times(found.cpu.median)})" if found.cpu else ""
-    marked = found.subject.saturated(found.size) or found.reference.saturated(found.size)
-    unknown = "" if unsure or found.time.noise is not None else "; no control, noise unknown"
-    return f"{_ahead(found)} {said}{cpu}{unknown}{'; the generator was saturated there' if marked else ''}"
+    return f"{_ahead(found)} {said}{cpu}{'; the generator was saturated there' if found.saturated else ''}"
 
 
 def _ahead(found: Comparison) -> str:
     subject, reference = wording.server(found.subject.server), wording.server(found.reference.server)
-    if found.time.verdict == "too few rounds":
-        return f"{wording.first(wording.rounds(found.time.rounds))}: {subject}"
+    if not found.time.judged:
+        return f"{_why_unjudged(found.time)}: {subject}"
     if found.time.verdict == "within the noise":
         return f"No difference beyond the noise: {subject}"
     if found.time.median < 1:
         return f"{wording.first(subject)} is ahead:"
     return f"{wording.first(reference)} is ahead: {subject}"
+
+
+def _why_unjudged(found: stats.Ratio) -> str:
+    """Why nobody is called ahead, as the beginning of a sentence."""
+    if found.verdict == "too few rounds":
+        return wording.first(wording.rounds(found.rounds))
+    return "No control, noise unknown"
 
 
 def _alone(part: Part) -> str:
@@ -188,25 +200,39 @@ def verdict_of_all(parts: Sequence[Part]) -> str:
     found = [(part.detail, comparison) for part in parts if (comparison := part.comparison())]
     if not found:
         return _alone(parts[0])
-    first = found[0][1]
-    subject, reference = wording.server(first.subject.server), wording.server(first.reference.server)
-    ratios = [comparison.time.median for _, comparison in found]
-    middle = stats.median(ratios)
-    beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
+    comparisons = [comparison for _, comparison in found]
+    subject, reference = (wording.server(line.server) for line in (comparisons[0].subject, comparisons[0].reference))
+    ratios = [comparison.time.median for comparison in comparisons]
     said = (
-        f"{subject} takes {wording.times(middle)} of {reference}'s time per operation, "
-        f"{wording.TRANSPORTS[first.subject.transport]} (median of {len(ratios)} operations, "
+        f"{subject} takes {wording.times(stats.median(ratios))} of {reference}'s time per operation "
+        f"{_where_all(parts[0].scene, comparisons)} (median of {len(ratios)} operations, "
         f"{wording.between(min(ratios), max(ratios))})"
     )
-    if all(comparison.time.verdict == "too few rounds" for _, comparison in found):
-        return f"{wording.first(wording.rounds(first.time.rounds))}: {said}, no interval"
-    leader = subject if middle < 1 else reference
-    ahead = f"{wording.first(leader)} is ahead" if beyond else "No difference beyond the noise"
-    unknown = "; no control, noise unknown" if all(c.time.noise is None for _, c in found) else ""
+    saturated = sum(comparison.saturated for comparison in comparisons)
+    marked = f"; the generator was saturated in {saturated} of {len(ratios)}" if saturated else ""
+    if not any(comparison.time.judged for comparison in comparisons):
+        return f"{_why_unjudged(comparisons[0].time)}: {said}, no interval{marked}"
+    beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
+    ours, theirs = ([name for name, ahead in beyond if ahead is wanted] for wanted in (True, False))
     return (
-        f"{ahead}: {said}; beyond the noise {subject} leads in {_listed([name for name, ours in beyond if ours])}, "
-        f"{reference} in {_listed([name for name, ours in beyond if not ours])}{unknown}"
+        f"{_leader(subject, reference, ours, theirs)}: {said}; beyond the noise {subject} leads in {_listed(ours)}, "
+        f"{reference} in {_listed(theirs)}{marked}"
     )
+
+
+def _leader(subject: str, reference: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """Of several operations, by those alone that differ beyond the noise."""
+    if ours and theirs:
+        return "Mixed"
+    if not ours and not theirs:
+        return "No difference beyond the noise"
+    return f"{wording.first(subject if ours else reference)} is ahead"
+
+
+def _where_all(scene: Scene, comparisons: Sequence[Comparison]) -> str:
+    sizes = sorted({comparison.size for comparison in comparisons})
+    said = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    return f"at {said} {scene.sizes}, {wording.TRANSPORTS[comparisons[0].subject.transport]}"
 
 
 def _listed(names: Sequence[str]) -> str:

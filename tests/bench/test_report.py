@@ -115,6 +115,7 @@ def test_a_scenario_that_nobody_knows_is_told_too() -> None:
         (run(samples("libuv", [1.0])), "Nothing to compare: only PyTorch libuv, sockets"),
         (run([*samples("uvloop", [1.0]), *samples("libuv", [2.0])]), "0.50× (one round, no interval)"),
         (run(samples("uvloop", [1.0])), "none: noise unknown"),
+        (run([*samples("uvloop", [0.1] * 3), *samples("libuv", [1.0] * 3)]), "| 0.10× (noise unknown) |"),
         (run([], [Ending("init", "libuv", "sockets", 1024, "no PyTorch")]), "ends before 1,024: no PyTorch"),
         (run(samples("uvloop", [1.0], cpu=0.0)), "| – | – |"),
         (run(samples("neither", [1.0], transport="memory")), "only neither, memory (no sockets)"),

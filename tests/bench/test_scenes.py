@@ -70,4 +70,5 @@ def test_ratios(value: float, said: str) -> None:
 def test_few_rounds_have_no_interval() -> None:
     assert wording.ratio(Ratio(0.5, 0.5, 0.5, 1, None)) == "0.50× (one round, no interval)"
     assert wording.ratio(Ratio(0.5, 0.4, 0.6, 2, None)) == "0.50× (2 rounds, no interval)"
-    assert wording.ratio(Ratio(0.5, 0.4, 0.6, 3, None)) == "0.50× (0.40–0.60)"
+    assert wording.ratio(Ratio(0.5, 0.4, 0.6, 3, None)) == "0.50× (noise unknown)"
+    assert wording.ratio(Ratio(0.5, 0.4, 0.6, 3, 1.0)) == "0.50× (0.40–0.60)"

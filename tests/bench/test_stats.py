@@ -110,9 +110,21 @@ def test_three_rounds_of_equal_servers_differ_rarely_and_are_reproduced_mostly()
     ],
 )
 def test_verdicts(values: list[float], verdict: str) -> None:
-    found = stats.ratio(by_round(values), by_round([1.0] * len(values)))
+    """The control never differed from the reference."""
+    reference = by_round([1.0] * len(values))
+    found = stats.ratio(by_round(values), reference, reference)
     assert found is not None
     assert found.verdict == verdict
+    assert found.judged is (len(values) >= 3)
+
+
+@pytest.mark.parametrize("control", [None, {}, {7: 1.0}])
+def test_without_a_control_there_is_no_verdict(control: dict[int, float] | None) -> None:
+    """Nor with one that was measured in other rounds: equal servers would often be called different."""
+    found = stats.ratio(by_round([0.1, 0.1, 0.1]), by_round([1.0, 1.0, 1.0]), control)
+    assert found is not None
+    assert found.verdict == "noise unknown"
+    assert not found.judged
 
 
 @given(ROUNDS, ROUNDS, st.sampled_from([0.5, 2.0, 8.0]))
