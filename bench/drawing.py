@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from bench import wording
+from bench import results, wording
 from bench.records import SATURATED, Run
 from bench.results import Line
 from bench.scenes import Measure
@@ -85,10 +85,8 @@ def _footer(run: Run, lines: Sequence[Line]) -> str:
 
 def _rounds(lines: Sequence[Line]) -> str:
     """How many there are of each point."""
-    found = sorted({len(rounds) for line in lines for rounds in line.points.values()})
-    if found == [1]:
-        return "One round"
-    return f"Medians of {found[0] if len(found) == 1 else f'{found[0]} to {found[-1]}'} rounds, bars from min to max"
+    found = results.rounds(lines)
+    return "One round" if found == "1" else f"Medians of {found} rounds, bars from min to max"
 
 
 def style_of(line: Line) -> Style:

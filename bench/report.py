@@ -15,11 +15,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench import records, results, stats, wording
-from bench.records import SATURATED, Run
+from bench.records import SATURATED, Machine, Run
 from bench.results import Line, Part
 from bench.scenes import MEMORY, Measure
 
 REPORT = "report.md"
+
+_NAMES = {
+    "": "not known, or none was measured",
+    "files only": "/etc/hosts, no name server",
+    "this machine's": "as this machine is set up: a name server may have been asked, which costs PyTorch's time",
+}
 
 METHOD = f"""\
 ## Method
@@ -108,10 +114,14 @@ def _duration(seconds: float) -> str:
 
 
 def _glance(scenes: dict[str, list[Part]]) -> str:
-    rows = [(parts[0].scene.title, _said(parts)) for parts in scenes.values()]
+    rows = [(parts[0].scene.title, _rounds(parts), _said(parts)) for parts in scenes.values()]
     if not rows:
         return ""
-    return "\n".join(["## At a glance", "", _table(["scenario", "who is ahead"], rows), ""])
+    return "\n".join(["## At a glance", "", _table(["scenario", "rounds", "who is ahead"], rows), ""])
+
+
+def _rounds(parts: Sequence[Part]) -> str:
+    return results.rounds(line for part in parts for line in part.lines)
 
 
 def _said(parts: Sequence[Part]) -> str:
@@ -125,19 +135,26 @@ def _machine(run: Run) -> str:
         ("cores", str(machine.cores)),
         ("memory", wording.size_of(machine.memory_bytes)),
         ("kernel", machine.kernel),
+        ("cores of the servers; of the load", _pinned(machine)),
+        ("load average of the minute before", f"{machine.load_average:.2f}"),
         ("open files of one process", f"{machine.open_files:,}"),
+        ("connections that may wait (somaxconn)", f"{machine.backlog:,}" if machine.backlog else "not known"),
+        ("names of peers, for PyTorch's servers", _NAMES[machine.names]),
         ("tcpstore_async", f"{versions.tcpstore_async}, {versions.build}, commit {versions.commit or 'unknown'}"),
         ("Python, uvloop", f"{versions.python}, {versions.uvloop}"),
         ("PyTorch", versions.torch or "not installed"),
-        ("rounds", _rounds(run)),
         ("reference", wording.server(run.reference) or "none: there are no ratios"),
         ("control", "yes" if any(sample.server == "control" for sample in run.samples) else "none: noise unknown"),
     ]
     return "\n".join(["## Machine and versions", "", _table(["", ""], rows), ""])
 
 
-def _rounds(run: Run) -> str:
-    return str(len({sample.round for sample in run.samples}))
+def _pinned(machine: Machine) -> str:
+    if not machine.server_cores and not machine.load_cores:
+        return "not pinned"
+    if machine.server_cores == machine.load_cores:
+        return f"{machine.server_cores} for both, which compete for it"
+    return f"{machine.server_cores or 'not pinned'}; {machine.load_cores or 'not pinned'}"
 
 
 def _scene(parts: Sequence[Part], image: str | None) -> str:

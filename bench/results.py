@@ -158,6 +158,12 @@ def _lines(samples: Iterable[Sample]) -> list[Line]:
     return sorted(lines.values(), key=lambda line: wording.place(line.server, line.transport))
 
 
+def rounds(lines: Iterable[Line]) -> str:
+    """How many each point of these lines really has, such as `3` or `1 to 3`."""
+    found = sorted({len(those) for line in lines for those in line.points.values()})
+    return " to ".join(str(count) for count in dict.fromkeys([found[0], found[-1]])) if found else "none"
+
+
 def verdict(part: Part) -> str:
     """Who is ahead and by how much, as it stands in a title; says so where there is nothing to compare with."""
     found = part.comparison()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench import records
 from bench.records import Ending, Run
 from bench.report import main, render, write_report
 from bench.scenes import SCENES
-from made_up import run, samples
+from made_up import MACHINE, run, samples
 
 MEMORY = samples("uvloop", [1.0, 1.5, 1.25], transport="memory", size=98_304)
 SOCKETS = [
@@ -80,6 +81,36 @@ def test_machine_versions_and_method_are_told() -> None:
         "| reference | PyTorch libuv |",
     ):
         assert said in text
+
+
+def test_what_else_of_the_machine_a_number_depends_on_is_told() -> None:
+    machine = msgspec.structs.replace(
+        MACHINE, backlog=4096, load_average=1.5, server_cores="1", load_cores="0,2", names="files only"
+    )
+    text = page(msgspec.structs.replace(run(SOCKETS), machine=machine))
+    for row in (
+        "| cores of the servers; of the load | 1; 0,2 |",
+        "| load average of the minute before | 1.50 |",
+        "| connections that may wait (somaxconn) | 4,096 |",
+        "| names of peers, for PyTorch's servers | /etc/hosts, no name server |",
+    ):
+        assert row in text
+    one = msgspec.structs.replace(MACHINE, server_cores="0", load_cores="0")
+    assert "| 0 for both, which compete for it |" in page(msgspec.structs.replace(run(SOCKETS), machine=one))
+
+
+def test_an_older_file_does_not_say_it() -> None:
+    text = page(run(SOCKETS))
+    for said in ("| not pinned |", "(somaxconn) | not known |", "| not known, or none was measured |"):
+        assert said in text
+
+
+def test_every_scenario_has_its_own_number_of_rounds() -> None:
+    few = [*samples("uvloop", [1.0, 1.0], scenario="herd"), *samples("libuv", [1.0], scenario="herd")]
+    text = page(run([*SOCKETS, *few], [Ending("steady", "uvloop", "sockets", 1024, "no time left")]))
+    assert "| Store initialization | 3 | " in text
+    assert "| Herd: every rank connects at once | 1 to 2 | " in text
+    assert "| Steady load: one CHECK a second from every rank | none | " in text
 
 
 def test_endings_have_their_reason() -> None:
