@@ -64,16 +64,21 @@ def growing(part: Part, run: Run) -> Figure:
 
 def _draw(axes: Axes, line: Line, measure: Measure) -> None:
     style = style_of(line)
-    points = [(size, median) for size in line.sizes if (median := line.median(size, measure)) is not None]
+    points = _points(line, measure)
     if not points:
         return
     axes.plot(*zip(*points, strict=True), color=style.colour, linestyle=style.dashes, linewidth=1.8)
     for size, median in points:
-        values = line.values(size, measure).values()
+        values = [value for value in line.values(size, measure).values() if value > 0]
         spread = [[median - min(values)], [max(values) - median]]
         axes.errorbar(size, median, yerr=spread, color=style.colour, capsize=3, linewidth=1.1, fmt="none", zorder=2.6)
         name = f"saturated-{line.server}-{line.transport}-{size}-{measure.name.replace(' ', '-')}"
         _mark(axes, size, median, style, name if line.saturated(size) else None)
+
+
+def _points(line: Line, measure: Measure) -> list[tuple[int, float]]:
+    """Sizes and medians, without those that are 0, for which a logarithmic axis has no place."""
+    return [(size, median) for size in line.sizes if (median := line.median(size, measure))]
 
 
 def _mark(axes: Axes, x: float, y: float, style: Style, saturated: str | None) -> None:
@@ -144,10 +149,10 @@ def _place(figure: Figure, axes: Axes, size: int, line: Line, measure: Measure) 
 
 
 def _end(figure: Figure, axes: Axes, line: Line, measure: Measure) -> None:
-    sizes = [size for size in line.sizes if line.values(size, measure)]
-    if not sizes:
+    points = _points(line, measure)
+    if not points:
         return
-    x, y = _place(figure, axes, sizes[-1], line, measure)
+    x, y = _place(figure, axes, points[-1][0], line, measure)
     name = f"end-{line.server}-{line.transport}-{measure.name.replace(' ', '-')}"
     colour = style_of(line).colour
     figure.add_artist(Line2D([x + 0.0085] * 2, [y - 0.014, y + 0.014], color=colour, linewidth=2.4, gid=name))
@@ -209,6 +214,9 @@ def _about(part: Part, line: Line, told: dict[str, str]) -> list[str]:
         found = part.last_ratio(line, measure)
         if found:
             said.append(f"{measure.name} {wording.ratio(found[1])} at {found[0]:,}")
+    zero = [f"{size:,}" for size in line.sizes if line.median(size, part.scene.measure) == 0]
+    if zero:
+        said.append(f"{part.scene.measure.name} 0 at {', '.join(zero)}: no place on a logarithmic axis")
     ending = part.ending(line)
     if ending:
         said.append(f"ends before {ending.size:,}: {_why(ending, told)}")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench import records, results, stats, wording
-from bench.records import SATURATED, Machine, Run
+from bench.records import SATURATED, Ending, Machine, Run
 from bench.results import Line, Part
 from bench.scenes import MEMORY, Measure
 
@@ -167,13 +167,14 @@ def _scene(parts: Sequence[Part], image: str | None) -> str:
         said += [f"![{scene.title}]({image})", ""]
     for part in parts:
         said += _tables(part)
-    endings = [
-        f"* {wording.line(ending.server, ending.transport)}{f' ({part.detail})' if part.detail else ''} ends before "
-        f"{ending.size:,}: {ending.reason}"
-        for part in parts
-        for ending in part.endings
-    ]
+    endings = [_ending(part, ending) for part in parts for ending in part.endings]
     return "\n".join([*said, *endings, ""] if endings else said)
+
+
+def _ending(part: Part, ending: Ending) -> str:
+    name = wording.line(ending.server, ending.transport) + (f" ({part.detail})" if part.detail else "")
+    measured = part.find(ending.server, ending.transport) is not None
+    return f"* {name} {f'ends before {ending.size:,}' if measured else 'not measured'}: {ending.reason}"
 
 
 def _tables(part: Part) -> list[str]:

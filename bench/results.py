@@ -38,9 +38,10 @@ class Line:
         return sorted(self.points)
 
     def values(self, size: int, measure: Measure) -> dict[int, float]:
-        """By round; without the rounds that do not say it, or were too short for the clock to tell."""
+        """By round; without the rounds that do not say it, or too short for the clock to tell. No growth is a value."""
         found = {number: measure.of(sample) for number, sample in self.points.get(size, {}).items()}
-        return {number: value for number, value in found.items() if value is not None and value > 0}
+        told = {number: value for number, value in found.items() if value is not None}
+        return told if measure.unit == "bytes" else {number: value for number, value in told.items() if value > 0}
 
     def median(self, size: int, measure: Measure) -> float | None:
         values = list(self.values(size, measure).values())
@@ -173,7 +174,7 @@ def verdict(part: Part) -> str:
     where = f"at {found.size:,} {part.scene.sizes}, {wording.TRANSPORTS[found.subject.transport]}"
     judged = found.time.judged
     ratio = wording.ratio(found.time) if judged else wording.times(found.time.median)
-    said = f"{ratio} of {reference}'s {part.scene.measure.name} {where}{'' if judged else ', no interval'}"
+    said = f"{ratio} the {part.scene.measure.name} of {reference} {where}{'' if judged else ', no interval'}"
     cpu = f" ({part.scene.cpu.axis} {wording.times(found.cpu.median)})" if found.cpu else ""
     return f"{_ahead(found)} {said}{cpu}{'; the generator was saturated there' if found.saturated else ''}"
 
@@ -197,8 +198,18 @@ def _why_unjudged(found: stats.Ratio) -> str:
 
 
 def _alone(part: Part) -> str:
-    names = " and ".join(line.label for line in part.lines)
-    return f"Nothing to compare: only {names}" if names else "Nothing was measured"
+    """Why there is no ratio."""
+    names = ", ".join(line.label for line in part.lines)
+    if not names:
+        return "Nothing was measured"
+    subject = part.subject()
+    if subject is None or part.reference(subject.transport) is None:
+        return f"Nothing to compare: only {names}"
+    measure = part.scene.measure
+    zero = [line.label for line in part.lines if any(line.median(size, measure) == 0 for size in line.sizes)]
+    if zero:
+        return f"No ratio: {measure.axis} was 0 of {', '.join(zero)}"
+    return f"No ratio: no size in common of {names}"
 
 
 def verdict_of_all(parts: Sequence[Part]) -> str:
@@ -210,7 +221,7 @@ def verdict_of_all(parts: Sequence[Part]) -> str:
     subject, reference = (wording.server(line.server) for line in (comparisons[0].subject, comparisons[0].reference))
     ratios = [comparison.time.median for comparison in comparisons]
     said = (
-        f"{subject} takes {wording.times(stats.median(ratios))} of {reference}'s time per operation "
+        f"{subject} takes {wording.times(stats.median(ratios))} the time per operation of {reference} "
         f"{_where_all(parts[0].scene, comparisons)} (median of {len(ratios)} operations, "
         f"{wording.between(min(ratios), max(ratios))})"
     )

@@ -16,7 +16,7 @@ class Measure(NamedTuple):
     """Something that a sample says; the samples of one round are compared by it."""
 
     name: str
-    """As in a title: "PyTorch libuv's time"."""
+    """As in a title: "the time of PyTorch libuv"."""
     axis: str
     """As at an axis, with what it is per."""
     unit: Literal["seconds", "bytes"]

@@ -54,7 +54,7 @@ TWO = [
 
 def test_the_title_says_who_is_ahead_at_the_largest_size_in_common(tmp_path: Path) -> None:
     said = words(drawn(tmp_path, run(TWO)))
-    expected = "Ours on uvloop is ahead: 0.85× (0.80–0.90) of PyTorch libuv's time at 2,048 ranks, sockets"
+    expected = "Ours on uvloop is ahead: 0.85× (0.80–0.90) the time of PyTorch libuv at 2,048 ranks, sockets"
     assert f"Store initialization {expected} (server CPU per rank 0.95×) " in said
 
 
@@ -65,7 +65,7 @@ def test_the_title_names_the_other_when_it_is_ahead(tmp_path: Path) -> None:
         *samples("control", [1.0, 1.0, 1.0]),
     ]
     said = words(drawn(tmp_path, run(measured)))
-    assert "PyTorch libuv is ahead: ours on uvloop 3.10× (3.00–3.20) of PyTorch libuv's time" in said
+    assert "PyTorch libuv is ahead: ours on uvloop 3.10× (3.00–3.20) the time of PyTorch libuv" in said
 
 
 def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
         *samples("control", [1.3, 1.3, 1.3]),
     ]
     said = words(drawn(tmp_path, run(measured)))
-    assert "No difference beyond the noise: ours on uvloop 0.90× (0.69–1.17) of" in said
+    assert "No difference beyond the noise: ours on uvloop 0.90× (0.69–1.17) the" in said
     assert "is ahead" not in said
     assert "noise unknown" not in said
 
@@ -90,7 +90,7 @@ def test_the_run_says_what_its_reference_is(tmp_path: Path) -> None:
         *samples("control", [2.0] * 3),
     ]
     said = words(drawn(tmp_path, run(measured, reference="legacy")))
-    assert "0.50× (0.50–0.50) of PyTorch legacy's time" in said
+    assert "0.50× (0.50–0.50) the time of PyTorch legacy" in said
     assert "PyTorch libuv, sockets time 2.00× (2.00–2.00)" in said
 
 
@@ -98,7 +98,7 @@ def test_the_run_says_what_its_reference_is(tmp_path: Path) -> None:
 def test_without_the_reference_there_is_no_ratio(tmp_path: Path, reference: str) -> None:
     measured = [*samples("uvloop", [1.0] * 3), *samples("libuv", [4.0] * 3)]
     said = words(drawn(tmp_path, run(measured, reference=reference)))
-    assert "Nothing to compare: only ours on uvloop, sockets and PyTorch libuv, sockets" in said
+    assert "Nothing to compare: only ours on uvloop, sockets, PyTorch libuv, sockets" in said
     assert "×" not in said
 
 
@@ -106,7 +106,7 @@ def test_without_a_control_nobody_is_ahead(tmp_path: Path) -> None:
     """However great the difference: nothing says how far equal servers are apart."""
     measured = [*samples("uvloop", [0.1] * 3), *samples("libuv", [1.0] * 3)]
     said = words(drawn(tmp_path, run(measured)))
-    expected = "No control, noise unknown: ours on uvloop 0.10× of PyTorch libuv's time at 1,024 ranks, sockets"
+    expected = "No control, noise unknown: ours on uvloop 0.10× the time of PyTorch libuv at 1,024 ranks, sockets"
     assert f"{expected}, no interval" in said
     assert "ahead" not in said
 
@@ -115,7 +115,7 @@ def test_without_a_control_nobody_is_ahead(tmp_path: Path) -> None:
 def test_few_rounds_name_nobody(tmp_path: Path, count: int, said: str) -> None:
     """However great the difference: nothing says what it would be in the next round."""
     few = run([*samples("uvloop", [1.04] * count), *samples("libuv", [1.0] * count)])
-    expected = f"{said}: ours on uvloop 1.04× of PyTorch libuv's time at 1,024 ranks, sockets, no interval"
+    expected = f"{said}: ours on uvloop 1.04× the time of PyTorch libuv at 1,024 ranks, sockets, no interval"
     text = words(drawn(tmp_path, few))
     assert expected in text
     assert "ahead" not in text
@@ -136,8 +136,8 @@ def operations(walls: dict[str, float], *, control: bool = True, count: int = 3)
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        (operations({"set": 0.5}, count=1), "One round: ours on uvloop takes 0.50× of"),
-        (operations({"set": 0.5}, control=False), "No control, noise unknown: ours on uvloop takes 0.50× of"),
+        (operations({"set": 0.5}, count=1), "One round: ours on uvloop takes 0.50× the"),
+        (operations({"set": 0.5}, control=False), "No control, noise unknown: ours on uvloop takes 0.50× the"),
     ],
 )
 def test_of_operations_nobody_is_named_either(tmp_path: Path, what: Run, said: str) -> None:
@@ -233,6 +233,24 @@ def test_one_server_is_compared_with_nothing(tmp_path: Path) -> None:
     said = words(drawn(tmp_path, run(samples("uvloop", [1.0]))))
     assert "Nothing to compare: only ours on uvloop, sockets" in said
     assert "One round. 2026-11-21" in said
+
+
+def test_memory_that_did_not_grow_was_measured(tmp_path: Path) -> None:
+    """It is no point on a logarithmic axis, and nothing can be divided by it."""
+    measured = [
+        *samples("uvloop", [1.0] * 3, scenario="memory", memory=1 << 20),
+        *samples("libuv", [1.0] * 3, scenario="memory", memory=0),
+    ]
+    said = words(drawn(tmp_path, run(measured), "memory"))
+    assert "No ratio: memory added per rank was 0 of PyTorch libuv, sockets" in said
+    assert "memory 0 at 1,024: no place on a logarithmic axis" in said
+    assert "Nothing to compare" not in said
+
+
+def test_servers_without_a_size_in_common_have_no_ratio(tmp_path: Path) -> None:
+    measured = [*samples("uvloop", [1.0]), *samples("libuv", [1.0], size=2048)]
+    said = words(drawn(tmp_path, run(measured)))
+    assert "No ratio: no size in common of ours on uvloop, sockets, PyTorch libuv, sockets" in said
 
 
 def test_bars_of_operations(tmp_path: Path) -> None:

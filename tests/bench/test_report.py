@@ -114,9 +114,12 @@ def test_every_scenario_has_its_own_number_of_rounds() -> None:
 
 
 def test_endings_have_their_reason() -> None:
-    ending = Ending("init", "legacy", "sockets", 4096, "it would take 40 minutes")
-    text = page(run(SOCKETS, [ending]))
-    assert "* PyTorch legacy, sockets ends before 4,096: it would take 40 minutes" in text
+    """One of a server that has no line says that it was not measured, at whatever size."""
+    reason = "it would take 40 minutes"
+    endings = [Ending("init", server, "sockets", 32_768, reason) for server in ("libuv", "legacy")]
+    text = page(run(SOCKETS, endings))
+    assert f"* PyTorch libuv, sockets ends before 32,768: {reason}" in text
+    assert f"* PyTorch legacy, sockets not measured: {reason}" in text
 
 
 def test_memory_says_what_one_more_rank_takes() -> None:
@@ -147,7 +150,11 @@ def test_a_scenario_that_nobody_knows_is_told_too() -> None:
         (run([*samples("uvloop", [1.0]), *samples("libuv", [2.0])]), "0.50× (one round, no interval)"),
         (run(samples("uvloop", [1.0])), "none: noise unknown"),
         (run([*samples("uvloop", [0.1] * 3), *samples("libuv", [1.0] * 3)]), "| 0.10× (noise unknown) |"),
-        (run([], [Ending("init", "libuv", "sockets", 1024, "no PyTorch")]), "ends before 1,024: no PyTorch"),
+        (
+            run([], [Ending("init", "libuv", "sockets", 1024, "no PyTorch")]),
+            "PyTorch libuv, sockets not measured: no PyTorch",
+        ),
+        (run(samples("libuv", [1.0], scenario="memory", memory=0)), "| PyTorch libuv | 0 B (one round) |"),
         (run(samples("uvloop", [1.0], cpu=0.0)), "| – | – |"),
         (run(samples("neither", [1.0], transport="memory")), "only neither, memory (no sockets)"),
     ],
