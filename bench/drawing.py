@@ -21,7 +21,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 from bench import results, wording
 from bench.records import SATURATED, Run
 from bench.results import Line
-from bench.scenes import Measure
 
 WIDTH, HEIGHT, DPI = 12.0, 8.0, 120
 """Inches, and dots per inch of the PNG files."""
@@ -94,12 +93,15 @@ def style_of(line: Line) -> Style:
     return _STYLES.get((line.server, line.transport), _OTHER)
 
 
-def scale_values(axes: Axes, measure: Measure) -> None:
-    """Make the vertical axis logarithmic, with numbers in seconds or bytes; after everything was drawn."""
+Unit = Literal["seconds", "bytes", "times"]
+
+
+def scale_values(axes: Axes, unit: Unit) -> None:
+    """Make the vertical axis logarithmic, with numbers in a unit; after everything was drawn."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, measure)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, unit)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    ticks = _ticks(*axes.get_ylim(), measure)
+    ticks = _ticks(*axes.get_ylim(), unit)
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     if ticks[1] < 10 * ticks[0]:
         axes.yaxis.set_minor_locator(NullLocator())
@@ -111,9 +113,9 @@ def name_values(axes: Axes, name: str) -> None:
     axes.figure.text(0.013, (box.y0 + box.y1) / 2, name, rotation="vertical", ha="center", va="center")
 
 
-def _ticks(low: float, high: float, measure: Measure) -> list[float]:
+def _ticks(low: float, high: float, unit: Unit) -> list[float]:
     """At least two round numbers within a logarithmic axis: the coarsest steps that give as many."""
-    base = 2.0 if measure.unit == "bytes" else 10.0
+    base = 2.0 if unit == "bytes" else 10.0
     steps: tuple[tuple[float, ...], ...] = ((1,), (1, 1.5)) if base == 2 else ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
     exponents = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     for within in steps:
@@ -124,9 +126,11 @@ def _ticks(low: float, high: float, measure: Measure) -> list[float]:
     return [low, high]
 
 
-def _tick(value: float, measure: Measure) -> str:
-    number, _, unit = (wording.seconds(value) if measure.unit == "seconds" else wording.size_of(value)).partition(" ")
-    return f"{float(number.replace(',', '')):,.9g} {unit}"
+def _tick(value: float, unit: Unit) -> str:
+    if unit == "times":
+        return f"{value:,.9g}"
+    number, _, scale = (wording.seconds(value) if unit == "seconds" else wording.size_of(value)).partition(" ")
+    return f"{float(number.replace(',', '')):,.9g} {scale}"
 
 
 def any_saturated(lines: Sequence[Line]) -> bool:

@@ -13,8 +13,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench import results
-from bench.bars import grouped
 from bench.drawing import DPI, RC
+from bench.groups import grouped
 from bench.lines import growing
 from bench.records import Run
 from bench.results import Part
@@ -34,7 +34,7 @@ def write_figures(run: Run, folder: Path) -> dict[str, list[Path]]:
 
 
 def draw(parts: Sequence[Part], run: Run) -> Figure:
-    """The figure of one scene: bars if it has several parts, such as operations, otherwise lines over sizes."""
+    """The figure of one scene: groups of points if it has several parts, otherwise lines over sizes."""
     with matplotlib.rc_context(RC):
         return grouped(parts, run) if any(part.detail for part in parts) else growing(parts[0], run)
 

@@ -51,7 +51,7 @@ def growing(part: Part, run: Run) -> Figure:
     for axes, measure in ((upper, part.scene.measure), (lower, part.scene.cpu)):
         for line in part.lines:
             _draw(axes, line, measure)
-        scale_values(axes, measure)
+        scale_values(axes, measure.unit)
         name_values(axes, measure.axis)
     _axis_of_sizes(lower, part)
     upper.tick_params(labelbottom=False)

@@ -253,7 +253,27 @@ def test_servers_without_a_size_in_common_have_no_ratio(tmp_path: Path) -> None:
     assert "No ratio: no size in common of ours on uvloop, sockets, PyTorch libuv, sockets" in said
 
 
-def test_bars_of_operations(tmp_path: Path) -> None:
+def test_throughput_and_latency_have_logarithmic_axes_without_empty_space() -> None:
+    """A tenth more than from the least to the greatest round, about."""
+    what = operations({"set": 0.5, "get": 2.0})
+    figure = draw(results.parts(what), what)
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "log"]
+    low, high = figure.axes[0].get_ylim()
+    assert 0.8 * 32 < low < 32
+    assert 128 < high < 1.2 * 128
+
+
+def test_what_hollow_means_stands_in_a_row_of_its_own() -> None:
+    what = run(sample for server in ("uvloop", "libuv", "legacy", "control")
+               for sample in samples(server, [1.0], scenario="operations-set", size=64, share=1))  # fmt: skip
+    found = spans(draw(results.parts(what), what))
+    [hollow] = [box for text, box in found.items() if "hollow: " in text]
+    others = [box for text, box in found.items() if text.endswith(", sockets")]
+    assert len(others) == 4
+    assert all(hollow.y1 < box.y0 for box in others)
+
+
+def test_groups_of_operations(tmp_path: Path) -> None:
     missing = Ending("operations-get", "legacy", "sockets", 64, "it fell over")
     said = words(drawn(tmp_path, run(operations({"set": 0.5, "get": 1.2}).samples, [missing]), "operations"))
     assert "beyond the noise ours on uvloop leads in 1 (set), PyTorch libuv in 1 (get)" in said
