@@ -25,7 +25,7 @@ from bench.results import Line
 WIDTH, HEIGHT, DPI = 12.0, 8.0, 120
 """Inches, and dots per inch of the PNG files."""
 
-LEFT, RIGHT = 0.082, 0.64
+LEFT, RIGHT = 0.082, 0.62
 """Where the axes begin and end, as shares of the width; names and endings stand to the right of them."""
 HOLLOW = f"the generator was saturated (≥ {SATURATED:.0%} of a core) and may have set the pace"
 

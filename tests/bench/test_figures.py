@@ -180,6 +180,30 @@ def test_the_ratio_stands_beside_the_line_and_every_line_has_its_transport(tmp_p
     assert "96K" in said
 
 
+def test_a_ratio_of_fewer_rounds_than_the_reference_has_says_so(tmp_path: Path) -> None:
+    """Of the first round alone it is 2, but the points are 1.5 apart."""
+    measured = [*samples("legacy", [3.0]), *samples("libuv", [1.5, 2.0, 2.5]), *samples("control", [1.5, 2.0, 2.5])]
+    said = words(drawn(tmp_path, run(measured)))
+    assert "2.00×, one round " in said
+    assert said.count(", one round ") == 2, "of time and CPU, not of the control"
+
+
+def test_a_label_in_the_middle_does_not_cover_the_line_that_goes_on() -> None:
+    measured = [
+        sample
+        for size in (1024, 2048, 4096, 8192)
+        for server in (("uvloop", "libuv") if size <= 2048 else ("uvloop",))
+        for sample in samples(server, [1.0 if server == "uvloop" else 2.0], size=size)
+    ]
+    what = run(measured)
+    figure = draw(results.parts(what), what)
+    axes = figure.axes[0]
+    [label] = [text for text in axes.texts if text.get_text() == "0.50×"]
+    height = axes.transData.transform((4096, 1.0))[1]
+    box = label.get_window_extent()
+    assert not box.y0 <= height <= box.y1
+
+
 def test_a_saturated_point_is_hollow(tmp_path: Path) -> None:
     svg = drawn(tmp_path, run([*TWO, *samples("libuv", [4.0] * 3, size=4096, share=0.9)]))
     assert "fill: #ffffff" in drawn_as(svg, "saturated-libuv-sockets-4096-time")

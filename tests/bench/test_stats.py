@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import stats
-from bench.labels import spread_out
+from bench.labels import Box, Point, beside, spread_out
 
 POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
 ROUNDS = st.dictionaries(st.integers(0, 20), POSITIVE, min_size=1, max_size=15)
@@ -182,3 +182,36 @@ def test_labels_do_not_overlap(labels: list[tuple[float, float]]) -> None:
 
 def test_a_label_with_room_stays_where_it_belongs() -> None:
     assert spread_out([0.2, 0.8], [0.1, 0.1], 0.0, 1.0) == [0.2, 0.8]
+
+
+LABEL = Box(0.2, 0.4, 0.4, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "crossed"),
+    [
+        ((0.0, 0.0), (1.0, 1.1), True),
+        ((1.0, 1.1), (0.0, 0.0), True),
+        ((0.0, 0.2), (1.0, 1.2), True),
+        ((0.0, 0.4), (1.0, 1.4), False),
+        ((0.0, 0.45), (0.2, 0.45), False),
+        ((0.4, 0.45), (1.0, 0.45), False),
+        ((0.3, 0.0), (0.3, 1.0), True),
+        ((0.3, 0.6), (0.3, 1.0), False),
+    ],
+)
+def test_whether_a_line_crosses_a_label(one: Point, other: Point, crossed: bool) -> None:
+    assert LABEL.crossed_by(one, other) is crossed
+
+
+def test_a_label_stands_beside_lines_and_other_labels() -> None:
+    line = ((0.0, 0.48), (1.0, 0.48))
+    moved = beside(LABEL, [line], [], 0.0, 1.0)
+    assert moved == pytest.approx(LABEL.raised(-0.025))
+    assert beside(LABEL, [line], [moved], 0.0, 1.0).low == pytest.approx(0.5)
+    assert beside(LABEL, [], [], 0.0, 1.0) == LABEL
+
+
+def test_a_label_without_room_stays() -> None:
+    lines = [((0.0, at / 20), (1.0, at / 20)) for at in range(21)]
+    assert beside(LABEL, lines, [], 0.0, 1.0) == LABEL
