@@ -41,7 +41,10 @@ class Change(NamedTuple):
 
 
 def compare(a: Path, b: Path) -> int:
-    """Print B over A for everything that both measured; the exit status: 0, or 2 for a file that cannot be read."""
+    """Print B over A for everything that both measured.
+
+    The exit status: 0, 1 if there is no such thing, 2 for a file that cannot be read.
+    """
     try:
         before, after = _read(a), _read(b)
     except ValueError as error:
@@ -51,8 +54,8 @@ def compare(a: Path, b: Path) -> int:
         print(said)
     found = list(changes(before, after))
     if not found:
-        print("The two runs have no measurement in common.")
-        return 0
+        print("The two runs have no measurement in common.", file=sys.stderr)
+        return 1
     print(_table(found))
     print(_summary(found))
     return 0

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from bench import results
 from bench.drawing import DPI, RC
+from bench.files import naming
 from bench.groups import grouped
 from bench.lines import growing
 from bench.records import Run
@@ -21,7 +22,10 @@ from bench.results import Part
 
 
 def write_figures(run: Run, folder: Path) -> dict[str, list[Path]]:
-    """One figure for each scenario that has samples, as `NAME.png` and `NAME.svg`; the files of each by its name."""
+    """One figure for each scenario that has samples, as `NAME.png` and `NAME.svg`; the files of each by its name.
+
+    Raises OSError, with the name of the file, where it cannot write.
+    """
     written: dict[str, list[Path]] = {}
     scenes: dict[str, list[Part]] = {}
     for part in results.parts(run):
@@ -41,6 +45,8 @@ def draw(parts: Sequence[Part], run: Run) -> Figure:
 
 def _save(figure: Figure, stem: Path) -> list[Path]:
     png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
-    figure.savefig(png, dpi=DPI, metadata={"Software": None})
-    figure.savefig(svg, metadata={"Date": None})
+    with naming(png):
+        figure.savefig(png, dpi=DPI, metadata={"Software": None})
+    with naming(svg):
+        figure.savefig(svg, metadata={"Date": None})
     return [png, svg]

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench import records, results, stats, wording
+from bench.files import naming
 from bench.records import SATURATED, Ending, Machine, Run
 from bench.results import Line, Part
 from bench.scenes import MEMORY, Measure
@@ -56,12 +57,14 @@ METHOD = f"""\
 def write_report(run: Run, folder: Path) -> list[Path]:
     """Write `report.md` and the figures into a folder, which is made; the files written, the report first.
 
-    Works with whatever the run has, and says what it has not. Raises OSError where it cannot write.
+    Works with whatever the run has, and says what it has not. Raises OSError, which names the file that it cannot write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = _figures(run, folder)
     page = folder / REPORT
-    page.write_text(render(run, {name: files[0].name for name, files in drawn.items()}), encoding="utf-8")
+    text = render(run, {name: files[0].name for name, files in drawn.items()})
+    with naming(page):
+        page.write_text(text, encoding="utf-8")
     return [page, *(file for files in drawn.values() for file in files)]
 
 

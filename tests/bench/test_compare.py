@@ -94,7 +94,10 @@ def test_ratios_to_different_references_are_not_compared(tmp_path: Path, capsys:
 
 
 def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(tmp_path, capsys, run(), run()) == "The two runs have no measurement in common."
+    for name, scenario in (("a.json", "init"), ("b.json", "herd")):
+        records.write(run(samples("uvloop", [1.0], scenario=scenario)), tmp_path / name)
+    assert compare(tmp_path / "a.json", tmp_path / "b.json") == 1
+    assert capsys.readouterr() == ("", "The two runs have no measurement in common.\n")
 
 
 def test_what_else_differs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

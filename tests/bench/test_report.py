@@ -179,7 +179,12 @@ def test_a_report_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["nothing.json"], "nothing.json: No such file or directory\n"),
         (["broken.json"], "broken.json: no results of this benchmark: "),
+        (["zero.json"], "zero.json: no results of this benchmark: Expected `int` >= 1 - at `$.samples[0].size`\n"),
         (["run.json", "--out", "run.json"], "run.json: File exists\n"),
+        (["run.json", "--out", "page"], "page/report.md: Is a directory\n"),
+        (["run.json", "--out", "folder"], "folder/init.png: Is a directory\n"),
+        (["run.json", "--out", "full"], "full/init.png: No space left on device\n"),
+        (["run.json", "--out", "full-page"], "full-page/report.md: No space left on device\n"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_one_line(
@@ -191,7 +196,12 @@ def test_what_cannot_be_read_or_written_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     records.write(run(SOCKETS), Path("run.json"))
+    records.write(run(samples("uvloop", [1.0], size=0)), Path("zero.json"))
     Path("broken.json").write_text("{")
+    for folder in ("page/report.md", "folder/init.png", "full", "full-page"):
+        Path(folder).mkdir(parents=True)
+    for device in ("full/init.png", "full-page/report.md"):
+        Path(device).symlink_to("/dev/full")
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
