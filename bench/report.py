@@ -57,7 +57,7 @@ METHOD = f"""\
 def write_report(run: Run, folder: Path) -> list[Path]:
     """Write `report.md` and the figures into a folder, which is made; the files written, the report first.
 
-    Works with whatever the run has, and says what it has not. Raises OSError, which names the file that it cannot write.
+    Works with whatever the run has, and says what it has not. Raises OSError, that names the file it cannot write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = _figures(run, folder)
@@ -154,7 +154,7 @@ def _machine(run: Run) -> str:
 
 def _pinned(machine: Machine) -> str:
     if not machine.server_cores and not machine.load_cores:
-        return "not pinned"
+        return "not pinned, or not known"
     if machine.server_cores == machine.load_cores:
         return f"{machine.server_cores} for both, which compete for it"
     return f"{machine.server_cores or 'not pinned'}; {machine.load_cores or 'not pinned'}"

@@ -175,7 +175,7 @@ def verdict(part: Part) -> str:
     judged = found.time.judged
     ratio = wording.ratio(found.time) if judged else wording.times(found.time.median)
     said = f"{ratio} the {part.scene.measure.name} of {reference} {where}{'' if judged else ', no interval'}"
-    cpu = f" ({part.scene.cpu.axis} {wording.times(found.cpu.median)})" if found.cpu else ""
+    cpu = f" ({part.scene.cpu.axis}: {wording.times(found.cpu.median)})" if found.cpu else ""
     return f"{_ahead(found)} {said}{cpu}{'; the generator was saturated there' if found.saturated else ''}"
 
 

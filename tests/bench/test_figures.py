@@ -55,7 +55,7 @@ TWO = [
 def test_the_title_says_who_is_ahead_at_the_largest_size_in_common(tmp_path: Path) -> None:
     said = words(drawn(tmp_path, run(TWO)))
     expected = "Ours on uvloop is ahead: 0.85× (0.80–0.90) the time of PyTorch libuv at 2,048 ranks, sockets"
-    assert f"Store initialization {expected} (server CPU per rank 0.95×) " in said
+    assert f"Store initialization {expected} (server CPU per rank: 0.95×) " in said
 
 
 def test_the_title_names_the_other_when_it_is_ahead(tmp_path: Path) -> None:
