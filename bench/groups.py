@@ -107,13 +107,15 @@ def _axes_of_operations(upper: Axes, lower: Axes, parts: Sequence[Part]) -> None
 
 
 def _missing(parts: Sequence[Part]) -> list[str]:
-    """Points that are not there, and why."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Points that are not there, or are of fewer clients than others, and why."""
+    found: dict[tuple[str, str, str], list[str]] = {}
     for part in parts:
         for ending in part.endings:
-            key = (wording.line(ending.server, ending.transport), ending.reason)
+            line = part.find(ending.server, ending.transport)
+            how = f"goes to {line.sizes[-1]:,} {part.scene.sizes}" if line else "not measured"
+            key = (wording.line(ending.server, ending.transport), how, ending.reason)
             found.setdefault(key, []).append(part.detail or part.scene.name)
-    said = [f"{name} not measured in {', '.join(details)}: {reason}" for (name, reason), details in found.items()]
+    said = [f"{name} {how} in {', '.join(details)}: {reason}" for (name, how, reason), details in found.items()]
     return textwrap.wrap("; ".join(said), 150)
 
 

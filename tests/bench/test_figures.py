@@ -299,11 +299,13 @@ def test_what_hollow_means_stands_in_a_row_of_its_own() -> None:
 
 def test_groups_of_operations(tmp_path: Path) -> None:
     missing = Ending("operations-get", "legacy", "sockets", 64, "it fell over")
-    said = words(drawn(tmp_path, run(operations({"set": 0.5, "get": 1.2}).samples, [missing]), "operations"))
+    shorter = Ending("operations-get", "uvloop", "sockets", 256, "no time left")
+    said = words(drawn(tmp_path, run(operations({"set": 0.5, "get": 1.2}).samples, [missing, shorter]), "operations"))
     assert "beyond the noise ours on uvloop leads in 1 (set), PyTorch libuv in 1 (get)" in said
     assert "0.50×" in said
     assert "1.20×" in said
     assert "PyTorch legacy, sockets not measured in get: it fell over" in said
+    assert "ours on uvloop, sockets goes to 64 clients in get: no time left" in said
 
 
 def test_no_samples_no_figure(tmp_path: Path) -> None:
