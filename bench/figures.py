@@ -29,11 +29,11 @@ def write_figures(run: Run, folder: Path) -> dict[str, list[Path]]:
     written: dict[str, list[Path]] = {}
     scenes: dict[str, list[Part]] = {}
     for part in results.parts(run):
-        if part.lines:
-            scenes.setdefault(part.scene.name, []).append(part)
+        scenes.setdefault(part.scene.name, []).append(part)
     with matplotlib.rc_context(RC):
         for name, parts in scenes.items():
-            written[name] = _save(draw(parts, run), folder / name)
+            if any(part.lines for part in parts):
+                written[name] = _save(draw(parts, run), folder / name)
     return written
 
 

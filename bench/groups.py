@@ -28,15 +28,17 @@ _ROW = 0.026
 _LOOK: dict[str, Any] = {"frameon": False, "fontsize": 9.5, "handlelength": 3.6}
 
 
-def grouped(parts: Sequence[Part], run: Run) -> Figure:
+def grouped(scene: Sequence[Part], run: Run) -> Figure:
     """Above operations per second, below p50, p95 and p99, a group for each part; at the largest size of each line."""
+    parts = [part for part in scene if part.lines]
+    missing = _missing(scene)
     figure = canvas(
         parts[0].scene.title, results.verdict_of_all(parts), run, [line for part in parts for line in part.lines]
     )
     keys = _keys(parts)
     every = {(line.server, line.transport): line for part in parts for line in part.lines}
     handles = [handle(every[key]) for key in keys]
-    bottom = 0.155 + 0.018 * len(_missing(parts)) + _legend(figure, handles, parts)
+    bottom = 0.155 + 0.018 * len(missing) + _legend(figure, handles, parts)
     height = (0.80 - bottom) / 2
     upper = figure.add_axes((LEFT + 0.012, 0.86 - height, 0.973 - LEFT, height))
     lower = figure.add_axes((LEFT + 0.012, bottom, 0.973 - LEFT, height), sharex=upper)
@@ -46,7 +48,7 @@ def grouped(parts: Sequence[Part], run: Run) -> Figure:
             _rate(upper, x, line)
             _latencies(lower, x, line)
         _ratio_over(upper, place, part)
-    _axes_of_operations(upper, lower, parts)
+    _axes_of_operations(upper, lower, parts, missing)
     return figure
 
 
@@ -90,7 +92,7 @@ def _ratio_over(axes: Axes, place: int, part: Part) -> None:
     )  # fmt: skip
 
 
-def _axes_of_operations(upper: Axes, lower: Axes, parts: Sequence[Part]) -> None:
+def _axes_of_operations(upper: Axes, lower: Axes, parts: Sequence[Part], missing: Sequence[str]) -> None:
     name_values(upper, "operations per second")
     name_values(lower, "latency: p50, p95, p99")
     scale_values(upper, "times")
@@ -103,7 +105,7 @@ def _axes_of_operations(upper: Axes, lower: Axes, parts: Sequence[Part]) -> None
     lower.set_xlim(-0.6, len(parts) - 0.4)
     size = max(line.sizes[-1] for part in parts for line in part.lines)
     said = f"{size:,} {parts[0].scene.sizes}; above the points: ours over the reference, in time; bold beyond the noise"
-    lower.set_xlabel("\n".join([said, *_missing(parts)]), fontsize=9)
+    lower.set_xlabel("\n".join([said, *missing]), fontsize=9)
 
 
 def _missing(parts: Sequence[Part]) -> list[str]:
@@ -111,10 +113,10 @@ def _missing(parts: Sequence[Part]) -> list[str]:
     found: dict[tuple[str, str, str], list[str]] = {}
     for part in parts:
         for ending in part.endings:
-            line = part.find(ending.server, ending.transport)
+            line = results.line_of(ending, part, parts)
             how = f"goes to {line.sizes[-1]:,} {part.scene.sizes}" if line else "not measured"
             key = (wording.line(ending.server, ending.transport), how, ending.reason)
-            found.setdefault(key, []).append(part.detail or part.scene.name)
+            found.setdefault(key, []).append(part.detail or "all")
     said = [f"{name} {how} in {', '.join(details)}: {reason}" for (name, how, reason), details in found.items()]
     return textwrap.wrap("; ".join(said), 150)
 

@@ -46,7 +46,7 @@ METHOD = f"""\
 * **CPU beside wall time**: of the server, per rank or operation, and of the load generators. On a shared machine trust
   CPU before wall time, and ratios before either.
 * **Saturated** (`sat.` in the tables, hollow in the figures): in some round the busiest generator used
-  {SATURATED:.0%} of a core or more. There the generator may have set the pace, and the ratio of times be nearer to 1
+  a core, or waited for one, for {SATURATED:.0%} of the time or more. There the generator may have set the pace, and the ratio of times be nearer to 1
   than the servers are; that of CPU still counts.
 * **A line ends** where a server was taken no further, with the reason. Nothing is extrapolated.
 * **sockets** are real connections over loopback. **memory** is the server's own sessions driven without sockets: it
@@ -170,13 +170,13 @@ def _scene(parts: Sequence[Part], image: str | None) -> str:
         said += [f"![{scene.title}]({image})", ""]
     for part in parts:
         said += _tables(part)
-    endings = [_ending(part, ending) for part in parts for ending in part.endings]
+    endings = [_ending(ending, part, parts) for part in parts for ending in part.endings]
     return "\n".join([*said, *endings, ""] if endings else said)
 
 
-def _ending(part: Part, ending: Ending) -> str:
+def _ending(ending: Ending, part: Part, parts: Sequence[Part]) -> str:
     name = wording.line(ending.server, ending.transport) + (f" ({part.detail})" if part.detail else "")
-    measured = part.find(ending.server, ending.transport) is not None
+    measured = results.line_of(ending, part, parts) is not None
     return f"* {name} {f'ends before {ending.size:,}' if measured else 'not measured'}: {ending.reason}"
 
 

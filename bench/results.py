@@ -159,6 +159,13 @@ def _lines(samples: Iterable[Sample]) -> list[Line]:
     return sorted(lines.values(), key=lambda line: wording.place(line.server, line.transport))
 
 
+def line_of(ending: Ending, part: Part, parts: Sequence[Part]) -> Line | None:
+    """What ends there: one of its part, or of any if it is of the scene as a whole."""
+    among = [part] if part.detail else parts
+    found = (each.find(ending.server, ending.transport) for each in among)
+    return next((line for line in found if line is not None), None)
+
+
 def rounds(lines: Iterable[Line]) -> str:
     """How many each point of these lines really has, such as `3` or `1 to 3`."""
     found = sorted({len(those) for line in lines for those in line.points.values()})

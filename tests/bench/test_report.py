@@ -122,6 +122,14 @@ def test_endings_have_their_reason() -> None:
     assert f"* PyTorch legacy, sockets not measured: {reason}" in text
 
 
+def test_an_ending_of_all_operations_is_of_each() -> None:
+    measured = samples("libuv", [1.0], scenario="operations-set")
+    endings = [Ending("operations", server, "sockets", 2048, "no time") for server in ("libuv", "legacy")]
+    text = page(run(measured, endings))
+    assert "* PyTorch libuv, sockets ends before 2,048: no time" in text
+    assert "* PyTorch legacy, sockets not measured: no time" in text
+
+
 def test_memory_says_what_one_more_rank_takes() -> None:
     measured = [
         *samples("uvloop", [1.0], scenario="memory", size=1024, memory=30 << 20),
