@@ -117,7 +117,10 @@ def _missing(parts: Sequence[Part]) -> list[str]:
             how = f"goes to {line.sizes[-1]:,} {part.scene.sizes}" if line else "not measured"
             key = (wording.line(ending.server, ending.transport), how, ending.reason)
             found.setdefault(key, []).append(part.detail or "all")
-    said = [f"{name} {how} in {', '.join(details)}: {reason}" for (name, how, reason), details in found.items()]
+    names: dict[str, list[str]] = {}
+    for (name, how, reason), details in found.items():
+        names.setdefault(f"{how} in {', '.join(details)}: {reason}", []).append(name)
+    said = [f"{' and '.join(those)} {what}" for what, those in names.items()]
     return textwrap.wrap("; ".join(said), 150)
 
 

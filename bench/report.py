@@ -45,9 +45,9 @@ METHOD = f"""\
   widened interval does not contain 1. Without a control the noise is unknown, and nobody is called ahead.
 * **CPU beside wall time**: of the server, per rank or operation, and of the load generators. On a shared machine trust
   CPU before wall time, and ratios before either.
-* **Saturated** (`sat.` in the tables, hollow in the figures): in some round the busiest generator used a core, or waited
-  for one, for {SATURATED:.0%} of the time or more. There the generator may have set the pace, and the ratio of times be
-  nearer to 1 than the servers are; that of CPU still counts.
+* **Saturated** (`sat.` in the tables, hollow in the figures): in some round the busiest generator used a core, or
+  waited for one, for {SATURATED:.0%} of the time or more. There the generator may have set the pace, and the ratio of
+  times be nearer to 1 than the servers are; that of CPU still counts.
 * **A line ends** where a server was taken no further, with the reason. Nothing is extrapolated.
 * **sockets** are real connections over loopback. **memory** is the server's own sessions driven without sockets: it
   says what the server computes, and nothing of the kernel's part. The two are never put into one ratio.

@@ -300,10 +300,10 @@ def test_what_hollow_means_stands_in_a_row_of_its_own() -> None:
 def test_groups_of_operations(tmp_path: Path) -> None:
     missing = Ending("operations-get", "legacy", "sockets", 64, "it fell over")
     shorter = Ending("operations-get", "uvloop", "sockets", 256, "no time left")
-    of_all = [Ending("operations", server, "sockets", 256, "of all") for server in ("threaded", "libuv")]
+    of_all = [Ending("operations", server, "sockets", 256, "of all") for server in ("threaded", "legacy", "libuv")]
     what = run(operations({"set": 0.5, "get": 1.2}).samples, [missing, shorter, *of_all])
     said = words(drawn(tmp_path, what, "operations"))
-    assert "ours with threads, sockets not measured in all: of all" in said
+    assert "ours with threads, sockets and PyTorch legacy, sockets not measured in all: of all" in said
     assert "PyTorch libuv, sockets goes to 64 clients in all: of all" in said
     assert "beyond the noise ours on uvloop leads in 1 (set), PyTorch libuv in 1 (get)" in said
     assert "0.50×" in said
