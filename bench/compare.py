@@ -2,7 +2,8 @@
 
 Knows two files and how their ratios are told. Must not know how anything is measured.
 Invariant: a change is called beyond the noise only if it is more than the spread of the rounds of both runs and more
-than the same server differed from itself (the control) in either.
+than the same server differed from itself (the control) in either. Where neither has a control, as in memory, nothing
+says what noise is, and no change is called more than it.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ class Change(NamedTuple):
     """B over A: of what the scene measures."""
     cpu: stats.Ratio | None
     before: stats.Ratio | None
-    """To the reference of its own run, in A and in B."""
+    """To the reference of its own run, in A and in B; none in B where that is another one."""
     after: stats.Ratio | None
 
     @property
     def reproduced(self) -> bool | None:
         """Whether B's ratio to the reference is within the interval that A reports; None where there is none."""
-        if self.before is None or self.after is None or self.before.verdict == "too few rounds":
+        if self.before is None or self.after is None or not self.before.judged:
             return None
         return self.before.low <= self.after.median <= self.before.high
 
 
 def compare(a: Path, b: Path) -> int:
-    """Print B over A for everything that both measured; the exit status: 0, or 2 for a file that cannot be read."""
+    """Print B over A for everything that both measured.
+
+    The exit status: 0, 1 if there is no such thing, 2 for a file that cannot be read.
+    """
     try:
         before, after = _read(a), _read(b)
     except ValueError as error:
@@ -50,8 +54,8 @@ def compare(a: Path, b: Path) -> int:
         print(said)
     found = list(changes(before, after))
     if not found:
-        print("The two runs have no measurement in common.")
-        return 0
+        print("The two runs have no measurement in common.", file=sys.stderr)
+        return 1
     print(_table(found))
     print(_summary(found))
     return 0
@@ -71,6 +75,8 @@ def differences(a: Run, b: Run) -> Iterator[str]:
             was, is_now = getattr(one, field), getattr(other, field)
             if was != is_now:
                 yield f"different {what}: {field} {_told(was)} in A, {_told(is_now)} in B"
+    if a.reference != b.reference:
+        yield f"different reference: {_told(a.reference)} in A, {_told(b.reference)} in B"
     for name, run in (("A", a), ("B", b)):
         if not run.complete:
             yield f"{name} is not complete"
@@ -101,7 +107,8 @@ def _changes(part: Part, line: Line, other: Part, again: Line) -> Iterator[Chang
             continue
         cpu = _ratio(part, line, other, again, size, part.scene.cpu)
         measure = part.scene.measure
-        yield Change(name, line, size, time, cpu, part.ratio(line, size, measure), other.ratio(again, size, measure))
+        after = other.ratio(again, size, measure) if part.compared_with == other.compared_with else None
+        yield Change(name, line, size, time, cpu, part.ratio(line, size, measure), after)
 
 
 def _ratio(part: Part, line: Line, other: Part, again: Line, size: int, measure: Measure) -> stats.Ratio | None:
@@ -149,7 +156,10 @@ def _summary(found: Sequence[Change]) -> str:
     beyond = sum(change.time.verdict == "beyond the noise" for change in found)
     told = [change for change in found if change.reproduced is not None and change.line.server != "control"]
     again = sum(bool(change.reproduced) for change in told)
+    unknown = sum(change.time.verdict == "noise unknown" for change in found)
     said = f"{beyond} of {len(found)} differ from A by more than the noise."
+    if unknown:
+        said += f" Of {unknown} the noise is unknown: neither run has a control there."
     if not told:
         return f"{said} No ratio to a reference with an interval is in both."
     return f"{said} {again} of {len(told)} ratios to the reference are within the interval that A reports."

@@ -18,15 +18,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from bench import wording
+from bench import results, wording
 from bench.records import SATURATED, Run
 from bench.results import Line
-from bench.scenes import Measure
 
 WIDTH, HEIGHT, DPI = 12.0, 8.0, 120
 """Inches, and dots per inch of the PNG files."""
 
-LEFT, RIGHT = 0.082, 0.64
+LEFT, RIGHT = 0.082, 0.62
 """Where the axes begin and end, as shares of the width; names and endings stand to the right of them."""
 HOLLOW = f"the generator was saturated (≥ {SATURATED:.0%} of a core) and may have set the pace"
 
@@ -85,10 +84,8 @@ def _footer(run: Run, lines: Sequence[Line]) -> str:
 
 def _rounds(lines: Sequence[Line]) -> str:
     """How many there are of each point."""
-    found = sorted({len(rounds) for line in lines for rounds in line.points.values()})
-    if found == [1]:
-        return "One round"
-    return f"Medians of {found[0] if len(found) == 1 else f'{found[0]} to {found[-1]}'} rounds, bars from min to max"
+    found = results.rounds(lines)
+    return "One round" if found == "1" else f"Medians of {found} rounds, bars from min to max"
 
 
 def style_of(line: Line) -> Style:
@@ -96,12 +93,15 @@ def style_of(line: Line) -> Style:
     return _STYLES.get((line.server, line.transport), _OTHER)
 
 
-def scale_values(axes: Axes, measure: Measure) -> None:
-    """Make the vertical axis logarithmic, with numbers in seconds or bytes; after everything was drawn."""
+Unit = Literal["seconds", "bytes", "times"]
+
+
+def scale_values(axes: Axes, unit: Unit) -> None:
+    """Make the vertical axis logarithmic, with numbers in a unit; after everything was drawn."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, measure)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, unit)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    ticks = _ticks(*axes.get_ylim(), measure)
+    ticks = _ticks(*axes.get_ylim(), unit)
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     if ticks[1] < 10 * ticks[0]:
         axes.yaxis.set_minor_locator(NullLocator())
@@ -113,9 +113,9 @@ def name_values(axes: Axes, name: str) -> None:
     axes.figure.text(0.013, (box.y0 + box.y1) / 2, name, rotation="vertical", ha="center", va="center")
 
 
-def _ticks(low: float, high: float, measure: Measure) -> list[float]:
+def _ticks(low: float, high: float, unit: Unit) -> list[float]:
     """At least two round numbers within a logarithmic axis: the coarsest steps that give as many."""
-    base = 2.0 if measure.unit == "bytes" else 10.0
+    base = 2.0 if unit == "bytes" else 10.0
     steps: tuple[tuple[float, ...], ...] = ((1,), (1, 1.5)) if base == 2 else ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
     exponents = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     for within in steps:
@@ -126,9 +126,11 @@ def _ticks(low: float, high: float, measure: Measure) -> list[float]:
     return [low, high]
 
 
-def _tick(value: float, measure: Measure) -> str:
-    number, _, unit = (wording.seconds(value) if measure.unit == "seconds" else wording.size_of(value)).partition(" ")
-    return f"{float(number.replace(',', '')):,.9g} {unit}"
+def _tick(value: float, unit: Unit) -> str:
+    if unit == "times":
+        return f"{value:,.9g}"
+    number, _, scale = (wording.seconds(value) if unit == "seconds" else wording.size_of(value)).partition(" ")
+    return f"{float(number.replace(',', '')):,.9g} {scale}"
 
 
 def any_saturated(lines: Sequence[Line]) -> bool:

@@ -13,34 +13,40 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bench import results
-from bench.bars import grouped
 from bench.drawing import DPI, RC
+from bench.files import naming
+from bench.groups import grouped
 from bench.lines import growing
 from bench.records import Run
 from bench.results import Part
 
 
 def write_figures(run: Run, folder: Path) -> dict[str, list[Path]]:
-    """One figure for each scenario that has samples, as `NAME.png` and `NAME.svg`; the files of each by its name."""
+    """One figure for each scenario that has samples, as `NAME.png` and `NAME.svg`; the files of each by its name.
+
+    Raises OSError, with the name of the file, where it cannot write.
+    """
     written: dict[str, list[Path]] = {}
     scenes: dict[str, list[Part]] = {}
     for part in results.parts(run):
-        if part.lines:
-            scenes.setdefault(part.scene.name, []).append(part)
+        scenes.setdefault(part.scene.name, []).append(part)
     with matplotlib.rc_context(RC):
         for name, parts in scenes.items():
-            written[name] = _save(draw(parts, run), folder / name)
+            if any(part.lines for part in parts):
+                written[name] = _save(draw(parts, run), folder / name)
     return written
 
 
 def draw(parts: Sequence[Part], run: Run) -> Figure:
-    """The figure of one scene: bars if it has several parts, such as operations, otherwise lines over sizes."""
+    """The figure of one scene: groups of points if it has several parts, otherwise lines over sizes."""
     with matplotlib.rc_context(RC):
         return grouped(parts, run) if any(part.detail for part in parts) else growing(parts[0], run)
 
 
 def _save(figure: Figure, stem: Path) -> list[Path]:
     png, svg = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")
-    figure.savefig(png, dpi=DPI, metadata={"Software": None})
-    figure.savefig(svg, metadata={"Date": None})
+    with naming(png):
+        figure.savefig(png, dpi=DPI, metadata={"Software": None})
+    with naming(svg):
+        figure.savefig(svg, metadata={"Date": None})
     return [png, svg]

@@ -8,6 +8,7 @@ written over anything else.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench import results, wording
+from bench import results, stats, wording
 from bench.drawing import (
     HOLLOW,
     LEFT,
@@ -33,7 +34,7 @@ from bench.drawing import (
     scale_values,
     style_of,
 )
-from bench.labels import spread_out
+from bench.labels import Box, Point, beside, spread_out
 from bench.records import Ending, Run
 from bench.results import Line, Part
 from bench.scenes import Measure
@@ -51,7 +52,7 @@ def growing(part: Part, run: Run) -> Figure:
     for axes, measure in ((upper, part.scene.measure), (lower, part.scene.cpu)):
         for line in part.lines:
             _draw(axes, line, measure)
-        scale_values(axes, measure)
+        scale_values(axes, measure.unit)
         name_values(axes, measure.axis)
     _axis_of_sizes(lower, part)
     upper.tick_params(labelbottom=False)
@@ -64,16 +65,21 @@ def growing(part: Part, run: Run) -> Figure:
 
 def _draw(axes: Axes, line: Line, measure: Measure) -> None:
     style = style_of(line)
-    points = [(size, median) for size in line.sizes if (median := line.median(size, measure)) is not None]
+    points = _points(line, measure)
     if not points:
         return
     axes.plot(*zip(*points, strict=True), color=style.colour, linestyle=style.dashes, linewidth=1.8)
     for size, median in points:
-        values = line.values(size, measure).values()
+        values = [value for value in line.values(size, measure).values() if value > 0]
         spread = [[median - min(values)], [max(values) - median]]
         axes.errorbar(size, median, yerr=spread, color=style.colour, capsize=3, linewidth=1.1, fmt="none", zorder=2.6)
         name = f"saturated-{line.server}-{line.transport}-{size}-{measure.name.replace(' ', '-')}"
         _mark(axes, size, median, style, name if line.saturated(size) else None)
+
+
+def _points(line: Line, measure: Measure) -> list[tuple[int, float]]:
+    """Sizes and medians, without those that are 0, for which a logarithmic axis has no place."""
+    return [(size, median) for size in line.sizes if (median := line.median(size, measure))]
 
 
 def _mark(axes: Axes, x: float, y: float, style: Style, saturated: str | None) -> None:
@@ -104,12 +110,14 @@ def _apart(sizes: Sequence[int], least: float) -> list[int]:
     return sorted(chosen)
 
 
+_HEIGHT, _WIDTH = 0.019, 0.0078
+"""Of a label and of one of its characters, as shares of the figure's."""
+
 # What stands beside the lines: the ratio where it was measured, and to the right of all, names and endings.
 
 
 class _Tag(NamedTuple):
-    x: float
-    y: float
+    box: Box
     text: str
     colour: str
 
@@ -120,20 +128,50 @@ def _tag(figure: Figure, axes: Axes, part: Part, measure: Measure) -> None:
     for line in part.lines:
         found = part.last_ratio(line, measure)
         if found:
-            place = _place(figure, axes, found[0], line, measure)
-            tags.setdefault(found[0], []).append(_Tag(*place, wording.times(found[1].median), style_of(line).colour))
+            text = wording.times(found[1].median) + _fewer(part, line, *found, measure)
+            x, y = _place(figure, axes, found[0], line, measure)
+            tags.setdefault(found[0], []).append(_Tag(_box(x, y, text), text, style_of(line).colour))
         if part.ending(line):
             _end(figure, axes, line, measure)
+    pieces = [piece for line in part.lines for piece in _pieces(figure, axes, line, measure)]
     low, high = axes.get_position().y0, axes.get_position().y1
-    for those in tags.values():
-        places = spread_out([tag.y for tag in those], [0.019] * len(those), low, high)
-        for tag, y in zip(those, places, strict=True):
-            # Over the lines, which would cross it out, and beneath the points.
-            axes.text(
-                tag.x + 0.011, y, tag.text, fontsize=9, fontweight="bold", color=_darker(tag.colour), va="center",
-                transform=figure.transFigure, zorder=2.5, clip_on=False,
-                bbox={"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-            )  # fmt: skip
+    placed: list[Box] = []
+    for size in sorted(tags, reverse=True):
+        those = sorted(tags[size], key=lambda tag: tag.box.low)
+        middles = spread_out([(tag.box.low + tag.box.high) / 2 for tag in those], [_HEIGHT] * len(those), low, high)
+        for tag, y in zip(those, middles, strict=True):
+            wanted = tag.box._replace(low=y - _HEIGHT / 2, high=y + _HEIGHT / 2)
+            placed.append(beside(wanted, pieces, placed, low, high))
+            _write_tag(figure, axes, tag, placed[-1])
+
+
+def _pieces(figure: Figure, axes: Axes, line: Line, measure: Measure) -> list[tuple[Point, Point]]:
+    """What a label must not cover: between the points, and the height of each."""
+    places = [_place(figure, axes, size, line, measure) for size, _ in _points(line, measure)]
+    return [*itertools.pairwise(places), *(((x, y - _HEIGHT / 2), (x, y + _HEIGHT / 2)) for x, y in places)]
+
+
+def _fewer(part: Part, line: Line, size: int, found: stats.Ratio, measure: Measure) -> str:
+    """That a ratio is of fewer rounds than the reference has: it need not be the distance of the two points."""
+    reference = part.reference(line.transport)
+    if reference is None or found.rounds >= len(reference.values(size, measure)):
+        return ""
+    return f", {wording.rounds(found.rounds)}"
+
+
+def _box(x: float, y: float, text: str) -> Box:
+    """To the right of a point."""
+    left = x + 0.011
+    return Box(left, y - _HEIGHT / 2, left + len(text) * _WIDTH, y + _HEIGHT / 2)
+
+
+def _write_tag(figure: Figure, axes: Axes, tag: _Tag, box: Box) -> None:
+    """Over the lines, which would cross it out where there is no room elsewhere, and beneath the points."""
+    axes.text(
+        box.left, (box.low + box.high) / 2, tag.text, fontsize=9, fontweight="bold", color=_darker(tag.colour),
+        va="center", transform=figure.transFigure, zorder=2.5, clip_on=False,
+        bbox={"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+    )  # fmt: skip
 
 
 def _place(figure: Figure, axes: Axes, size: int, line: Line, measure: Measure) -> tuple[float, float]:
@@ -144,10 +182,10 @@ def _place(figure: Figure, axes: Axes, size: int, line: Line, measure: Measure) 
 
 
 def _end(figure: Figure, axes: Axes, line: Line, measure: Measure) -> None:
-    sizes = [size for size in line.sizes if line.values(size, measure)]
-    if not sizes:
+    points = _points(line, measure)
+    if not points:
         return
-    x, y = _place(figure, axes, sizes[-1], line, measure)
+    x, y = _place(figure, axes, points[-1][0], line, measure)
     name = f"end-{line.server}-{line.transport}-{measure.name.replace(' ', '-')}"
     colour = style_of(line).colour
     figure.add_artist(Line2D([x + 0.0085] * 2, [y - 0.014, y + 0.014], color=colour, linewidth=2.4, gid=name))
@@ -192,7 +230,7 @@ def _entry(handle: Line2D, name: str, about: Sequence[str]) -> _Entry:
 
 def _write(figure: Figure, y: float, entry: _Entry, scale: float) -> None:
     """With its top at `y`, as a share of the figure's height."""
-    x = RIGHT + 0.052
+    x = RIGHT + 0.072
     sample = Line2D([x, x + 0.02, x + 0.04], [y - 0.008 * scale] * 3, markevery=[1])
     sample.update_from(entry.handle)
     sample.set_transform(figure.transFigure)
@@ -209,6 +247,9 @@ def _about(part: Part, line: Line, told: dict[str, str]) -> list[str]:
         found = part.last_ratio(line, measure)
         if found:
             said.append(f"{measure.name} {wording.ratio(found[1])} at {found[0]:,}")
+    zero = [f"{size:,}" for size in line.sizes if line.median(size, part.scene.measure) == 0]
+    if zero:
+        said.append(f"{part.scene.measure.name} 0 at {', '.join(zero)}: no place on a logarithmic axis")
     ending = part.ending(line)
     if ending:
         said.append(f"ends before {ending.size:,}: {_why(ending, told)}")

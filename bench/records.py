@@ -7,7 +7,7 @@ Invariant: a number that was not measured is not here; where a line ends, an `En
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -60,7 +60,7 @@ class Sample(msgspec.Struct, frozen=True):
     server: str
     """`uvloop`, `threaded`, `libuv`, `legacy`, or `control` (the reference server a second time)."""
     transport: Transport
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=1)]
     """Ranks, in most scenarios; what it is says the scenario (`bench/scenarios.py`)."""
     round: int
     wall_seconds: float

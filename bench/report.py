@@ -15,29 +15,39 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench import records, results, stats, wording
-from bench.records import SATURATED, Run
+from bench.files import naming
+from bench.records import SATURATED, Ending, Machine, Run
 from bench.results import Line, Part
 from bench.scenes import MEMORY, Measure
 
 REPORT = "report.md"
 
+_NAMES = {
+    "": "not known, or none was measured",
+    "files only": "/etc/hosts, no name server",
+    "this machine's": "as this machine is set up: a name server may have been asked, which costs PyTorch's time",
+}
+
 METHOD = f"""\
 ## Method
 
-* **Rounds are interleaved**: every server in turn at one size, a new server process for each sample, then all of them
-  again. What slows the machine down for a while slows all of them.
+* **Rounds are interleaved**: every server in turn at one size, then all of them again, another one first. What slows
+  the machine down for a while slows all of them.
+* **A server is new for each sample**: ours a new process, PyTorch's two a new TCPStore in a process that is kept and
+  was warmed up unmeasured, because importing torch takes seconds. The control has such a process of its own. Only for
+  the scenarios `memory`, `resolver` and `busy-trainer` are PyTorch's new processes as well.
 * **A number is the median of the rounds**, with min to max in brackets. **A ratio is the median of the ratios taken
-  round by round** to the reference (PyTorch's libuv server, where it was measured).
+  round by round** to the reference, which the run chose.
 * **An interval** is between two order statistics: it holds the median with {stats.CONFIDENCE:.0%} confidence or more
   from five rounds on, and is min to max with less confidence below that. It is widened by the noise.
 * **The noise** is the control's: the reference a second time, as if it were another server. How far the interval of its
   ratio reaches from 1 widens every interval at that size. A difference is *beyond the noise*, and in bold, when the
-  widened interval does not contain 1.
+  widened interval does not contain 1. Without a control the noise is unknown, and nobody is called ahead.
 * **CPU beside wall time**: of the server, per rank or operation, and of the load generators. On a shared machine trust
   CPU before wall time, and ratios before either.
-* **Saturated** (`sat.` in the tables, hollow in the figures): in some round the busiest generator used
-  {SATURATED:.0%} of a core or more. There the generator may have set the pace, and the ratio of times be nearer to 1
-  than the servers are; that of CPU still counts.
+* **Saturated** (`sat.` in the tables, hollow in the figures): in some round the busiest generator used a core, or
+  waited for one, for {SATURATED:.0%} of the time or more. There the generator may have set the pace, and the ratio of
+  times be nearer to 1 than the servers are; that of CPU still counts.
 * **A line ends** where a server was taken no further, with the reason. Nothing is extrapolated.
 * **sockets** are real connections over loopback. **memory** is the server's own sessions driven without sockets: it
   says what the server computes, and nothing of the kernel's part. The two are never put into one ratio.
@@ -47,12 +57,14 @@ METHOD = f"""\
 def write_report(run: Run, folder: Path) -> list[Path]:
     """Write `report.md` and the figures into a folder, which is made; the files written, the report first.
 
-    Works with whatever the run has, and says what it has not. Raises OSError where it cannot write.
+    Works with whatever the run has, and says what it has not. Raises OSError, that names the file it cannot write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = _figures(run, folder)
     page = folder / REPORT
-    page.write_text(render(run, {name: files[0].name for name, files in drawn.items()}), encoding="utf-8")
+    text = render(run, {name: files[0].name for name, files in drawn.items()})
+    with naming(page):
+        page.write_text(text, encoding="utf-8")
     return [page, *(file for files in drawn.values() for file in files)]
 
 
@@ -105,10 +117,14 @@ def _duration(seconds: float) -> str:
 
 
 def _glance(scenes: dict[str, list[Part]]) -> str:
-    rows = [(parts[0].scene.title, _said(parts)) for parts in scenes.values()]
+    rows = [(parts[0].scene.title, _rounds(parts), _said(parts)) for parts in scenes.values()]
     if not rows:
         return ""
-    return "\n".join(["## At a glance", "", _table(["scenario", "who is ahead"], rows), ""])
+    return "\n".join(["## At a glance", "", _table(["scenario", "rounds", "who is ahead"], rows), ""])
+
+
+def _rounds(parts: Sequence[Part]) -> str:
+    return results.rounds(line for part in parts for line in part.lines)
 
 
 def _said(parts: Sequence[Part]) -> str:
@@ -122,18 +138,26 @@ def _machine(run: Run) -> str:
         ("cores", str(machine.cores)),
         ("memory", wording.size_of(machine.memory_bytes)),
         ("kernel", machine.kernel),
+        ("cores of the servers; of the load", _pinned(machine)),
+        ("load average of the minute before", f"{machine.load_average:.2f}"),
         ("open files of one process", f"{machine.open_files:,}"),
+        ("connections that may wait (somaxconn)", f"{machine.backlog:,}" if machine.backlog else "not known"),
+        ("names of peers, for PyTorch's servers", _NAMES[machine.names]),
         ("tcpstore_async", f"{versions.tcpstore_async}, {versions.build}, commit {versions.commit or 'unknown'}"),
         ("Python, uvloop", f"{versions.python}, {versions.uvloop}"),
         ("PyTorch", versions.torch or "not installed"),
-        ("rounds", _rounds(run)),
+        ("reference", wording.server(run.reference) or "none: there are no ratios"),
         ("control", "yes" if any(sample.server == "control" for sample in run.samples) else "none: noise unknown"),
     ]
     return "\n".join(["## Machine and versions", "", _table(["", ""], rows), ""])
 
 
-def _rounds(run: Run) -> str:
-    return str(len({sample.round for sample in run.samples}))
+def _pinned(machine: Machine) -> str:
+    if not machine.server_cores and not machine.load_cores:
+        return "not pinned, or not known"
+    if machine.server_cores == machine.load_cores:
+        return f"{machine.server_cores} for both, which compete for it"
+    return f"{machine.server_cores or 'not pinned'}; {machine.load_cores or 'not pinned'}"
 
 
 def _scene(parts: Sequence[Part], image: str | None) -> str:
@@ -146,13 +170,14 @@ def _scene(parts: Sequence[Part], image: str | None) -> str:
         said += [f"![{scene.title}]({image})", ""]
     for part in parts:
         said += _tables(part)
-    endings = [
-        f"* {wording.line(ending.server, ending.transport)}{f' ({part.detail})' if part.detail else ''} ends before "
-        f"{ending.size:,}: {ending.reason}"
-        for part in parts
-        for ending in part.endings
-    ]
+    endings = [_ending(ending, part, parts) for part in parts for ending in part.endings]
     return "\n".join([*said, *endings, ""] if endings else said)
+
+
+def _ending(ending: Ending, part: Part, parts: Sequence[Part]) -> str:
+    name = wording.line(ending.server, ending.transport) + (f" ({part.detail})" if part.detail else "")
+    measured = results.line_of(ending, part, parts) is not None
+    return f"* {name} {f'ends before {ending.size:,}' if measured else 'not measured'}: {ending.reason}"
 
 
 def _tables(part: Part) -> list[str]:

@@ -19,7 +19,6 @@ TUTORIAL_SECONDS = 100.0
 """Of the tutorial's figure: PyTorch's libuv server, init of 98,304 ranks."""
 
 _SUBJECTS = ("uvloop", "threaded")
-_REFERENCES = ("libuv", "legacy", "threaded")
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,10 @@ class Line:
         return sorted(self.points)
 
     def values(self, size: int, measure: Measure) -> dict[int, float]:
-        """By round; without the rounds that do not say it, or were too short for the clock to tell."""
+        """By round; without the rounds that do not say it, or too short for the clock to tell. No growth is a value."""
         found = {number: measure.of(sample) for number, sample in self.points.get(size, {}).items()}
-        return {number: value for number, value in found.items() if value is not None and value > 0}
+        told = {number: value for number, value in found.items() if value is not None}
+        return told if measure.unit == "bytes" else {number: value for number, value in told.items() if value > 0}
 
     def median(self, size: int, measure: Measure) -> float | None:
         values = list(self.values(size, measure).values())
@@ -65,6 +65,10 @@ class Comparison:
     """Of what the scene measures, which is time in most."""
     cpu: stats.Ratio | None
 
+    @property
+    def saturated(self) -> bool:
+        return self.subject.saturated(self.size) or self.reference.saturated(self.size)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -73,6 +77,8 @@ class Part:
     scene: Scene
     detail: str
     """What of the scene this is, such as an operation; empty in most."""
+    compared_with: str
+    """The server that the run says it compares with."""
     lines: list[Line]
     endings: list[Ending]
 
@@ -80,13 +86,13 @@ class Part:
         return next((line for line in self.lines if (line.server, line.transport) == (server, transport)), None)
 
     def reference(self, transport: Transport) -> Line | None:
-        """What the others are compared with: PyTorch's libuv server, or what there is instead."""
-        known = (self.find(server, transport) for server in _REFERENCES)
-        return next((line for line in known if line is not None), None)
+        """What the others are compared with; None where it was not measured."""
+        return self.find(self.compared_with, transport)
 
     def subject(self) -> Line | None:
         """Ours, over sockets if it was."""
-        known = [self.find(server, transport) for transport in ("sockets", "memory") for server in _SUBJECTS]
+        servers = [server for server in _SUBJECTS if server != self.compared_with]
+        known = [self.find(server, transport) for transport in ("sockets", "memory") for server in servers]
         return next((line for line in known if line is not None), None)
 
     def ending(self, line: Line) -> Ending | None:
@@ -94,11 +100,14 @@ class Part:
         return min(found, key=lambda ending: ending.size, default=None)
 
     def ratio(self, line: Line, size: int, measure: Measure) -> stats.Ratio | None:
-        """Of a line to the reference, at a size; None where either was not measured, and for the reference itself."""
+        """Of a line to the reference, at a size; None where either was not measured, and for the reference itself.
+
+        The control's own is what the noise is taken from, so nothing widens its interval.
+        """
         reference = self.reference(line.transport)
         if reference is None or reference.server == line.server:
             return None
-        control = self.find("control", line.transport) if line.server != "control" else None
+        control = self.find("control", line.transport) if line.server != "control" else reference
         return stats.ratio(
             line.values(size, measure),
             reference.values(size, measure),
@@ -137,7 +146,8 @@ def parts(run: Run) -> list[Part]:
 def _part(name: str, run: Run) -> Part:
     scene, detail = scene_of(name)
     samples = [sample for sample in run.samples if sample.scenario == name]
-    return Part(scene, detail, _lines(samples), [ending for ending in run.endings if ending.scenario == name])
+    endings = [ending for ending in run.endings if ending.scenario == name]
+    return Part(scene, detail, run.reference, _lines(samples), endings)
 
 
 def _lines(samples: Iterable[Sample]) -> list[Line]:
@@ -149,6 +159,19 @@ def _lines(samples: Iterable[Sample]) -> list[Line]:
     return sorted(lines.values(), key=lambda line: wording.place(line.server, line.transport))
 
 
+def line_of(ending: Ending, part: Part, parts: Sequence[Part]) -> Line | None:
+    """What ends there: one of its part, or of any if it is of the scene as a whole."""
+    among = [part] if part.detail else parts
+    found = (each.find(ending.server, ending.transport) for each in among)
+    return next((line for line in found if line is not None), None)
+
+
+def rounds(lines: Iterable[Line]) -> str:
+    """How many each point of these lines really has, such as `3` or `1 to 3`."""
+    found = sorted({len(those) for line in lines for those in line.points.values()})
+    return " to ".join(str(count) for count in dict.fromkeys([found[0], found[-1]])) if found else "none"
+
+
 def verdict(part: Part) -> str:
     """Who is ahead and by how much, as it stands in a title; says so where there is nothing to compare with."""
     found = part.comparison()
@@ -156,19 +179,17 @@ def verdict(part: Part) -> str:
         return _alone(part)
     reference = wording.server(found.reference.server)
     where = f"at {found.size:,} {part.scene.sizes}, {wording.TRANSPORTS[found.subject.transport]}"
-    unsure = found.time.verdict == "too few rounds"
-    ratio = wording.times(found.time.median) if unsure else wording.ratio(found.time)
-    said = f"{ratio} of {reference}'s {part.scene.measure.name} {where}{', no interval' if unsure else ''}"
-    cpu = f" ({part.scene.cpu.axis} {wording.times(found.cpu.median)})" if found.cpu else ""
-    marked = found.subject.saturated(found.size) or found.reference.saturated(found.size)
-    unknown = "" if unsure or found.time.noise is not None else "; no control, noise unknown"
-    return f"{_ahead(found)} {said}{cpu}{unknown}{'; the generator was saturated there' if marked else ''}"
+    judged = found.time.judged
+    ratio = wording.ratio(found.time) if judged else wording.times(found.time.median)
+    said = f"{ratio} the {part.scene.measure.name} of {reference} {where}{'' if judged else ', no interval'}"
+    cpu = f" ({part.scene.cpu.axis}: {wording.times(found.cpu.median)})" if found.cpu else ""
+    return f"{_ahead(found)} {said}{cpu}{'; the generator was saturated there' if found.saturated else ''}"
 
 
 def _ahead(found: Comparison) -> str:
     subject, reference = wording.server(found.subject.server), wording.server(found.reference.server)
-    if found.time.verdict == "too few rounds":
-        return f"{wording.first(wording.rounds(found.time.rounds))}: {subject}"
+    if not found.time.judged:
+        return f"{_why_unjudged(found.time)}: {subject}"
     if found.time.verdict == "within the noise":
         return f"No difference beyond the noise: {subject}"
     if found.time.median < 1:
@@ -176,9 +197,26 @@ def _ahead(found: Comparison) -> str:
     return f"{wording.first(reference)} is ahead: {subject}"
 
 
+def _why_unjudged(found: stats.Ratio) -> str:
+    """Why nobody is called ahead, as the beginning of a sentence."""
+    if found.verdict == "too few rounds":
+        return wording.first(wording.rounds(found.rounds))
+    return "No control, noise unknown"
+
+
 def _alone(part: Part) -> str:
-    names = " and ".join(line.label for line in part.lines)
-    return f"Nothing to compare: only {names}" if names else "Nothing was measured"
+    """Why there is no ratio."""
+    names = ", ".join(line.label for line in part.lines)
+    if not names:
+        return "Nothing was measured"
+    subject = part.subject()
+    if subject is None or part.reference(subject.transport) is None:
+        return f"Nothing to compare: only {names}"
+    measure = part.scene.measure
+    zero = [line.label for line in part.lines if any(line.median(size, measure) == 0 for size in line.sizes)]
+    if zero:
+        return f"No ratio: {measure.axis} was 0 of {', '.join(zero)}"
+    return f"No ratio: no size in common of {names}"
 
 
 def verdict_of_all(parts: Sequence[Part]) -> str:
@@ -186,25 +224,39 @@ def verdict_of_all(parts: Sequence[Part]) -> str:
     found = [(part.detail, comparison) for part in parts if (comparison := part.comparison())]
     if not found:
         return _alone(parts[0])
-    first = found[0][1]
-    subject, reference = wording.server(first.subject.server), wording.server(first.reference.server)
-    ratios = [comparison.time.median for _, comparison in found]
-    middle = stats.median(ratios)
-    beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
+    comparisons = [comparison for _, comparison in found]
+    subject, reference = (wording.server(line.server) for line in (comparisons[0].subject, comparisons[0].reference))
+    ratios = [comparison.time.median for comparison in comparisons]
     said = (
-        f"{subject} takes {wording.times(middle)} of {reference}'s time per operation, "
-        f"{wording.TRANSPORTS[first.subject.transport]} (median of {len(ratios)} operations, "
+        f"{subject} takes {wording.times(stats.median(ratios))} the time per operation of {reference} "
+        f"{_where_all(parts[0].scene, comparisons)} (median of {len(ratios)} operations, "
         f"{wording.between(min(ratios), max(ratios))})"
     )
-    if all(comparison.time.verdict == "too few rounds" for _, comparison in found):
-        return f"{wording.first(wording.rounds(first.time.rounds))}: {said}, no interval"
-    leader = subject if middle < 1 else reference
-    ahead = f"{wording.first(leader)} is ahead" if beyond else "No difference beyond the noise"
-    unknown = "; no control, noise unknown" if all(c.time.noise is None for _, c in found) else ""
+    saturated = sum(comparison.saturated for comparison in comparisons)
+    marked = f"; the generator was saturated in {saturated} of {len(ratios)}" if saturated else ""
+    if not any(comparison.time.judged for comparison in comparisons):
+        return f"{_why_unjudged(comparisons[0].time)}: {said}, no interval{marked}"
+    beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
+    ours, theirs = ([name for name, ahead in beyond if ahead is wanted] for wanted in (True, False))
     return (
-        f"{ahead}: {said}; beyond the noise {subject} leads in {_listed([name for name, ours in beyond if ours])}, "
-        f"{reference} in {_listed([name for name, ours in beyond if not ours])}{unknown}"
+        f"{_leader(subject, reference, ours, theirs)}: {said}; beyond the noise {subject} leads in {_listed(ours)}, "
+        f"{reference} in {_listed(theirs)}{marked}"
     )
+
+
+def _leader(subject: str, reference: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """Of several operations, by those alone that differ beyond the noise."""
+    if ours and theirs:
+        return "Mixed"
+    if not ours and not theirs:
+        return "No difference beyond the noise"
+    return f"{wording.first(subject if ours else reference)} is ahead"
+
+
+def _where_all(scene: Scene, comparisons: Sequence[Comparison]) -> str:
+    sizes = sorted({comparison.size for comparison in comparisons})
+    said = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    return f"at {said} {scene.sizes}, {wording.TRANSPORTS[comparisons[0].subject.transport]}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ class Measure(NamedTuple):
     """Something that a sample says; the samples of one round are compared by it."""
 
     name: str
-    """As in a title: "PyTorch libuv's time"."""
+    """As in a title: "the time of PyTorch libuv"."""
     axis: str
     """As at an axis, with what it is per."""
     unit: Literal["seconds", "bytes"]
@@ -67,6 +67,8 @@ MEMORY = Measure("memory", "memory added per rank", "bytes", _memory)
 P99 = Measure("p99 latency", "p99 latency", "seconds", _p99)
 CPU_OF_RANK = _cpu_of_each("rank")
 CPU_OF_OPERATION = _cpu_of_each("operation")
+CPU_OF_REQUEST = _cpu_of_each("request, of all")
+"""Of those too that are not what the scenario is about, but keep the server busy meanwhile."""
 
 _SCENES = (
     Scene(
@@ -106,9 +108,10 @@ _SCENES = (
         "newcomers",
         "Newcomers on a busy server",
         TIME,
-        CPU_OF_RANK,
+        CPU_OF_REQUEST,
         "ranks",
-        "Ranks join while the server is kept busy by others; the time is until all newcomers are served.",
+        "Ranks join while the server is kept busy by others; the time is until all newcomers are served. The CPU is "
+        "per request answered meanwhile, the newcomers' and the others' together.",
     ),
     Scene(
         "steady",

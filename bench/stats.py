@@ -23,7 +23,7 @@ CONFIDENCE = 0.9
 LEAST_ROUNDS = 3
 """Rounds below which nobody is said to be ahead: two agree by chance every second time."""
 
-Verdict = Literal["beyond the noise", "within the noise", "too few rounds"]
+Verdict = Literal["beyond the noise", "within the noise", "too few rounds", "noise unknown"]
 
 
 class Interval(NamedTuple):
@@ -40,7 +40,7 @@ class Ratio(NamedTuple):
 
     median: float
     low: float
-    """Of the interval, the noise included."""
+    """Of the interval, the noise included where it is known."""
     high: float
     rounds: int
     noise: float | None
@@ -50,7 +50,14 @@ class Ratio(NamedTuple):
     def verdict(self) -> Verdict:
         if self.rounds < LEAST_ROUNDS:
             return "too few rounds"
+        if self.noise is None:
+            return "noise unknown"
         return "within the noise" if self.low <= 1 <= self.high else "beyond the noise"
+
+    @property
+    def judged(self) -> bool:
+        """Whether there is an interval that the noise is in, so that somebody may be said to be ahead."""
+        return self.verdict in ("within the noise", "beyond the noise")
 
 
 def median(values: Sequence[float]) -> float:

@@ -92,9 +92,11 @@ def between(low: float, high: float) -> str:
 
 
 def ratio(found: Ratio) -> str:
-    """A ratio with its interval, which it takes `stats.LEAST_ROUNDS` to have."""
+    """A ratio with its interval, which it takes `stats.LEAST_ROUNDS` and a known noise to have."""
     if found.verdict == "too few rounds":
         return f"{times(found.median)} ({rounds(found.rounds)}, no interval)"
+    if found.verdict == "noise unknown":
+        return f"{times(found.median)} (noise unknown)"
     return f"{times(found.median)} ({between(found.low, found.high)})"
 
 

@@ -30,8 +30,14 @@ def samples(
     ]
 
 
-def run(measured: Iterable[Sample] = (), endings: Iterable[Ending] = (), *, complete: bool = True) -> Run:
+def run(
+    measured: Iterable[Sample] = (),
+    endings: Iterable[Ending] = (),
+    *,
+    complete: bool = True,
+    reference: str = "libuv",
+) -> Run:
     return Run(
         "2026-11-21T07:00:00+00:00", 100.0, "python -m bench scale", MACHINE, VERSIONS, list(measured), list(endings),
-        complete,
+        complete, reference,
     )  # fmt: skip

@@ -51,6 +51,17 @@ def test_a_change_that_is_no_more_than_the_control_differs(tmp_path: Path, capsy
     assert "init ours on uvloop, sockets 1,024 0.50× (0.20–1.25) within the noise" in said
 
 
+def test_in_memory_there_is_no_control_and_no_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of sockets says nothing of it."""
+
+    def measured(*walls: float) -> Run:
+        return run([*samples("uvloop", walls, transport="memory"), *with_ours(1.0, 1.0, 1.0).samples])
+
+    said = told(tmp_path, capsys, measured(1.0, 1.0, 1.0), measured(1.6, 1.6, 1.6))
+    assert "ours on uvloop, memory (no sockets) 1,024 1.60× (noise unknown) noise unknown" in said
+    assert "0 of 4 differ from A by more than the noise. Of 1 the noise is unknown" in said
+
+
 def test_one_round_has_no_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = told(tmp_path, capsys, run(samples("uvloop", [1.0])), run(samples("uvloop", [3.0])))
     assert "3.00× (one round, no interval) too few rounds" in said
@@ -75,8 +86,18 @@ def test_only_what_both_measured_is_told(tmp_path: Path, capsys: pytest.CaptureF
     assert "legacy" not in said
 
 
+def test_ratios_to_different_references_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = with_ours(0.8, 0.8, 0.8)
+    said = told(tmp_path, capsys, a, run([*a.samples, *samples("legacy", [0.8] * 3)], reference="legacy"))
+    assert "different reference: libuv in A, legacy in B" in said
+    assert "No ratio to a reference with an interval is in both" in said
+
+
 def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(tmp_path, capsys, run(), run()) == "The two runs have no measurement in common."
+    for name, scenario in (("a.json", "init"), ("b.json", "herd")):
+        records.write(run(samples("uvloop", [1.0], scenario=scenario)), tmp_path / name)
+    assert compare(tmp_path / "a.json", tmp_path / "b.json") == 1
+    assert capsys.readouterr() == ("", "The two runs have no measurement in common.\n")
 
 
 def test_what_else_differs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,20 +47,25 @@ TWO = [
     *samples("libuv", [1.0, 1.0, 1.0], size=1024),
     *samples("uvloop", [1.8, 1.6, 1.7], size=2048, cpu=0.019),
     *samples("libuv", [2.0, 2.0, 2.0], size=2048, cpu=0.020),
+    *samples("control", [2.0, 2.0, 2.0], size=2048, cpu=0.020),
     *samples("uvloop", [3.0, 3.0, 3.0], size=4096),
 ]
 
 
 def test_the_title_says_who_is_ahead_at_the_largest_size_in_common(tmp_path: Path) -> None:
     said = words(drawn(tmp_path, run(TWO)))
-    expected = "Ours on uvloop is ahead: 0.85× (0.80–0.90) of PyTorch libuv's time at 2,048 ranks, sockets"
-    assert f"Store initialization {expected} (server CPU per rank 0.95×); no control, noise unknown" in said
+    expected = "Ours on uvloop is ahead: 0.85× (0.80–0.90) the time of PyTorch libuv at 2,048 ranks, sockets"
+    assert f"Store initialization {expected} (server CPU per rank: 0.95×) " in said
 
 
 def test_the_title_names_the_other_when_it_is_ahead(tmp_path: Path) -> None:
-    measured = [*samples("uvloop", [3.0, 3.1, 3.2]), *samples("libuv", [1.0, 1.0, 1.0])]
+    measured = [
+        *samples("uvloop", [3.0, 3.1, 3.2]),
+        *samples("libuv", [1.0, 1.0, 1.0]),
+        *samples("control", [1.0, 1.0, 1.0]),
+    ]
     said = words(drawn(tmp_path, run(measured)))
-    assert "PyTorch libuv is ahead: ours on uvloop 3.10× (3.00–3.20) of PyTorch libuv's time" in said
+    assert "PyTorch libuv is ahead: ours on uvloop 3.10× (3.00–3.20) the time of PyTorch libuv" in said
 
 
 def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
@@ -71,30 +76,98 @@ def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
         *samples("control", [1.3, 1.3, 1.3]),
     ]
     said = words(drawn(tmp_path, run(measured)))
-    assert "No difference beyond the noise: ours on uvloop 0.90× (0.69–1.17) of" in said
+    assert "No difference beyond the noise: ours on uvloop 0.90× (0.69–1.17) the" in said
     assert "is ahead" not in said
     assert "noise unknown" not in said
+
+
+def test_the_run_says_what_its_reference_is(tmp_path: Path) -> None:
+    """Though PyTorch's libuv server was measured as well: the control was not that one."""
+    measured = [
+        *samples("uvloop", [1.0] * 3),
+        *samples("libuv", [4.0] * 3),
+        *samples("legacy", [2.0] * 3),
+        *samples("control", [2.0] * 3),
+    ]
+    said = words(drawn(tmp_path, run(measured, reference="legacy")))
+    assert "0.50× (0.50–0.50) the time of PyTorch legacy" in said
+    assert "PyTorch libuv, sockets time 2.00× (2.00–2.00)" in said
+
+
+@pytest.mark.parametrize("reference", ["", "threaded"])
+def test_without_the_reference_there_is_no_ratio(tmp_path: Path, reference: str) -> None:
+    measured = [*samples("uvloop", [1.0] * 3), *samples("libuv", [4.0] * 3)]
+    said = words(drawn(tmp_path, run(measured, reference=reference)))
+    assert "Nothing to compare: only ours on uvloop, sockets, PyTorch libuv, sockets" in said
+    assert "×" not in said
+
+
+def test_without_a_control_nobody_is_ahead(tmp_path: Path) -> None:
+    """However great the difference: nothing says how far equal servers are apart."""
+    measured = [*samples("uvloop", [0.1] * 3), *samples("libuv", [1.0] * 3)]
+    said = words(drawn(tmp_path, run(measured)))
+    expected = "No control, noise unknown: ours on uvloop 0.10× the time of PyTorch libuv at 1,024 ranks, sockets"
+    assert f"{expected}, no interval" in said
+    assert "ahead" not in said
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, "One round"), (2, "2 rounds")])
 def test_few_rounds_name_nobody(tmp_path: Path, count: int, said: str) -> None:
     """However great the difference: nothing says what it would be in the next round."""
     few = run([*samples("uvloop", [1.04] * count), *samples("libuv", [1.0] * count)])
-    expected = f"{said}: ours on uvloop 1.04× of PyTorch libuv's time at 1,024 ranks, sockets, no interval"
+    expected = f"{said}: ours on uvloop 1.04× the time of PyTorch libuv at 1,024 ranks, sockets, no interval"
     text = words(drawn(tmp_path, few))
     assert expected in text
     assert "ahead" not in text
 
 
-def test_few_rounds_of_operations_name_nobody(tmp_path: Path) -> None:
-    measured = [
-        *samples("uvloop", [0.5], scenario="operations-set"),
-        *samples("libuv", [1.0], scenario="operations-set"),
-    ]
-    text = words(drawn(tmp_path, run(measured), "operations"))
-    assert "One round: ours on uvloop takes 0.50× of" in text
+def operations(walls: dict[str, float], *, control: bool = True, count: int = 3) -> Run:
+    """Ours on uvloop takes so long where the reference takes 1 s, at 64 clients."""
+    servers = ("libuv", "control") if control else ("libuv",)
+    measured = []
+    for name, wall in walls.items():
+        scenario = f"operations-{name}"
+        measured += samples("uvloop", [wall] * count, scenario=scenario, size=64, late=1e-4)
+        for server in servers:
+            measured += samples(server, [1.0] * count, scenario=scenario, size=64, late=1e-4)
+    return run(measured)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (operations({"set": 0.5}, count=1), "One round: ours on uvloop takes 0.50× the"),
+        (operations({"set": 0.5}, control=False), "No control, noise unknown: ours on uvloop takes 0.50× the"),
+    ],
+)
+def test_of_operations_nobody_is_named_either(tmp_path: Path, what: Run, said: str) -> None:
+    text = words(drawn(tmp_path, what, "operations"))
+    assert said in text
     assert "no interval" in text
     assert "ahead" not in text
+
+
+@pytest.mark.parametrize(
+    ("walls", "said"),
+    [
+        ({"set": 0.5, "get": 1.0}, "Ours on uvloop is ahead: "),
+        ({"set": 1.0, "get": 1.0, "add": 2.0}, "PyTorch libuv is ahead: "),
+        ({"set": 0.5, "get": 0.5, "add": 2.0}, "Mixed: "),
+        ({"set": 1.0}, "No difference beyond the noise: "),
+    ],
+)
+def test_of_operations_those_beyond_the_noise_decide(tmp_path: Path, walls: dict[str, float], said: str) -> None:
+    text = words(drawn(tmp_path, operations(walls), "operations"))
+    assert f"{said}ours on uvloop takes " in text
+    assert "at 64 clients, sockets (median of " in text
+    assert "saturated" not in text
+
+
+def test_of_operations_the_saturated_are_counted(tmp_path: Path) -> None:
+    pushed = samples("libuv", [1.0] * 3, scenario="operations-get", size=64, share=0.95)
+    what = operations({"set": 0.5, "get": 0.5})
+    text = words(drawn(tmp_path, run([*what.samples, *pushed]), "operations"))
+    assert "; the generator was saturated in 1 of 2" in text
 
 
 def test_the_ratio_stands_beside_the_line_and_every_line_has_its_transport(tmp_path: Path) -> None:
@@ -105,6 +178,30 @@ def test_the_ratio_stands_beside_the_line_and_every_line_has_its_transport(tmp_p
     assert "ours on uvloop, memory (no sockets)" in said
     assert "PyTorch libuv, sockets the reference: 1×" in said
     assert "96K" in said
+
+
+def test_a_ratio_of_fewer_rounds_than_the_reference_has_says_so(tmp_path: Path) -> None:
+    """Of the first round alone it is 2, but the points are 1.5 apart."""
+    measured = [*samples("legacy", [3.0]), *samples("libuv", [1.5, 2.0, 2.5]), *samples("control", [1.5, 2.0, 2.5])]
+    said = words(drawn(tmp_path, run(measured)))
+    assert "2.00×, one round " in said
+    assert said.count(", one round ") == 2, "of time and CPU, not of the control"
+
+
+def test_a_label_in_the_middle_does_not_cover_the_line_that_goes_on() -> None:
+    measured = [
+        sample
+        for size in (1024, 2048, 4096, 8192)
+        for server in (("uvloop", "libuv") if size <= 2048 else ("uvloop",))
+        for sample in samples(server, [1.0 if server == "uvloop" else 2.0], size=size)
+    ]
+    what = run(measured)
+    figure = draw(results.parts(what), what)
+    axes = figure.axes[0]
+    [label] = [text for text in axes.texts if text.get_text() == "0.50×"]
+    height = axes.transData.transform((4096, 1.0))[1]
+    box = label.get_window_extent()
+    assert not box.y0 <= height <= box.y1
 
 
 def test_a_saturated_point_is_hollow(tmp_path: Path) -> None:
@@ -162,19 +259,57 @@ def test_one_server_is_compared_with_nothing(tmp_path: Path) -> None:
     assert "One round. 2026-11-21" in said
 
 
-def test_bars_of_operations(tmp_path: Path) -> None:
+def test_memory_that_did_not_grow_was_measured(tmp_path: Path) -> None:
+    """It is no point on a logarithmic axis, and nothing can be divided by it."""
     measured = [
-        *samples("uvloop", [0.5, 0.5, 0.5], scenario="operations-set", size=64, late=1e-4),
-        *samples("libuv", [1.0, 1.0, 1.0], scenario="operations-set", size=64, late=1e-4),
-        *samples("uvloop", [1.2, 1.2, 1.2], scenario="operations-get", size=64, late=1e-4),
-        *samples("libuv", [1.0, 1.0, 1.0], scenario="operations-get", size=64, late=1e-4),
+        *samples("uvloop", [1.0] * 3, scenario="memory", memory=1 << 20),
+        *samples("libuv", [1.0] * 3, scenario="memory", memory=0),
     ]
+    said = words(drawn(tmp_path, run(measured), "memory"))
+    assert "No ratio: memory added per rank was 0 of PyTorch libuv, sockets" in said
+    assert "memory 0 at 1,024: no place on a logarithmic axis" in said
+    assert "Nothing to compare" not in said
+
+
+def test_servers_without_a_size_in_common_have_no_ratio(tmp_path: Path) -> None:
+    measured = [*samples("uvloop", [1.0]), *samples("libuv", [1.0], size=2048)]
+    said = words(drawn(tmp_path, run(measured)))
+    assert "No ratio: no size in common of ours on uvloop, sockets, PyTorch libuv, sockets" in said
+
+
+def test_throughput_and_latency_have_logarithmic_axes_without_empty_space() -> None:
+    """A tenth more than from the least to the greatest round, about."""
+    what = operations({"set": 0.5, "get": 2.0})
+    figure = draw(results.parts(what), what)
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "log"]
+    low, high = figure.axes[0].get_ylim()
+    assert 0.8 * 32 < low < 32
+    assert 128 < high < 1.2 * 128
+
+
+def test_what_hollow_means_stands_in_a_row_of_its_own() -> None:
+    what = run(sample for server in ("uvloop", "libuv", "legacy", "control")
+               for sample in samples(server, [1.0], scenario="operations-set", size=64, share=1))  # fmt: skip
+    found = spans(draw(results.parts(what), what))
+    [hollow] = [box for text, box in found.items() if "hollow: " in text]
+    others = [box for text, box in found.items() if text.endswith(", sockets")]
+    assert len(others) == 4
+    assert all(hollow.y1 < box.y0 for box in others)
+
+
+def test_groups_of_operations(tmp_path: Path) -> None:
     missing = Ending("operations-get", "legacy", "sockets", 64, "it fell over")
-    said = words(drawn(tmp_path, run(measured, [missing]), "operations"))
+    shorter = Ending("operations-get", "uvloop", "sockets", 256, "no time left")
+    of_all = [Ending("operations", server, "sockets", 256, "of all") for server in ("threaded", "legacy", "libuv")]
+    what = run(operations({"set": 0.5, "get": 1.2}).samples, [missing, shorter, *of_all])
+    said = words(drawn(tmp_path, what, "operations"))
+    assert "ours with threads, sockets and PyTorch legacy, sockets not measured in all: of all" in said
+    assert "PyTorch libuv, sockets goes to 64 clients in all: of all" in said
     assert "beyond the noise ours on uvloop leads in 1 (set), PyTorch libuv in 1 (get)" in said
     assert "0.50×" in said
     assert "1.20×" in said
     assert "PyTorch legacy, sockets not measured in get: it fell over" in said
+    assert "ours on uvloop, sockets goes to 64 clients in get: no time left" in said
 
 
 def test_no_samples_no_figure(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench import records
 from bench.records import Ending, Run
 from bench.report import main, render, write_report
 from bench.scenes import SCENES
-from made_up import run, samples
+from made_up import MACHINE, run, samples
 
 MEMORY = samples("uvloop", [1.0, 1.5, 1.25], transport="memory", size=98_304)
 SOCKETS = [
@@ -69,14 +70,64 @@ def test_a_table_has_medians_spread_cpu_ratios_and_saturation() -> None:
 
 def test_machine_versions_and_method_are_told() -> None:
     text = page(run(SOCKETS))
-    for said in ("made up", "20,000", "commit abc1234", "2.13.0", "0.23.0", "8.00 GiB", "Rounds are interleaved"):
+    for said in (
+        "made up",
+        "20,000",
+        "commit abc1234",
+        "2.13.0",
+        "0.23.0",
+        "8.00 GiB",
+        "Rounds are interleaved",
+        "| reference | PyTorch libuv |",
+    ):
         assert said in text
 
 
+def test_what_else_of_the_machine_a_number_depends_on_is_told() -> None:
+    machine = msgspec.structs.replace(
+        MACHINE, backlog=4096, load_average=1.5, server_cores="1", load_cores="0,2", names="files only"
+    )
+    text = page(msgspec.structs.replace(run(SOCKETS), machine=machine))
+    for row in (
+        "| cores of the servers; of the load | 1; 0,2 |",
+        "| load average of the minute before | 1.50 |",
+        "| connections that may wait (somaxconn) | 4,096 |",
+        "| names of peers, for PyTorch's servers | /etc/hosts, no name server |",
+    ):
+        assert row in text
+    one = msgspec.structs.replace(MACHINE, server_cores="0", load_cores="0")
+    assert "| 0 for both, which compete for it |" in page(msgspec.structs.replace(run(SOCKETS), machine=one))
+
+
+def test_an_older_file_does_not_say_it() -> None:
+    text = page(run(SOCKETS))
+    for said in ("| not pinned, or not known |", "(somaxconn) | not known |", "| not known, or none was measured |"):
+        assert said in text
+
+
+def test_every_scenario_has_its_own_number_of_rounds() -> None:
+    few = [*samples("uvloop", [1.0, 1.0], scenario="herd"), *samples("libuv", [1.0], scenario="herd")]
+    text = page(run([*SOCKETS, *few], [Ending("steady", "uvloop", "sockets", 1024, "no time left")]))
+    assert "| Store initialization | 3 | " in text
+    assert "| Herd: every rank connects at once | 1 to 2 | " in text
+    assert "| Steady load: one CHECK a second from every rank | none | " in text
+
+
 def test_endings_have_their_reason() -> None:
-    ending = Ending("init", "legacy", "sockets", 4096, "it would take 40 minutes")
-    text = page(run(SOCKETS, [ending]))
-    assert "* PyTorch legacy, sockets ends before 4,096: it would take 40 minutes" in text
+    """One of a server that has no line says that it was not measured, at whatever size."""
+    reason = "it would take 40 minutes"
+    endings = [Ending("init", server, "sockets", 32_768, reason) for server in ("libuv", "legacy")]
+    text = page(run(SOCKETS, endings))
+    assert f"* PyTorch libuv, sockets ends before 32,768: {reason}" in text
+    assert f"* PyTorch legacy, sockets not measured: {reason}" in text
+
+
+def test_an_ending_of_all_operations_is_of_each() -> None:
+    measured = samples("libuv", [1.0], scenario="operations-set")
+    endings = [Ending("operations", server, "sockets", 2048, "no time") for server in ("libuv", "legacy")]
+    text = page(run(measured, endings))
+    assert "* PyTorch libuv, sockets ends before 2,048: no time" in text
+    assert "* PyTorch legacy, sockets not measured: no time" in text
 
 
 def test_memory_says_what_one_more_rank_takes() -> None:
@@ -99,13 +150,19 @@ def test_a_scenario_that_nobody_knows_is_told_too() -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
+        (run(SOCKETS, reference=""), "| reference | none: there are no ratios |"),
         (run(complete=False), "**Nothing was measured.**"),
         (run(SOCKETS, complete=False), "**This run is not complete**"),
         (run(samples("uvloop", [1.0])), "Nothing to compare: only ours on uvloop, sockets"),
         (run(samples("libuv", [1.0])), "Nothing to compare: only PyTorch libuv, sockets"),
         (run([*samples("uvloop", [1.0]), *samples("libuv", [2.0])]), "0.50× (one round, no interval)"),
         (run(samples("uvloop", [1.0])), "none: noise unknown"),
-        (run([], [Ending("init", "libuv", "sockets", 1024, "no PyTorch")]), "ends before 1,024: no PyTorch"),
+        (run([*samples("uvloop", [0.1] * 3), *samples("libuv", [1.0] * 3)]), "| 0.10× (noise unknown) |"),
+        (
+            run([], [Ending("init", "libuv", "sockets", 1024, "no PyTorch")]),
+            "PyTorch libuv, sockets not measured: no PyTorch",
+        ),
+        (run(samples("libuv", [1.0], scenario="memory", memory=0)), "| PyTorch libuv | 0 B (one round) |"),
         (run(samples("uvloop", [1.0], cpu=0.0)), "| – | – |"),
         (run(samples("neither", [1.0], transport="memory")), "only neither, memory (no sockets)"),
     ],
@@ -130,7 +187,12 @@ def test_a_report_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["nothing.json"], "nothing.json: No such file or directory\n"),
         (["broken.json"], "broken.json: no results of this benchmark: "),
+        (["zero.json"], "zero.json: no results of this benchmark: Expected `int` >= 1 - at `$.samples[0].size`\n"),
         (["run.json", "--out", "run.json"], "run.json: File exists\n"),
+        (["run.json", "--out", "page"], "page/report.md: Is a directory\n"),
+        (["run.json", "--out", "folder"], "folder/init.png: Is a directory\n"),
+        (["run.json", "--out", "full"], "full/init.png: No space left on device\n"),
+        (["run.json", "--out", "full-page"], "full-page/report.md: No space left on device\n"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_one_line(
@@ -142,7 +204,12 @@ def test_what_cannot_be_read_or_written_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     records.write(run(SOCKETS), Path("run.json"))
+    records.write(run(samples("uvloop", [1.0], size=0)), Path("zero.json"))
     Path("broken.json").write_text("{")
+    for folder in ("page/report.md", "folder/init.png", "full", "full-page"):
+        Path(folder).mkdir(parents=True)
+    for device in ("full/init.png", "full-page/report.md"):
+        Path(device).symlink_to("/dev/full")
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from bench import wording
@@ -34,6 +35,14 @@ def test_what_is_compared(scenario: str, value: float) -> None:
     """Of 64 ranks in 8 s, with a p50 of 1 ms, so that p99 is 4 ms, and 6,400 bytes."""
     [sample] = samples("uvloop", [8.0], size=64, late=0.001, memory=6400)
     assert scene_of(scenario)[0].measure.of(sample) == pytest.approx(value)
+
+
+def test_the_cpu_for_newcomers_is_of_all_requests() -> None:
+    """The background's are in it, so that it is per rank it must not say."""
+    measure = scene_of("newcomers")[0].cpu
+    [sample] = samples("uvloop", [8.0], size=64, cpu=0.5)
+    assert measure.axis == "server CPU per request, of all"
+    assert measure.of(msgspec.structs.replace(sample, operations=1000)) == pytest.approx(0.0005)
 
 
 @pytest.mark.parametrize(
@@ -70,4 +79,5 @@ def test_ratios(value: float, said: str) -> None:
 def test_few_rounds_have_no_interval() -> None:
     assert wording.ratio(Ratio(0.5, 0.5, 0.5, 1, None)) == "0.50× (one round, no interval)"
     assert wording.ratio(Ratio(0.5, 0.4, 0.6, 2, None)) == "0.50× (2 rounds, no interval)"
-    assert wording.ratio(Ratio(0.5, 0.4, 0.6, 3, None)) == "0.50× (0.40–0.60)"
+    assert wording.ratio(Ratio(0.5, 0.4, 0.6, 3, None)) == "0.50× (noise unknown)"
+    assert wording.ratio(Ratio(0.5, 0.4, 0.6, 3, 1.0)) == "0.50× (0.40–0.60)"

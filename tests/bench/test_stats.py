@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import stats
-from bench.labels import spread_out
+from bench.labels import Box, Point, beside, spread_out
 
 POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
 ROUNDS = st.dictionaries(st.integers(0, 20), POSITIVE, min_size=1, max_size=15)
@@ -110,9 +110,21 @@ def test_three_rounds_of_equal_servers_differ_rarely_and_are_reproduced_mostly()
     ],
 )
 def test_verdicts(values: list[float], verdict: str) -> None:
-    found = stats.ratio(by_round(values), by_round([1.0] * len(values)))
+    """The control never differed from the reference."""
+    reference = by_round([1.0] * len(values))
+    found = stats.ratio(by_round(values), reference, reference)
     assert found is not None
     assert found.verdict == verdict
+    assert found.judged is (len(values) >= 3)
+
+
+@pytest.mark.parametrize("control", [None, {}, {7: 1.0}])
+def test_without_a_control_there_is_no_verdict(control: dict[int, float] | None) -> None:
+    """Nor with one that was measured in other rounds: equal servers would often be called different."""
+    found = stats.ratio(by_round([0.1, 0.1, 0.1]), by_round([1.0, 1.0, 1.0]), control)
+    assert found is not None
+    assert found.verdict == "noise unknown"
+    assert not found.judged
 
 
 @given(ROUNDS, ROUNDS, st.sampled_from([0.5, 2.0, 8.0]))
@@ -170,3 +182,36 @@ def test_labels_do_not_overlap(labels: list[tuple[float, float]]) -> None:
 
 def test_a_label_with_room_stays_where_it_belongs() -> None:
     assert spread_out([0.2, 0.8], [0.1, 0.1], 0.0, 1.0) == [0.2, 0.8]
+
+
+LABEL = Box(0.2, 0.4, 0.4, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "crossed"),
+    [
+        ((0.0, 0.0), (1.0, 1.1), True),
+        ((1.0, 1.1), (0.0, 0.0), True),
+        ((0.0, 0.2), (1.0, 1.2), True),
+        ((0.0, 0.4), (1.0, 1.4), False),
+        ((0.0, 0.45), (0.2, 0.45), False),
+        ((0.4, 0.45), (1.0, 0.45), False),
+        ((0.3, 0.0), (0.3, 1.0), True),
+        ((0.3, 0.6), (0.3, 1.0), False),
+    ],
+)
+def test_whether_a_line_crosses_a_label(one: Point, other: Point, crossed: bool) -> None:
+    assert LABEL.crossed_by(one, other) is crossed
+
+
+def test_a_label_stands_beside_lines_and_other_labels() -> None:
+    line = ((0.0, 0.48), (1.0, 0.48))
+    moved = beside(LABEL, [line], [], 0.0, 1.0)
+    assert moved == pytest.approx(LABEL.raised(-0.025))
+    assert beside(LABEL, [line], [moved], 0.0, 1.0).low == pytest.approx(0.5)
+    assert beside(LABEL, [], [], 0.0, 1.0) == LABEL
+
+
+def test_a_label_without_room_stays() -> None:
+    lines = [((0.0, at / 20), (1.0, at / 20)) for at in range(21)]
+    assert beside(LABEL, lines, [], 0.0, 1.0) == LABEL

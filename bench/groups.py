@@ -1,18 +1,20 @@
-"""The figure of a scenario with several parts, such as operations: bars of throughput, with latencies below.
+"""The figure of a scenario with several parts, such as operations: throughput, with latencies below.
 
 Knows what stands where in such a figure. Must not know how anything was measured, and computes nothing that the report
 would have to repeat.
-Invariant: every bar drawn was measured; one that is missing for a reason has it told below.
+Invariant: every point drawn was measured; one that is missing for a reason has it told below. There are no bars: on a
+logarithmic axis their length would say nothing.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.lines import Line2D
 
 from bench import results, stats, wording
 from bench.drawing import LEFT, any_saturated, canvas, handle, hollow, name_values, scale_values, style_of
@@ -20,25 +22,33 @@ from bench.records import Run, Transport
 from bench.results import Line, Part
 from bench.scenes import P99
 
+_ABREAST = 3
+_ROW = 0.026
+"""Servers in a row of the legend, and its height as a share of the figure's."""
+_LOOK: dict[str, Any] = {"frameon": False, "fontsize": 9.5, "handlelength": 3.6}
 
-def grouped(parts: Sequence[Part], run: Run) -> Figure:
+
+def grouped(scene: Sequence[Part], run: Run) -> Figure:
     """Above operations per second, below p50, p95 and p99, a group for each part; at the largest size of each line."""
+    parts = [part for part in scene if part.lines]
+    missing = _missing(scene)
     figure = canvas(
         parts[0].scene.title, results.verdict_of_all(parts), run, [line for part in parts for line in part.lines]
     )
-    upper = figure.add_axes((LEFT + 0.012, 0.52, 0.973 - LEFT, 0.34))
-    bottom = 0.17 + 0.018 * len(_missing(parts))
-    lower = figure.add_axes((LEFT + 0.012, bottom, 0.973 - LEFT, 0.46 - bottom), sharex=upper)
     keys = _keys(parts)
+    every = {(line.server, line.transport): line for part in parts for line in part.lines}
+    handles = [handle(every[key]) for key in keys]
+    bottom = 0.155 + 0.018 * len(missing) + _legend(figure, handles, parts)
+    height = (0.80 - bottom) / 2
+    upper = figure.add_axes((LEFT + 0.012, 0.86 - height, 0.973 - LEFT, height))
+    lower = figure.add_axes((LEFT + 0.012, bottom, 0.973 - LEFT, height), sharex=upper)
     for place, part in enumerate(parts):
         for line in part.lines:
             x = place + (keys.index((line.server, line.transport)) - (len(keys) - 1) / 2) * 0.8 / len(keys)
-            _bar(upper, x, 0.7 / len(keys), line)
+            _rate(upper, x, line)
             _latencies(lower, x, line)
         _ratio_over(upper, place, part)
-    _axes_of_operations(upper, lower, parts)
-    every = {(line.server, line.transport): line for part in parts for line in part.lines}
-    _legend_of_bars(figure, [every[key] for key in keys], parts)
+    _axes_of_operations(upper, lower, parts, missing)
     return figure
 
 
@@ -47,17 +57,18 @@ def _keys(parts: Sequence[Part]) -> list[tuple[str, Transport]]:
     return [(keys[place].server, keys[place].transport) for place in sorted(keys)]
 
 
-def _bar(axes: Axes, x: float, width: float, line: Line) -> None:
+def _rate(axes: Axes, x: float, line: Line) -> None:
     size, style = line.sizes[-1], style_of(line)
     rates = [sample.operations / sample.wall_seconds for sample in line.points[size].values() if sample.wall_seconds]
     if not rates:
         return
     middle = stats.median(rates)
-    face = "white" if line.saturated(size) else style.colour
-    axes.bar([x], [middle], width, color=face, edgecolor=style.colour, linewidth=1.5)
-    axes.errorbar(
-        x, middle, yerr=[[middle - min(rates)], [max(rates) - middle]], color="#222222", capsize=2, fmt="none"
-    )
+    spread = [[middle - min(rates)], [max(rates) - middle]]
+    axes.errorbar(x, middle, yerr=spread, color=style.colour, capsize=3, linewidth=1.1, fmt="none")
+    axes.plot(
+        [x], [middle], style.marker, color=style.colour, markersize=8, markeredgewidth=1.6, zorder=3,
+        markerfacecolor="white" if line.saturated(size) else style.colour,
+    )  # fmt: skip
 
 
 def _latencies(axes: Axes, x: float, line: Line) -> None:
@@ -81,38 +92,45 @@ def _ratio_over(axes: Axes, place: int, part: Part) -> None:
     )  # fmt: skip
 
 
-def _axes_of_operations(upper: Axes, lower: Axes, parts: Sequence[Part]) -> None:
+def _axes_of_operations(upper: Axes, lower: Axes, parts: Sequence[Part], missing: Sequence[str]) -> None:
     name_values(upper, "operations per second")
     name_values(lower, "latency: p50, p95, p99")
-    upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    scale_values(upper, "times")
     upper.grid(axis="x", visible=False)
     upper.tick_params(labelbottom=False)
     lower.grid(axis="x", visible=False)
     if any(line.values(line.sizes[-1], P99) for part in parts for line in part.lines):
-        scale_values(lower, P99)
+        scale_values(lower, P99.unit)
     lower.set_xticks(range(len(parts)), [part.detail or part.scene.name for part in parts])
     lower.set_xlim(-0.6, len(parts) - 0.4)
     size = max(line.sizes[-1] for part in parts for line in part.lines)
-    said = f"{size:,} {parts[0].scene.sizes}; above the bars: ours over the reference, in time; bold beyond the noise"
-    lower.set_xlabel("\n".join([said, *_missing(parts)]), fontsize=9)
+    said = f"{size:,} {parts[0].scene.sizes}; above the points: ours over the reference, in time; bold beyond the noise"
+    lower.set_xlabel("\n".join([said, *missing]), fontsize=9)
 
 
 def _missing(parts: Sequence[Part]) -> list[str]:
-    """Bars that are not there, and why."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Points that are not there, or are of fewer clients than others, and why."""
+    found: dict[tuple[str, str, str], list[str]] = {}
     for part in parts:
         for ending in part.endings:
-            key = (wording.line(ending.server, ending.transport), ending.reason)
-            found.setdefault(key, []).append(part.detail or part.scene.name)
-    said = [f"{name} not measured in {', '.join(details)}: {reason}" for (name, reason), details in found.items()]
+            line = results.line_of(ending, part, parts)
+            how = f"goes to {line.sizes[-1]:,} {part.scene.sizes}" if line else "not measured"
+            key = (wording.line(ending.server, ending.transport), how, ending.reason)
+            found.setdefault(key, []).append(part.detail or "all")
+    names: dict[str, list[str]] = {}
+    for (name, how, reason), details in found.items():
+        names.setdefault(f"{how} in {', '.join(details)}: {reason}", []).append(name)
+    said = [f"{' and '.join(those)} {what}" for what, those in names.items()]
     return textwrap.wrap("; ".join(said), 150)
 
 
-def _legend_of_bars(figure: Figure, lines: Sequence[Line], parts: Sequence[Part]) -> None:
-    handles = [handle(line) for line in lines]
-    if any(any_saturated(part.lines) for part in parts):
-        handles.append(hollow())
+def _legend(figure: Figure, handles: list[Line2D], parts: Sequence[Part]) -> float:
+    """Its height over that of two rows, as a share of the figure's; what hollow means has a row of its own."""
+    said = [hollow()] if any(any_saturated(part.lines) for part in parts) else []
+    rows = -(-len(handles) // _ABREAST)
     figure.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0.005, 0.03), ncol=3, frameon=False, fontsize=9.5,
-        handlelength=3.6,
-    )  # fmt: skip
+        handles=handles, loc="lower left", bbox_to_anchor=(0.005, 0.03 + _ROW * len(said)), ncol=_ABREAST, **_LOOK
+    )
+    if said:
+        figure.legend(handles=said, loc="lower left", bbox_to_anchor=(0.005, 0.03), **_LOOK)
+    return _ROW * (rows - 2 + len(said))
