@@ -114,8 +114,13 @@ def scale(
         _tell(f"{len(run.samples)} samples in {run.seconds:.0f} s: {keeper.path}")
         from bench.report import write_report
 
-        for file in write_report(run, out):
-            click.echo(file)
+        try:
+            for file in write_report(run, out):
+                click.echo(file)
+        except OSError as error:
+            where = error.filename or "the output"
+            text = f"no report, but {keeper.path} is whole: {where}: {error.strerror}"
+            raise click.ClickException(text) from None
     if failure:
         raise click.ClickException(failure)
 
