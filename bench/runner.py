@@ -15,6 +15,7 @@ from bench.plan import MEMORY_SERVER, Line, Plan
 from bench.records import Ending, Sample
 from bench.scenarios import Measured, Scenario
 from bench.servers import PYTORCH, SERVERS, Died, Host, Impossible, has_torch
+from bench.stats import LEAST_ROUNDS
 from tcpstore_async.load.generator import Late, LoadError
 
 RESERVE = 600
@@ -92,7 +93,7 @@ class Runner:
         """All rounds of the first size, interleaved: every server in turn, then all again, another one first."""
         rounds = self.plan.rounds_of(scenario, lines[0].transport)
         for number in range(rounds):
-            if number and time.monotonic() > deadline:
+            if number and (time.monotonic() > deadline or self._better_larger(lines, sizes, rounds, number, deadline)):
                 return
             for line in _turned([line for line in lines if not line.ended], number):
                 spare = self._spare(lines, sizes, rounds, rounds - number, deadline)
@@ -100,15 +101,31 @@ class Runner:
                     continue
                 self._sample(scenario, line, sizes[0], number)
 
+    def _better_larger(
+        self, lines: list[Line], sizes: Sequence[int], rounds: int, number: int, deadline: float
+    ) -> bool:
+        """Whether a further round, beyond the least that say anything, would cost the next size its own."""
+        if number < _least(rounds) or not self._fits(sizes[1:]):
+            return False
+        paired = [line for line in lines if not line.ended and line.server in self._paired]
+        further = sum(line.projected(sizes[0]) for line in paired)
+        needed = _least(rounds) * sum(line.projected(sizes[1]) for line in paired)
+        left = deadline - time.monotonic()
+        return left - further < needed <= left
+
+    def _fits(self, sizes: Sequence[int]) -> bool:
+        """Whether there is a first of these sizes, and one process can hold it."""
+        return bool(sizes) and sizes[0] <= self.plan.open_files - RESERVE
+
     def _spare(self, lines: list[Line], sizes: Sequence[int], rounds: int, here: int, deadline: float) -> float:
         """Seconds left beside what the paired servers will take: `here` rounds of the first size, all of the others
         that they will come to.
         """  # fmt: skip
         paired = [line for line in lines if not line.ended and line.server in self._paired]
         left = deadline - time.monotonic() - here * sum(line.projected(sizes[0]) for line in paired)
-        for size in sizes[1:]:
-            taken = rounds * sum(line.projected(size) for line in paired)
-            if taken > left or size > self.plan.open_files - RESERVE:
+        for number, size in enumerate(sizes[1:], 1):
+            taken = _least(rounds) * sum(line.projected(size) for line in paired)
+            if taken > left or not self._fits(sizes[number:]):
                 break
             left -= taken
         return left
@@ -120,21 +137,21 @@ class Runner:
             if not line.ended and line.transport == "sockets" and scenario.per_connection:
                 self._judge_files(scenario, line, size)
         paired = [line for line in lines if not line.ended and line.server in self._paired]
-        needed = rounds * sum(line.projected(size) for line in paired)
+        least = _least(rounds)
+        needed = least * sum(line.projected(size) for line in paired)
         left = max(0.0, deadline - time.monotonic())
         if needed > left:
             for line in paired:
                 who = "of all servers compared " if len(paired) > 1 else ""
-                reason = f"{_many(rounds)} {who}would take about {needed:.1f} s, {left:.1f} s are left"
+                reason = f"{_many(least)} {who}would take about {needed:.1f} s, {left:.1f} s are left"
                 self._end(scenario, line, size, reason)
         others = [line for line in lines if not line.ended and line.server not in self._paired]
-        spare = self._spare(lines, sizes, rounds, rounds, deadline)
+        spare = self._spare(lines, sizes, rounds, least, deadline)
         for line in others:
             share = max(0.0, spare / len(others))
-            own = 1 if self.plan.quick else rounds
-            needed = own * line.projected(size)
+            needed = line.projected(size)
             if needed > share:
-                reason = f"{_many(own)} would take about {needed:.1f} s, {share:.1f} s are left beside the others"
+                reason = f"one round would take about {needed:.1f} s, {share:.1f} s are left beside the others"
                 self._end(scenario, line, size, reason)
 
     def _judge_files(self, scenario: Scenario, line: Line, size: int) -> None:
@@ -184,6 +201,11 @@ def _turned(lines: list[Line], number: int) -> list[Line]:
     """As many others first as the round's number: who follows whom is not the same in each."""
     first = number % len(lines) if lines else 0
     return lines[first:] + lines[:first]
+
+
+def _least(rounds: int) -> int:
+    """Rounds without which a size had better not be measured, for those whose ratios count."""
+    return min(rounds, LEAST_ROUNDS)
 
 
 def _many(rounds: int) -> str:

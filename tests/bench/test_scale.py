@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -277,6 +278,33 @@ def test_rounds_are_interleaved_and_each_begins_with_another_server(host: Host) 
         (size, number) for size in (4, 8) for number in range(3) for _ in range(2)
     ]
     assert [one.server for one in runner.samples] == (one + other + one) * 2
+
+
+def test_a_further_round_does_not_cost_the_next_size_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds of all sizes say more than five of the small ones."""
+
+    class Time:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    time = Time()
+
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        time.now += size / 100
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    monkeypatch.setattr("bench.runner.time", time)
+    servers = ["uvloop", "threaded", "control"]
+    scenario = SCENARIOS["herd"]._replace(measure=measure)
+    with hosting("threaded") as host:
+        runner = Runner(Plan([scenario], servers, [100, 200, 400], 5, False, 80.0, 20_000), host, quiet)
+        runner.run()
+    assert not runner.endings
+    rounds = Counter(one.size for one in runner.samples if one.server == "uvloop")
+    assert (rounds[100], rounds[200]) == (5, 4)
+    assert rounds[400] >= 3
 
 
 @pytest.mark.slow
