@@ -183,6 +183,9 @@ class Runner:
         except Died as error:
             self._end(scenario, line, size, str(error))
             raise Died(f"{scenario.name}, {line.server} at {size:,}: {error}") from None
+        except TimeoutError:
+            self._end(scenario, line, size, f"it did not answer within {limit:.0f} s")
+            return
         except LoadError as error:
             self._end(scenario, line, size, str(error))
             if not isinstance(error, (Late, Impossible)):

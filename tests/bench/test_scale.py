@@ -307,6 +307,22 @@ def test_a_further_round_does_not_cost_the_next_size_its_own(monkeypatch: pytest
     assert rounds[400] >= 3
 
 
+def test_a_server_that_does_not_answer_ends_its_own_line_only(host: Host) -> None:
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        if server == "threaded":
+            raise TimeoutError("timed out")
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    scenario = SCENARIOS["fanout"]._replace(measure=measure, memory=())
+    runner = Runner(Plan([scenario], ["uvloop", "threaded"], [4, 8], 1, False, LIMIT, 20_000), host, quiet)
+    runner.run()
+    assert [(one.server, one.size) for one in runner.samples] == [("uvloop", 4), ("uvloop", 8)]
+    assert [(one.server, one.size, one.reason) for one in runner.endings] == [
+        ("threaded", 4, "it did not answer within 20 s")
+    ]
+    assert not runner.failures
+
+
 @pytest.mark.slow
 def test_the_control_has_a_process_of_its_own(host: Host) -> None:
     """Which is kept, as the reference's is."""
