@@ -435,7 +435,9 @@ INIT_THEN_STEADY = ["--scenario", "init", "--scenario", "steady", "--server", "u
 def steady(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run that has the samples of `init`, and is long at those of `steady`."""
     words = scale(*INIT_THEN_STEADY, "--rounds", "3", "--out", str(tmp_path))
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests, and what they start, ignore it
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    signal.signal(signal.SIGHUP, before)
     try:
         until(lambda: (tmp_path / "run.json").exists() and len(below(process.pid)) == 2)
         yield process
