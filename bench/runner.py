@@ -105,27 +105,32 @@ class Runner:
         self, lines: list[Line], sizes: Sequence[int], rounds: int, number: int, deadline: float
     ) -> bool:
         """Whether a further round, beyond the least that say anything, would cost the next size its own."""
-        if number < _least(rounds) or not self._fits(sizes[1:]):
+        if number < _least(rounds) or len(sizes) < 2 or not self._fits(sizes[1]):
             return False
-        paired = [line for line in lines if not line.ended and line.server in self._paired]
-        further = sum(line.projected(sizes[0]) for line in paired)
-        needed = _least(rounds) * sum(line.projected(sizes[1]) for line in paired)
+        needed = _least(rounds) * self._round(lines, sizes[1])
         left = deadline - time.monotonic()
-        return left - further < needed <= left
+        return left - self._round(lines, sizes[0]) < needed <= left
 
-    def _fits(self, sizes: Sequence[int]) -> bool:
-        """Whether there is a first of these sizes, and one process can hold it."""
-        return bool(sizes) and sizes[0] <= self.plan.open_files - RESERVE
+    def _fits(self, size: int) -> bool:
+        """Whether one process can hold so many connections."""
+        return size <= self.plan.open_files - RESERVE
+
+    def _compared(self, lines: list[Line]) -> list[Line]:
+        """Those whose ratios count, as far as they go on."""
+        return [line for line in lines if not line.ended and line.server in self._paired]
+
+    def _round(self, lines: list[Line], size: int) -> float:
+        """Seconds that a round of those will take."""
+        return sum(line.projected(size) for line in self._compared(lines))
 
     def _spare(self, lines: list[Line], sizes: Sequence[int], rounds: int, here: int, deadline: float) -> float:
         """Seconds left beside what the paired servers will take: `here` rounds of the first size, all of the others
         that they will come to.
         """  # fmt: skip
-        paired = [line for line in lines if not line.ended and line.server in self._paired]
-        left = deadline - time.monotonic() - here * sum(line.projected(sizes[0]) for line in paired)
-        for number, size in enumerate(sizes[1:], 1):
-            taken = _least(rounds) * sum(line.projected(size) for line in paired)
-            if taken > left or not self._fits(sizes[number:]):
+        left = deadline - time.monotonic() - here * self._round(lines, sizes[0])
+        for size in sizes[1:]:
+            taken = _least(rounds) * self._round(lines, size)
+            if taken > left or not self._fits(size):
                 break
             left -= taken
         return left
@@ -136,9 +141,9 @@ class Runner:
         for line in lines:
             if not line.ended and line.transport == "sockets" and scenario.per_connection:
                 self._judge_files(scenario, line, size)
-        paired = [line for line in lines if not line.ended and line.server in self._paired]
+        paired = self._compared(lines)
         least = _least(rounds)
-        needed = least * sum(line.projected(size) for line in paired)
+        needed = least * self._round(lines, size)
         left = max(0.0, deadline - time.monotonic())
         if needed > left:
             for line in paired:
@@ -155,7 +160,7 @@ class Runner:
                 self._end(scenario, line, size, reason)
 
     def _judge_files(self, scenario: Scenario, line: Line, size: int) -> None:
-        if size <= self.plan.open_files - RESERVE:
+        if self._fits(size):
             return
         reason = f"a process may have {self.plan.open_files:,} files open here"
         self._end(scenario, line, size, reason)
