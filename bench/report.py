@@ -34,8 +34,9 @@ METHOD = f"""\
 * **Rounds are interleaved**: every server in turn at one size, then all of them again, another one first. What slows
   the machine down for a while slows all of them.
 * **A server is new for each sample**: ours a new process, PyTorch's two a new TCPStore in a process that is kept and
-  was warmed up unmeasured, because importing torch takes seconds. The control has such a process of its own. Only for
-  the scenarios `memory`, `resolver` and `busy-trainer` are PyTorch's new processes as well.
+  was warmed up unmeasured, because importing torch takes seconds: its memory has been touched before, its table of open
+  files is small, as a new process's is. The control has such a process of its own. Only for the scenarios `memory`,
+  `resolver` and `busy-trainer` are PyTorch's new processes as well.
 * **A number is the median of the rounds**, with min to max in brackets. **A ratio is the median of the ratios taken
   round by round** to the reference, which the run chose.
 * **An interval** is between two order statistics: it holds the median with {stats.CONFIDENCE:.0%} confidence or more

@@ -19,7 +19,7 @@ from ..errors import LimitError, PeerError
 from ..limits import Limits
 from ..session.extension import identity
 from ..session.server import Engine, ServerSession, newcomers
-from .base import Complaints, log, room_for_connections
+from .base import Complaints, log, prepare_file_table, room_for_connections
 from .readiness import READ, WRITE, WatchWith, readiness
 
 _read = os.read
@@ -280,6 +280,7 @@ class UvServer:
         """Accept connections from now on."""
         room = room_for_connections()
         self.max_connections = min(room, self.limits.connections or room)
+        prepare_file_table(self.listener.fileno(), self.max_connections)
         log.info("listening on %s, port %d, for up to %d connections", self.host, self.port, self.max_connections)
         if self.max_connections < _FEW:
             log.warning("the limit of open files leaves room for only %d connections", self.max_connections)

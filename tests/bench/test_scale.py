@@ -28,6 +28,7 @@ from bench.plan import Line, Plan
 from bench.runner import Runner
 from bench.scenarios import SCENARIOS, SECONDS, Measured, both, knows_barrier, measured
 from bench.servers import Died, Host, Server, can_mount, command_of, has_torch, hosting, reference_of
+from faults.watching import Watch
 from support import LIMIT
 from tcpstore_async.load.generator import Clock, LoadError, waited
 from tcpstore_async.load.process import Play, busy, fleet
@@ -60,6 +61,18 @@ def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
         assert one.server_cpu > 0
     assert (found[0].memory is not None) == (name == "memory")
     assert len(found) == (1 if name != "operations" else len({one.part for one in found}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")
+def test_a_kept_process_has_the_file_table_of_a_new_one(host: Host) -> None:
+    """Its server must grow it while the ranks come, as any job's does."""
+    with host.running("libuv") as server, fleet("127.0.0.1", server.port, 1000) as load:
+        load.tell(Play(join(), LIMIT))
+        assert Watch(server.pid).file_table() > 1000
+    with host.running("libuv") as following:
+        assert following.pid == server.pid
+        assert Watch(following.pid).file_table() < 1000
 
 
 @pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")

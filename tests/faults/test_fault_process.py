@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from faults.watching import I64, Watch, program, server_under, until
-from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, keys, tcpstore_server
+from support import HANDSHAKE, LIMIT, TORCH_SERVER, RawPeer, Server, blob, keys, tcpstore_server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -137,6 +137,25 @@ def test_no_descriptor_left_for_accept(backend: str) -> None:
                 assert watch.cpu() - before < 0.3, "the server spins"
                 print("give", file=process.stdin, flush=True)
                 assert newcomer.read(4) == b"pong"
+
+
+def test_a_herd_finds_the_file_table_grown(backend: str) -> None:
+    """Growing it takes tens of milliseconds each time, in which a herd fills the backlog."""
+    with tcpstore_server("--backend", backend, "--limit", "connections=5000") as server:
+        assert Watch(server.process.pid).file_table() > 5000
+
+
+def test_no_room_is_made_for_more_connections_than_are_allowed(backend: str) -> None:
+    with tcpstore_server("--backend", backend, "--limit", "connections=100") as server:
+        assert Watch(server.process.pid).file_table() < 1000
+
+
+def test_pytorchs_server_grows_its_file_table_while_the_herd_waits() -> None:
+    pytest.importorskip("torch")
+    with program(TORCH_SERVER, "libuv") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip().isdecimal()
+        assert Watch(process.pid).file_table() < 5000
 
 
 def test_the_backlog_is_as_long_as_the_kernel_allows() -> None:

@@ -62,6 +62,10 @@ class Watch:
         assert found
         return int(found[1]), int(found[2])
 
+    def file_table(self) -> int:
+        """Descriptors that the kernel's table of open files can hold before it has to grow."""
+        return self._status("FDSize")
+
     def _status(self, name: str) -> int:
         found = re.search(rf"{name}:\s+(\d+)", (self.folder / "status").read_text())
         assert found
