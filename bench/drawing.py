@@ -27,7 +27,7 @@ WIDTH, HEIGHT, DPI = 12.0, 8.0, 120
 
 LEFT, RIGHT = 0.082, 0.62
 """Where the axes begin and end, as shares of the width; names and endings stand to the right of them."""
-HOLLOW = f"the generator was saturated (≥ {SATURATED:.0%} of a core) and may have set the pace"
+HOLLOW = f"the generator was saturated (busy ≥ {SATURATED:.0%} of the time) and may have set the pace"
 
 
 class Style(NamedTuple):

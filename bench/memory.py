@@ -15,12 +15,12 @@ from bench.leash import end_with_parent
 from tcpstore_async.blob import pack
 from tcpstore_async.daemon import spare_the_collector
 from tcpstore_async.limits import Limits
-from tcpstore_async.load.requests import said
-from tcpstore_async.session.client import ClientSession
+from tcpstore_async.load.requests import join, one_message_barrier, said, store_based_barrier
 from tcpstore_async.session.server import Engine, ServerSession
 
 BARRIERS = 10
-HELLO = ClientSession().hello(1234)[0]
+"""Of a run, as over sockets."""
+HELLO = join()[0].request
 
 
 class Sessions:
@@ -53,30 +53,29 @@ class Sessions:
 
     def init(self) -> int:
         """All ranks join; how many requests that were."""
-        join = said("add", b"init/", 1)
+        _, added = join()
         for number in range(self.ranks):
             session = self.connected(number)
-            self.tell(session, join)
+            self.tell(session, added.request)
             self.sessions.append(session)
         return self.ranks
 
     def barrier(self, times: int = BARRIERS) -> int:
         for number in range(times):
-            key = b"/store_based_barrier_key:%d" % number
-            add, look, wait = said("add", key, 1), said("add", key, 0), said("wait", [key + b":last_worker"])
+            add, look, wait = store_based_barrier(b"/barrier:%d" % number, self.ranks)
             for session in self.sessions:
-                self.tell(session, add)
-                self.tell(session, look)
-                self.tell(session, wait)
-            self.tell(self.sessions[-1], said("set", key + b":last_worker", pack(b"1")))
+                self.tell(session, add.request)
+                self.tell(session, look.request)
+                self.tell(session, wait.request)
+            self.tell(self.sessions[-1], look.then)
             self.demand(self.ranks)
         return times * self.ranks * 3
 
     def barrier_opcode(self, times: int = BARRIERS) -> int:
         for number in range(times):
-            enter = said("barrier", b"/barrier/%d" % number, self.ranks)
+            [enter] = one_message_barrier(b"/entered:%d" % number, self.ranks)
             for session in self.sessions:
-                self.tell(session, enter)
+                self.tell(session, enter.request)
             self.demand(self.ranks - 1)
         return times * self.ranks
 

@@ -70,8 +70,8 @@ class Sample(msgspec.Struct, frozen=True):
     server_cpu_seconds: float
     generator_cpu_seconds: float
     generator_share: float
-    """The busiest generator process's CPU as a share of the wall time; from `SATURATED` on the generator, not the
-    server, may have set the pace."""
+    """Of the time in which it had an order, how long the busiest generator process computed or waited for a core; from
+    `SATURATED` on the generator, not the server, may have set the pace."""
     p50_seconds: float | None = None
     p95_seconds: float | None = None
     p99_seconds: float | None = None

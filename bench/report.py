@@ -31,8 +31,8 @@ _NAMES = {
 METHOD = f"""\
 ## Method
 
-* **Rounds are interleaved**: every server in turn at one size, then all of them again, another one first. What slows
-  the machine down for a while slows all of them.
+* **Rounds are interleaved**: every server in turn at one size, then all of them again in another order. What slows the
+  machine down for a while slows all of them.
 * **A server is new for each sample**: ours a new process, PyTorch's two a new TCPStore in a process that is kept and
   was warmed up unmeasured, because importing torch takes seconds: its memory has been touched before, its table of open
   files is small, as a new process's is. The control has such a process of its own. Only for the scenarios `memory`,

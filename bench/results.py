@@ -115,12 +115,13 @@ class Part:
         )
 
     def last_ratio(self, line: Line, measure: Measure) -> tuple[int, stats.Ratio] | None:
-        """The ratio at the largest size that the line and the reference have in common."""
-        for size in reversed(line.sizes):
-            found = self.ratio(line, size, measure)
-            if found is not None:
-                return size, found
-        return None
+        """The ratio at the largest size that the line and the reference have in common with enough rounds to judge.
+
+        Without one, at the largest of all.
+        """
+        ratios = [(size, self.ratio(line, size, measure)) for size in reversed(line.sizes)]
+        found = [(size, ratio) for size, ratio in ratios if ratio is not None]
+        return next((one for one in found if one[1].judged), found[0] if found else None)
 
     def comparison(self) -> Comparison | None:
         """Of ours to the reference; None where there is only one of them."""
@@ -238,19 +239,22 @@ def verdict_of_all(parts: Sequence[Part]) -> str:
         return f"{_why_unjudged(comparisons[0].time)}: {said}, no interval{marked}"
     beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
     ours, theirs = ([name for name, ahead in beyond if ahead is wanted] for wanted in (True, False))
+    leader = _leader(subject, reference, ours, theirs, len(found))
     return (
-        f"{_leader(subject, reference, ours, theirs)}: {said}; beyond the noise {subject} leads in {_listed(ours)}, "
+        f"{leader}: {said}; beyond the noise {subject} leads in {_listed(ours)}, "
         f"{reference} in {_listed(theirs)}{marked}"
     )
 
 
-def _leader(subject: str, reference: str, ours: Sequence[str], theirs: Sequence[str]) -> str:
+def _leader(subject: str, reference: str, ours: Sequence[str], theirs: Sequence[str], of_all: int) -> str:
     """Of several operations, by those alone that differ beyond the noise."""
     if ours and theirs:
         return "Mixed"
     if not ours and not theirs:
         return "No difference beyond the noise"
-    return f"{wording.first(subject if ours else reference)} is ahead"
+    who = wording.first(subject if ours else reference)
+    count = len(ours or theirs)
+    return f"{who} is ahead" if count == of_all else f"{who} is ahead in {count} of {of_all}"
 
 
 def _where_all(scene: Scene, comparisons: Sequence[Comparison]) -> str:

@@ -23,6 +23,8 @@ RESERVE = 600
 PAIRED = ("uvloop", "control")
 """Those, with the reference, whose ratios count: for the budget, a size is measured of all of them or of none. The
 others have what is left: in a quick run one round of the tutorial's two scenarios, and nothing of the rest."""
+IN_MEMORY = 1 / 3
+"""Of a scenario's time, what its sessions in memory may take at most where sockets are measured, too."""
 LEAST = 20.0
 """Seconds that a sample may always take."""
 
@@ -47,6 +49,8 @@ class Runner:
         self._paired = (*PAIRED, host.reference)
         self._progress = progress
         self._keep = keep
+        self._before = 0
+        """Samples of the scenarios before."""
         self._began = time.monotonic()
 
     def run(self) -> None:
@@ -57,15 +61,17 @@ class Runner:
             self._scenario(scenario, time.monotonic() + left * weights[number] / sum(weights[number:]))
 
     def _scenario(self, scenario: Scenario, deadline: float) -> None:
+        self._before = len(self.samples)
         in_memory = self.plan.sizes_in_memory(scenario)
-        self._lines(scenario, [Line(MEMORY_SERVER, "memory", scenario)], in_memory, deadline)
         sizes = self.plan.sizes_of_sockets(scenario)
+        share = IN_MEMORY if sizes else 1.0
+        until = deadline - (1 - share) * (deadline - time.monotonic())
+        self._lines(scenario, [Line(MEMORY_SERVER, "memory", scenario)], in_memory, until)
         if sizes:
             self._lines(scenario, self._of_sockets(scenario, sizes[0]), sizes, deadline)
 
     def _of_sockets(self, scenario: Scenario, first: int) -> list[Line]:
-        servers = [server for server in self.plan.servers or SERVERS if server in scenario.servers]
-        lines = [Line(server, "sockets", scenario) for server in servers]
+        lines = [Line(server, "sockets", scenario) for server in self.plan.servers or SERVERS]
         for line in lines:
             kind = self._host.kind_of(line.server)
             if not kind:
@@ -93,7 +99,9 @@ class Runner:
         """All rounds of the first size, interleaved: every server in turn, then all again, another one first."""
         rounds = self.plan.rounds_of(scenario, lines[0].transport)
         for number in range(rounds):
-            if number and (time.monotonic() > deadline or self._better_larger(lines, sizes, rounds, number, deadline)):
+            if number >= _least(rounds) and (
+                time.monotonic() > deadline or self._better_larger(lines, sizes, rounds, number, deadline)
+            ):
                 return
             for line in _turned([line for line in lines if not line.ended], number):
                 spare = self._spare(lines, sizes, rounds, rounds - number, deadline)
@@ -105,7 +113,7 @@ class Runner:
         self, lines: list[Line], sizes: Sequence[int], rounds: int, number: int, deadline: float
     ) -> bool:
         """Whether a further round, beyond the least that say anything, would cost the next size its own."""
-        if number < _least(rounds) or len(sizes) < 2 or not self._fits(sizes[1]):
+        if len(sizes) < 2 or not self._fits(sizes[1]):
             return False
         needed = _least(rounds) * self._round(lines, sizes[1])
         left = deadline - time.monotonic()
@@ -188,10 +196,9 @@ class Runner:
         except Died as error:
             self._end(scenario, line, size, str(error))
             raise Died(f"{scenario.name}, {line.server} at {size:,}: {error}") from None
-        except TimeoutError:
-            self._end(scenario, line, size, f"it did not answer within {limit:.0f} s")
-            return
         except LoadError as error:
+            # Without the round that failed the others would say too much good of it.
+            self._forget(line, size)
             self._end(scenario, line, size, str(error))
             if not isinstance(error, (Late, Impossible)):
                 self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {error}")
@@ -200,15 +207,22 @@ class Runner:
         line.add(size, start, time.monotonic() - began - start - (self._host.imports - once))
         self.samples += [_sample(scenario, line, size, number, one) for one in found]
 
+    def _forget(self, line: Line, size: int) -> None:
+        """Drop what this scenario has of it."""
+        of_line = (line.server, line.transport, size)
+        kept = [one for one in self.samples[self._before :] if (one.server, one.transport, one.size) != of_line]
+        self.samples[self._before :] = kept
+
     def _end(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:
         line.ended = True
         self.endings.append(Ending(scenario.name, line.server, line.transport, size, reason))
 
 
 def _turned(lines: list[Line], number: int) -> list[Line]:
-    """As many others first as the round's number: who follows whom is not the same in each."""
-    first = number % len(lines) if lines else 0
-    return lines[first:] + lines[:first]
+    """Every second round backwards, and then others first: who comes when, and who follows whom, changes."""
+    first = number // 2 % len(lines) if lines else 0
+    turned = lines[first:] + lines[:first]
+    return turned[::-1] if number % 2 else turned
 
 
 def _least(rounds: int) -> int:

@@ -7,7 +7,6 @@ Invariant: each measurement has a fresh server, and what prepares it is not in i
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,11 @@ from typing import NamedTuple
 from bench.builds import environment
 from bench.first_rank import FirstRank
 from bench.leash import leash
-from bench.servers import FOREIGN, SERVERS, Host, Impossible, Server, cores_of_load
+from bench.memory import BARRIERS
+from bench.peer import Peer
+from bench.servers import FOREIGN, Host, Impossible, Server, cores_of_load
 from tcpstore_async.blob import pack
-from tcpstore_async.load.generator import Act, Late, LoadError
+from tcpstore_async.load.generator import Act, Late, LoadError, Unreachable
 from tcpstore_async.load.process import Fleet, Pace, Play, Took, busy, fleet
 from tcpstore_async.load.requests import (
     OPERATIONS,
@@ -40,7 +41,6 @@ WINDOW = 512
 """Ranks that connect at the same time, where they do not all."""
 READERS = 64
 """Ranks that read all others' values at the same time: each has megabytes under way."""
-BARRIERS = 10
 BUSY = 64
 """Connections that keep a server busy while newcomers join."""
 SECONDS = 4.0
@@ -87,7 +87,6 @@ class Scenario(NamedTuple):
     """Seconds that a run has for it, beside those of the others: all are scaled to the run's budget."""
     quick_weight: float
     """The same of a quick run."""
-    servers: tuple[str, ...] = SERVERS
     per_connection: bool = True
     """Whether a size is the number of connections, which the limit of open files bounds."""
     slow: bool = False
@@ -184,8 +183,7 @@ def _joining(bench: Bench, size: int, window: int, source: str = "") -> Measured
     if ended is None:
         raise Late(f"not done after {bench.limit:.0f} s: rank 0 has not seen all others")
     wall = ended - first.began
-    share = took.share * took.wall / wall
-    return measured(took, bench.server.cpu() - cpu)._replace(wall=wall, operations=size, share=share)
+    return measured(took, bench.server.cpu() - cpu)._replace(wall=wall, operations=size)
 
 
 def _herd(host: Host, server: str, size: int, limit: float) -> list[Measured]:
@@ -211,14 +209,12 @@ def _barrier_opcode(host: Host, server: str, size: int, limit: float) -> list[Me
 
 def knows_barrier(port: int, limit: float) -> bool:
     """Older PyTorch's servers do not, and close the connection. A barrier of one opens at once."""
-    with socket.create_connection(("127.0.0.1", port), timeout=limit) as one:
-        for step in [*hello(), *one_message_barrier(b"/probe", 1)]:
-            try:
-                one.sendall(step.request)
-                if len(one.recv(step.reply, socket.MSG_WAITALL)) < step.reply:
-                    return False
-            except ConnectionError:
-                return False
+    with Peer(port, limit) as one:
+        try:
+            for step in [*hello(), *one_message_barrier(b"/probe", 1)]:
+                one.ask(step.request, step.reply)
+        except Unreachable:
+            return False
     return True
 
 
@@ -245,13 +241,12 @@ def _fanout(host: Host, server: str, size: int, limit: float) -> list[Measured]:
     waiting = act(said("add", b"/waiting", 1) + said("wait", [b"/late"]), 9)
     with under_test(host, server, size, limit) as bench:
         bench.prepare(hello())
-        with socket.create_connection(("127.0.0.1", bench.server.port), timeout=limit) as setter:
-            setter.sendall(hello()[0].request)
-            setter.recv(4)
+        with Peer(bench.server.port, limit) as setter:
+            setter.ask(hello()[0].request, hello()[0].reply)
             bench.load.send(Play([waiting], limit))
             _until_all_wait(setter, size, limit)
             cpu, before, began = bench.server.cpu(), bench.load.clocks(), time.perf_counter()
-            setter.sendall(said("set", b"/late", pack(b"1")))
+            setter.ask(said("set", b"/late", pack(b"1")), 0)
             took = bench.load.collect()
             wall = took.ended - began
             clocks = list(zip(before, took.clocks, strict=True))
@@ -260,12 +255,9 @@ def _fanout(host: Host, server: str, size: int, limit: float) -> list[Measured]:
             return [Measured(wall, size, bench.server.cpu() - cpu, own, share)]
 
 
-def _until_all_wait(setter: socket.socket, size: int, limit: float) -> None:
+def _until_all_wait(setter: Peer, size: int, limit: float) -> None:
     deadline = time.monotonic() + limit
-    while True:
-        setter.sendall(said("add", b"/waiting", 0))
-        if int.from_bytes(setter.recv(8), "little") == size:
-            break
+    while int.from_bytes(setter.ask(said("add", b"/waiting", 0), 8), "little") < size:
         if time.monotonic() > deadline:
             raise Late(f"not done after {limit:.0f} s: the ranks have not all come to wait")
         time.sleep(0.01)

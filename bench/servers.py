@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from bench.builds import environment
-from tcpstore_async.load.generator import LoadError
+from tcpstore_async.load.generator import Late, LoadError, Unreachable
 from tcpstore_async.load.process import Play, fleet, process_clock
 from tcpstore_async.load.requests import join
 
@@ -35,8 +36,10 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 _PYTHON = [sys.executable, "-W", "ignore", "-m"]
 WARMING = 300
 """Ranks that join, unmeasured, when a process begins that is kept for several servers."""
+ENDING = 2.0
+"""Seconds in which a process has ended that has closed its connections."""
 LIMIT = 60.0
-"""Seconds in which a server has to start."""
+"""Seconds in which a server has to start, or to end."""
 
 
 class Impossible(LoadError):
@@ -174,14 +177,15 @@ class Host:
             _warm_up(_another(self._torch[server], kind))
             self.imports += time.monotonic() - began
         process = self._torch[server]
-        found = _another(process, kind)
         try:
-            yield found
+            yield _another(process, kind)
+            # It is gone before the next one is measured, on the same core: it may have thousands to take leave of.
+            _another(process, "")
         except LoadError as error:
             # What the load did to it must not be there in the next measurement.
-            alive = process.poll() is None
+            why = _why(error, process)
             _end(self._torch.pop(server))
-            raise _why(error, alive) from None
+            raise why from None
 
     def _knowing_nobody(self, command: list[str]) -> list[str]:
         """The command, where names are looked up in files only, if that is possible here.
@@ -245,26 +249,24 @@ def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
     # A trainer and its server compete for the cores that there are: neither is pinned.
     process = _popen(command, pinned=not trainer)
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
+        line = _line_of(process)
         if not line:
             raise LoadError(f"the server did not start: {' '.join(command[:4])} … ended with {process.wait(LIMIT)}")
         port, pid = _ready(line)
         yield Server(port, pid, trainer)
     except LoadError as error:
-        raise _why(error, process.poll() is None) from None
+        raise _why(error, process) from None
     finally:
         _end(process)
 
 
 def _another(process: subprocess.Popen[bytes], kind: str) -> Server:
-    """A new server in a process that is kept, instead of the one before."""
+    """A new server, or none, in a process that is kept, instead of the one before."""
     assert process.stdin is not None
-    assert process.stdout is not None
     try:
         process.stdin.write(kind.encode() + b"\n")
         process.stdin.flush()
-        return Server(*_ready(process.stdout.readline()))
+        return Server(*_ready(_line_of(process)))
     except (OSError, ValueError):
         raise Died(f"PyTorch's {kind} server did not start") from None
 
@@ -274,9 +276,23 @@ def _warm_up(server: Server) -> None:
         load.tell(Play(join(), LIMIT))
 
 
-def _why(error: LoadError, alive: bool) -> LoadError:
-    """What went wrong, and that it was the server's end, if it was."""
-    return error if alive or isinstance(error, Died) else Died(f"the server has ended by itself: {error}")
+def _why(error: LoadError, process: subprocess.Popen[bytes]) -> LoadError:
+    """What went wrong, and that it was the server's end, if it was; its connections go a moment before itself."""
+    if isinstance(error, Died):
+        return error
+    try:
+        process.wait(ENDING if isinstance(error, Unreachable) else 0)
+    except subprocess.TimeoutExpired:
+        return error
+    return Died(f"the server has ended by itself: {error}")
+
+
+def _line_of(process: subprocess.Popen[bytes]) -> bytes:
+    """What it says first. Raises Late."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], LIMIT)[0]:
+        raise Late(f"the server has not started within {LIMIT:.0f} s")
+    return process.stdout.readline()
 
 
 def _ready(line: bytes) -> tuple[int, int]:

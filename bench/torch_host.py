@@ -1,6 +1,6 @@
 """PyTorch's servers, in a process that has PyTorch imported.
 
-    python -m bench.torch_host      each line of standard input, `libuv` or `legacy`, replaces the server that there was
+    python -m bench.torch_host      each line of standard input, `libuv`, `legacy` or nothing, replaces the server
     python -m bench.torch_host --once libuv [--busy]    one server; busy: and then a main thread that computes
 
 Each server is announced by `PORT PID`. Knows PyTorch's TCPStore. Must not know what is measured.
@@ -69,8 +69,8 @@ def main() -> None:
         del store
         gc.collect()
         forget_file_table()
-        store = serve(line.strip())
-        print(store.port, os.getpid(), flush=True)
+        store = serve(line.strip()) if line.strip() else None
+        print(store.port if store else 0, os.getpid(), flush=True)
 
 
 if __name__ == "__main__":

@@ -62,10 +62,11 @@ def _names(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
 def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: int) -> None:
     """Measure a running server: throughput, and latencies by percentile.
 
-    Every rank has one request under way at a time. --timeout is for each operation. Silent writes count as done when a
-    PING behind them is answered. Load CPU is how much of a core the one process computed that sends all requests: where
-    it is saturated (sat.), that process may have set the pace and not the server. The keys are under /tcpstore-bench/
-    and are deleted at the end, if the server answers in time. What was finished is printed, whatever ends the next.
+    Every rank has one request under way at a time. --timeout is for each operation. Silent writes count as done when
+    a PING behind them is answered. Load CPU is how much of the time the one process that sends all requests computed,
+    or waited for a core: where it is saturated (sat.), that process may have set the pace and not the server. The
+    keys are under /tcpstore-bench/ and are deleted at the end, if the server answers in time. What was finished is
+    printed, whatever ends the next.
     """
     limit = asker.timeout if asker.timeout >= 0 else _FOR_EVER
     progress = _Progress(len(ops))
@@ -74,9 +75,8 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
     why, status = "", 0
     _end_as_after_ctrl_c()
     try:
-        host = socket.getaddrinfo(asker.host, asker.port, type=socket.SOCK_STREAM)[0][4][0]
         rows = measure(
-            str(host), asker.port, ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
+            _address(asker), asker.port, ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
             progress=progress.tell,
         )  # fmt: skip
         with closing(rows):
@@ -90,8 +90,6 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
         why, status = str(error), TIMED_OUT
     except LoadError as error:
         why, status = str(error), FAILED
-    except socket.gaierror as error:
-        why, status = f"cannot look up {asker.host}: {error.strerror}", UNREACHABLE
     except KeyboardInterrupt:
         why, status = "interrupted", FAILED
     finally:
@@ -103,6 +101,20 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
         say(_table(server, done))
     if why:
         asker.fail(why, status)
+
+
+def _address(asker: Asker) -> str:
+    """The first of the host's addresses at which something listens, for all ranks. Raises Unreachable, Late."""
+    limit = max(asker.timeout, 0.001) if asker.timeout >= 0 else None
+    try:
+        with socket.create_connection((asker.host, asker.port), limit) as one:
+            return str(one.getpeername()[0])
+    except socket.gaierror as error:
+        raise Unreachable(f"cannot look up {asker.host}: {error.strerror}") from None
+    except TimeoutError:
+        raise Late(f"cannot connect to {asker.host}:{asker.port} within {asker.timeout:g} s") from None
+    except OSError as error:
+        raise Unreachable(f"cannot connect to {asker.host}:{asker.port}: {error.strerror}") from None
 
 
 def _end_as_after_ctrl_c() -> None:

@@ -26,6 +26,8 @@ _PER_SOURCE: Final = 4096
 _BIND_ADDRESS_NO_PORT: Final = 24
 """Linux's IP_BIND_ADDRESS_NO_PORT: the port is chosen when it connects. Python has a name for it since 3.12."""
 _DIGITS: Final = 8
+_TRIES: Final = 10
+"""Times that a connection is made again that was reset before it was answered."""
 
 
 class LoadError(Exception):
@@ -128,6 +130,8 @@ class Generator:
         self.due: list[float] = []
         self.rest: list[bytes] = []
         self.ready: list[bool] = []
+        self.tries: list[int] = []
+        """How often each may still be made again; 0 once it has been answered."""
         self.result = Result(0.0)
         self.started = 0
         self.finished = 0
@@ -150,6 +154,7 @@ class Generator:
             self.due.append(0.0)
             self.rest.append(b"")
             self.ready.append(False)
+            self.tries.append(_TRIES)
 
     def _socket(self, rank: int) -> socket.socket:
         made: socket.socket | None = None
@@ -204,8 +209,10 @@ class Generator:
         for which in range(background):
             self._begin(which)
         stop = total if window == 0 else min(total, background + window)
+        # A herd: nobody is served before all have asked for a connection.
+        at_once = _AT_ONCE if window or all(self.ready) else stop
         while self.started < stop:
-            for _ in range(min(_AT_ONCE, stop - self.started)):
+            for _ in range(min(at_once, stop - self.started)):
                 self._next()
             self._look(0.0)
         while self.finished < self.wanted:
@@ -340,7 +347,8 @@ class Generator:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise self._lost(error.strerror or "") from None
+            self._failed(which, error)
+            return
         if sent < len(data):
             self.rest[which] = data[sent:]
             self.epoll.modify(self.sockets[which].fileno(), _IN | _OUT)
@@ -359,7 +367,8 @@ class Generator:
         except BlockingIOError:
             return
         except OSError as error:
-            raise self._lost(error.strerror or "") from None
+            self._failed(which, error)
+            return
         if count == 0:
             raise self._lost("the server has closed it")
         need = self.need[which]
@@ -372,6 +381,7 @@ class Generator:
 
     def _answered(self, which: int, count: int) -> None:
         """The answer is complete; `count` bytes of it came just now."""
+        self.tries[which] = 0
         acts = self.behind if which < self.background else self.acts
         if not acts:
             return
@@ -404,6 +414,22 @@ class Generator:
         self.due[which] += self.interval
         if self.due[which] <= now:
             self._send(which, act)
+
+    def _failed(self, which: int, error: OSError) -> None:
+        """Begin anew, as PyTorch's client does, with a connection that was reset before the server had taken it.
+
+        A kernel does that whose backlog is full. Raises Unreachable for others.
+        """
+        if not isinstance(error, ConnectionError) or not self.tries[which]:
+            raise self._lost(error.strerror or "")
+        self.tries[which] -= 1
+        del self.index[self.sockets[which].fileno()]
+        self.sockets[which].close()
+        self.sockets[which] = self._socket(self.rank[which])
+        self.index[self.sockets[which].fileno()] = which
+        self.ready[which] = False
+        self.rest[which] = b""
+        self._begin(which)
 
     def _lost(self, why: str) -> Unreachable:
         done = self.result.operations

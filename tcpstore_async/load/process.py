@@ -8,6 +8,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -225,6 +226,7 @@ def _say(pipe: IO[bytes] | None, line: bytes) -> None:
 def work() -> None:
     """The life of a generator process: orders on standard input, answers on standard output, until it is closed."""
     raise_file_limit()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     host, port, source = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, int, str])
     generator = Generator(host, port, source)
     try:
@@ -234,6 +236,14 @@ def work() -> None:
             sys.stdout.buffer.flush()
     except BrokenPipeError:
         os._exit(1)  # the parent is gone; the interpreter would try to flush once more, and complain
+
+
+def _end_with_parent() -> None:
+    """Orders are read between two of them only, and one may last for hours."""
+    gone = select.poll()
+    gone.register(sys.stdin.fileno(), 0)  # no event but that the other end is closed, which is always told
+    gone.poll()
+    os._exit(1)
 
 
 def _obey(generator: Generator, order: Any) -> Done:

@@ -20,6 +20,8 @@ SATURATED: Final = 0.9
 """Of a core: from this share on the generator may have set the pace, not the server."""
 
 _PLACE: Final = "/tcpstore-bench/"
+_WINDOW: Final = 512
+"""Ranks that connect at the same time: it is not the start that is measured."""
 _PATIENCE: Final = 5.0
 """Seconds to clean up in, at most, for who has been interrupted."""
 
@@ -35,7 +37,7 @@ class Row(msgspec.Struct):
     p95_ms: float
     p99_ms: float
     load_cpu: float
-    """Of a core: how much of the time the generator computed."""
+    """How much of the time the generator computed, or waited for a core; 1: all of it."""
 
 
 def measure(
@@ -60,7 +62,7 @@ def measure(
     for _, one in operations:
         left.extend(act for act in one.after if act not in left)
     with _cleaning(host, port, ranks, left, min(limit, _PATIENCE)), fleet(host, port, ranks) as load:
-        load.tell(Play(hello(), limit))
+        load.tell(Play(hello(), limit, window=_WINDOW))
         for number, (name, one) in enumerate(operations):
             progress(number, name)
             yield _row(load, name, one, -(-requests // ranks), limit)
@@ -96,4 +98,4 @@ def _clean(host: str, port: int, ranks: int, left: list[Act], limit: float) -> N
     """From connections of its own: those of the load may be stuck in a request. Raises LoadError."""
     if left:
         with fleet(host, port, ranks) as load:
-            load.tell(Play([*hello(), *left], limit))
+            load.tell(Play([*hello(), *left], limit, window=_WINDOW))

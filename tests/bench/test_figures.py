@@ -52,6 +52,9 @@ TWO = [
 ]
 
 
+HELD_UP = [*samples("libuv", [4.0] * 3, size=4096, share=0.9), *samples("control", [4.0] * 3, size=4096)]
+
+
 def test_the_title_says_who_is_ahead_at_the_largest_size_in_common(tmp_path: Path) -> None:
     said = words(drawn(tmp_path, run(TWO)))
     expected = "Ours on uvloop is ahead: 0.85× (0.80–0.90) the time of PyTorch libuv at 2,048 ranks, sockets"
@@ -150,8 +153,8 @@ def test_of_operations_nobody_is_named_either(tmp_path: Path, what: Run, said: s
 @pytest.mark.parametrize(
     ("walls", "said"),
     [
-        ({"set": 0.5, "get": 1.0}, "Ours on uvloop is ahead: "),
-        ({"set": 1.0, "get": 1.0, "add": 2.0}, "PyTorch libuv is ahead: "),
+        ({"set": 0.5, "get": 0.5}, "Ours on uvloop is ahead: "),
+        ({"set": 1.0, "get": 1.0, "add": 2.0}, "PyTorch libuv is ahead in 1 of 3: "),
         ({"set": 0.5, "get": 0.5, "add": 2.0}, "Mixed: "),
         ({"set": 1.0}, "No difference beyond the noise: "),
     ],
@@ -204,12 +207,18 @@ def test_a_label_in_the_middle_does_not_cover_the_line_that_goes_on() -> None:
     assert not box.y0 <= height <= box.y1
 
 
+def test_the_title_is_of_the_largest_size_that_can_be_judged(tmp_path: Path) -> None:
+    """A run that was stopped in the first round of a size has not lost what it knew before."""
+    text = words(drawn(tmp_path, run([*TWO, *samples("libuv", [4.0], size=4096)])))
+    assert "at 2,048 ranks, sockets" in text
+
+
 def test_a_saturated_point_is_hollow(tmp_path: Path) -> None:
-    svg = drawn(tmp_path, run([*TWO, *samples("libuv", [4.0] * 3, size=4096, share=0.9)]))
+    svg = drawn(tmp_path, run([*TWO, *HELD_UP]))
     assert "fill: #ffffff" in drawn_as(svg, "saturated-libuv-sockets-4096-time")
     assert not drawn_as(svg, "saturated-libuv-sockets-2048-time")
     assert "the generator was saturated there" in words(svg)
-    assert "hollow the generator was saturated (≥ 90% of a core)" in words(svg)
+    assert "hollow the generator was saturated (busy ≥ 90% of the time)" in words(svg)
 
 
 def test_nothing_is_hollow_below_that(tmp_path: Path) -> None:

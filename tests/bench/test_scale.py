@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,20 +20,21 @@ from typing import Any
 import pytest
 
 import made_up
-from bench import records
+from bench import records, servers
 from bench.builds import environment
 from bench.first_rank import FirstRank
 from bench.keeping import Keeper
 from bench.machine import machine
+from bench.peer import Peer
 from bench.plan import Line, Plan
-from bench.runner import Runner
+from bench.runner import Runner, _turned
 from bench.scenarios import SCENARIOS, SECONDS, Measured, both, knows_barrier, measured
 from bench.servers import Died, Host, Server, can_mount, command_of, has_torch, hosting, reference_of
-from faults.watching import Watch
-from support import LIMIT
-from tcpstore_async.load.generator import Clock, LoadError, waited
+from faults.watching import Watch, gone
+from support import LIMIT, free_port
+from tcpstore_async.load.generator import Clock, Generator, Late, LoadError, Unreachable, waited
 from tcpstore_async.load.process import Play, busy, fleet
-from tcpstore_async.load.requests import act, hello, join, said
+from tcpstore_async.load.requests import PONG, act, hello, join, said
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
@@ -279,7 +281,7 @@ def test_without_sockets(host: Host) -> None:
         assert not runner.endings
 
 
-def test_rounds_are_interleaved_and_each_begins_with_another_server(host: Host) -> None:
+def test_rounds_are_interleaved_and_their_order_changes(host: Host) -> None:
     def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
         return [Measured(0.1, size, 0.1, 0.1, 0.1)]
 
@@ -290,7 +292,33 @@ def test_rounds_are_interleaved_and_each_begins_with_another_server(host: Host) 
     assert [(one.size, one.round) for one in runner.samples] == [
         (size, number) for size in (4, 8) for number in range(3) for _ in range(2)
     ]
-    assert [one.server for one in runner.samples] == (one + other + one) * 2
+    assert [one.server for one in runner.samples] == (one + other + other) * 2
+
+
+def test_who_comes_when_and_who_follows_whom_changes(host: Host) -> None:
+    orders = [[line.server for line in _turned(lines_of("uvloop", "libuv", "control"), number)] for number in range(6)]
+    assert len({tuple(order) for order in orders}) == 6
+    assert len({order[0] for order in orders[:3]}) == 3
+
+
+def lines_of(*servers: str) -> list[Line]:
+    return [Line(server, "sockets", SCENARIOS["herd"]) for server in servers]
+
+
+def test_a_round_that_fails_takes_those_before_with_it(host: Host) -> None:
+    """Without it they would say too much good of the server."""
+
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        rounds = sum(one.size == 8 for one in runner.samples)
+        if size == 8 and rounds == 2:
+            raise Late("not done after 20 s")
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    scenario = SCENARIOS["herd"]._replace(measure=measure)
+    runner = Runner(Plan([scenario], ["uvloop"], [4, 8], 3, False, LIMIT, 20_000), host, quiet)
+    runner.run()
+    assert [one.size for one in runner.samples] == [4, 4, 4]
+    assert [(one.size, one.reason) for one in runner.endings] == [(8, "not done after 20 s")]
 
 
 def test_a_further_round_does_not_cost_the_next_size_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,16 +351,14 @@ def test_a_further_round_does_not_cost_the_next_size_its_own(monkeypatch: pytest
 def test_a_server_that_does_not_answer_ends_its_own_line_only(host: Host) -> None:
     def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
         if server == "threaded":
-            raise TimeoutError("timed out")
+            raise Late("not done after 20 s")
         return [Measured(0.1, size, 0.1, 0.1, 0.1)]
 
     scenario = SCENARIOS["fanout"]._replace(measure=measure, memory=())
     runner = Runner(Plan([scenario], ["uvloop", "threaded"], [4, 8], 1, False, LIMIT, 20_000), host, quiet)
     runner.run()
     assert [(one.server, one.size) for one in runner.samples] == [("uvloop", 4), ("uvloop", 8)]
-    assert [(one.server, one.size, one.reason) for one in runner.endings] == [
-        ("threaded", 4, "it did not answer within 20 s")
-    ]
+    assert [(one.server, one.size, one.reason) for one in runner.endings] == [("threaded", 4, "not done after 20 s")]
     assert not runner.failures
 
 
@@ -420,6 +446,132 @@ def test_a_server_that_dies_ends_the_run_and_keeps_what_was_measured(host: Host)
     assert [one.scenario for one in runner.endings] == ["herd"]
 
 
+@pytest.mark.parametrize("name", ["fanout", "barrier-opcode", "init"])
+def test_a_server_that_dies_while_it_is_asked_is_called_dead(
+    host: Host, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far it got: what breaks is a connection of the benchmark's own."""
+    victim: list[int] = []
+    running = Host.running
+
+    @contextmanager
+    def watched(self: Host, server: str, **how: bool) -> Iterator[Server]:
+        with running(self, server, **how) as one:
+            victim[:] = [one.pid]
+            yield one
+
+    def ask(self: Peer, request: bytes, reply: int) -> bytes:
+        os.kill(victim[0], signal.SIGKILL)
+        return asked(self, request, reply)
+
+    asked = Peer.ask
+    monkeypatch.setattr(Host, "running", watched)
+    monkeypatch.setattr(Peer, "ask", ask)
+    plan = Plan([SCENARIOS[name]._replace(memory=())], ["uvloop"], [4], 1, False, LIMIT, 20_000)
+    with pytest.raises(Died, match=f"{name}, uvloop at 4: the server has ended by itself: "):
+        Runner(plan, host, quiet).run()
+
+
+def test_a_peer_of_nobody() -> None:
+    with pytest.raises(Unreachable, match="a connection cannot be made: Connection refused"):
+        Peer(free_port(), LIMIT)
+
+
+def test_a_peer_that_is_not_answered() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Peer(silent.getsockname()[1], 0.05) as peer,
+        pytest.raises(Late, match="not done after 0 s: a connection was not answered"),
+    ):
+        peer.ask(b"?", 1)
+
+
+def test_a_server_that_does_not_start_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "LIMIT", 0.1)
+    monkeypatch.setattr(servers, "command_of", lambda *what: ["sleep", "60"])
+    with hosting() as host, pytest.raises(Late, match="the server has not started within 0 s"), host.running("uvloop"):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")
+def test_a_kept_process_has_taken_leave_of_its_server_before_the_next_is_measured(host: Host) -> None:
+    with host.running("libuv") as server:
+        port = server.port
+    with pytest.raises(Unreachable):
+        Peer(port, LIMIT)
+
+
+@pytest.mark.parametrize(("window", "started"), [(0, 100), (50, 32)])
+def test_a_herd_comes_before_anybody_is_served(window: int, started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def look(self: Generator, seconds: float) -> None:
+        seen.append(self.started)
+        raise Late("enough")
+
+    monkeypatch.setattr(Generator, "_look", look)
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
+        generator = Generator("127.0.0.1", listener.getsockname()[1])
+        generator.open(100, 0)
+        with pytest.raises(Late):
+            generator.play(join(), LIMIT, window=window)
+        generator.close()
+    assert seen == [started]
+
+
+def resetting(listener: socket.socket, resets: int, connections: int) -> None:
+    """Reset so many connections before they are answered; answer the hello of those that follow, and no more."""
+    taken = []
+    for number in range(resets + connections):
+        try:
+            one, _ = listener.accept()
+        except OSError:  # nobody comes any more: it is closed
+            return
+        with one:
+            one.settimeout(LIMIT)
+            one.recv(1000)
+            if number < resets:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            else:
+                one.sendall(PONG)
+                taken.append(one.dup())
+    for one in taken:
+        with one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.recv(1000)
+
+
+@contextmanager
+def load_on(resets: int) -> Iterator[Generator]:
+    """Two connections to who resets so many."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LIMIT)
+        thread = threading.Thread(target=resetting, args=[listener, resets, 2], daemon=True)
+        thread.start()
+        generator = Generator("127.0.0.1", listener.getsockname()[1])
+        generator.open(2, 0)
+        try:
+            yield generator
+        finally:
+            generator.close()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(LIMIT)
+
+
+def test_a_connection_that_is_reset_before_its_answer_is_made_again() -> None:
+    """So does a kernel with connections for which its backlog has no room, and PyTorch's client tries again."""
+    with load_on(3) as generator:
+        assert generator.play(hello(), LIMIT).operations == 2
+        with pytest.raises(Unreachable, match="was lost after 0 requests"):
+            generator.play(hello(), LIMIT)
+
+
+def test_but_not_for_ever() -> None:
+    with load_on(100) as generator, pytest.raises(Unreachable, match="was lost after 0 requests: Connection reset"):
+        generator.play(hello(), LIMIT)
+
+
 def until_gone(server: Server) -> None:
     deadline = time.monotonic() + LIMIT
     while "State:\tZ" not in Path(f"/proc/{server.pid}/status").read_text():
@@ -469,13 +621,6 @@ def until(so: Callable[[], bool]) -> None:
 def below(pid: int) -> list[int]:
     """The processes that a process has started: a server and a generator."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
 
 
 def has_init(folder: Path) -> bool:

@@ -27,6 +27,14 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.005)
 
 
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that was not waited for yet has, too."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
 def settled(server: Server, other: RawPeer) -> None:
     """Wait until the server has dealt with everything that was sent before, on any connection."""
     other.ping()  # what was sent before has arrived

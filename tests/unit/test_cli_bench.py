@@ -12,10 +12,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from client.fakes import freezable
+from faults.watching import gone, until
 from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async.load.requests import OPERATIONS
 from tcpstore_async.load.short import Row
@@ -92,6 +94,21 @@ def test_what_goes_wrong_is_one_line() -> None:
     gone = bench(server.port)
     assert gone.returncode == 4
     assert gone.stderr == f"Error: cannot connect to 127.0.0.1:{server.port}: Connection refused\n".encode()
+
+
+def test_every_address_of_a_name_is_tried() -> None:
+    """localhost is ::1 first, where nobody listens."""
+    with tcpstore_server("--host", "127.0.0.1") as server:
+        done = bench(server.port, "--requests", "10", "--url", f"tcp://localhost:{server.port}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_load_whose_parent_is_killed_goes_with_it(port: int) -> None:
+    with endless(port) as process:
+        [load] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+        process.wait(LIMIT)
+        until(lambda: gone(int(load)), "the load has ended")
 
 
 @contextmanager
