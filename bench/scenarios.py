@@ -309,10 +309,10 @@ _WITHOUT = (*TUTORIAL, 1_000_000)
 _ALL = (
     Scenario("init", _init, (*RANKS, *TUTORIAL[5:]), QUICK, 350, 36, tutorial=True, memory=_WITHOUT),
     Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[5:]), QUICK, 900, 62, tutorial=True, memory=_WITHOUT),
-    Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K,), 450, 5, memory=_WITHOUT),
-    Scenario("herd", _herd, RANKS, (1 * K,), 180, 5),
+    Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K,), 400, 5, memory=_WITHOUT),
+    Scenario("herd", _herd, RANKS, (1 * K,), 270, 5),
     Scenario("newcomers", _newcomers, RANKS[:-1], (1 * K,), 100, 4),
-    Scenario("steady", _steady, RANKS, (1 * K,), 400, 14, slow=True, fixed=STARTING + SECONDS),
+    Scenario("steady", _steady, RANKS, (1 * K,), 360, 14, slow=True, fixed=STARTING + SECONDS),
     Scenario("fanout", _fanout, RANKS, (1 * K,), 200, 5, memory=_WITHOUT),
     Scenario("exchange", _exchange, (256, 512, 1024, 2048, 4096), (256,), 150, 4),
     Scenario("operations", _operations, (1, 8, 64), (64,), 170, 15, per_connection=False, constant=True),
