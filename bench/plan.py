@@ -14,7 +14,8 @@ from bench.records import Transport
 from bench.scenarios import Scenario
 from bench.servers import PYTORCH, SERVERS, has_torch
 
-MEMORY_SERVER = "uvloop"
+OURS = "uvloop"
+"""The only one that is driven without sockets, too, and that goes on where those it is compared with take too long."""
 ROUNDS = 5
 FEWER = 3
 """Rounds, but for the tutorial's two scenarios."""
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
 
     def sizes_in_memory(self, scenario: Scenario) -> list[int]:
         """Those that our sessions are driven at without sockets."""
-        if not self.has("memory") or (self.servers and MEMORY_SERVER not in self.servers):
+        if not self.has("memory") or (self.servers and OURS not in self.servers):
             return []
         if self.sizes and "memory" in self.transports:
             return list(self.sizes) if scenario.memory else []

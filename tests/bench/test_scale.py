@@ -348,6 +348,32 @@ def test_a_further_round_does_not_cost_the_next_size_its_own(monkeypatch: pytest
     assert rounds[400] >= 3
 
 
+def test_ours_goes_on_where_the_others_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Time:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    time = Time()
+
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        time.now += size / 100 * (1 if server == "uvloop" else 10)
+        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
+
+    monkeypatch.setattr("bench.runner.time", time)
+    scenario = SCENARIOS["herd"]._replace(measure=measure)
+    with hosting("threaded") as host:
+        runner = Runner(Plan([scenario], ["uvloop", "threaded"], [100, 200, 400], 3, False, 70.0, 20_000), host, quiet)
+        runner.run()
+    assert {(one.server, one.size) for one in runner.samples} == {
+        ("uvloop", 100), ("threaded", 100), ("uvloop", 200), ("uvloop", 400)
+    }  # fmt: skip
+    [ending] = runner.endings
+    assert (ending.server, ending.size) == ("threaded", 200)
+    assert "3 rounds of all servers compared would take about" in ending.reason
+
+
 def test_a_server_that_does_not_answer_ends_its_own_line_only(host: Host) -> None:
     def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
         if server == "threaded":
@@ -385,12 +411,12 @@ def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> N
 
 @pytest.mark.slow
 def test_those_compared_end_at_the_same_size(host: Host) -> None:
-    """Whatever one of them alone would take; the others end on their own."""
+    """Whatever one of them alone would take; the others end on their own, and ours where it would by itself."""
     asked: list[tuple[str, int]] = []
 
     def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
         asked.append((server, size))
-        time.sleep(size / 50 if server == "control" else 0.0)
+        time.sleep(size / 50 if server in ("control", "uvloop") else 0.0)
         return [Measured(0.1, size, 0.1, 0.1, 0.1)]
 
     scenario = SCENARIOS["init"]._replace(measure=measure, memory=())
