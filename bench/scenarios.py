@@ -50,8 +50,9 @@ STARTING = 0.5
 TURNS = 20
 """Requests of each rank to a busy trainer's server."""
 REQUESTS = 10_000
-"""Of each operation, over all clients; one alone sends as many as take it a like time."""
+"""Of each operation, over all clients."""
 ALONE = 2_000
+"""The same of one client, at most: it takes a like time for them."""
 VALUE = 64
 EXCHANGED = 1024
 
