@@ -321,27 +321,37 @@ def test_a_round_that_fails_takes_those_before_with_it(host: Host) -> None:
     assert [(one.size, one.reason) for one in runner.endings] == [(8, "not done after 20 s")]
 
 
-def test_a_further_round_does_not_cost_the_next_size_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds of all sizes say more than five of the small ones."""
+class Time:
+    """A clock that only measurements move."""
 
-    class Time:
-        now = 0.0
+    now = 0.0
 
-        def monotonic(self) -> float:
-            return self.now
+    def monotonic(self) -> float:
+        return self.now
 
+
+def timed_run(
+    monkeypatch: pytest.MonkeyPatch, servers: list[str], rounds: int, seconds: float, took: Callable[[str, int], float]
+) -> Runner:
+    """A run of three sizes whose measurements take so many seconds of a clock of their own."""
     time = Time()
 
     def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
-        time.now += size / 100
+        time.now += took(server, size)
         return [Measured(0.1, size, 0.1, 0.1, 0.1)]
 
     monkeypatch.setattr("bench.runner.time", time)
-    servers = ["uvloop", "threaded", "control"]
     scenario = SCENARIOS["herd"]._replace(measure=measure)
     with hosting("threaded") as host:
-        runner = Runner(Plan([scenario], servers, [100, 200, 400], 5, False, 80.0, 20_000), host, quiet)
+        runner = Runner(Plan([scenario], servers, [100, 200, 400], rounds, False, seconds, 20_000), host, quiet)
         runner.run()
+    return runner
+
+
+def test_a_further_round_does_not_cost_the_next_size_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds of all sizes say more than five of the small ones."""
+    servers = ["uvloop", "threaded", "control"]
+    runner = timed_run(monkeypatch, servers, 5, 80.0, lambda server, size: size / 100)
     assert not runner.endings
     rounds = Counter(one.size for one in runner.samples if one.server == "uvloop")
     assert (rounds[100], rounds[200]) == (5, 4)
@@ -349,23 +359,10 @@ def test_a_further_round_does_not_cost_the_next_size_its_own(monkeypatch: pytest
 
 
 def test_ours_goes_on_where_the_others_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Time:
-        now = 0.0
+    def took(server: str, size: int) -> float:
+        return size / 100 if server == "uvloop" else size / 10
 
-        def monotonic(self) -> float:
-            return self.now
-
-    time = Time()
-
-    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
-        time.now += size / 100 * (1 if server == "uvloop" else 10)
-        return [Measured(0.1, size, 0.1, 0.1, 0.1)]
-
-    monkeypatch.setattr("bench.runner.time", time)
-    scenario = SCENARIOS["herd"]._replace(measure=measure)
-    with hosting("threaded") as host:
-        runner = Runner(Plan([scenario], ["uvloop", "threaded"], [100, 200, 400], 3, False, 70.0, 20_000), host, quiet)
-        runner.run()
+    runner = timed_run(monkeypatch, ["uvloop", "threaded"], 3, 70.0, took)
     assert {(one.server, one.size) for one in runner.samples} == {
         ("uvloop", 100), ("threaded", 100), ("uvloop", 200), ("uvloop", 400)
     }  # fmt: skip
@@ -461,7 +458,7 @@ def test_a_server_that_dies_ends_the_run_and_keeps_what_was_measured(host: Host)
     def die(host: Host, server: str, size: int, limit: float) -> list[object]:
         with host.running(server) as one:
             os.kill(one.pid, signal.SIGKILL)
-            until_gone(one)
+            until(lambda: gone(one.pid))
             raise LoadError("a connection was lost")
 
     deadly = SCENARIOS["herd"]._replace(measure=die)  # type: ignore[arg-type]
@@ -600,13 +597,6 @@ def test_a_connection_that_is_reset_before_its_answer_is_made_again() -> None:
 def test_but_not_for_ever() -> None:
     with load_on(100) as generator, pytest.raises(Unreachable, match="was lost after 0 requests: Connection reset"):
         generator.play(hello(), LIMIT)
-
-
-def until_gone(server: Server) -> None:
-    deadline = time.monotonic() + LIMIT
-    while "State:\tZ" not in Path(f"/proc/{server.pid}/status").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def scale(*words: str) -> list[str]:
