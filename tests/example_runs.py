@@ -48,7 +48,7 @@ def run_once(*command: str, world: int, env: dict[str, str]) -> tuple[list[int],
     return [rank.returncode for rank in ranks], printed
 
 
-def lines_of(name: str, *arguments: object) -> list[str]:
+def lines_of(name: str, *arguments: object, attempts: int = 1) -> list[str]:
     """What one program prints that starts its ranks itself."""
-    (printed,) = run(str(EXAMPLES / name), *map(str, arguments))
+    (printed,) = run(str(EXAMPLES / name), *map(str, arguments), attempts=attempts)
     return printed.splitlines()
