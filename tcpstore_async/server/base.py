@@ -24,6 +24,9 @@ RESERVE: Final = 64
 _TABLE: Final = 131_072
 """Open files that the kernel's table is made for in advance, at most: a mebibyte, for 98,304 ranks and more."""
 
+_FEW: Final = 64
+"""Fewer connections than that are not what somebody wanted."""
+
 log = logging.getLogger("tcpstore_async.server")
 
 
@@ -168,6 +171,17 @@ def prepare_file_table(fd: int, connections: int) -> None:
 
     with suppress(OSError):
         os.close(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(connections + RESERVE, _TABLE) - 1))
+
+
+def make_room(listener: socket.socket, host: str, port: int, most: int) -> int:
+    """How many connections a server may hold, at most `most` unless that is 0; prepares the kernel, tells the log."""
+    room = room_for_connections()
+    connections = min(room, most or room)
+    prepare_file_table(listener.fileno(), connections)
+    log.info("listening on %s, port %d, for up to %d connections", host, port, connections)
+    if room < _FEW:
+        log.warning("the limit of open files leaves room for only %d connections", room)
+    return connections
 
 
 class Complaints:

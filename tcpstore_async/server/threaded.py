@@ -26,7 +26,7 @@ from ..errors import LimitError, PeerError
 from ..limits import Limits
 from ..session.extension import identity
 from ..session.server import Engine, ServerSession, newcomers
-from .base import Complaints, log, prepare_file_table, room_for_connections
+from .base import Complaints, log, make_room
 
 _READ: Final = 16 * 1024
 """More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
@@ -316,10 +316,7 @@ class ThreadedServer:
 
     def start(self) -> None:
         """Accept connections from now on. Raises RuntimeError if the threads for it cannot be had."""
-        room = room_for_connections()
-        self.max_connections = min(room, self.limits.connections or room)
-        prepare_file_table(self.listener.fileno(), self.max_connections)
-        log.info("listening on %s, port %d, for up to %d connections", self.host, self.port, self.max_connections)
+        self.max_connections = make_room(self.listener, self.host, self.port, self.limits.connections)
         self._start_thread(self.writer.run, "tcpstore writing")
         self._accepting = self._start_thread(self._accept_all, "tcpstore accepting")
 

@@ -19,7 +19,7 @@ from ..errors import LimitError, PeerError
 from ..limits import Limits
 from ..session.extension import identity
 from ..session.server import Engine, ServerSession, newcomers
-from .base import Complaints, log, prepare_file_table, room_for_connections
+from .base import Complaints, log, make_room
 from .readiness import READ, WRITE, WatchWith, readiness
 
 _read = os.read
@@ -41,9 +41,6 @@ _JOINED: Final = 256 * 1024
 
 _ACCEPTS_PER_TURN: Final = 128
 """New connections are taken in bunches: one a turn would let them wait while old ones are busy."""
-
-_FEW: Final = 64
-"""Fewer connections than that are not what somebody wanted."""
 
 _ACCEPT_PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor or memory."""
@@ -278,12 +275,7 @@ class UvServer:
 
     def start(self) -> None:
         """Accept connections from now on."""
-        room = room_for_connections()
-        self.max_connections = min(room, self.limits.connections or room)
-        prepare_file_table(self.listener.fileno(), self.max_connections)
-        log.info("listening on %s, port %d, for up to %d connections", self.host, self.port, self.max_connections)
-        if self.max_connections < _FEW:
-            log.warning("the limit of open files leaves room for only %d connections", self.max_connections)
+        self.max_connections = make_room(self.listener, self.host, self.port, self.limits.connections)
         self._resume_accepting()
 
     def stop(self) -> None:

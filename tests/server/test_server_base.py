@@ -12,7 +12,7 @@ import pytest
 from support import LIMIT
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.server import base
-from tcpstore_async.server.base import Complaints, adopt, listen, room_for_connections
+from tcpstore_async.server.base import Complaints, adopt, listen, make_room, room_for_connections
 
 
 @pytest.fixture
@@ -117,6 +117,17 @@ def test_room_is_what_may_be_opened_less_a_reserve() -> None:
     assert room_for_connections() == before - 10
     for file in files:
         os.close(file)
+
+
+def test_few_connections_are_worth_a_word_only_if_the_system_leaves_no_more(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert make_room(listener, "127.0.0.1", 1, 10) == 10
+    assert not caplog.messages
+    monkeypatch.setattr(base, "room_for_connections", lambda: 40)
+    assert make_room(listener, "127.0.0.1", 1, 0) == 40
+    assert make_room(listener, "127.0.0.1", 1, 100) == 40
+    assert caplog.messages == ["the limit of open files leaves room for only 40 connections"] * 2
 
 
 def test_complaints_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) -> None:
