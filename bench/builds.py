@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +23,9 @@ def chosen() -> Path:
         return ROOT
     if _up_to_date():
         return COMPILED
-    print(f"{COMPILED} is not made of these sources, which run interpreted: `make compile` makes it", file=sys.stderr)
+    text = f"{COMPILED} is not made of these sources, which run interpreted: `make compile` makes it"
+    with suppress(OSError):  # nobody may read standard error any more
+        print(text, file=sys.stderr)
     return ROOT
 
 

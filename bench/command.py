@@ -31,9 +31,9 @@ from tcpstore_async.daemon import build
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.base import raise_file_limit
 
-FULL = 3000.0
+FULL = 3200.0
 """Seconds that a whole run may take."""
-QUICK = 155.0
+QUICK = 170.0
 TRANSPORTS = ("sockets", "memory")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -69,7 +69,11 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 
 
 @main.command()
-@click.option("--quick", is_flag=True, help="Under three minutes: 1K to 8K ranks.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Under three minutes: init, barriers and fan-out from 1K to 8K ranks, the others at one size.",
+)
 @click.option("--scenario", "names", multiple=True, type=click.Choice(list(SCENARIOS)), help="Only this; repeatable.")
 @click.option("--server", "servers", multiple=True, type=click.Choice(SERVERS), help="Only this; repeatable.")
 @click.option("--sizes", callback=_sizes, metavar="N,N,…", help="Instead of each scenario's own.")
@@ -83,7 +87,7 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     "--seconds",
     type=click.FloatRange(1, 86_400),
     callback=_number,
-    help="For all of it.  [default: 3000, or 155 if --quick]",
+    help="For all of it, but each scenario's smallest size is always measured.  [default: 3200, or 170 if --quick]",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-results"), show_default=True
@@ -185,6 +189,8 @@ def _failure(runner: Runner) -> str:
         return "interrupted; what was measured until then is kept"
     except (LoadError, OSError) as error:
         return str(error)
+    for note in runner.notes:
+        _tell(f"Note: {note}")
     if runner.failures:
         return runner.failures[0]
     return "" if runner.samples else _nothing(runner.endings)

@@ -42,6 +42,11 @@ class Plan(NamedTuple):
         return not self.transports or transport in self.transports
 
     @property
+    def patience(self) -> float:
+        """Seconds that a sample may always take."""
+        return 20.0 if self.quick else 60.0
+
+    @property
     def measures_torch(self) -> bool:
         """Whether PyTorch's servers are among those that are measured."""
         return has_torch() and self.has("sockets") and any(server in PYTORCH for server in self.servers or SERVERS)
@@ -101,6 +106,7 @@ class Line:
         earlier, less = self.took[-2] if len(self.took) > 1 else (0, min(self._scenario.fixed, 0.9 * seconds))
         rising = max(0.0, (seconds - less) / (before - earlier)) * (size - before)
         power = math.log(seconds / less) / math.log(before / earlier) if earlier else 1.0
+        power = min(self._scenario.steepest, power)
         if power <= 1:
             return seconds + rising
-        return float(seconds * (size / before) ** min(3.0, power))
+        return float(seconds * (size / before) ** power)

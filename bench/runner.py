@@ -25,8 +25,6 @@ PAIRED = ("uvloop", "control")
 others have what is left: in a quick run one round of the tutorial's two scenarios, and nothing of the rest."""
 IN_MEMORY = 1 / 3
 """Of a scenario's time, what its sessions in memory may take at most where sockets are measured, too."""
-LEAST = 20.0
-"""Seconds that a sample may always take."""
 
 
 class Progress(Protocol):
@@ -45,6 +43,8 @@ class Runner:
         self.endings: list[Ending] = []
         self.failures: list[str] = []
         """What went wrong, each in one line, without ending the run."""
+        self.notes: list[str] = []
+        """Who was too late, each in one line: a slow server's line ends so, and one that hangs."""
         self._host = host
         self._paired = (*PAIRED, host.reference)
         self._progress = progress
@@ -159,7 +159,7 @@ class Runner:
                     continue
                 who = "of all servers compared " if len(paired) > 1 else ""
                 reason = f"{_many(least)} {who}would take about {needed:.1f} s, {left:.1f} s are left"
-                self._end(scenario, line, size, reason)
+                self._miss(scenario, line, size, reason)
         others = [line for line in lines if not line.ended and line.server not in self._paired]
         spare = self._spare(lines, sizes, rounds, least, deadline)
         for line in others:
@@ -167,28 +167,39 @@ class Runner:
             needed = line.projected(size)
             if needed > share:
                 reason = f"one round would take about {needed:.1f} s, {share:.1f} s are left beside the others"
-                self._end(scenario, line, size, reason)
+                (self._miss if self.plan.servers else self._end)(scenario, line, size, reason)
 
     def _judge_files(self, scenario: Scenario, line: Line, size: int) -> None:
         if self._fits(size):
             return
-        reason = f"a process may have {self.plan.open_files:,} files open here"
-        self._end(scenario, line, size, reason)
-        if self._wanted(scenario, line, size):
-            self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
+        needed = size + RESERVE
+        reason = f"a process may have {self.plan.open_files:,} files open here, {needed:,} are needed"
+        self._miss(scenario, line, size, reason)
+        if not self.plan.sizes and not line.took:
+            self._fail(scenario, line, size, reason)
 
-    def _wanted(self, scenario: Scenario, line: Line, size: int) -> bool:
-        """Whether a run without it fails: it is the first, chosen by nobody, or asked for and measured in no way."""
-        if not self.plan.sizes:
-            return not line.took
-        return "sockets" in self.plan.transports or size not in self.plan.sizes_in_memory(scenario)
+    def _miss(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:
+        """End it without this point; if somebody asked for that, the run fails."""
+        self._end(scenario, line, size, reason)
+        if size in self.plan.sizes and not self._has_instead(scenario, line, size):
+            self._fail(scenario, line, size, reason)
+
+    def _has_instead(self, scenario: Scenario, line: Line, size: int) -> bool:
+        """Whether it is measured in memory, and nobody asked for the transport, or for a server other than ours."""
+        if line.transport == "memory" or "sockets" in self.plan.transports:
+            return False
+        named = line.server != OURS and line.server in self.plan.servers
+        return not named and size in self.plan.sizes_in_memory(scenario)
+
+    def _fail(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:
+        self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
 
     def _sample(self, scenario: Scenario, line: Line, size: int, number: int) -> None:
         self._progress(
             (time.monotonic() - self._began) / self.plan.seconds,
             f"{scenario.name}, {line.server}, {line.transport}, {size:,}, round {number + 1}",
         )
-        limit = max(LEAST, 3 * line.projected(size))
+        limit = max(self.plan.patience, 3 * line.projected(size))
         began, starts, once = time.monotonic(), self._host.starts, self._host.imports
         try:
             if line.transport == "memory":
@@ -201,9 +212,13 @@ class Runner:
         except LoadError as error:
             # Without the round that failed the others would say too much good of it.
             self._forget(line, size)
+            if isinstance(error, Late):
+                self._miss(scenario, line, size, str(error))
+                self.notes.append(f"{scenario.name}, {line.server} at {size:,}: {error}")
+                return
             self._end(scenario, line, size, str(error))
-            if not isinstance(error, (Late, Impossible)):
-                self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {error}")
+            if not isinstance(error, Impossible):
+                self._fail(scenario, line, size, str(error))
             return
         start = self._host.starts - starts
         line.add(size, start, time.monotonic() - began - start - (self._host.imports - once))

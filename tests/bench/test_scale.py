@@ -137,6 +137,8 @@ def plan_of(**fields: Any) -> Plan:
         (plan_of(sizes=[1024, 2048]), True),
         (plan_of(sizes=[4096]), True),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY]), False),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY], servers=["uvloop", "threaded"]), True),
+        (plan_of(sizes=[4096], scenarios=[IN_MEMORY], servers=[]), False),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["memory"]), False),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["sockets"]), True),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["sockets", "memory"]), True),
@@ -255,6 +257,10 @@ def test_work_that_is_the_same_at_every_size_is_projected_so() -> None:
     assert line.projected(8) == 8.5
     line.add(8, 0.5, 9.0)
     assert line.projected(64) == 9.5
+    step = Line("libuv", "sockets", SCENARIOS["herd"])
+    for size, seconds in ((4096, 0.7), (8192, 3.7)):
+        step.add(size, 0.0, seconds)
+    assert step.projected(16_384) == pytest.approx(9.7)
     growing = Line("uvloop", "sockets", SCENARIOS["init"])
     growing.add(1, 0.5, 8.0)
     assert growing.projected(8) > 50
@@ -377,12 +383,16 @@ def test_a_server_that_does_not_answer_ends_its_own_line_only(host: Host) -> Non
             raise Late("not done after 20 s")
         return [Measured(0.1, size, 0.1, 0.1, 0.1)]
 
-    scenario = SCENARIOS["fanout"]._replace(measure=measure, memory=())
-    runner = Runner(Plan([scenario], ["uvloop", "threaded"], [4, 8], 1, False, LIMIT, 20_000), host, quiet)
-    runner.run()
-    assert [(one.server, one.size) for one in runner.samples] == [("uvloop", 4), ("uvloop", 8)]
-    assert [(one.server, one.size, one.reason) for one in runner.endings] == [("threaded", 4, "not done after 20 s")]
-    assert not runner.failures
+    scenario = SCENARIOS["fanout"]._replace(measure=measure, memory=(), sizes=(4, 8))
+    for sizes, failures in (([], []), ([4, 8], ["fanout, threaded at 4: not done after 20 s"])):
+        runner = Runner(Plan([scenario], ["uvloop", "threaded"], sizes, 1, False, LIMIT, 20_000), host, quiet)
+        runner.run()
+        assert [(one.server, one.size) for one in runner.samples] == [("uvloop", 4), ("uvloop", 8)]
+        assert [(one.server, one.size, one.reason) for one in runner.endings] == [
+            ("threaded", 4, "not done after 20 s")
+        ]
+        assert runner.notes == ["fanout, threaded at 4: not done after 20 s"]
+        assert runner.failures == failures  # a slow server's line just ends, but not at a size that was asked for
 
 
 @pytest.mark.slow
@@ -400,10 +410,13 @@ def test_the_control_has_a_process_of_its_own(host: Host) -> None:
 def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> None:
     runner = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 700], 1, False, LIMIT, 1000), host, quiet)
     runner.run()
-    assert [(one.size, one.reason) for one in runner.endings] == [(700, "a process may have 1,000 files open here")]
+    assert [(one.size, one.reason) for one in runner.endings] == [
+        (700, "a process may have 1,000 files open here, 1,300 are needed")
+    ]
     late = Runner(Plan([SCENARIOS["init"]], ["uvloop"], [4, 8], 1, False, 0.001, 20_000), host, quiet)
     late.run()
     assert [(one.size, "s are left" in one.reason) for one in late.endings] == [(8, True)]
+    assert [len(one.failures) for one in (runner, late)] == [1, 1]
 
 
 @pytest.mark.slow
