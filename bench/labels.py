@@ -26,6 +26,10 @@ class Box(NamedTuple):
     def raised(self, by: float) -> Box:
         return self._replace(low=self.low + by, high=self.high + by)
 
+    def padded(self, width: float, height: float) -> Box:
+        """So much larger on every side."""
+        return Box(self.left - width, self.low - height, self.right + width, self.high + height)
+
     def covers(self, other: Box) -> bool:
         return self.left < other.right and other.left < self.right and self.low < other.high and other.low < self.high
 
@@ -41,7 +45,7 @@ class Box(NamedTuple):
 
 
 def beside(wanted: Box, lines: Sequence[tuple[Point, Point]], others: Sequence[Box], low: float, high: float) -> Box:
-    """As near to where it is wanted as it may stand, above or below, without covering a line or another label.
+    """As near to where it is wanted as it may stand, above or below, without covering a line or one of the others.
 
     Where it would cover something everywhere between low and high, it stays.
     """

@@ -112,6 +112,13 @@ def _apart(sizes: Sequence[int], least: float) -> list[int]:
 
 _HEIGHT, _WIDTH = 0.019, 0.0078
 """Of a label and of one of its characters, as shares of the figure's."""
+_MARK = (0.0058, 0.0088)
+"""From the middle of a point to its edges, as shares of the figure's width and height."""
+_BAR, _BAR_WIDTH, _BAR_HEIGHT = 0.0085, 0.0018, 0.014
+"""From a point to the bar where its line ends; from the middle of that to its edges."""
+_ASIDE = 0.0115
+"""From a point to its label."""
+_LEGEND = RIGHT + 0.072
 
 # What stands beside the lines: the ratio where it was measured, and to the right of all, names and endings.
 
@@ -133,7 +140,7 @@ def _tag(figure: Figure, axes: Axes, part: Part, measure: Measure) -> None:
             tags.setdefault(found[0], []).append(_Tag(_box(x, y, text), text, style_of(line).colour))
         if part.ending(line):
             _end(figure, axes, line, measure)
-    pieces = [piece for line in part.lines for piece in _pieces(figure, axes, line, measure)]
+    pieces, marks = _drawn(figure, axes, part, measure)
     low, high = axes.get_position().y0, axes.get_position().y1
     placed: list[Box] = []
     for size in sorted(tags, reverse=True):
@@ -141,14 +148,22 @@ def _tag(figure: Figure, axes: Axes, part: Part, measure: Measure) -> None:
         middles = spread_out([(tag.box.low + tag.box.high) / 2 for tag in those], [_HEIGHT] * len(those), low, high)
         for tag, y in zip(those, middles, strict=True):
             wanted = tag.box._replace(low=y - _HEIGHT / 2, high=y + _HEIGHT / 2)
-            placed.append(beside(wanted, pieces, placed, low, high))
+            placed.append(beside(wanted, pieces, [*marks, *placed], low, high))
             _write_tag(figure, axes, tag, placed[-1])
 
 
-def _pieces(figure: Figure, axes: Axes, line: Line, measure: Measure) -> list[tuple[Point, Point]]:
-    """What a label must not cover: between the points, and the height of each."""
-    places = [_place(figure, axes, size, line, measure) for size, _ in _points(line, measure)]
-    return [*itertools.pairwise(places), *(((x, y - _HEIGHT / 2), (x, y + _HEIGHT / 2)) for x, y in places)]
+def _drawn(figure: Figure, axes: Axes, part: Part, measure: Measure) -> tuple[list[tuple[Point, Point]], list[Box]]:
+    """What a label must not cover: the pieces between points; the points, and the bars where lines end."""
+    pieces: list[tuple[Point, Point]] = []
+    marks: list[Box] = []
+    for line in part.lines:
+        places = [_place(figure, axes, size, line, measure) for size, _ in _points(line, measure)]
+        pieces += itertools.pairwise(places)
+        marks += [Box(x, y, x, y).padded(*_MARK) for x, y in places]
+        if places and part.ending(line):
+            x, y = places[-1]
+            marks.append(Box(x + _BAR, y, x + _BAR, y).padded(_BAR_WIDTH, _BAR_HEIGHT))
+    return pieces, marks
 
 
 def _fewer(part: Part, line: Line, size: int, found: stats.Ratio, measure: Measure) -> str:
@@ -160,16 +175,17 @@ def _fewer(part: Part, line: Line, size: int, found: stats.Ratio, measure: Measu
 
 
 def _box(x: float, y: float, text: str) -> Box:
-    """To the right of a point."""
-    left = x + 0.011
-    return Box(left, y - _HEIGHT / 2, left + len(text) * _WIDTH, y + _HEIGHT / 2)
+    """To the right of a point, or to its left where it would stand in the legend."""
+    width = len(text) * _WIDTH
+    left = x + _ASIDE if x + _ASIDE + width < _LEGEND - 0.004 else x - _ASIDE - width
+    return Box(left, y - _HEIGHT / 2, left + width, y + _HEIGHT / 2)
 
 
 def _write_tag(figure: Figure, axes: Axes, tag: _Tag, box: Box) -> None:
-    """Over the lines, which would cross it out where there is no room elsewhere, and beneath the points."""
+    """Over everything: where there is no room elsewhere, a ratio without its first digit would be another one."""
     axes.text(
         box.left, (box.low + box.high) / 2, tag.text, fontsize=9, fontweight="bold", color=_darker(tag.colour),
-        va="center", transform=figure.transFigure, zorder=2.5, clip_on=False,
+        va="center", transform=figure.transFigure, zorder=3.5, clip_on=False,
         bbox={"boxstyle": "square,pad=0.05", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
     )  # fmt: skip
 
@@ -188,7 +204,8 @@ def _end(figure: Figure, axes: Axes, line: Line, measure: Measure) -> None:
     x, y = _place(figure, axes, points[-1][0], line, measure)
     name = f"end-{line.server}-{line.transport}-{measure.name.replace(' ', '-')}"
     colour = style_of(line).colour
-    figure.add_artist(Line2D([x + 0.0085] * 2, [y - 0.014, y + 0.014], color=colour, linewidth=2.4, gid=name))
+    bar = [y - _BAR_HEIGHT, y + _BAR_HEIGHT]
+    figure.add_artist(Line2D([x + _BAR] * 2, bar, color=colour, linewidth=2.4, gid=name))
 
 
 def _darker(colour: str) -> str:
@@ -230,7 +247,7 @@ def _entry(handle: Line2D, name: str, about: Sequence[str]) -> _Entry:
 
 def _write(figure: Figure, y: float, entry: _Entry, scale: float) -> None:
     """With its top at `y`, as a share of the figure's height."""
-    x = RIGHT + 0.072
+    x = _LEGEND
     sample = Line2D([x, x + 0.02, x + 0.04], [y - 0.008 * scale] * 3, markevery=[1])
     sample.update_from(entry.handle)
     sample.set_transform(figure.transFigure)

@@ -207,6 +207,39 @@ def test_a_label_in_the_middle_does_not_cover_the_line_that_goes_on() -> None:
     assert not box.y0 <= height <= box.y1
 
 
+def marks(figure: Figure) -> list[Bbox]:
+    """Where points are drawn, and the bars at which lines end."""
+    figure.draw_without_rendering()
+    found = [artist.get_window_extent() for artist in figure.artists if str(artist.get_gid()).startswith("end-")]
+    for axes in figure.axes:
+        for line in axes.lines:
+            if line.get_linestyle() == "None" and line.get_markersize() == 8:
+                [(x, y)] = axes.transData.transform(np.asarray(line.get_xydata()))
+                found.append(Bbox([[x, y], [x, y]]).padded(line.get_markersize() / 2 * figure.dpi / 72))
+    return found
+
+
+def test_no_ratio_stands_on_a_point_or_on_the_end_of_a_line() -> None:
+    """Nor in the legend: here one is of a size before the last, to which little is missing, and one is long."""
+    measured = [
+        sample
+        for server, factor, rounds in (("uvloop", 1.0, 3), ("control", 1.1, 3), ("libuv", 1.1, 3), ("threaded", 5.0, 1))
+        for size in (1024, 16_384, 19_000)
+        for sample in samples(server, [size * factor] * rounds, size=size, cpu=size * factor)
+    ]
+    measured += samples("legacy", [16_384 * 20.0] * 3, size=16_384, cpu=9.0)
+    measured += samples("legacy", [19_000 * 20.0], size=19_000, cpu=9.0)
+    what = run(measured, [Ending("init", server, "sockets", 32_768, "no") for server in ("uvloop", "threaded")])
+    figure = draw(results.parts(what), what)
+    found = marks(figure)
+    assert len(found) == 2 * (3 * 4 + 2) + 4
+    ratios = {text: box for text, box in spans(figure).items() if re.search(r"^\d+: [\d.]+×", text)}
+    assert len(ratios) == 8
+    for text, box in ratios.items():
+        assert not [mark for mark in found if mark.overlaps(box)], text
+        assert box.x1 < figure.bbox.width * 0.69, text
+
+
 def test_the_title_is_of_the_largest_size_that_can_be_judged(tmp_path: Path) -> None:
     """A run that was stopped in the first round of a size has not lost what it knew before."""
     text = words(drawn(tmp_path, run([*TWO, *samples("libuv", [4.0], size=4096)])))
