@@ -34,7 +34,7 @@ help:
 	@echo "make lint      format, lint, types"
 	@echo "make format    format and sort imports"
 	@echo "make bench     the scale benchmark: 1K to 96K ranks, every server, with figures; under an hour (ARGS=--help)"
-	@echo "make bench-quick  the same with 1K to 8K ranks, in under three minutes"
+	@echo "make bench-quick  the same with 1K to 8K ranks, most scenarios at one size, in under three minutes"
 	@echo "make compile   the compiled build, in build/compiled"
 	@echo "make matrix    the tests with PyTorch against every PyTorch from 2.4 on (VERSIONS='2.4 2.8': only those; 25 GB)"
 	@echo "make clean     remove everything that was built, .venv too"

@@ -198,7 +198,8 @@ def _failure(runner: Runner) -> str:
 
 def _nothing(endings: Sequence[Ending]) -> str:
     for one in endings:
-        return f"nothing was measured: {one.scenario}, {one.server} at {one.size:,}: {one.reason}"
+        at = f" at {one.size:,}" if one.size else ""
+        return f"nothing was measured: {one.scenario}, {one.server}{at}: {one.reason}"
     return "nothing was measured: no scenario asked for has such sizes, servers and transports"
 
 

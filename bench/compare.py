@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import records, results, stats, wording
-from bench.records import Run, Transport
+from bench.records import Run
 from bench.results import Line, Part
 from bench.scenes import Measure
 
@@ -112,19 +112,12 @@ def _changes(part: Part, line: Line, other: Part, again: Line) -> Iterator[Chang
 
 
 def _ratio(part: Part, line: Line, other: Part, again: Line, size: int, measure: Measure) -> stats.Ratio | None:
-    noises = [_noise(part, line.transport, size, measure), _noise(other, line.transport, size, measure)]
+    noises = [one.noise(line.transport, size, measure) for one in (part, other)]
     return stats.unpaired(
         list(again.values(size, measure).values()),
         list(line.values(size, measure).values()),
         max((noise for noise in noises if noise is not None), default=None),
     )
-
-
-def _noise(part: Part, transport: Transport, size: int, measure: Measure) -> float | None:
-    reference, control = part.reference(transport), part.find("control", transport)
-    if reference is None or control is None:
-        return None
-    return stats.noise_of(reference.values(size, measure), control.values(size, measure))
 
 
 def _table(found: Sequence[Change]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 
-from tcpstore_async.load.generator import Late, Unreachable
+from tcpstore_async.load.generator import Late, Unreachable, late
 
 
 class Peer:
@@ -51,4 +51,4 @@ class Peer:
         return answer
 
     def _late(self) -> Late:
-        return Late(f"not done after {self._limit:.0f} s: {self._name} was not answered")
+        return late(self._limit, f"{self._name} was not answered")

@@ -42,8 +42,9 @@ METHOD = f"""\
 * **An interval** is between two order statistics: it holds the median with {stats.CONFIDENCE:.0%} confidence or more
   from five rounds on, and is min to max with less confidence below that. It is widened by the noise.
 * **The noise** is the control's: the reference a second time, as if it were another server. How far the interval of its
-  ratio reaches from 1 widens every interval at that size. A difference is *beyond the noise*, and in bold, when the
-  widened interval does not contain 1. Without a control the noise is unknown, and nobody is called ahead.
+  ratio reaches from 1, there or (the upper quartile) at all sizes, widens every interval. A difference is *beyond the
+  noise*, and in bold, when the widened interval does not contain 1. Without a control the noise is unknown, and nobody
+  is called ahead.
 * **CPU beside wall time**: of the server, per rank or operation, and of the load generators. On a shared machine trust
   CPU before wall time, and ratios before either.
 * **Saturated** (`sat.` in the tables, hollow in the figures): in some round the busiest generator used a core, or

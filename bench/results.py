@@ -100,19 +100,29 @@ class Part:
         return min(found, key=lambda ending: ending.size, default=None)
 
     def ratio(self, line: Line, size: int, measure: Measure) -> stats.Ratio | None:
-        """Of a line to the reference, at a size; None where either was not measured, and for the reference itself.
-
-        The control's own is what the noise is taken from, so nothing widens its interval.
-        """
+        """Of a line to the reference, at a size; None where either was not measured, and for the reference itself."""
         reference = self.reference(line.transport)
         if reference is None or reference.server == line.server:
             return None
-        control = self.find("control", line.transport) if line.server != "control" else reference
-        return stats.ratio(
-            line.values(size, measure),
-            reference.values(size, measure),
-            control.values(size, measure) if control else None,
-        )
+        noises = self._noises(line.transport, measure)
+        if line.server == "control":
+            noises[size] = 1.0  # what it differs by at this size is the noise there: only the other sizes can widen it
+        return stats.ratio(line.values(size, measure), reference.values(size, measure), stats.noise_at(size, noises))
+
+    def noise(self, transport: Transport, size: int, measure: Measure) -> float | None:
+        """The factor by which the same server measured twice may differ; None where there was no control."""
+        return stats.noise_at(size, self._noises(transport, measure))
+
+    def _noises(self, transport: Transport, measure: Measure) -> dict[int, float]:
+        """By size, what the control differs by there."""
+        reference, control = self.reference(transport), self.find("control", transport)
+        if reference is None or control is None:
+            return {}
+        found = {
+            size: stats.noise_of(reference.values(size, measure), control.values(size, measure))
+            for size in control.sizes
+        }
+        return {size: noise for size, noise in found.items() if noise is not None}
 
     def last_ratio(self, line: Line, measure: Measure) -> tuple[int, stats.Ratio] | None:
         """The ratio at the largest size that the line and the reference have in common with enough rounds to judge.
@@ -279,11 +289,17 @@ def headline(run: Run) -> str | None:
     said = (
         f"{wording.first(wording.server(measured.server))} initialized {TUTORIAL_RANKS:,} ranks in "
         f"{stats.median(values):,.2f} s {_how(measured.transport)} "
-        f"(median of {len(values)} rounds, {min(values):,.2f}–{max(values):,.2f}), "
+        f"({_rounds_told(values)}), "
         f"against the {TUTORIAL_SECONDS:.0f} s in the tutorial of PyTorch's libuv server "
         "(over sockets, on hardware that it does not name)"
     )
     return f"{said}; {_estimate(init, measured.server)}."
+
+
+def _rounds_told(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return "one round"
+    return f"median of {len(values)} rounds, {min(values):,.2f}–{max(values):,.2f}"
 
 
 def _tutorial_line(init: Part) -> Line | None:

@@ -22,7 +22,7 @@ from bench.memory import BARRIERS
 from bench.peer import Peer
 from bench.servers import FOREIGN, Host, Impossible, Server, cores_of_load
 from tcpstore_async.blob import pack
-from tcpstore_async.load.generator import Act, Late, LoadError, Unreachable
+from tcpstore_async.load.generator import Act, LoadError, Unreachable, late
 from tcpstore_async.load.process import Fleet, Pace, Play, Took, busy, fleet
 from tcpstore_async.load.requests import (
     OPERATIONS,
@@ -186,7 +186,7 @@ def _joining(bench: Bench, size: int, window: int, source: str = "") -> Measured
         ended = first.sees(size)
         took = bench.load.collect()
     if ended is None:
-        raise Late(f"not done after {bench.limit:.0f} s: rank 0 has not seen all others")
+        raise late(bench.limit, "rank 0 has not seen all others")
     wall = ended - first.began
     return measured(took, bench.server.cpu() - cpu)._replace(wall=wall, operations=size)
 
@@ -264,7 +264,7 @@ def _until_all_wait(setter: Peer, size: int, limit: float) -> None:
     deadline = time.monotonic() + limit
     while int.from_bytes(setter.ask(said("add", b"/waiting", 0), 8), "little") < size:
         if time.monotonic() > deadline:
-            raise Late(f"not done after {limit:.0f} s: the ranks have not all come to wait")
+            raise late(limit, "the ranks have not all come to wait")
         time.sleep(0.01)
     time.sleep(0.1)  # the last answers reach the generators, which are to be at rest
 
@@ -339,7 +339,7 @@ def without_sockets(scenario: str, size: int, limit: float) -> Measured:
                 command, stdin=stdin, capture_output=True, timeout=limit, cwd=where, env=environment(), check=False
             )
     except subprocess.TimeoutExpired:
-        raise Late(f"not done after {limit:.0f} s") from None
+        raise late(limit, "the sessions in memory are still driven") from None
     if done.returncode:
         said_last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise LoadError(f"the sessions in memory ended with {done.returncode}: {''.join(said_last)}")

@@ -102,7 +102,8 @@ _SCENES = (
         CPU_OF_RANK,
         "ranks",
         "Initialization without stagger: all connections are opened in the same moment; the time is until the last is "
-        "served.",
+        "served. One that the server's full backlog has dropped is asked for again after a second, by the kernel: that "
+        "is in the time, and not in the latencies, which begin when a connection stands.",
     ),
     Scene(
         "newcomers",

@@ -112,17 +112,26 @@ def noise_of(reference: Mapping[int, float], control: Mapping[int, float]) -> fl
     return max(found.high, 1 / found.low)
 
 
-def ratio(
-    subject: Mapping[int, float], reference: Mapping[int, float], control: Mapping[int, float] | None = None
-) -> Ratio | None:
-    """The median of the ratios of interleaved rounds, and its interval widened by the control's noise.
+def noise_at(size: int, noises: Mapping[int, float]) -> float | None:
+    """The noise at a size, from what the control says there and at the other sizes; None where it was not measured.
 
-    All map a round to a value. None without a common round.
+    It is no less than the upper quartile of all: in three rounds at one size the same server agrees with itself by
+    chance, and the interval would be so narrow that the next run is not within it.
+    """
+    if size not in noises:
+        return None
+    ordered = sorted(noises.values())
+    return max(noises[size], ordered[math.ceil(0.75 * len(ordered)) - 1])
+
+
+def ratio(subject: Mapping[int, float], reference: Mapping[int, float], noise: float | None = None) -> Ratio | None:
+    """The median of the ratios of interleaved rounds, and its interval widened by the noise (a factor, if known).
+
+    Subject and reference map a round to a value. None without a common round.
     """
     ratios = paired(subject, reference)
     if not ratios:
         return None
-    noise = noise_of(reference, control) if control else None
     found = interval(ratios)
     return Ratio(median(ratios), found.low / (noise or 1), found.high * (noise or 1), len(ratios), noise)
 

@@ -67,6 +67,9 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
     or waited for a core: where it is saturated (sat.), that process may have set the pace and not the server. The
     keys are under /tcpstore-bench/ and are deleted at the end, if the server answers in time. What was finished is
     printed, whatever ends the next.
+
+    PyTorch's servers look up the name of every peer before they answer it: where no name server replies, many ranks
+    take them longer than --timeout.
     """
     limit = asker.timeout if asker.timeout >= 0 else _FOR_EVER
     progress = _Progress(len(ops))
@@ -155,7 +158,14 @@ class _Progress:
         if not sys.stderr.isatty() or time.monotonic() - self.began < _QUIET:
             return
         self.shown = True
-        click.echo(f"\r\x1b[K{done} of {self.count} done, now {name}", nl=False, err=True)
+        said = f"{done} of {self.count} done, now {name}{self._left(done)}"
+        click.echo(f"\r\x1b[K{said}", nl=False, err=True)
+
+    def _left(self, done: int) -> str:
+        """The time left, if operations take as long as those before."""
+        if not 0 < done < self.count:
+            return ""
+        return f", about {(time.monotonic() - self.began) / done * (self.count - done):.0f} s left"
 
     def end(self) -> None:
         if self.shown:

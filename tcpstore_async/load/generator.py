@@ -42,6 +42,11 @@ class Late(LoadError):
     """It was not finished in time."""
 
 
+def late(limit: float, what: str) -> Late:
+    """That something was not finished within so many seconds, and what."""
+    return Late(f"not done after {limit:{'.0f' if limit >= 1 else '.2g'}} s: {what}")
+
+
 class Act(NamedTuple):
     """One request, and the answer that is awaited before the next."""
 
@@ -220,7 +225,7 @@ class Generator:
             while window and self.started < total and self.started - background - self.finished < window:
                 self._next()
             if time.perf_counter() > deadline:
-                raise Late(f"not done after {limit:.0f} s: {self.finished} of {self.wanted} connections are")
+                raise late(limit, f"{self.finished} of {self.wanted} connections are")
         self.result.finish()
         self._drain(deadline)
         return self.result
@@ -250,7 +255,7 @@ class Generator:
         while self.finished < total:
             now = time.perf_counter()
             if now > began + limit:
-                raise Late(f"not done after {limit:.0f} s: {self.result.operations} of {everything} requests are")
+                raise late(limit, f"{self.result.operations} of {everything} requests are")
             while sent < everything and began + interval * sent / total <= now:
                 which = sent % total
                 # One whose answer is late sends as soon as that has come.

@@ -59,10 +59,10 @@ def measure(
     prefix = _PLACE.encode() + os.urandom(6).hex().encode() + b"/"
     operations = [(name, operation(name, prefix, size)) for name in names]
     left: list[Act] = []
-    for _, one in operations:
-        left.extend(act for act in one.after if act not in left)
     with _cleaning(host, port, ranks, left, min(limit, _PATIENCE)), fleet(host, port, ranks) as load:
         load.tell(Play(hello(), limit, window=_WINDOW))
+        for _, one in operations:
+            left.extend(act for act in one.after if act not in left)
         for number, (name, one) in enumerate(operations):
             progress(number, name)
             yield _row(load, name, one, -(-requests // ranks), limit)
@@ -87,6 +87,8 @@ def _cleaning(host: str, port: int, ranks: int, left: list[Act], limit: float) -
     except Unreachable:
         raise  # the server is gone, and its keys with it
     except Late as error:
+        if not left:
+            raise
         raise Late(f"{error}; keys under {_PLACE} may be left") from None
     except BaseException:
         with suppress(LoadError):

@@ -71,7 +71,8 @@ def test_a_round_too_short_for_the_clock_does_not_count() -> None:
 
 def test_the_control_widens_the_interval() -> None:
     reference = by_round([1.0, 1.0, 1.0])
-    found = stats.ratio(by_round([0.8, 0.9, 0.85]), reference, by_round([1.2, 1.25, 1.3]))
+    noise = stats.noise_of(reference, by_round([1.2, 1.25, 1.3]))
+    found = stats.ratio(by_round([0.8, 0.9, 0.85]), reference, noise)
     assert found is not None
     assert found.noise == 1.3
     assert found.median == 0.85
@@ -83,6 +84,14 @@ def test_a_control_that_was_faster_is_noise_as_well() -> None:
     assert stats.noise_of(by_round([1.0]), by_round([0.5])) == 2.0
 
 
+def test_a_control_that_agrees_by_chance_says_little() -> None:
+    """What it says at most of the other sizes counts as well, but not what it says at one."""
+    assert stats.noise_at(8, {1: 1.1, 2: 1.2, 4: 1.3, 8: 1.0}) == 1.2
+    assert stats.noise_at(1, {1: 1.5, 2: 1.0, 4: 1.0, 8: 1.0}) == 1.5
+    assert stats.noise_at(2, {2: 1.01}) == 1.01
+    assert stats.noise_at(2, {4: 1.01}) is None
+
+
 def test_three_rounds_of_equal_servers_differ_rarely_and_are_reproduced_mostly() -> None:
     """On a machine where rounds scatter by 5 % and servers by another 3 % from run to run."""
     dice = random.Random(11)
@@ -91,7 +100,11 @@ def test_three_rounds_of_equal_servers_differ_rarely_and_are_reproduced_mostly()
         bias = dice.lognormvariate(0, 0.03)
         return by_round([bias * dice.lognormvariate(0, 0.05) for _ in range(3)])
 
-    runs = [stats.ratio(server(), server(), server()) for _ in range(4000)]
+    def measured() -> stats.Ratio | None:
+        reference = server()
+        return stats.ratio(server(), reference, stats.noise_of(reference, server()))
+
+    runs = [measured() for _ in range(4000)]
     found = [ratio for ratio in runs if ratio is not None]
     different = sum(ratio.verdict == "beyond the noise" for ratio in found)
     again = sum(one.low <= other.median <= one.high for one, other in itertools.pairwise(found))
@@ -112,16 +125,17 @@ def test_three_rounds_of_equal_servers_differ_rarely_and_are_reproduced_mostly()
 def test_verdicts(values: list[float], verdict: str) -> None:
     """The control never differed from the reference."""
     reference = by_round([1.0] * len(values))
-    found = stats.ratio(by_round(values), reference, reference)
+    found = stats.ratio(by_round(values), reference, stats.noise_of(reference, reference))
     assert found is not None
     assert found.verdict == verdict
     assert found.judged is (len(values) >= 3)
 
 
-@pytest.mark.parametrize("control", [None, {}, {7: 1.0}])
-def test_without_a_control_there_is_no_verdict(control: dict[int, float] | None) -> None:
+@pytest.mark.parametrize("control", [{}, {7: 1.0}])
+def test_without_a_control_there_is_no_verdict(control: dict[int, float]) -> None:
     """Nor with one that was measured in other rounds: equal servers would often be called different."""
-    found = stats.ratio(by_round([0.1, 0.1, 0.1]), by_round([1.0, 1.0, 1.0]), control)
+    reference = by_round([1.0, 1.0, 1.0])
+    found = stats.ratio(by_round([0.1, 0.1, 0.1]), reference, stats.noise_of(reference, control))
     assert found is not None
     assert found.verdict == "noise unknown"
     assert not found.judged

@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,6 +95,30 @@ def test_what_goes_wrong_is_one_line() -> None:
     gone = bench(server.port)
     assert gone.returncode == 4
     assert gone.stderr == f"Error: cannot connect to 127.0.0.1:{server.port}: Connection refused\n".encode()
+
+
+def test_one_that_never_answers_has_no_keys() -> None:
+    """Nothing was written: nothing may be left."""
+    with socket.create_server(("127.0.0.1", 0), backlog=9) as silent:
+        done = bench(silent.getsockname()[1], "--ranks", "2", "--timeout", "0.3")
+    assert done.returncode == 3
+    assert done.stderr == b"Error: not done after 0.3 s: 0 of 2 connections are\n"
+
+
+def test_the_time_left_is_told_once_an_operation_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = command._Progress(4)
+    progress.tell(0, "set")
+    progress.began -= 10
+    progress.tell(0, "set")
+    progress.tell(2, "add")
+    progress.tell(4, "cleaning up")
+    progress.end()
+    shown = capsys.readouterr().err.split("\r\x1b[K")
+    assert re.fullmatch(r"2 of 4 done, now add, about 1[01] s left", shown[2])
+    assert [*shown[:2], *shown[3:]] == ["", "0 of 4 done, now set", "4 of 4 done, now cleaning up", ""]
 
 
 def test_every_address_of_a_name_is_tried() -> None:
