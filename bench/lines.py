@@ -177,12 +177,12 @@ def _fewer(part: Part, line: Line, size: int, found: stats.Ratio, measure: Measu
 def _box(x: float, y: float, text: str) -> Box:
     """To the right of a point, or to its left where it would stand in the legend."""
     width = len(text) * _WIDTH
-    left = x + _ASIDE if x + _ASIDE + width < _LEGEND - 0.004 else x - _ASIDE - width
+    left = x + _ASIDE if x + _ASIDE + width < _LEGEND else x - _ASIDE - width
     return Box(left, y - _HEIGHT / 2, left + width, y + _HEIGHT / 2)
 
 
 def _write_tag(figure: Figure, axes: Axes, tag: _Tag, box: Box) -> None:
-    """Over everything: where there is no room elsewhere, a ratio without its first digit would be another one."""
+    """Over lines and points: where there is no room elsewhere, a ratio without its first digit would be another one."""
     axes.text(
         box.left, (box.low + box.high) / 2, tag.text, fontsize=9, fontweight="bold", color=_darker(tag.colour),
         va="center", transform=figure.transFigure, zorder=3.5, clip_on=False,

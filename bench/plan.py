@@ -99,7 +99,9 @@ class Line:
         return self.start + self._rest(size) if self.took else 0.0
 
     def _rest(self, size: int) -> float:
-        """From two on a straight line, or a power law if that is steeper; from one in proportion, but what is fixed."""
+        """From two sizes on a straight line, or a power law, up to the scenario's, if that is steeper; from one in
+        proportion, but what is fixed.
+        """  # fmt: skip
         before, seconds = self.took[-1]
         if self._scenario.constant:
             return seconds

@@ -2,7 +2,7 @@
 
 Knows records, scenes and statistics. Must not know files, Markdown or figures.
 Invariant: only what was measured over the same transport, at the same size and in the same run is put into a ratio,
-and nothing is said about a size at which one of the two was not measured.
+and nothing is said about a size at which one of the two was not measured. Only the noise is taken from all sizes.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Part:
         if reference is None or reference.server == line.server:
             return None
         noises = self._noises(line.transport, measure)
-        if line.server == "control":
-            noises[size] = 1.0  # what it differs by at this size is the noise there: only the other sizes can widen it
+        if line.server == "control":  # what it differs by here is the noise here: only the other sizes can widen that
+            noises = {**noises, size: 1.0}
         return stats.ratio(line.values(size, measure), reference.values(size, measure), stats.noise_at(size, noises))
 
     def noise(self, transport: Transport, size: int, measure: Measure) -> float | None:
@@ -298,8 +298,8 @@ def headline(run: Run) -> str | None:
 
 def _rounds_told(values: Sequence[float]) -> str:
     if len(values) == 1:
-        return "one round"
-    return f"median of {len(values)} rounds, {min(values):,.2f}–{max(values):,.2f}"
+        return wording.rounds(1)
+    return f"median of {wording.rounds(len(values))}, {min(values):,.2f}–{max(values):,.2f}"
 
 
 def _tutorial_line(init: Part) -> Line | None:

@@ -103,7 +103,7 @@ class Scenario(NamedTuple):
     fixed: float = STARTING
     """Seconds of a sample, about, that are the same at every size."""
     steepest: float = 3.0
-    """The power of the size that its time grows with, at most."""
+    """The power of the size that a projection grows with, at most; 1: on a straight line through the last two."""
 
 
 class Bench:
@@ -315,7 +315,7 @@ _ALL = (
     Scenario("init", _init, (*RANKS, *TUTORIAL[6:]), QUICK, 350, 36, tutorial=True, memory=_WITHOUT),
     Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[6:]), QUICK, 850, 62, tutorial=True, memory=_WITHOUT),
     Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K, 8 * K), 400, 18, memory=_WITHOUT),
-    # Ranks that are not heard come again a second later: a step, and no slope that the next size would follow.
+    # Ranks that are not heard come again a second later: a step, which a power law would take for ever steeper.
     Scenario("herd", _herd, RANKS, (1 * K,), 290, 5, steepest=1.0),
     Scenario("newcomers", _newcomers, RANKS, (1 * K,), 170, 4),
     Scenario("steady", _steady, RANKS, (1 * K,), 380, 14, slow=True, fixed=STARTING + SECONDS),

@@ -1,6 +1,6 @@
 """What several rounds of one measurement say: medians, ratios, and how far either may be trusted.
 
-Knows numbers, and which round each is from. Must not know servers, scenarios or files. Not called `statistics`: the
+Knows numbers, their rounds and sizes. Must not know servers, scenarios or files. Not called `statistics`: the
 other scripts of this folder import Python's module of that name, with this folder first on their path.
 Invariant: nothing here is drawn at random, so the same rounds always give the same answer; every interval consists of
 values that were measured, and says with what confidence it holds.
@@ -115,8 +115,8 @@ def noise_of(reference: Mapping[int, float], control: Mapping[int, float]) -> fl
 def noise_at(size: int, noises: Mapping[int, float]) -> float | None:
     """The noise at a size, from what the control says there and at the other sizes; None where it was not measured.
 
-    It is no less than the upper quartile of all: in three rounds at one size the same server agrees with itself by
-    chance, and the interval would be so narrow that the next run is not within it.
+    It is no less than the upper quartile of all, of three sizes or fewer the greatest: in three rounds at one size the
+    same server agrees with itself by chance, and the next run would not be within so narrow an interval.
     """
     if size not in noises:
         return None

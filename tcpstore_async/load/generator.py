@@ -44,7 +44,8 @@ class Late(LoadError):
 
 def late(limit: float, what: str) -> Late:
     """That something was not finished within so many seconds, and what."""
-    return Late(f"not done after {limit:{'.0f' if limit >= 1 else '.2g'}} s: {what}")
+    seconds = f"{limit:.0f}" if limit >= 10 else f"{limit:.2g}"
+    return Late(f"not done after {seconds} s: {what}")
 
 
 class Act(NamedTuple):

@@ -61,10 +61,9 @@ def measure(
     left: list[Act] = []
     with _cleaning(host, port, ranks, left, min(limit, _PATIENCE)), fleet(host, port, ranks) as load:
         load.tell(Play(hello(), limit, window=_WINDOW))
-        for _, one in operations:
-            left.extend(act for act in one.after if act not in left)
         for number, (name, one) in enumerate(operations):
             progress(number, name)
+            left.extend(act for act in one.after if act not in left)
             yield _row(load, name, one, -(-requests // ranks), limit)
         if left:
             progress(len(operations), "cleaning up")

@@ -179,7 +179,7 @@ def make_room(listener: socket.socket, host: str, port: int, most: int) -> int:
     connections = min(room, most or room)
     prepare_file_table(listener.fileno(), connections)
     log.info("listening on %s, port %d, for up to %d connections", host, port, connections)
-    if room < _FEW:
+    if connections == room < _FEW:
         log.warning("the limit of open files leaves room for only %d connections", room)
     return connections
 

@@ -84,6 +84,21 @@ def test_the_title_names_nobody_within_the_noise(tmp_path: Path) -> None:
     assert "noise unknown" not in said
 
 
+def test_the_noise_of_other_sizes_widens_too() -> None:
+    measured = [
+        sample
+        for size, control in ((1024, 1.3), (2048, 1.0))
+        for server, wall in (("uvloop", 0.9), ("libuv", 1.0), ("control", control))
+        for sample in samples(server, [wall] * 3, size=size)
+    ]
+    [part] = results.parts(run(measured))
+    for server, noises in (("uvloop", [1.3, 1.3]), ("control", [1.0, 1.3])):
+        line = part.find(server, "sockets")
+        assert line is not None
+        ratios = [part.ratio(line, size, part.scene.measure) for size in (1024, 2048)]
+        assert [ratio.noise for ratio in ratios if ratio] == noises
+
+
 def test_the_run_says_what_its_reference_is(tmp_path: Path) -> None:
     """Though PyTorch's libuv server was measured as well: the control was not that one."""
     measured = [

@@ -47,6 +47,11 @@ def test_real_connections_at_98304_ranks_are_told_instead() -> None:
     assert "98,304 ranks in 2.50 s over sockets" in sentence(page(run(measured)))
 
 
+def test_one_round_has_no_median() -> None:
+    said = sentence(page(run(samples("uvloop", [2.5], size=98_304))))
+    assert "98,304 ranks in 2.50 s over sockets (one round), against" in said
+
+
 def test_without_sockets_there_is_no_estimate() -> None:
     said = sentence(page(run(MEMORY)))
     assert "no connections over sockets to estimate from" in said

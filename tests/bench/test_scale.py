@@ -139,6 +139,7 @@ def plan_of(**fields: Any) -> Plan:
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY]), False),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY], servers=["uvloop", "threaded"]), True),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY], servers=[]), False),
+        (plan_of(sizes=[4096, 5000], scenarios=[IN_MEMORY]), True),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["memory"]), False),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["sockets"]), True),
         (plan_of(sizes=[4096], scenarios=[IN_MEMORY], transports=["sockets", "memory"]), True),
@@ -393,6 +394,42 @@ def test_a_server_that_does_not_answer_ends_its_own_line_only(host: Host) -> Non
         ]
         assert runner.notes == ["fanout, threaded at 4: not done after 20 s"]
         assert runner.failures == failures  # a slow server's line just ends, but not at a size that was asked for
+
+
+def test_who_is_too_late_where_it_was_asked_for_fails_the_run_whatever_memory_says(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(host: Host, server: str, size: int, limit: float) -> list[Measured]:
+        raise Late("not done after 20 s")
+
+    monkeypatch.setattr("bench.scenarios.without_sockets", lambda *_: Measured(0.1, 1, 0.1, 0.0, 0.0))
+    runner = Runner(
+        plan_of(sizes=[4096], scenarios=[IN_MEMORY._replace(measure=measure)], open_files=20_000), host, quiet
+    )
+    runner.run()
+    assert runner.failures == ["herd, uvloop at 4,096: not done after 20 s"]
+
+
+def test_who_is_too_late_is_told(tmp_path: Path) -> None:
+    """Once, whatever else there is; a sample has a minute, or 20 s in a quick run."""
+    assert [plan_of(quick=quick).patience for quick in (False, True)] == [60.0, 20.0]
+    text = (
+        "import sys; sys.argv[0] = 'bench'\n"
+        "from bench import command, plan, scenarios\n"
+        "plan.Plan.patience = 0.01\n"
+        "command.main()"
+    )
+    words = [sys.executable, "-c", text, "scale", "--scenario", "init", "--transport", "memory", "--out", str(tmp_path)]
+    reason = "not done after 0.01 s: the sessions in memory are still driven"
+    for more, size, told in (
+        (["--sizes", "1000000"], "1,000,000", []),
+        ([], "1,024", ["Note: init, uvloop at 1,024: "]),
+    ):
+        done = subprocess.run([*words, *more], capture_output=True, timeout=LIMIT, cwd=ROOT, check=False)
+        *_, note, error = done.stderr.decode().splitlines()
+        assert done.returncode == 1
+        assert error.endswith(f"init, uvloop at {size}: {reason}")
+        assert [line.removesuffix(reason) for line in [note] if line.startswith("Note: ")] == told
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ def test_few_connections_are_worth_a_word_only_if_the_system_leaves_no_more(
     monkeypatch.setattr(base, "room_for_connections", lambda: 40)
     assert make_room(listener, "127.0.0.1", 1, 0) == 40
     assert make_room(listener, "127.0.0.1", 1, 100) == 40
+    assert make_room(listener, "127.0.0.1", 1, 10) == 10
     assert caplog.messages == ["the limit of open files leaves room for only 40 connections"] * 2
 
 
