@@ -104,7 +104,7 @@ class Runner:
             ):
                 return
             for line in _turned([line for line in lines if not line.ended], number):
-                spare = self._spare(lines, sizes, rounds, rounds - number, deadline)
+                spare = self._spare(lines, sizes, rounds, number, deadline)
                 if number and line.server not in self._paired and (self.plan.quick or line.took[-1][1] > spare):
                     continue
                 self._sample(scenario, line, sizes[0], number)
@@ -131,17 +131,27 @@ class Runner:
         """Seconds that a round of those will take."""
         return sum(line.projected(size) for line in self._compared(lines))
 
-    def _spare(self, lines: list[Line], sizes: Sequence[int], rounds: int, here: int, deadline: float) -> float:
-        """Seconds left beside what the paired servers will take: `here` rounds of the first size, all of the others
-        that they will come to.
-        """  # fmt: skip
+    def _spare(self, lines: list[Line], sizes: Sequence[int], rounds: int, done: int, deadline: float) -> float:
+        """Seconds left beside what the paired servers will take when so many rounds of the first size are done.
+
+        That is all other rounds of it; but only the least, if all would cost them a larger size.
+        """
+        many = (rounds - done, max(0, _least(rounds) - done))
+        return max((self._reserved(lines, sizes, rounds, each, deadline) for each in many), key=lambda found: found[0])[
+            1
+        ]
+
+    def _reserved(
+        self, lines: list[Line], sizes: Sequence[int], rounds: int, here: int, deadline: float
+    ) -> tuple[int, float]:
+        """To how many larger sizes the paired servers come after `here` rounds of the first; the seconds they leave."""
         left = deadline - time.monotonic() - here * self._round(lines, sizes[0])
-        for size in sizes[1:]:
+        for number, size in enumerate(sizes[1:]):
             taken = _least(rounds) * self._round(lines, size)
             if taken > left or not self._fits(size):
-                break
+                return number, left
             left -= taken
-        return left
+        return len(sizes) - 1, left
 
     def _judge(self, scenario: Scenario, lines: list[Line], sizes: Sequence[int], deadline: float) -> None:
         """End the lines that cannot, or had better not, be taken to the first of these sizes."""
@@ -161,7 +171,7 @@ class Runner:
                 reason = f"{_many(least)} {who}would take about {needed:.1f} s, {left:.1f} s are left"
                 self._miss(scenario, line, size, reason)
         others = [line for line in lines if not line.ended and line.server not in self._paired]
-        spare = self._spare(lines, sizes, rounds, least, deadline)
+        spare = self._reserved(lines, sizes, rounds, least, deadline)[1]
         for line in others:
             share = max(0.0, spare / len(others))
             needed = line.projected(size)

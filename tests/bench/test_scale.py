@@ -456,6 +456,16 @@ def test_a_point_beyond_the_file_limit_or_the_time_is_an_ending(host: Host) -> N
     assert [len(one.failures) for one in (runner, late)] == [1, 1]
 
 
+@pytest.mark.parametrize(("left", "done", "spare"), [(200, 0, 90), (95, 0, 5), (75, 2, 5), (65, 5, 5), (50, 5, 50)])
+def test_the_others_get_no_time_that_a_larger_size_needs(host: Host, left: float, done: int, spare: float) -> None:
+    """Ours takes 10 s a round here and 20 s at the next size: rounds 4 and 5 are given up for it."""
+    line = Line("uvloop", "sockets", SCENARIOS["init"])
+    for size, seconds in ((4, 5.0), (8, 10.0)):
+        line.add(size, 0.0, seconds)
+    runner = Runner(plan_of(), host, quiet)
+    assert runner._spare([line], [8, 16], 5, done, time.monotonic() + left) == pytest.approx(spare, abs=1)
+
+
 @pytest.mark.slow
 def test_those_compared_end_at_the_same_size(host: Host) -> None:
     """Whatever one of them alone would take; the others end on their own, and ours where it would by itself."""
