@@ -312,8 +312,8 @@ def _busy_trainer(host: Host, server: str, size: int, limit: float) -> list[Meas
 
 _WITHOUT = (*TUTORIAL, 1_000_000)
 _ALL = (
-    Scenario("init", _init, (*RANKS, *TUTORIAL[6:]), QUICK, 350, 36, tutorial=True, memory=_WITHOUT),
-    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[6:]), QUICK, 850, 62, tutorial=True, memory=_WITHOUT),
+    Scenario("init", _init, (*RANKS, *TUTORIAL[6:]), QUICK, 350, 46, tutorial=True, memory=_WITHOUT),
+    Scenario("barrier", _barrier, (*RANKS, *TUTORIAL[6:]), QUICK, 850, 96, tutorial=True, memory=_WITHOUT),
     Scenario("barrier-opcode", _barrier_opcode, RANKS, (1 * K, 8 * K), 400, 18, memory=_WITHOUT),
     # Ranks that are not heard come again a second later: a step, which a power law would take for ever steeper.
     Scenario("herd", _herd, RANKS, (1 * K,), 290, 5, steepest=1.0),
