@@ -137,9 +137,9 @@ class Runner:
         That is all other rounds of it; but only the least, if all would cost them a larger size.
         """
         many = (rounds - done, max(0, _least(rounds) - done))
-        return max((self._reserved(lines, sizes, rounds, each, deadline) for each in many), key=lambda found: found[0])[
-            1
-        ]
+        found = [self._reserved(lines, sizes, rounds, each, deadline) for each in many]
+        _, seconds = max(found, key=lambda one: one[0])
+        return seconds
 
     def _reserved(
         self, lines: list[Line], sizes: Sequence[int], rounds: int, here: int, deadline: float
