@@ -87,7 +87,8 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     "--seconds",
     type=click.FloatRange(1, 86_400),
     callback=_number,
-    help="For all of it, but each scenario's smallest size is always measured.  [default: 3200, or 170 if --quick]",
+    help="For all of it, but each scenario's smallest size is always measured.  "
+    f"[default: {FULL:.0f}, or {QUICK:.0f} if --quick]",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-results"), show_default=True

@@ -209,7 +209,7 @@ class Runner:
             self._fail(scenario, line, size, reason)
 
     def _fail(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:
-        self.failures.append(f"{scenario.name}, {line.server} at {size:,}: {reason}")
+        self.failures.append(_told(scenario, line, size, reason))
 
     def _sample(self, scenario: Scenario, line: Line, size: int, number: int) -> None:
         self._progress(
@@ -225,13 +225,13 @@ class Runner:
                 found = scenario.measure(self._host, line.server, size, limit)
         except Died as error:
             self._end(scenario, line, size, str(error))
-            raise Died(f"{scenario.name}, {line.server} at {size:,}: {error}") from None
+            raise Died(_told(scenario, line, size, str(error))) from None
         except LoadError as error:
             # Without the round that failed the others would say too much good of it.
             self._forget(line, size)
             if isinstance(error, Late):
                 self._miss(scenario, line, size, str(error))
-                self.notes.append(f"{scenario.name}, {line.server} at {size:,}: {error}")
+                self.notes.append(_told(scenario, line, size, str(error)))
                 return
             self._end(scenario, line, size, str(error))
             if not isinstance(error, Impossible):
@@ -250,6 +250,11 @@ class Runner:
     def _end(self, scenario: Scenario, line: Line, size: int, reason: str) -> None:
         line.ended = True
         self.endings.append(Ending(scenario.name, line.server, line.transport, size, reason))
+
+
+def _told(scenario: Scenario, line: Line, size: int, reason: str) -> str:
+    """What went wrong, and where, in one line."""
+    return f"{scenario.name}, {line.server} at {size:,}: {reason}"
 
 
 def _turned(lines: list[Line], number: int) -> list[Line]:

@@ -413,12 +413,7 @@ def test_who_is_too_late_where_it_was_asked_for_fails_the_run_whatever_memory_sa
 def test_who_is_too_late_is_told(tmp_path: Path) -> None:
     """Once, whatever else there is; a sample has a minute, or 20 s in a quick run."""
     assert [plan_of(quick=quick).patience for quick in (False, True)] == [60.0, 20.0]
-    text = (
-        "import sys; sys.argv[0] = 'bench'\n"
-        "from bench import command, plan, scenarios\n"
-        "plan.Plan.patience = 0.01\n"
-        "command.main()"
-    )
+    text = "from bench import command, plan\nplan.Plan.patience = 0.01\ncommand.main()"
     words = [sys.executable, "-c", text, "scale", "--scenario", "init", "--transport", "memory", "--out", str(tmp_path)]
     reason = "not done after 0.01 s: the sessions in memory are still driven"
     for more, size, told in (
