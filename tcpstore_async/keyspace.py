@@ -4,7 +4,8 @@ Knows: what each command does to the store and whom it wakes. Must not know: fra
 Invariants: a command is applied whole or, when it raises, not at all. A waiter fires when the keys it was parked on
 have appeared, once, and holds no registration that nobody can fire. If waiters, other than those in a barrier of that
 name, are parked on a queue that holds items, then each of those items is promised to a waiter that was woken and has
-not been heard of since.
+not been heard of since. An item that was leased is in its queue's stead with the waiter, until it confirms it; given
+back, or left behind, it is at the front again.
 
 The counting is PyTorch's libuv server's to the byte, except for the queue defects listed in `docs/quirks.md`.
 """
@@ -61,9 +62,19 @@ class Waiter:
         """The counter that it waits for, instead of keys."""
         self.target: int = 0
         """What that counter has to reach."""
+        self.popping: tuple[bytes, int] | None = None
+        """The queue of which it awaits an item, and the ticket under which that will be leased to it."""
+        self.leases: dict[int, tuple[bytes, Framed]] | None = None
+        """Per ticket, the queue and the item that it was given and has not confirmed, oldest first."""
+        self.joined: tuple[bytes, bytes] | None = None
+        """The counter of ranks that it has joined, and the token of the rank that it stands for."""
 
     def fire(self, value: Framed | None) -> None:
         """Tell the waiter that its wait is over, and the value if it is fetching one. Must not call back."""
+        raise NotImplementedError
+
+    def grant(self, length: int, item: Framed | None) -> None:
+        """Tell the waiter that its wait for an item is over, and what `lease` has come to. Must not call back."""
         raise NotImplementedError
 
 
@@ -128,6 +139,16 @@ class Counter(Waiter):
         return done
 
 
+class Joins:
+    """The ranks that have joined one counter, each by a token of its own."""
+
+    def __init__(self) -> None:
+        self.connections: dict[bytes, int] = {}
+        """Per token, how many waiters stand for that rank; negative if one of them has said that it leaves."""
+        self.lost: int = 0
+        """Tokens for which nobody stands any more, though nobody said so."""
+
+
 class Keyspace:
     """One store. Keys and values are opaque; values are blobs (see `blob`)."""
 
@@ -144,6 +165,8 @@ class Keyspace:
         """What the server says of itself: there when it is asked for by name, but no key of the store."""
         self.promises: dict[bytes, int] = {}
         """Per queue, how many woken waiters have not been heard of since."""
+        self.joins: dict[bytes, Joins] = {}
+        """Per counter, who has joined it."""
         self.size: int = 0
         """Bytes counted against `Limits.store_bytes`."""
         self.max_size: int = limits.store_bytes
@@ -250,6 +273,9 @@ class Keyspace:
         if old is None:
             return 0
         self.size -= len(key) + ENTRY_BYTES + size(old)
+        if key in self.joins:
+            for token in self.joins.pop(key).connections:
+                self.size -= self._parking(token)
         return 1
 
     def num_keys(self) -> int:
@@ -280,10 +306,12 @@ class Keyspace:
     # Queues
 
     def queue_push(self, key: bytes, value: Framed) -> None:
-        """Append to a queue and wake the first in line for it."""
+        """Append to a queue and wake the first in line for it. Raises ProtocolError for a key not to be written."""
         self._grow(len(key) + ENTRY_BYTES + len(value))
         queue = self.queues.get(key)
         if queue is None:
+            if key in self.reserved:
+                raise ProtocolError(f"{key.decode()} is not to be written")
             queue = self.queues[key] = deque()
         queue.append(value)
         self.size += len(key) + ENTRY_BYTES + len(value)
@@ -305,6 +333,147 @@ class Keyspace:
     def queue_len(self, key: bytes) -> int:
         queue = self.queues.get(key)
         return 0 if queue is None else len(queue)
+
+    # What the server says of itself
+
+    def reserve(self, key: bytes, value: Framed, last: bool = False) -> None:
+        """Say something, and tell those who wait until that reaches a number; if it is the last word, all of them."""
+        self.reserved[key] = value
+        counter = self.counters.get(key)
+        if counter is None:
+            return
+        self._unpark(counter)
+        if last:
+            for target in list(counter.awaiting):
+                for waiter in list(counter.awaiting[target]):
+                    self._leave_counter(waiter, counter)
+                    waiter.fire(None)
+        else:
+            self.count(counter)
+
+    # Queues, confirmed
+
+    def lease(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None]:
+        """As `queue_pop`, but the item is the waiter's only once it confirms the ticket.
+
+        Raises ProtocolError for a ticket that is in use.
+        """
+        leases = waiter.leases
+        if (leases is not None and ticket in leases) or (waiter.popping is not None and waiter.popping[1] == ticket):
+            raise ProtocolError(f"ticket {ticket} is in use")
+        queue = self.queues.get(key)
+        if queue is None:
+            return 0, None
+        length = len(queue)
+        item = queue.popleft()
+        if not queue:
+            del self.queues[key]
+        if leases is None:
+            leases = waiter.leases = {}
+        leases[ticket] = (key, item)
+        self.size += PARKED_BYTES  # whatever the limit: a store that is full must be emptied
+        return length, item
+
+    def lease_later(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None] | None:
+        """The same, unless nothing of that name is there: then None, and the waiter is told when something is."""
+        popped = self.lease(waiter, key, ticket)
+        if popped[0] or key in self.values or key in self.reserved:
+            return popped
+        self._demand_idle(waiter)
+        self._grow(self._parking(key))
+        self._unpark(waiter)
+        self._park(waiter, [key])
+        waiter.popping = (key, ticket)
+        return None
+
+    def confirm(self, waiter: Waiter, ticket: int) -> None:
+        """The item that was leased under this ticket, if any is, has come where it should."""
+        leases = waiter.leases
+        if leases is not None and ticket in leases:
+            key, item = leases.pop(ticket)
+            self.size -= PARKED_BYTES + len(key) + ENTRY_BYTES + len(item)
+            if not leases:
+                waiter.leases = None
+
+    def give_back(self, waiter: Waiter, ticket: int) -> Framed:
+        """Nobody wants what was, or would be, leased under this ticket; for a wait that ends so, what stands for that.
+
+        An item comes to the front of its queue, and the next in line is woken.
+        """
+        if waiter.popping is not None and waiter.popping[1] == ticket:
+            self._unpark(waiter)
+            return NO_BLOB
+        leases = waiter.leases
+        if leases is not None and ticket in leases:
+            self._restore([leases.pop(ticket)])
+            if not leases:
+                waiter.leases = None
+        return b""
+
+    def _restore(self, leased: list[tuple[bytes, Framed]]) -> None:
+        """Put items back where they were, the oldest first in front; each wakes the next in line, as a push does."""
+        for key, item in reversed(leased):
+            queue = self.queues.get(key)
+            if queue is None:
+                queue = self.queues[key] = deque()
+            queue.appendleft(item)
+        self.size -= len(leased) * PARKED_BYTES
+        for key, _ in leased:
+            if key in self.waiters:
+                self._wake_next(key, handed_on=True)
+
+    # Ranks
+
+    def join(self, waiter: Waiter, key: bytes, token: bytes) -> int:
+        """Add 1 to a counter, once for each token, and return the sum; from now on the waiter stands for that rank.
+
+        With an empty token nothing is added; the sum is less by those for whom nobody stands any more, though they have
+        not said that they leave. Raises ProtocolError if the value is no number.
+        """
+        joins = self.joins.get(key)
+        if not token:
+            return wrap(self._count(key) - (0 if joins is None else joins.lost))
+        known = joins is not None and token in joins.connections
+        if known:
+            total = self._count(key)
+        else:
+            old = self.values.get(key)
+            if old is not None:
+                number(old)
+            self._grow(self._growth(key, old, COUNTER_SIZE) + self._parking(token))
+        if joins is None:
+            joins = self.joins[key] = Joins()
+        if not known:
+            joins.connections[token] = 0
+            joins.lost += 1
+            self.size += self._parking(token)
+            total = self.add(key, 1)
+        if waiter.joined != (key, token):
+            self.depart(waiter)
+            standing = joins.connections[token]
+            if standing >= 0:
+                joins.connections[token] = standing + 1
+                joins.lost -= standing == 0
+            waiter.joined = (key, token)
+        return total
+
+    def depart(self, waiter: Waiter) -> None:
+        """The waiter stands for no rank any more; that one has not been lost."""
+        if waiter.joined is None:
+            return
+        key, token = waiter.joined
+        waiter.joined = None
+        joins = self.joins.get(key)
+        if joins is not None and token in joins.connections:
+            joins.lost -= joins.connections[token] == 0
+            joins.connections[token] = -1
+
+    def _lose(self, waiter: Waiter, key: bytes, token: bytes) -> None:
+        joins = self.joins.get(key)
+        waiter.joined = None
+        if joins is not None and (standing := joins.connections.get(token, -1)) > 0:
+            joins.connections[token] = standing - 1
+            joins.lost += standing == 1
 
     # Waiting
 
@@ -400,10 +569,16 @@ class Keyspace:
         return True
 
     def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter that has gone, and hand on what it was promised."""
+        """Forget a waiter that has gone, and hand on what it was promised, and what it was leased."""
         self._unpark(waiter)
+        if waiter.joined is not None:
+            self._lose(waiter, waiter.joined[0], waiter.joined[1])
         if waiter.promise is not None:
             self.settle(waiter, waiter.promise)
+        if waiter.leases is not None:
+            leased = list(waiter.leases.values())
+            waiter.leases = None
+            self._restore(leased)
 
     def settle(self, waiter: Waiter, promise: Promise) -> None:
         """The waiter has spoken or gone since it was woken: an item it did not take goes to the next in line."""
@@ -488,6 +663,7 @@ class Keyspace:
         if waiter.counter is not None:
             self._leave_counter(waiter, waiter.counter)
         waiter.fetching = None
+        waiter.popping = None
         waiter.left = len(keys)
         if waiter.parked is None:
             waiter.parked = set()
@@ -510,6 +686,7 @@ class Keyspace:
         waiter.left = 0
         waiter.barrier = None
         waiter.fetching = None
+        waiter.popping = None
         parked = waiter.parked
         if parked is None:
             return
@@ -590,7 +767,7 @@ class Keyspace:
             self._pass_over(key, passed)
         for waiter in counted:
             if self._count_down(waiter, key, line.pop(waiter)):
-                if waiter.fetching is None:
+                if waiter.fetching is None and waiter.popping is None:
                     waiter.promise = self._promise(key)
                 self._fire(waiter)
         if not line and key not in self.passed:
@@ -604,6 +781,12 @@ class Keyspace:
             passed[waiter] = line.pop(waiter)
 
     def _fire(self, waiter: Waiter) -> None:
+        popping = waiter.popping
+        if popping is not None:
+            waiter.popping = None
+            length, item = self.lease(waiter, popping[0], popping[1])
+            waiter.grant(length, item)
+            return
         key = waiter.fetching
         if key is None:
             waiter.fire(None)

@@ -16,6 +16,7 @@ TARGET = Path(__file__).parent.parent / "docs" / "wire.md"
 SHAPES = {
     "NOTHING": "",
     "U32": "u32",
+    "I64": "i64",
     "KEY": "key",
     "KEY_I64": "key, i64",
     "KEY_VALUE": "key, value",
@@ -34,6 +35,7 @@ SHAPES = {
     "BLOBS": "*n* × value",
     "COUNTED_KEYS": "i64 *n*, *n* × key",
     "POPPED": "i64 *n*; value if *n* > 0",
+    "POPPED_LATER": "i64 *n*; value if *n* > 0; now or later",
 }
 
 MEANINGS = {
@@ -75,8 +77,24 @@ MEANINGS = {
     "no number ends no wait. Ended by CANCEL_WAIT. Closes the connection if the text begins with no number, or if "
     "something else waits already.",
     "INTRODUCE": "Says who the client is, for the server's log: rank, world_size, host, pid, job, as far as they are "
-    "known, each as text. Closes the connection for more than 2,048 bytes of names and values, lengths of the values "
-    "included.",
+    "known, each as text. The pid is what tells its processes apart, and a forked process says its parent's. Closes "
+    "the connection for more than 2,048 bytes of names and values, lengths of the values included.",
+    "LEASE": "As QUEUE_POP, but the item is only lent, under a ticket, a number that the client chooses anew for each: "
+    "no command sees it in its queue any more, and it goes back when the connection ends. Closes the connection if the "
+    "ticket is in use.",
+    "LEASE_LATER": "As LEASE, but if nothing of that name is there the reply follows when something is. It stands in "
+    "one line with those who WAIT, in order of arrival, and takes the item itself. If a plain value is there, or is set, "
+    "*n* is 0. Closes the connection if that has to wait and something else waits already.",
+    "CONFIRM": "The item that was lent under this ticket has reached its caller, and is gone for good. Nothing "
+    "happens if there is none. To be sent whatever the connection waits for.",
+    "RETURN": "The caller of this ticket has gone. If its LEASE_LATER waits, that is answered with an *n* of -1; if it "
+    "was lent an item, that goes back to the front of its queue, and the next in line is woken as by a QUEUE_PUSH. "
+    "Else nothing happens. To be sent whatever the connection waits for, without waiting for what is on its way.",
+    "JOIN": "As ADD of 1, but once only for each value, the token of a rank, of 64 bytes at most, whichever connection "
+    "it comes on; the connection then stands for that rank. With an empty token nothing is added, and the reply is the "
+    "number less the ranks that have lost all their connections. DELETE_KEY forgets the tokens. Closes the connection "
+    "as ADD does, and for a token that is too long.",
+    "LEAVE": "The connection stands for no rank any more, and that rank does not count as lost.",
 }
 
 HEAD = """# The wire
@@ -108,6 +126,7 @@ FLAGS = {
     Flag.PARKS: "registers or releases the connection as a waiter",
     Flag.SESSION: "concerns the connection only",
     Flag.HANDSHAKE: "is the first command, and only that",
+    Flag.HOLDS: "makes the connection hold something, or hold it no more",
     Flag.EXTENSION: "must be sent to no server that is not known to have it",
 }
 
@@ -130,7 +149,7 @@ an object of JSON:
 |---|---|
 | `server` | `"tcpstore_async"` |
 | `version` | the package's version |
-| `extension` | 1: the commands above; a later number has these and more |
+| `extension` | 2: the commands above; 1 has those up to 67, a later number these and more |
 | `instance` | text that differs for every server ever started |
 | `backend`, `build` | which of its backends this is, and how it was built |
 
@@ -139,12 +158,17 @@ address has nothing of the store that the client knows.
 
 GET of `{JOINS_KEY.decode()}` says in decimal text how many ranks the owner of the server expects to join, in all the
 stores that it has made on it; the empty value if the server has no owner, 0 once it is about to go. When PyTorch's
-counter of workers, `init/`, is past that number, whoever joined last belongs to a store that the owner has yet to make.
+counter of workers, `init/`, is past that number, whoever joined last belongs to a store that the owner has yet to make,
+or takes the place of a rank that was lost. WAIT_COUNT of that key ends when that many are expected, or with the 0.
+
+A client pops with LEASE or LEASE_LATER, and sends CONFIRM right before it hands the item to its caller: an item that
+was on its way when the connection broke, or its caller went, is there for others. Those that one connection leaves
+behind come back in their order. A rank that joins with JOIN may do so again after any loss of its connection.
 
 Neither key is counted, listed or deleted, WAIT finds both there, and a command that would write to one closes its
 connection.
 
-FETCH and WAIT_COUNT that have to wait drop what WAITs that were replaced have left registered.
+FETCH, WAIT_COUNT and LEASE_LATER that have to wait drop what WAITs that were replaced have left registered.
 """
 
 

@@ -353,6 +353,7 @@ class ThreadedServer:
         """So many ranks are expected to join, all told."""
         with self.lock:
             self.engine.announce(joins)
+            self.flush_dirty()
 
     def all_joined(self) -> bool:
         """Whether as many ranks have joined as were announced."""

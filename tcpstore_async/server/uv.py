@@ -304,6 +304,7 @@ class UvServer:
     def announce(self, joins: int) -> None:
         """So many ranks are expected to join, all told."""
         self.engine.announce(joins)
+        self.flush_dirty()
 
     def all_joined(self) -> bool:
         """Whether as many ranks have joined as were announced."""

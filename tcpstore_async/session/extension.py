@@ -11,7 +11,7 @@ import msgspec
 from .. import blob
 from ..version import VERSION
 
-EXTENSION: Final = 1
+EXTENSION: Final = 2
 """The number of the extension: which commands there are."""
 
 

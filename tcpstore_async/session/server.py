@@ -14,7 +14,7 @@ from ..errors import LimitError, ProtocolError
 from ..keyspace import Keyspace, Waiter
 from ..limits import Limits
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
-from ..wire.shapes import STOP_WAITING, Bulk, Call, Request, Rest
+from ..wire.shapes import STOP_WAITING, Bulk, Call, Request, Rest, encode_popped
 
 NO_PID: Final = -1
 
@@ -22,6 +22,12 @@ _WOKEN: Final = bytes([STOP_WAITING])
 
 _MOST_SAID: Final = 2048
 """Bytes that a peer may say of itself: names and framed values, so that their number has a limit too."""
+
+_LONGEST_PID: Final = 20
+"""Digits of a process id, at the most."""
+
+_LONGEST_TOKEN: Final = 8 + 64
+"""Bytes of the token of a rank that joins, framed."""
 
 Introduction = dict[str, str]
 
@@ -68,10 +74,10 @@ class Engine:
     def announce(self, joins: int) -> None:
         """Say how many ranks the owner of this server expects to join, in all stores it has made on it.
 
-        0 once the server is about to go.
+        0 once the server is about to go. Those whom this wakes are in `dirty`.
         """
         self.joins = joins
-        self.keyspace.reserved[JOINS_KEY] = pack(b"%d" % joins)
+        self.keyspace.reserve(JOINS_KEY, pack(b"%d" % joins), last=not joins)
 
     def all_joined(self) -> bool:
         """Whether as many ranks have joined as were announced."""
@@ -82,7 +88,7 @@ class Engine:
         """What does a command, given its fields."""
         owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
         method: Call = getattr(owner, command.method)
-        if command.flags & (Flag.SESSION | Flag.PARKS):
+        if command.flags & (Flag.SESSION | Flag.PARKS | Flag.HOLDS):
             return self._with_session(method, command.request.arity)
         measure = command.reply.measure
         if measure is None:
@@ -116,7 +122,8 @@ class ServerSession(Waiter):
         self.came = came
         """When it came, in seconds of the door's clock."""
         self.pid: int = NO_PID
-        """The nonce of its last PING: PyTorch's client, and ours, send their process id."""
+        """Its process: what it says when it introduces itself, else the number of its first PING, which PyTorch's
+        client, and ours, send in the handshake."""
         self.table: list[_Slot | None] = engine.handshake
         self.out: list[Framed] = []
         """Replies for the door to take, in order."""
@@ -272,7 +279,8 @@ class ServerSession(Waiter):
         self.table = self.engine.commands
 
     def ping(self, nonce: int) -> int:
-        self.pid = nonce
+        if self.pid == NO_PID:
+            self.pid = nonce
         return nonce
 
     def introduce(self, items: list[tuple[bytes, Framed]]) -> None:
@@ -280,6 +288,15 @@ class ServerSession(Waiter):
         if sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
             raise ProtocolError(f"it introduces itself with more than {_MOST_SAID} bytes")
         self.peer = {_readable(name): _readable(unpack(blob)) for name, blob in items}
+        pid = self.peer.get("pid", "")
+        if pid.isdecimal() and len(pid) < _LONGEST_PID:
+            self.pid = int(pid)
+
+    def join(self, key: bytes, token: Framed) -> int:
+        """Raises ProtocolError for a token that is too long to be one, or if the value is no number."""
+        if len(token) > _LONGEST_TOKEN:
+            raise ProtocolError(f"a token of {len(token)} bytes")
+        return self.engine.keyspace.join(self, key, unpack(token))
 
     # Out
 
@@ -289,6 +306,13 @@ class ServerSession(Waiter):
             value = _WOKEN
         self.out.append(value)
         self.unread += len(value)
+        self.engine.dirty.append(self)
+
+    def grant(self, length: int, item: Framed | None) -> None:
+        """The same for an item."""
+        pieces = encode_popped((length, item))
+        self.out.extend(pieces)
+        self.unread += sum(map(len, pieces))
         self.engine.dirty.append(self)
 
 

@@ -14,6 +14,7 @@ from .shapes import (
     CANCELED,
     COUNTED_KEYS,
     ECHO,
+    I64,
     ITEMS,
     KEY,
     KEY_I64,
@@ -24,6 +25,7 @@ from .shapes import (
     NOTHING,
     NUMBER,
     POPPED,
+    POPPED_LATER,
     READINESS,
     SILENCE,
     U32,
@@ -63,10 +65,12 @@ class Flag(IntFlag):
     """The first command of every connection, and only that."""
     EXTENSION = 16
     """PyTorch has no such command: to be sent to a server only that is known to have it."""
+    HOLDS = 32
+    """Takes the waiter before its other arguments, because that holds something; nothing waits."""
 
 
 MUTATES, PARKS, SESSION, HANDSHAKE = Flag.MUTATES, Flag.PARKS, Flag.SESSION, Flag.HANDSHAKE
-EXTENSION = Flag.EXTENSION
+EXTENSION, HOLDS = Flag.EXTENSION, Flag.HOLDS
 
 
 class Command:
@@ -111,6 +115,12 @@ COMMANDS: Final = (
     Command(0x41, "CANCEL_FETCH", NOTHING,         NO_VALUE,     "cancel_fetch", PARKS | EXTENSION),
     Command(0x42, "WAIT_COUNT",   KEY_I64,         WAKE,         "wait_count",   PARKS | EXTENSION),
     Command(0x43, "INTRODUCE",    ITEMS,           SILENCE,      "introduce",    SESSION | EXTENSION),
+    Command(0x44, "LEASE",        KEY_I64,         POPPED,       "lease",        MUTATES | HOLDS | EXTENSION),
+    Command(0x45, "LEASE_LATER",  KEY_I64,         POPPED_LATER, "lease_later",  MUTATES | PARKS | EXTENSION),
+    Command(0x46, "CONFIRM",      I64,             SILENCE,      "confirm",      HOLDS | EXTENSION),
+    Command(0x47, "RETURN",       I64,             SILENCE,      "give_back",    MUTATES | HOLDS | EXTENSION),
+    Command(0x48, "JOIN",         KEY_VALUE,       NUMBER,       "join",         MUTATES | SESSION | EXTENSION),
+    Command(0x49, "LEAVE",        NOTHING,         SILENCE,      "depart",       HOLDS | EXTENSION),
 )  # fmt: skip
 
 

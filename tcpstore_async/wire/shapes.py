@@ -95,6 +95,17 @@ class _U32Field(Request):
         return _U32.pack(fields[0])
 
 
+class _I64Field(Request):
+    def decode(self, call: Call, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        stop = at + 8
+        if stop > end:
+            return None, -stop
+        return call(read_i64_le(data, at)), stop
+
+    def encode(self, fields: Fields) -> bytes:
+        return _I64.pack(fields[0])
+
+
 def _unsigned(length: int) -> int:
     return length % 2**64
 
@@ -522,10 +533,10 @@ def _encode_keys(keys: list[bytes]) -> bytes:
 
 
 class _Popped(Reply):
-    """A length and, unless it is 0, a value."""
+    """A length and, if it is more than 0, a value."""
 
-    def __init__(self) -> None:
-        self.encode = _encode_popped
+    def __init__(self, encode: Callable[[Any], Any]) -> None:
+        self.encode = encode
         self.in_pieces = True
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
@@ -541,13 +552,18 @@ class _Popped(Reply):
         return (length, data[start:stop]), stop
 
 
-def _encode_popped(popped: tuple[int, Framed | None]) -> list[Framed]:
+def encode_popped(popped: tuple[int, Framed | None]) -> list[Framed]:
     length, item = popped
     return [_I64.pack(length)] if item is None else [_I64.pack(length), item]
 
 
+def _encode_popped_later(popped: tuple[int, Framed | None] | None) -> list[Framed]:
+    return [] if popped is None else encode_popped(popped)
+
+
 NOTHING: Final[Request] = _Nothing()
 U32: Final[Request] = _U32Field()
+I64: Final[Request] = _I64Field()
 KEY: Final[Request] = _Key()
 KEY_I64: Final[Request] = _KeyI64()
 KEY_VALUE: Final[Request] = _KeyValue(1, bulk=True)
@@ -567,4 +583,6 @@ VALUE_LATER: Final[Reply] = _Blob()
 NO_VALUE: Final[Reply] = _NoValue()
 BLOBS: Final[Reply] = _Blobs()
 COUNTED_KEYS: Final[Reply] = _CountedKeys()
-POPPED: Final[Reply] = _Popped()
+POPPED: Final[Reply] = _Popped(encode_popped)
+POPPED_LATER: Final[Reply] = _Popped(_encode_popped_later)
+"""As POPPED, but perhaps later."""

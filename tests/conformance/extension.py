@@ -12,27 +12,35 @@ from conformance.frames import (
     CANCEL_FETCH,
     CANCEL_WAIT,
     CANCELED,
+    DEPART,
     LIST_KEYS,
     NO_VALUE,
     NOT_READY,
     NUM_KEYS,
     READY,
+    RETURNED,
     WOKEN,
     add,
     append,
     barrier,
     check,
     compare_set,
+    confirm,
     delete,
     fetch,
     get,
+    give_back,
     i64,
     introduce,
+    join,
+    lease,
+    lease_later,
     multi_set,
     ping,
     pop,
     popped,
     push,
+    queue_len,
     set_,
     wait,
     wait_count,
@@ -326,6 +334,150 @@ def count_is_passed_over_by_a_queue(s: Script) -> None:
     b.hears(WOKEN)
 
 
+# LEASE, CONFIRM and RETURN
+
+
+@case()
+def lease_is_confirmed(s: Script) -> None:
+    a, z = s.peers("az")
+    a.asks(lease(b"q", 1), i64(0))
+    z.says(push(b"q", b"1"), push(b"q", b"2"))
+    a.asks(lease(b"q", 1), popped(2, b"1"))
+    z.asks(queue_len(b"q") + check(b"q") + NUM_KEYS, i64(1) + READY + i64(0))
+    a.asks(lease(b"q", -5), popped(1, b"2"))
+    z.asks(queue_len(b"q") + check(b"q") + pop(b"q"), i64(0) + NOT_READY + i64(0))
+    a.asks(confirm(1) + confirm(1) + confirm(77) + ping(b"pong"), b"pong")
+    a.leaves()
+    s.peer("b").asks(pop(b"q") + pop(b"q"), popped(1, b"2") + i64(0))
+
+
+@case()
+def lease_is_given_back_to_the_front(s: Script) -> None:
+    a, z = s.peers("az")
+    z.says(*(push(b"q", item) for item in (b"1", b"2", b"3")))
+    a.asks(lease(b"q", 1) + lease(b"q", 2), popped(3, b"1") + popped(2, b"2"))
+    a.says(give_back(2), give_back(2), give_back(9))
+    z.asks(pop(b"q"), popped(2, b"2"))
+    a.asks(give_back(1) + ping(b"pong"), b"pong")
+    z.asks(pop(b"q"), popped(2, b"1"))
+
+
+@case()
+def leases_of_the_dead_come_back_in_order(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    z.says(*(push(b"q", item) for item in (b"1", b"2", b"3", b"4")))
+    a.asks(lease(b"q", 1) + lease(b"q", 2) + lease(b"q", 3), popped(4, b"1") + popped(3, b"2") + popped(2, b"3"))
+    b.asks(lease(b"q", 3), popped(1, b"4"))
+    b.says(confirm(3))
+    c.asks(lease_later(b"q", 0), SILENCE)
+    a.leaves()
+    c.hears(popped(3, b"1"))
+    z.asks(pop(b"q") + pop(b"q") + pop(b"q"), popped(2, b"2") + popped(1, b"3") + i64(0))
+
+
+@case()
+def lease_goes_back_with_a_protocol_error(s: Script) -> None:
+    a, z = s.peers("az")
+    z.says(push(b"q", b"1"))
+    a.asks(lease(b"q", 1) + lease(b"q", 1), Answer(popped(1, b"1"), closed=True))
+    z.asks(pop(b"q"), popped(1, b"1"))
+
+
+@case()
+def lease_later_waits_in_line(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    a.asks(wait(b"q"), SILENCE)
+    b.asks(lease_later(b"q", 1), SILENCE)
+    c.asks(wait(b"q"), SILENCE)
+    z.says(push(b"q", b"1"))
+    a.hears(WOKEN)
+    a.asks(pop(b"q"), popped(1, b"1"))
+    z.says(push(b"q", b"2"), push(b"q", b"3"))
+    b.hears(popped(1, b"2"))
+    c.hears(WOKEN)
+    z.asks(queue_len(b"q"), i64(1))
+    b.says(give_back(1))
+    z.asks(pop(b"q"), popped(2, b"2"))
+
+
+@case()
+def lease_later_is_given_up(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    a.asks(lease_later(b"q", 1), SILENCE)
+    b.asks(lease_later(b"q", 1), SILENCE)
+    a.asks(give_back(1) + ping(b"pong"), RETURNED + b"pong")
+    z.says(push(b"q", b"1"))
+    b.hears(popped(1, b"1"))
+    a.asks(lease_later(b"q", 2), SILENCE)
+    b.says(give_back(1))  # it crosses the item, and is the last that is heard of it
+    a.hears(popped(1, b"1"))
+    a.asks(confirm(2) + lease_later(b"q", 3) + CANCEL_WAIT, CANCELED)
+
+
+@case()
+def lease_later_does_not_wait_for_a_value(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    a.asks(lease_later(b"k", 1), SILENCE)
+    z.says(set_(b"k", b"plain"))
+    a.hears(i64(0))
+    b.asks(lease_later(b"k", 1) + lease_later(SERVER, 2), i64(0) * 2)
+    z.says(push(b"k", b"1"))
+    b.asks(lease_later(b"k", 1), popped(1, b"1"))
+
+
+@case()
+def what_is_given_back_ends_no_barrier(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    z.says(push(b"q", b"1"))
+    a.asks(lease(b"q", 1), popped(1, b"1"))
+    b.asks(barrier(b"q", 2), SILENCE)
+    a.asks(give_back(1) + ping(b"pong"), b"pong")
+    b.hears(SILENCE)
+    z.asks(pop(b"q"), popped(1, b"1"))
+
+
+# JOIN and LEAVE
+
+
+@case()
+def join_counts_once(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    z.says(wait_count(b"init/", 2))
+    a.asks(join(b"init/", b"one") * 2, i64(1) * 2)
+    a.leaves()
+    b.asks(join(b"init/", b"one"), i64(1))
+    z.hears(SILENCE)
+    b.asks(join(b"init/", b"two") + get(b"init/"), i64(2) + blob(b"2"))
+    z.hears(WOKEN)
+    b.asks(delete(b"init/") + join(b"init/", b"one"), i64(1) + i64(1))
+    b.asks(join(b"init/", b"x" * 64) + add(b"init/", 5) + join(b"init/", b"one"), i64(2) + i64(7) * 2)
+
+
+@case()
+def join_tells_who_was_lost(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    z.asks(join(b"n", b""), i64(0))
+    a.asks(join(b"n", b"a"), i64(1))
+    b.asks(join(b"n", b"b"), i64(2))
+    c.asks(add(b"n", 1) + join(b"n", b""), i64(3) * 2)
+    a.leaves()
+    z.asks(join(b"n", b"") + NUM_KEYS, i64(2) + i64(1))
+    z.asks(join(b"n", b"a") + join(b"n", b""), i64(3) * 2)
+    b.asks(DEPART + DEPART + ping(b"pong"), b"pong")
+    b.leaves()
+    c.asks(join(b"n", b""), i64(3))
+
+
+@case()
+def join_closes(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    a.asks(join(b"n", b"x" * 65), CLOSED)
+    b.asks(join(SERVER, b"x"), CLOSED)
+    z.says(set_(b"n", b"x"))
+    c.asks(join(b"n", b"x"), CLOSED)
+    z.asks(get(b"n"), blob(b"x"))
+
+
 # INTRODUCE and the reserved keys
 
 
@@ -352,6 +504,8 @@ def reserved_keys_are_not_to_be_written(s: Script) -> None:
         ("compare_set", compare_set(SERVER, b"", b"v")),
         ("multi_set", multi_set((b"k", b"v"), (SERVER, b"v"))),
         ("barrier", barrier(SERVER, 1)),
+        ("push", push(SERVER, b"v")),
+        ("join", join(SERVER, b"v")),
     ):
         s.peer(name).asks(ping(b"pong") + frame, Answer(b"pong", closed=True))
     s.peer("z").asks(NUM_KEYS + LIST_KEYS + check(SERVER), i64(0) + keys() + READY)
@@ -385,6 +539,10 @@ def opcodes_close_on_pytorchs(s: Script) -> None:
     s.peer("b").asks(CANCEL_FETCH, NO_VALUE, CLOSED)
     s.peer("c").asks(wait_count(b"n", 0), WOKEN, CLOSED)
     s.peer("d").asks(introduce((b"rank", b"0")), SILENCE, CLOSED)
+    s.peer("e").asks(lease(b"q", 1), i64(0), CLOSED)
+    s.peer("f").asks(lease_later(b"q", 1), SILENCE, CLOSED)
+    s.peer("g").asks(confirm(1) + give_back(1) + DEPART, SILENCE, CLOSED)
+    s.peer("h").asks(join(b"n", b"x"), i64(1), CLOSED)
 
 
 @control()

@@ -103,6 +103,31 @@ def introduce(*pairs: tuple[bytes, bytes]) -> bytes:
     return b"\x43" + u64(len(pairs)) + b"".join(blob(name) + blob(text) for name, text in pairs)
 
 
+def lease(queue: bytes, ticket: int) -> bytes:
+    return b"\x44" + blob(queue) + i64(ticket)
+
+
+def lease_later(queue: bytes, ticket: int) -> bytes:
+    return b"\x45" + blob(queue) + i64(ticket)
+
+
+def confirm(ticket: int) -> bytes:
+    return b"\x46" + i64(ticket)
+
+
+def give_back(ticket: int) -> bytes:
+    return b"\x47" + i64(ticket)
+
+
+def join(counter: bytes, token: bytes) -> bytes:
+    return b"\x48" + blob(counter) + blob(token)
+
+
+DEPART = b"\x49"
+RETURNED = i64(-1)
+"""What ends a LEASE_LATER that is given up."""
+
+
 def popped(length: int, value: bytes) -> bytes:
     """The reply to QUEUE_POP: the length before it, and the item."""
     return i64(length) + blob(value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tcpstore_async.blob import pack
 from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import Limits
+from tcpstore_async.limits import PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import SERVER_KEY
 
@@ -107,7 +107,10 @@ class Machine:
         if engine.unfinished != sum(session.held for session in present):
             raise Broken("unfinished is not the sum of what is held")
         size = engine.keyspace.size
-        if not 0 <= size <= LIMITS.store_bytes:
+        leases = sum(len(session.leases) for session in present if session.leases is not None)
+        if (
+            not 0 <= size <= LIMITS.store_bytes + leases * PARKED_BYTES
+        ):  # what is leased must not keep a full store full
             raise Broken(f"store: {size}")
         for session in present:
             if session.unread != sum(map(len, session.out)):

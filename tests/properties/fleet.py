@@ -73,6 +73,12 @@ OPCODES = {
     "cancel_fetch": 65,
     "wait_count": 66,
     "introduce": 67,
+    "lease": 68,
+    "lease_later": 69,
+    "confirm": 70,
+    "give_back": 71,
+    "join": 72,
+    "depart": 73,
 }
 """From PROTOCOL.md, section 1, and docs/wire.md."""
 
@@ -93,7 +99,9 @@ class Command:
         match self.name:
             case "validate" | "ping":
                 return struct.pack("<I", self.fields[0])
-            case "add" | "barrier" | "wait_count":
+            case "confirm" | "give_back":
+                return struct.pack("<q", self.fields[0])
+            case "add" | "barrier" | "wait_count" | "lease" | "lease_later":
                 return _blob(self.fields[0]) + struct.pack("<q", self.fields[1])
             case "check" | "wait" | "multi_get":
                 return _keys(self.fields[0])
@@ -117,7 +125,7 @@ class Line:
 
     def __init__(self, session: ServerSession, model: Model) -> None:
         self.session = session
-        self.peer = model.join()
+        self.peer = model.enter()
         self.wire = bytearray()
         """Said, but not arrived."""
         self.frames: deque[tuple[Command, int]] = deque()
@@ -274,6 +282,16 @@ class Fleet:
         _same("unfinished", engine.unfinished, sum(session.held for session in sessions))
         recount = sum(len(key) + ENTRY_BYTES + size(value) for key, value in keyspace.values.items())
         recount += sum(len(key) + ENTRY_BYTES + len(item) for key, items in keyspace.queues.items() for item in items)
+        for line in lines:
+            leased = line.session.leases or {}
+            found = {ticket: (key, unpack(item)) for ticket, (key, item) in leased.items()}
+            _same("leases", list(found.items()), list(line.peer.leased.items()))
+            recount += sum(len(key) + ENTRY_BYTES + len(item) + PARKED_BYTES for key, item in leased.values())
+            _same("popping", line.session.popping, line.peer.popping)
+            _same("rank", line.session.joined, line.peer.rank)
+        for joins in keyspace.joins.values():
+            recount += sum(len(token) + PARKED_BYTES for token in joins.connections)
+        _same("lost", {key: joins.lost for key, joins in keyspace.joins.items()}, _lost(model))
         standing = registrations(keyspace)
         recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in standing.items())
         for key, counter in keyspace.counters.items():
@@ -368,6 +386,10 @@ class Fleet:
         self.check()
 
 
+def _lost(model: Model) -> dict[bytes, int]:
+    return {key: sum(standing == 0 for standing in ranks.values()) for key, ranks in model.joined.items()}
+
+
 def _same(what: str, found: object, expected: object) -> None:
     if found != expected:
         raise Difference(f"{what}: {found!r}, expected {expected!r}")
@@ -397,6 +419,8 @@ TEXTS = [
 TARGETS = [-(2**63), -5, 0, 1, 1, 2, 2, 3, 3, 4, 5, 7, 8, 12, 20, 2**63 - 1]
 SAID = [b"", b"rank", b"7", b"a\nb", b"\xff\xfe", "\u2028é".encode(), b"x" * 700]
 DELTAS = [0, 1, 1, 1, -1, 2, 5, 2**63 - 1, -(2**63)]
+TICKETS = list(range(12))
+TOKENS = [b"", b"", b"one", b"two", b"three", b"x" * 64, b"x" * 65]
 LARGE = bytes(70_000)
 
 WEIGHTS = {
@@ -422,6 +446,12 @@ WEIGHTS = {
     "cancel_fetch": 1,
     "wait_count": 20,
     "introduce": 1,
+    "lease": 10,
+    "lease_later": 20,
+    "confirm": 8,
+    "give_back": 8,
+    "join": 4,
+    "depart": 1,
 }
 
 
@@ -443,6 +473,12 @@ def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Com
             return Command(name, key(), rng.choice(DELTAS))
         case "barrier":
             return Command(name, key(), rng.choice([-1, 0, 1, 2, 2, 3, 3, 4]))
+        case "lease" | "lease_later":
+            return Command(name, key(), rng.choice(TICKETS))
+        case "confirm" | "give_back":
+            return Command(name, rng.choice(TICKETS))
+        case "join":
+            return Command(name, key(), rng.choice(TOKENS))
         case "wait_count":
             return Command(name, key(), rng.choice(TARGETS) if rng.random() < 0.5 else rng.randrange(-20, 100))
         case "introduce":
@@ -464,6 +500,7 @@ CROWD = 40
 
 CROWD_WEIGHTS = [
     {"wait": 60, "queue_push": 5, "queue_pop": 14, "delete_key": 10, "cancel_wait": 2, "queue_len": 1, "fetch": 2},
+    {"lease_later": 60, "queue_push": 9, "queue_pop": 4, "give_back": 9, "confirm": 5, "lease": 4, "wait": 20},
     {"wait_count": 60, "add": 12, "set": 1, "barrier": 1, "delete_key": 8, "cancel_wait": 9, "wait": 2, "fetch": 2},
     {"fetch": 60, "set": 4, "append": 2, "delete_key": 20, "cancel_fetch": 4, "queue_push": 2, "queue_pop": 2},
 ]
@@ -507,7 +544,7 @@ class Driver:
             return self._trouble(slot)
         commands: tuple[Command, ...]
         if line.peer.left > 0 and random_() < self.polite:
-            commands = () if random_() >= 0.1 else (CANCEL,) if line.peer.fetching is None else (CANCEL_FETCH,)
+            commands = () if random_() >= 0.1 else (_cancel(line.peer),)
         elif random_() < 0.85:
             commands = (self._pick(line.peer),)
         else:
@@ -521,7 +558,7 @@ class Driver:
         """A command, but seldom one that closes the connection because something else waits."""
         while True:
             command = self.pool[int(self.rng.random() * 250)]
-            if peer.left <= 0 or command.name not in ("fetch", "wait_count") or self.rng.random() < 0.1:
+            if peer.left <= 0 or command.name not in ("fetch", "wait_count", "lease_later") or self.rng.random() < 0.1:
                 return command
 
     def _trouble(self, slot: int) -> Step:
@@ -538,6 +575,13 @@ class Driver:
             case _:
                 few = [command for command in rng.choices(self.pool, k=3) if command.size < 200]
                 return "drip", slot, tuple(few), 0
+
+
+def _cancel(peer: Peer) -> Command:
+    """What ends its wait."""
+    if peer.popping is not None:
+        return Command("give_back", peer.popping[1])
+    return CANCEL if peer.fetching is None else CANCEL_FETCH
 
 
 EPOCH = 3_000

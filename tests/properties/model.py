@@ -36,6 +36,12 @@ class Peer:
         """The key whose value ends its wait."""
         self.counting: tuple[bytes, int] | None = None
         """The key whose number it waits for, and the number."""
+        self.popping: tuple[bytes, int] | None = None
+        """The queue an item of which ends its wait, and the ticket for that."""
+        self.leased: dict[int, tuple[bytes, bytes]] = {}
+        """Per ticket, the queue and the item that it was given and has not confirmed."""
+        self.rank: tuple[bytes, bytes] | None = None
+        """The counter that it has joined, and its token."""
         self.introduced: dict[str, str] = {}
         """What it said of itself."""
         self.said: list[bytes] = []
@@ -94,17 +100,20 @@ class Model:
         """What the server says of itself when it is asked for by name: no keys of the store, and not to be written."""
         self.queues: dict[bytes, list[bytes]] = {}
         self.lines: dict[bytes, list[Place]] = {}
+        self.joined: dict[bytes, dict[bytes, int | None]] = {}
+        """Per counter and token, how many peers stand for that rank; None once one of them has said that it leaves."""
         self.peers: list[Peer] = []
         self.woken: list[Peer] = []
         self.methods: dict[str, Method] = {
             name: getattr(self, name)
             for name in (
                 "set compare_set get add check wait num_keys delete_key append multi_get multi_set cancel_wait ping "
-                "queue_push queue_pop queue_len list_keys barrier fetch cancel_fetch wait_count introduce"
+                "queue_push queue_pop queue_len list_keys barrier fetch cancel_fetch wait_count introduce "
+                "lease lease_later confirm give_back join depart"
             ).split()
         }
 
-    def join(self) -> Peer:
+    def enter(self) -> Peer:
         peer = Peer()
         self.peers.append(peer)
         return peer
@@ -114,6 +123,12 @@ class Model:
         self.forget(peer)
         if peer.promise is not None:
             self.hand_on(peer.promise)
+        if peer.rank is not None:
+            key, token = peer.rank
+            standing = self.joined.get(key, {}).get(token)
+            if standing:
+                self.joined[key][token] = standing - 1
+        self.put_back(list(peer.leased.values()))
 
     def knows(self, peer: Peer, name: str) -> bool:
         """Whether the peer may say this now; if not, the opcode alone closes its connection."""
@@ -166,6 +181,8 @@ class Model:
         return self.set(peer, key, self.store.get(key, b"") + value)
 
     def delete_key(self, peer: Peer, key: bytes) -> bytes:
+        if key in self.store:
+            self.joined.pop(key, None)
         return i64(0 if self.store.pop(key, None) is None else 1)
 
     def num_keys(self, peer: Peer) -> bytes:
@@ -190,6 +207,7 @@ class Model:
     # Queues
 
     def queue_push(self, peer: Peer, key: bytes, value: bytes) -> bytes:
+        self.demand_writable(key)
         self.queues.setdefault(key, []).append(value)
         self.wake_next(key)
         return b""
@@ -272,6 +290,70 @@ class Model:
         peer.introduced = {one_line(name): one_line(text) for name, text in items}
         return b""
 
+    def lease(self, peer: Peer, key: bytes, ticket: int) -> bytes:
+        if ticket in peer.leased or (peer.popping is not None and peer.popping[1] == ticket):
+            raise Closed
+        reply = self.queue_pop(peer, key)
+        if len(reply) > 8:
+            peer.leased[ticket] = key, reply[16:]
+        return reply
+
+    def lease_later(self, peer: Peer, key: bytes, ticket: int) -> bytes:
+        reply = self.lease(peer, key, ticket)
+        if len(reply) > 8 or self.present(key):
+            return reply
+        self.begin_waiting(peer)
+        self.register(peer, [key], barrier=False)
+        peer.popping = key, ticket
+        return b""
+
+    def confirm(self, peer: Peer, ticket: int) -> bytes:
+        peer.leased.pop(ticket, None)
+        return b""
+
+    def give_back(self, peer: Peer, ticket: int) -> bytes:
+        if peer.popping is not None and peer.popping[1] == ticket:
+            self.forget(peer)
+            return i64(-1)
+        if ticket in peer.leased:
+            self.put_back([peer.leased.pop(ticket)])
+        return b""
+
+    def put_back(self, leased: list[tuple[bytes, bytes]]) -> None:
+        """To the front, in their order; each wakes one who waits."""
+        for key, item in leased[::-1]:
+            self.queues.setdefault(key, []).insert(0, item)
+        for key, _ in leased:
+            self.wake_next(key, handed_on=True)
+
+    def join(self, peer: Peer, key: bytes, token: bytes) -> bytes:
+        if len(token) > 64:
+            raise Closed
+        ranks = self.joined.get(key, {})
+        if not token:
+            return i64(int64(self.number(key) - sum(standing == 0 for standing in ranks.values())))
+        if token in ranks:
+            total = self.number(key)
+        else:
+            total = int64(stoll(self.store.get(key, b"0")) + 1)
+            self.set(peer, key, b"%d" % total)
+            ranks = self.joined.setdefault(key, {})
+            ranks[token] = 0
+        if peer.rank != (key, token):
+            self.depart(peer)
+            if (standing := ranks[token]) is not None:
+                ranks[token] = standing + 1
+            peer.rank = key, token
+        return i64(total)
+
+    def depart(self, peer: Peer) -> bytes:
+        if peer.rank is not None:
+            key, token = peer.rank
+            if token in self.joined.get(key, {}):
+                self.joined[key][token] = None
+            peer.rank = None
+        return b""
+
     def begin_waiting(self, peer: Peer) -> None:
         """Nothing else may be waited for, and nothing that is left over may end this wait."""
         if peer.left > 0:
@@ -299,6 +381,7 @@ class Model:
     def register(self, peer: Peer, keys: list[bytes], *, barrier: bool) -> None:
         peer.left = len(keys)
         peer.fetching = None
+        peer.popping = None
         peer.counting = None
         for key in keys:
             line = self.lines.setdefault(key, [])
@@ -317,6 +400,7 @@ class Model:
         peer.left = 0
         peer.barrier = None
         peer.fetching = None
+        peer.popping = None
         peer.counting = None
         for line in self.lines.values():
             line[:] = [place for place in line if place.peer is not peer]
@@ -331,9 +415,9 @@ class Model:
         for place in line[:]:
             if not place.leftover and not (handed_on and place.peer.barrier == key):
                 line.remove(place)
-                takes = place.peer.fetching is None
+                takes, popping = place.peer.fetching is None, place.peer.popping
                 if self.count_down(place) and takes:
-                    place.peer.promise = key
+                    place.peer.promise = key if popping is None else None
                     return
 
     def count_down(self, place: Place) -> bool:
@@ -349,6 +433,10 @@ class Model:
                 if other.peer is peer:
                     other.leftover = True
         self.woken.append(peer)
+        if peer.popping is not None:
+            (key, ticket), peer.popping = peer.popping, None
+            self.say(peer, self.lease(peer, key, ticket))
+            return True
         self.say(peer, b"\0" if peer.fetching is None else self.get(peer, peer.fetching))
         peer.fetching = None
         return True

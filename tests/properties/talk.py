@@ -103,10 +103,11 @@ def everything(engine: Engine) -> object:
             key: sorted((target, len(crowd)) for target, crowd in counter.awaiting.items())
             for key, counter in keyspace.counters.items()
         },
+        {key: (dict(joins.connections), joins.lost) for key, joins in keyspace.joins.items()},
     )
 
 
-NOTHING: object = ({}, {}, {}, {}, {})
+NOTHING: object = ({}, {}, {}, {}, {}, {})
 """What `everything` says of an engine that holds nothing."""
 
 

@@ -102,7 +102,7 @@ def test_model_refuses_what_is_no_number(written: bytes) -> None:
 
 def test_model_serves_a_queue_in_order_and_hands_on_what_was_not_taken() -> None:
     model = Model()
-    first, second, third = model.join(), model.join(), model.join()
+    first, second, third = model.enter(), model.enter(), model.enter()
     for peer in (first, second, third):
         model.do(peer, "validate", (MAGIC,))
     model.do(first, "wait", ([b"q"],))

@@ -24,6 +24,7 @@ u32 = st.integers(0, 2**32 - 1)
 REQUESTS: list[tuple[str, st.SearchStrategy[tuple[Any, ...]]]] = [
     ("NOTHING", st.tuples()),
     ("U32", st.tuples(u32)),
+    ("I64", st.tuples(i64)),
     ("KEY", st.tuples(keys)),
     ("KEY_I64", st.tuples(keys, i64)),
     ("KEY_VALUE", st.tuples(keys, values)),
@@ -45,6 +46,7 @@ REPLIES: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("BLOBS", st.lists(values, max_size=8)),
     ("COUNTED_KEYS", st.lists(keys, max_size=8)),
     ("POPPED", st.just((0, None)) | st.tuples(st.integers(1, 2**62), values)),
+    ("POPPED_LATER", st.just((0, None)) | st.just((-1, None)) | st.tuples(st.integers(1, 2**62), values)),
 ]
 
 

@@ -587,13 +587,28 @@ def test_reserved_keys_are_not_to_be_written(engine: Engine, how: str) -> None:
     assert keyspace.get(JOINS_KEY) == pack(b"12")
 
 
-def test_a_queue_of_a_reserved_name_hides_nothing(engine: Engine) -> None:
+def test_there_is_no_queue_of_a_reserved_name(engine: Engine) -> None:
     keyspace = _reserved(engine)
-    keyspace.queue_push(SERVER_KEY, pack(b"item"))
-    assert keyspace.get(SERVER_KEY) == pack(b"who")
-    assert keyspace.fetch(waiter(engine), SERVER_KEY) == pack(b"who")
-    assert keyspace.queue_pop(SERVER_KEY) == (1, pack(b"item"))
-    assert keyspace.check([SERVER_KEY])
+    with pytest.raises(ProtocolError, match="not to be written"):
+        keyspace.queue_push(SERVER_KEY, pack(b"item"))
+    assert (keyspace.queue_len(SERVER_KEY), keyspace.size) == (0, 0)
+    assert keyspace.queue_pop(SERVER_KEY) == (0, None)
+    assert keyspace.lease(waiter(engine), SERVER_KEY, 1) == (0, None)
+
+
+def test_whoever_waits_for_what_the_server_says_is_told(engine: Engine) -> None:
+    engine.announce(2)
+    few, many = waiter(engine), waiter(engine)
+    assert engine.keyspace.wait_count(few, JOINS_KEY, 2)
+    assert not engine.keyspace.wait_count(few, JOINS_KEY, 4)
+    assert not engine.keyspace.wait_count(many, JOINS_KEY, 9)
+    engine.announce(3)
+    assert not engine.dirty
+    engine.announce(4)
+    assert engine.dirty == [few]
+    engine.announce(0)
+    assert engine.dirty == [few, many]
+    assert (engine.keyspace.counters, engine.keyspace.waiters, engine.keyspace.size) == ({}, {}, 0)
 
 
 # The size of the store

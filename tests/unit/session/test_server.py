@@ -85,7 +85,10 @@ def test_what_a_peer_says_of_itself(engine: Engine) -> None:
     session.receive(introduction((b"pid", b"7"), (b"rank", b"1"), (b"rank", b"2")))
     assert str(session) == "10.0.0.7:4711 (pid 7, rank 2)"
     session.receive(introduction())
-    assert (session.peer, str(session)) == ({}, "10.0.0.7:4711 (pid 42)")
+    assert (session.peer, str(session)) == ({}, "10.0.0.7:4711 (pid 7)")
+    session.receive(PING + struct.pack("<I", 43))
+    session.receive(introduction((b"pid", b"9" * 30)))
+    assert session.pid == 7
 
 
 @pytest.mark.parametrize("raw", [
@@ -231,7 +234,7 @@ def test_a_first_frame_that_is_not_validate(engine: Engine, opcode: int) -> None
         session.receive(bytes([opcode]))
 
 
-@pytest.mark.parametrize("opcode", [0, *range(19, 64), *range(68, 256)])
+@pytest.mark.parametrize("opcode", [0, *range(19, 64), *range(74, 256)])
 def test_an_unknown_opcode(engine: Engine, opcode: int) -> None:
     session = join(engine)
     with pytest.raises(ProtocolError, match=f"opcode {opcode} is unknown"):
