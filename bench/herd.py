@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """A herd of ranks: 10,000 connections opened at once are all served and none is reset; 19,000 are held at once.
 
-    python bench/herd.py [--server 'tcpstore serve --port {port}'] [--lg-source ../shared/tools/loadgen/lg.c]
-                         [--at-once 10000] [--held 19000] [--runs 3]
+    python bench/herd.py [--server 'tcpstore serve --port {port}'] [--at-once 10000] [--held 19000]
+                         [--runs 3]
 
-Runs the load generator (`lg.c`, compiled by gcc when needed, or given by --lg) in a private network namespace with a
+Runs the load generator (`bench/loadgen`, compiled when needed, or given by --lg) in a private network namespace with a
 somaxconn of 65,535, which needs root, and reads `TcpRetransSegs` of that namespace before and after: a connection that
 met a full backlog would have been retransmitted. The server runs on CPU 0, the load on CPU 1. Exit status 1 if a
 connection failed, if a segment was retransmitted in the run at once, or if fewer are held than asked for.
@@ -26,17 +26,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from bench import loadgen
+
 INSIDE = "HERD_NETNS"
 PORT = 21_500
 PATIENCE = 120.0
 """Seconds after which whatever does not come is given up."""
-
-NAMESPACE = (
-    "ip link set lo up; cd /proc/sys/net; echo 65535 > core/somaxconn; echo '1024 65535' > ipv4/ip_local_port_range; "
-    'echo 65535 > ipv4/tcp_max_syn_backlog; cd - >/dev/null; exec "$@"'
-)
-"""As the load generator's compare.py does."""
 
 
 def counters() -> dict[str, int]:
@@ -79,13 +76,6 @@ def running(command: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
         finally:
             process.kill()
             process.wait()
-
-
-def build(source: Path) -> Path:
-    generator = Path(tempfile.gettempdir()) / f"lg-{source.stat().st_mtime_ns}"
-    if not generator.exists():
-        subprocess.run(["gcc", "-O2", "-w", "-o", str(generator), str(source)], check=True, timeout=PATIENCE)
-    return generator
 
 
 def generate(lg: Path, port: int, pid: int, *arguments: str) -> list[dict[str, object]]:
@@ -158,15 +148,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default=f"{sys.executable} -m tcpstore_async serve --port {{port}}")
     parser.add_argument("--lg", type=Path, help="the load generator, compiled")
-    parser.add_argument("--lg-source", type=Path, default=HERE.parents[1] / "shared/tools/loadgen/lg.c")
     parser.add_argument("--at-once", type=int, default=10_000)
     parser.add_argument("--held", type=int, default=19_000)
     parser.add_argument("--runs", type=int, default=3, help="of the connections at once")
     options = parser.parse_args()
     if INSIDE not in os.environ:
         os.environ[INSIDE] = "1"
-        os.execvp("unshare", ["unshare", "-n", "bash", "-c", NAMESPACE, "herd", sys.executable, *sys.argv])
-    lg = options.lg or build(options.lg_source)
+        os.execvp("unshare", ["unshare", "-n", "bash", "-c", loadgen.NAMESPACE, "herd", sys.executable, *sys.argv])
+    lg = options.lg or loadgen.build()
     good = [at_once(options.server, lg, options.at_once, PORT + run) for run in range(options.runs)]
     for run, count in enumerate((1000, options.held), options.runs):
         good.append(held(options.server, lg, count, PORT + run))

@@ -15,9 +15,9 @@ Printed is, for each pair, the 99th percentile of the well-behaved ones' latency
 the end the median ratio. Exit status 1 if that is over the bound, or if a well-behaved client met an error.
 
 The server is pinned to CPU 0. The load and the rude ones, which run at low priority, are pinned to CPU 1, so that what
-is seen is what they cost the server. The load is the given load generator (`lg.c`, compiled), else one in Python. What
-the rude ones have done is printed too: at low priority beside a busy load they may fall behind. A ratio below 1 is no
-error: where clients and server wake each other in lockstep, a disturbance lets them work in batches.
+is seen is what they cost the server. The load is the generator of `bench/loadgen` if it is given, compiled, else one in
+Python. What the rude ones have done is printed too: at low priority beside a busy load they may fall behind. A ratio
+below 1 is no error: where clients and server wake each other in lockstep, a disturbance lets them work in batches.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def measure(command: str, pairs: int, seconds: float, lg: Path | None) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default=f"{sys.executable} -m tcpstore_async serve --port {{port}}")
-    parser.add_argument("--lg", type=Path, help="the load generator lg.c, compiled")
+    parser.add_argument("--lg", type=Path, help="the load generator of bench/loadgen, compiled")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="of every run")
     parser.add_argument("--bound", type=float, default=BOUND)
