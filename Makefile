@@ -35,6 +35,7 @@ help:
 	@echo "make format    format and sort imports"
 	@echo "make bench     the scale benchmark: 1K to 96K ranks, every server, with figures; under an hour (ARGS=--help)"
 	@echo "make bench-quick  the same with 1K to 8K ranks, most scenarios at one size, in under three minutes"
+	@echo "make docs      the documentation as a site, in build/docs; a warning is an error"
 	@echo "make compile   the compiled build, in build/compiled"
 	@echo "make matrix    the tests with PyTorch against every PyTorch from 2.4 on (VERSIONS='2.4 2.8': only those; 25 GB)"
 	@echo "make clean     remove everything that was built, .venv too"
@@ -68,6 +69,11 @@ lint: .venv/.test .venv/.torch
 format: .venv/.test
 	$(BIN)/ruff check --select I --fix .
 	$(BIN)/ruff format .
+
+.PHONY: docs
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 .PHONY: compile
 compile: build/compiled/.made
@@ -117,6 +123,11 @@ clean:
 .venv/.bench: .venv/.package
 	@echo "installing what draws figures into .venv"
 	@TCPSTORE_PURE=1 $(PIP) --editable '.[bench]'
+	@touch $@
+
+.venv/.docs: .venv/.package
+	@echo "installing what builds the documentation into .venv"
+	@TCPSTORE_PURE=1 $(PIP) --editable '.[docs]'
 	@touch $@
 
 .venv/.torch: .venv/.made Makefile
