@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_bytes, to_host, to_int64, to_port, to_world_size
-from ..blob import unpack
+from ..blob import EMPTY, unpack
 from ..client import calls, older
 from ..client.calls import Ask
 from ..client.deadline import DEFAULT_TIMEOUT, Deadline
@@ -253,26 +253,39 @@ class TCPStore(Store):
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         name = calls.key_of(key)
-        pop, wait = calls.queue_pop(name), calls.wait([name])
-        began = time.monotonic()
-        client = self._queues(wait if block else pop, began)
+        ask = calls.wait([name]) if block else calls.queue_pop(name)
+        seconds, began = self._timeout, time.monotonic()
+        client = self._queues(ask, began)
+        if not client.extended(ask, seconds, began):
+            return self._pop_from_pytorchs(client, name, block, began)
+        item = client.pop(calls.lease(name, block and seconds != 0), seconds, began)
+        if item is not None:
+            return unpack(item)
+        if block and seconds == 0 and (not client.ask(calls.check([name])) or client.ask(calls.queue_len(name))):
+            raise StoreTimeoutError(calls.out_of_time(ask, seconds))
+        raise QueueEmptyError("queue is empty")
+
+    def _pop_from_pytorchs(self, client: TCPClient, name: bytes, block: bool, began: float) -> bytes:
+        doubts = 0
         while True:
-            if block:
-                _, item = self._park(wait, self._timeout, pop, began)
-            else:
-                _, item = client.ask(pop)
+            item = client.pop_unconfirmed(
+                calls.queue_pop(name), self._timeout, began, calls.wait([name]) if block else None
+            )
             if item is not None:
                 return unpack(item)
-            if not block or self._is_plain(client, name):
+            doubts += 1
+            if not block or self._is_plain(client, name, doubts):
                 raise QueueEmptyError("queue is empty")
 
-    def _is_plain(self, client: TCPClient, name: bytes) -> bool:
+    def _is_plain(self, client: TCPClient, name: bytes, doubts: int) -> bool:
         """Whether a wait for a queue of this name ends because of a value that is no item.
 
-        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last; of
-        an older server, which cannot, it is not asked.
+        What is not empty is one for certain. What lists the keys, and only values, says so of an empty one, but costs
+        the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
         """
-        if not client.ask(calls.check([name])) or client.ask(calls.queue_len(name)):
+        if len(client.ask(calls.get(name))) > len(EMPTY):
+            return True
+        if doubts < calls.DOUBTS or not client.ask(calls.check([name])) or client.ask(calls.queue_len(name)):
             return False
         return not client.knows(older.LIST_KEYS, calls.LIST_KEYS) or name in client.ask(calls.LIST_KEYS)
 
