@@ -47,6 +47,8 @@ BARRIER_MEMBERS: Final = b"/num_members"
 BARRIER_LAST: Final = b"/last_member"
 """What PyTorch's barriers over keys append to theirs: for the counter of who has come, and for the last one's word."""
 
+DEPART: Final[Ask] = BY_METHOD["depart"], ()
+
 JOINS: Final[Ask] = _GET, (JOINS_KEY,)
 
 _tickets: Final = count_from(1)
@@ -162,6 +164,11 @@ def wait_count(name: bytes, count: int) -> Ask:
 def count(workers: int) -> Ask:
     """Count so many more among PyTorch's workers; the reply is how many there are."""
     return _ADD, (WORKERS_KEY, workers)
+
+
+def join(token: bytes) -> Ask:
+    """The same for one, once for each token; for an empty one, how many are there who have not been lost since."""
+    return BY_METHOD["join"], (WORKERS_KEY, pack(token))
 
 
 def introduce(known: dict[str, str]) -> Ask:

@@ -57,6 +57,8 @@ class TCPClient:
         self.introduction = introduction or {}
         self.identity: Identity | None = None
         """Who the server is, if it is one of ours and was asked."""
+        self.last_word: Ask | None = None
+        """What a server of ours is told when the store is closed; it has no reply."""
         self.closed = False
         self._asked = False
         self._known: dict[str, bool] = {}
@@ -85,6 +87,7 @@ class TCPClient:
         """Close every connection. Calls under way in other threads fail, and later ones."""
         if not self.closed:
             self._return_stranded()
+            self._say_last_word()
         self.closed = True
         self._lose("the store has been closed")
 
@@ -290,6 +293,17 @@ class TCPClient:
                 except BaseException:  # an interrupt, of which there is no second so soon
                     self._release(channel)
                     raise
+
+    def _say_last_word(self) -> None:
+        word = self.last_word
+        if word is None:
+            return
+        for channel in self._channels:
+            if not channel.user and not channel.broken and channel.session.waiting is None:
+                try:
+                    channel.peer.send(channel.session.request(*word)[0], socket.MSG_DONTWAIT)
+                except OSError:
+                    pass  # it has been lost
 
     def _return_stranded(self) -> None:
         """Before all is closed: have what was popped for callers who have gone go back, if it comes within a moment."""
