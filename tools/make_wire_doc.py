@@ -83,8 +83,8 @@ MEANINGS = {
     "no command sees it in its queue any more, and it goes back when the connection ends. Closes the connection if the "
     "ticket is in use.",
     "LEASE_LATER": "As LEASE, but if nothing of that name is there the reply follows when something is. It stands in "
-    "one line with those who WAIT, in order of arrival, and takes the item itself. If a plain value is there, or is set, "
-    "*n* is 0. Closes the connection if that has to wait and something else waits already.",
+    "one line with those who WAIT, in order of arrival, and takes the item itself. If a plain value is there, or is "
+    "set, *n* is 0. Closes the connection if that has to wait and something else waits already.",
     "CONFIRM": "The item that was lent under this ticket has reached its caller, and is gone for good. Nothing "
     "happens if there is none. To be sent whatever the connection waits for.",
     "RETURN": "The caller of this ticket has gone. If its LEASE_LATER waits, that is answered with an *n* of -1; if it "

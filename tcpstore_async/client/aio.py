@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from ..arguments import Text, Timeout, to_bytes, to_host, to_port, to_seconds
-from ..blob import Framed, unpack
+from ..blob import EMPTY, Framed, unpack
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
@@ -73,10 +73,8 @@ class AsyncTCPStore:
         self._known: dict[str, bool] = {}
         """What PyTorch's servers have not always known: whether this one does, if that was tried."""
         self._lost: DistNetworkError | None = None
-        self._orphans: dict[bytes, deque[bytes]] = {}
-        """Items that were popped for callers who had gone, by queue."""
-        self._poppers: dict[bytes, dict[asyncio.Future[bytes | None], None]] = {}
-        """Callers who wait for an item, by queue: an orphan that comes meanwhile is theirs."""
+        self._stranded: set[asyncio.Task[None]] = set()
+        """Pops whose callers have gone, on servers where they need not be confirmed: their items are pushed back."""
 
     @classmethod
     async def connect(cls, host: str, port: int, *, timeout: Timeout = DEFAULT_TIMEOUT) -> "AsyncTCPStore":
@@ -96,6 +94,8 @@ class AsyncTCPStore:
 
     async def close(self) -> None:
         """Close every connection. Calls under way fail; later ones too."""
+        if self._stranded and self._lost is None:
+            await asyncio.wait(self._stranded, timeout=ONE_LOOK)
         self._lose(DistNetworkError("the store has been closed"))
         tasks = [*([self._opening] if self._opening else []), *self._trying.values()]
         if tasks:
@@ -241,30 +241,85 @@ class AsyncTCPStore:
         """Take the oldest item; with `block`, as soon as there is one.
 
         Raises QueueEmptyError without `block`, or if a plain value of that name is there instead. If the caller is
-        cancelled when its pop is on its way already, the item goes to another `queue_pop` of the same key on this
-        store, one that waits or the next.
+        cancelled, or its time is up, when the item is on its way already, it goes back to the front of the queue; on
+        PyTorch's servers to the end.
         """
         name = calls.key_of(key)
-        patience = _Patience(calls.wait([name]), self._timeout)
+        patience = _Patience(calls.wait([name]) if block else calls.queue_pop(name), self._timeout)
         await self._need(older.QUEUES, calls.queue_pop(name), patience if block else None)
-        while name not in self._orphans:
-            item = await (self._park_and_pop(name, patience) if block else self._pop(name))
+        if not await self._extended(patience):
+            return await self._pop_from_pytorchs(name, block, patience)
+        item = await self._pop(calls.lease(name, block and not patience.one_look), patience)
+        if item is not None:
+            return unpack(item)
+        if block and patience.one_look and not (await self.check([key]) and await self.queue_len(key) == 0):
+            raise patience.error()
+        raise QueueEmptyError("queue is empty")
+
+    async def _pop(self, lease: Ask, patience: _Patience) -> Framed | None:
+        """Take the item that a server of ours leases; None if there is none. It is the caller's once this returns."""
+        blocks = lease[0].parks
+        lane = await (self._lane_to_wait_on(patience) if blocks else self._free_lane(patience))
+        try:
+            if blocks:
+                call, future = self._lease(lane, lease)
+                _, item = await self._until(lane, call, future, patience)
+            else:
+                _, item = await self._answer(lane.ask(*lease)[1], patience)
+        except BaseException:
+            lane.give_back(lease)
+            raise
+        if item is not None:
+            lane.confirm(lease)
+        return cast("Framed | None", item)
+
+    async def _pop_from_pytorchs(self, name: bytes, block: bool, patience: _Patience) -> bytes:
+        doubts = 0
+        while True:
+            if block and not patience.one_look:
+                await self._park(calls.wait([name]), patience)
+            item = await self._pop_unconfirmed(name)
             if item is not None:
-                return item
-            if not block or await self._is_plain(name):
+                return unpack(item)
+            doubts += 1
+            if not block or await self._is_plain(name, doubts):
                 raise QueueEmptyError("queue is empty")
             if patience.one_look:
                 raise patience.error()
-        return self._take_orphan(name)
 
-    async def _is_plain(self, name: bytes) -> bool:
+    async def _pop_unconfirmed(self, name: bytes) -> Framed | None:
+        """Take an item from a server of PyTorch's; None if there is none. If the caller goes, it is pushed back."""
+        ask = calls.queue_pop(name)
+        patience = _Patience(ask, self._timeout)
+        lane = await self._free_lane(patience)
+        _, future = lane.ask(*ask)
+        try:
+            _, item = await self._answer(asyncio.shield(future), patience)
+        except BaseException:
+            stranded = asyncio.ensure_future(self._push_back(name, future))
+            self._stranded.add(stranded)
+            stranded.add_done_callback(self._stranded.discard)
+            raise
+        return cast("Framed | None", item)
+
+    async def _push_back(self, name: bytes, popped: "asyncio.Future[Any]") -> None:
+        try:
+            _, item = await popped
+            if item is not None:
+                await self._ask_when_free(calls.push_back(name, item))
+        except (DistNetworkError, StoreTimeoutError):
+            pass  # it was lost with the connection, or its server does not answer any more
+
+    async def _is_plain(self, name: bytes, doubts: int) -> bool:
         """Whether a wait for a queue of this name ends because of a value that is no item.
 
-        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last; of
-        an older server, which cannot, it is not asked.
+        What is not empty is one for certain. What lists the keys, and only values, says so of an empty one, but costs
+        the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
         """
         ask = self._ask
-        if not await ask(calls.check([name])) or await ask(calls.queue_len(name)):
+        if len(await ask(calls.get(name))) > len(EMPTY):
+            return True
+        if doubts < calls.DOUBTS or not await ask(calls.check([name])) or await ask(calls.queue_len(name)):
             return False
         if not await self._knows(older.LIST_KEYS, _Patience(calls.LIST_KEYS, self._timeout)):
             return True
@@ -389,91 +444,6 @@ class AsyncTCPStore:
         if call.canceled and not call.woken:
             raise patience.error()
         return result
-
-    async def _park_and_pop(self, name: bytes, patience: _Patience) -> bytes | None:
-        """Wait for an item and pop the moment it is there, before anything else is sent; None if another was faster."""
-        if patience.one_look:
-            return await self._pop(name)
-        lane = await self._lane_to_wait_on(patience)
-        call, woken = self._lease(lane, calls.wait([name]))
-        popped = _promise()
-
-        def pop(call: Call) -> None:
-            if not call.canceled:
-                self._pop_into(popped, name, lane)
-
-        if call.done:
-            pop(call)
-        else:
-            lane.when_answered(call, pop)
-        popped.add_done_callback(lambda _: lane.cancel(call))  # an orphan has come instead
-        poppers = self._poppers.setdefault(name, {})
-        poppers[popped] = None
-        if name in self._orphans and not popped.done():  # one has come while there was no connection yet
-            popped.set_result(self._take_orphan(name))
-        try:
-            await self._until(lane, call, woken, patience)
-            return cast("bytes | None", await self._answer(popped, patience))
-        except BaseException:
-            self._disown(name, popped)
-            raise
-        finally:
-            del poppers[popped]
-            if not poppers:
-                self._poppers.pop(name, None)
-
-    def _take_orphan(self, name: bytes) -> bytes:
-        orphans = self._orphans[name]
-        item = orphans.popleft()
-        if not orphans:
-            del self._orphans[name]
-        return item
-
-    def _disown(self, name: bytes, popped: "asyncio.Future[bytes | None]") -> None:
-        """The caller has gone: what has come for it, or is on its way, is for others."""
-        if (
-            not popped.cancel()
-            and not popped.cancelled()
-            and popped.exception() is None
-            and popped.result() is not None
-        ):
-            self._adopt(name, cast(bytes, popped.result()))
-
-    def _adopt(self, name: bytes, item: bytes) -> None:
-        """Give an item whose caller has gone to another, or keep it."""
-        for popped in self._poppers.get(name, ()):
-            if not popped.done():
-                popped.set_result(item)
-                return
-        self._orphans.setdefault(name, deque()).append(item)
-
-    async def _pop(self, name: bytes) -> bytes | None:
-        patience = _Patience(calls.queue_pop(name), self._timeout)
-        lane = await self._free_lane(patience)
-        popped = _promise()
-        self._pop_into(popped, name, lane)
-        try:
-            return cast("bytes | None", await self._answer(popped, patience))
-        except BaseException:
-            self._disown(name, popped)
-            raise
-
-    def _pop_into(self, popped: "asyncio.Future[bytes | None]", name: bytes, lane: Lane) -> None:
-        """Send a pop; its item goes to `popped` or, if nobody waits for that any more, to the orphans."""
-        _, future = lane.ask(*calls.queue_pop(name))
-
-        def take(future: "asyncio.Future[Any]") -> None:
-            error = future.exception()
-            item = None if error is not None or future.result()[1] is None else unpack(future.result()[1])
-            if not popped.done():
-                if error is not None:
-                    popped.set_exception(error)
-                else:
-                    popped.set_result(item)
-            elif item is not None:
-                self._adopt(name, item)
-
-        future.add_done_callback(take)
 
     def _lease(self, lane: Lane, ask: Ask) -> tuple[Call, "asyncio.Future[Any]"]:
         """Send a call that waits; behind a fence if there are writes that other connections must not overtake."""
@@ -650,10 +620,3 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
             found(*given)
 
     return call
-
-
-def _promise() -> "asyncio.Future[bytes | None]":
-    """A future whose error nobody has to look at: the caller may have gone."""
-    future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda future: future.cancelled() or future.exception())
-    return future

@@ -6,10 +6,11 @@ Invariant: an argument that cannot be meant, which is an `object` therefore, rai
 anything is sent.
 """
 
+from itertools import count as count_from
 from typing import Any, Final
 
 from ..arguments import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
-from ..blob import pack
+from ..blob import Framed, pack
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, WORKERS_KEY, Command
 from ..wire.shapes import Fields
 
@@ -28,6 +29,10 @@ _MULTI_GET: Final = BY_METHOD["multi_get"]
 _MULTI_SET: Final = BY_METHOD["multi_set"]
 _QUEUE_PUSH: Final = BY_METHOD["queue_push"]
 _QUEUE_POP: Final = BY_METHOD["queue_pop"]
+_LEASE: Final = BY_METHOD["lease"]
+_LEASE_LATER: Final = BY_METHOD["lease_later"]
+_CONFIRM: Final = BY_METHOD["confirm"]
+_GIVE_BACK: Final = BY_METHOD["give_back"]
 _QUEUE_LEN: Final = BY_METHOD["queue_len"]
 _BARRIER: Final = BY_METHOD["barrier"]
 
@@ -42,7 +47,14 @@ BARRIER_MEMBERS: Final = b"/num_members"
 BARRIER_LAST: Final = b"/last_member"
 """What PyTorch's barriers over keys append to theirs: for the counter of who has come, and for the last one's word."""
 
+DEPART: Final[Ask] = BY_METHOD["depart"], ()
+
 JOINS: Final[Ask] = _GET, (JOINS_KEY,)
+
+_tickets: Final = count_from(1)
+
+DOUBTS: Final = 8
+"""How often in one pop a queue may be found both there and empty, before it is asked for all keys what it is."""
 
 ANOTHER: Final = "another server has taken the place of the one that this store was on"
 
@@ -119,6 +131,24 @@ def queue_pop(name: bytes) -> Ask:
     return _QUEUE_POP, (name,)
 
 
+def lease(name: bytes, block: bool) -> Ask:
+    """A pop that has to be confirmed: its ticket, the second field, is used once in this process."""
+    return (_LEASE_LATER if block else _LEASE), (name, next(_tickets))
+
+
+def confirm(lease: Ask) -> Ask:
+    return _CONFIRM, (lease[1][1],)
+
+
+def give_back(lease: Ask) -> Ask:
+    return _GIVE_BACK, (lease[1][1],)
+
+
+def push_back(name: bytes, item: Framed) -> Ask:
+    """Give back what QUEUE_POP took; it comes to the end."""
+    return _QUEUE_PUSH, (name, item)
+
+
 def queue_len(name: bytes) -> Ask:
     return _QUEUE_LEN, (name,)
 
@@ -134,6 +164,11 @@ def wait_count(name: bytes, count: int) -> Ask:
 def count(workers: int) -> Ask:
     """Count so many more among PyTorch's workers; the reply is how many there are."""
     return _ADD, (WORKERS_KEY, workers)
+
+
+def join(token: bytes) -> Ask:
+    """The same for one, once for each token; for an empty one, how many are there who have not been lost since."""
+    return BY_METHOD["join"], (WORKERS_KEY, pack(token))
 
 
 def introduce(known: dict[str, str]) -> Ask:
@@ -159,7 +194,9 @@ def out_of_time(ask: Ask, seconds: float) -> str:
         return f"{said}, key: {fields[0][1:].decode(errors='replace')}"
     if command is _WAIT:
         return f"{said}, keys: {_listed(fields[0])}"
-    if command is _FETCH:
+    if command is _LEASE:
+        return out_of_time(queue_pop(fields[0]), seconds)
+    if command is _FETCH or command is _LEASE_LATER:
         return out_of_time(wait([fields[0]]), seconds)
     return str(said)
 

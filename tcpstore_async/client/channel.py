@@ -12,6 +12,7 @@ import time
 from typing import Final
 
 from ..session.client import LOST, Call, ClientSession
+from . import calls
 from .calls import Ask
 from .deadline import Deadline
 
@@ -50,6 +51,8 @@ class Channel:
         self._chunks: list[bytes] = []
         """What was received but not looked at. It gets here without a step of the interpreter, at which an interrupt
         could strike and lose it."""
+        self.stranded: list[Call] = []
+        """Pops that were answered, or will be, for callers who have gone, where they need not be confirmed."""
         self.used = time.monotonic()
         """When it was given back; kept only while it is one of several."""
 
@@ -83,10 +86,41 @@ class Channel:
         if call is None or call.canceled or self.broken:
             return
         self.broken = True
+        data = self.session.cancel(call)
         try:
-            self.broken = self.peer.send(self.session.cancel(call), socket.MSG_DONTWAIT) != 1
+            self.broken = self.peer.send(data, socket.MSG_DONTWAIT) != len(data)
         except OSError:
             pass  # it is broken, or full
+
+    def give_back(self, lease: Ask) -> None:
+        """Have an item that was leased, or is on its way, or awaited, go back, without waiting for anything."""
+        call = self.session.waiting
+        if call is not None and call.fields is lease[1]:
+            self.cancel()
+        elif not self.broken:
+            self.broken = True
+            data, _ = self.session.request(*calls.give_back(lease))
+            try:
+                self.broken = self.peer.send(data, socket.MSG_DONTWAIT) != len(data)
+            except OSError:
+                pass  # then it goes back with the connection
+
+    def confirm(self, lease: Ask, sent: list[int], deadline: Deadline) -> None:
+        """Say that a leased item has come; `sent` is no longer empty from the moment it has been said.
+
+        Raises OSError or OutOfTime, then it goes back with the connection.
+        """
+        data, _ = self.session.request(*calls.confirm(lease))
+        try:
+            sent += map(self.peer.send, (data,), (socket.MSG_DONTWAIT,))  # no interrupt strikes between call and list
+        except BlockingIOError:
+            sent.append(0)
+        if sent[0] < len(data):
+            left = data[sent.pop() :]
+            self.broken = True
+            self.send(left, deadline)
+            self.broken = False
+            sent.append(len(data))
 
     def settle(self, deadline: Deadline) -> None:
         """Read what a call that was given up has left to come. Raises OSError, ProtocolError or OutOfTime."""
@@ -95,6 +129,17 @@ class Channel:
             raise ConnectionError(LOST)
         while self.session.pending:
             self.read_until(self.session.pending[-1], deadline)
+        while self.stranded:
+            self.push_back(self.stranded[0], deadline)
+            del self.stranded[0]
+
+    def push_back(self, pop: Call, deadline: Deadline) -> None:
+        """Give back what a pop has taken for a caller that has gone. Raises OSError or OutOfTime."""
+        if pop.result[1] is not None:
+            self.broken = True
+            data, _ = self.session.request(*calls.push_back(pop.fields[0], pop.result[1]))
+            self.send(data, deadline)
+            self.broken = False
 
     def read_until(self, call: Call, deadline: Deadline) -> None:
         """Read replies until this call is answered. Raises OSError, ProtocolError or OutOfTime."""

@@ -31,6 +31,9 @@ _LAST_TRY: Final = 0.05
 
 _NO_ANSWER: Final = "no answer"
 
+_HANG_UPS: Final = 2
+"""Answers to the handshake that fail to come before it is tried without PING, or with it again. One may be a reset."""
+
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried beside one that has not answered."""
 
@@ -53,6 +56,8 @@ class _Tries:
         self.cause = ""
         """Why the last try failed, or the one before, if the last one's time was too short to say anything."""
         self._short = False
+        self._hung_up = 0
+        """Connections in a row that the peer has closed instead of an answer."""
 
     def limit(self) -> float | None:
         """Seconds that this try may take; None for as long as it likes."""
@@ -62,7 +67,9 @@ class _Tries:
 
     def after(self, error: Exception) -> float:
         """Seconds until the next try. Raises DistNetworkError if there will be none."""
-        if isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError):
+        self._hung_up = self._hung_up + 1 if isinstance(error, _HungUp) else 0
+        if self._hung_up == _HANG_UPS:
+            self._hung_up = 0
             self.pings = not self.pings
         cause = _cause(error)
         if cause != _NO_ANSWER or not self._short or not self.cause:
@@ -87,6 +94,10 @@ def _cause(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
+class _HungUp(ConnectionError):
+    """The connection was made, and lost before the handshake was answered."""
+
+
 # From a loop
 
 
@@ -109,9 +120,12 @@ async def _try(host: str, port: int, pings: bool) -> tuple[socket.socket, Client
     try:
         loop = asyncio.get_running_loop()
         session, hello, call = _hello(peer, pings)
-        await loop.sock_sendall(peer, hello)
-        while not call.done:
-            _hear(session, await loop.sock_recv(peer, 4))
+        try:
+            await loop.sock_sendall(peer, hello)
+            while not call.done:
+                _hear(session, await loop.sock_recv(peer, 4))
+        except ConnectionError as error:
+            raise _HungUp(*error.args) from None
         _check(call)
         return peer, session
     except BaseException:
@@ -218,10 +232,13 @@ def _try_in_this_thread(host: str, port: int, attempt: _Attempt, pings: bool) ->
     peer = _connect_to(addresses[0], attempt) if addresses else _connect_in_a_helper(host, port, attempt)
     try:
         session, hello, call = _hello(peer, pings)
-        peer.sendall(hello)
-        while not call.done:
-            attempt.wait_for(peer, select.POLLIN)
-            _hear(session, peer.recv(4))
+        try:
+            peer.sendall(hello)
+            while not call.done:
+                attempt.wait_for(peer, select.POLLIN)
+                _hear(session, peer.recv(4))
+        except ConnectionError as error:
+            raise _HungUp(*error.args) from None
         _check(call)
         peer.settimeout(None)
         return peer, session

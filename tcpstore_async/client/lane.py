@@ -16,7 +16,7 @@ from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import LOST, Call, ClientSession
 from ..wire.commands import Command
 from ..wire.shapes import Fields
-from .calls import Ask, out_of_time
+from .calls import Ask, confirm, give_back, out_of_time
 from .deadline import ONE_LOOK
 
 
@@ -38,7 +38,6 @@ class Lane(asyncio.Protocol):
         """Is told when a call that waited does so no more."""
         self._loop = asyncio.get_running_loop()
         self._futures: dict[Call, asyncio.Future[Any]] = {}
-        self._after: dict[Call, Callable[[Call], None]] = {}
         self._outbox: list[bytes] = []
         self._silent: list[asyncio.Future[Any]] = []
         """Of the silent requests in the outbox."""
@@ -102,14 +101,24 @@ class Lane(asyncio.Protocol):
         self._write(data)
         self.fence = self._futures[call] = self._loop.create_future()
 
-    def when_answered(self, call: Call, do: Callable[[Call], None]) -> None:
-        """Call back the moment a call is answered, before its future is looked at."""
-        self._after[call] = do
-
     def cancel(self, call: Call) -> None:
         """End the wait of a call, if it still waits. Its lane is free once the server has answered."""
         if call is self.session.waiting and not call.canceled and self.lost is None:
             self._write(self.session.cancel(call))
+
+    def confirm(self, lease: Ask) -> None:
+        """Say that a leased item has reached its caller. Raises DistNetworkError if it goes back instead."""
+        if self.lost is not None:
+            raise self.lost
+        self._write(self.session.request(*confirm(lease))[0])
+
+    def give_back(self, lease: Ask) -> None:
+        """Have an item that was leased, or is on its way, or awaited, go back."""
+        call = self.session.waiting
+        if call is not None and call.fields is lease[1]:
+            self.cancel(call)
+        elif self.lost is None:  # else it goes back with the connection
+            self._write(self.session.request(*give_back(lease))[0])
 
     def idle(self) -> bool:
         """Whether nothing is under way on it."""
@@ -148,9 +157,6 @@ class Lane(asyncio.Protocol):
             self.transport.abort()
             return
         for call in done:
-            after = self._after.pop(call, None)
-            if after is not None:
-                after(call)
             future = self._futures.pop(call)
             if not future.done():
                 future.set_result(call.result)
@@ -201,7 +207,6 @@ class Lane(asyncio.Protocol):
         futures = [*self._futures.values(), *self._silent]
         self._futures.clear()
         self._silent.clear()
-        self._after.clear()
         if self._drained is not None:
             futures.append(self._drained)
         for future in futures:

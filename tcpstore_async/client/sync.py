@@ -12,7 +12,7 @@ import time
 from threading import RLock, get_ident
 from typing import Any, Final
 
-from ..blob import unpack
+from ..blob import Framed, unpack
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
@@ -24,7 +24,7 @@ from .dial import Unwanted, dial_in_this_thread
 from .line import Line, Turn
 
 _LAST_LOOK: Final = 0.05
-"""Seconds that what follows a wake gets, though that came at the last moment; a pop gets more, for it takes an item."""
+"""Seconds that what follows a wake gets, though that came at the last moment."""
 
 _PATIENCE: Final = 0.001
 """Seconds that a thread waits for a connection before others let it go first.
@@ -57,6 +57,8 @@ class TCPClient:
         self.introduction = introduction or {}
         self.identity: Identity | None = None
         """Who the server is, if it is one of ours and was asked."""
+        self.last_word: Ask | None = None
+        """What a server of ours is told when the store is closed; it has no reply."""
         self.closed = False
         self._asked = False
         self._known: dict[str, bool] = {}
@@ -83,6 +85,9 @@ class TCPClient:
 
     def close(self) -> None:
         """Close every connection. Calls under way in other threads fail, and later ones."""
+        if not self.closed:
+            self._return_stranded()
+            self._say_last_word()
         self.closed = True
         self._lose("the store has been closed")
 
@@ -190,8 +195,7 @@ class TCPClient:
             call = channel.request(ask, deadline)
             self._wait_for(channel, call, deadline, one_look=seconds == 0)
             if then is not None:
-                left = deadline.left()
-                deadline = Deadline(-1.0 if left is None else max(left, ONE_LOOK if then[0].mutates else _LAST_LOOK))
+                deadline = _at_least(_LAST_LOOK, deadline)
                 call = channel.request(then, deadline)
                 channel.read_until(call, deadline)
             return call.result
@@ -206,6 +210,110 @@ class TCPClient:
                 except BaseException:  # an interrupt, of which there is no second so soon
                     self._release(channel)
                     raise
+
+    def pop(self, lease: Ask, seconds: float, began: float) -> Framed | None:
+        """Take the item that a server of ours leases; None if there is none.
+
+        It is the caller's from the moment that this is said to the server, which is the last thing that is done. An
+        interrupt that strikes between that and the return has it pushed back, to the end of the queue.
+        """
+        taken: list[Framed] = []
+        confirmed: list[int] = []
+        try:
+            return self._pop(lease, seconds, began, taken, confirmed)
+        except BaseException:
+            if confirmed:
+                self.ask(calls.push_back(lease[1][0], taken[0]))
+            raise
+
+    def _pop(
+        self, lease: Ask, seconds: float, began: float, taken: list[Framed], confirmed: list[int]
+    ) -> Framed | None:
+        channel = None
+        deadline = Deadline.of_a_call(seconds, began)
+        try:
+            channel = self._lease(deadline, seconds, deadline.began)
+            try:
+                call = channel.request(lease, deadline)
+                if lease[0].parks:
+                    self._wait_for(channel, call, deadline, one_look=False)
+                else:
+                    channel.read_until(call, deadline)
+                _, item = call.result
+                if item is None:
+                    return None
+                taken.append(item)
+                channel.confirm(lease, confirmed, deadline)
+                return taken[0]
+            except BaseException:
+                if not confirmed:
+                    channel.give_back(lease)
+                raise
+        except OutOfTime as out:
+            raise StoreTimeoutError(calls.out_of_time(lease, seconds)) from out.__cause__
+        except (OSError, ProtocolError) as error:
+            raise self._lose(_said(error)) from None
+        finally:
+            if channel is not None:
+                try:
+                    self._release(channel)
+                except BaseException:  # an interrupt, of which there is no second so soon
+                    self._release(channel)
+                    raise
+
+    def pop_unconfirmed(self, ask: Ask, seconds: float, began: float, wait: Ask | None) -> Framed | None:
+        """Take an item from a server of PyTorch's, after a wait if that is given; None if there is none.
+
+        Whatever keeps it from the caller, it is pushed back, to the end of the queue, when it has come.
+        """
+        channel = None
+        deadline = Deadline.of_a_call(seconds, began)
+        try:
+            channel = self._lease(deadline, seconds, deadline.began)
+            if wait is not None:
+                self._wait_for(channel, channel.request(wait, deadline), deadline, one_look=seconds == 0)
+                deadline = _at_least(ONE_LOOK, deadline)
+            mine: list[Call] = []
+            try:
+                mine.append(channel.request(ask, deadline))
+                channel.read_until(mine[0], deadline)
+                item: Framed | None = mine[0].result[1]
+                return item
+            except BaseException:
+                channel.stranded += mine or [call for call in channel.session.pending if call.fields is ask[1]]
+                raise
+        except OutOfTime as out:
+            raise StoreTimeoutError(calls.out_of_time(wait or ask, seconds)) from out.__cause__
+        except (OSError, ProtocolError) as error:
+            raise self._lose(_said(error)) from None
+        finally:
+            if channel is not None:
+                try:
+                    self._release(channel)
+                except BaseException:  # an interrupt, of which there is no second so soon
+                    self._release(channel)
+                    raise
+
+    def _say_last_word(self) -> None:
+        word = self.last_word
+        if word is None:
+            return
+        for channel in self._channels:
+            if not channel.user and not channel.broken and channel.session.waiting is None:
+                try:
+                    channel.peer.send(channel.session.request(*word)[0], socket.MSG_DONTWAIT)
+                except OSError:
+                    pass  # it has been lost
+
+    def _return_stranded(self) -> None:
+        """Before all is closed: have what was popped for callers who have gone go back, if it comes within a moment."""
+        deadline = Deadline(ONE_LOOK)
+        for channel in self._channels:
+            if channel.stranded and not channel.user:
+                try:
+                    channel.settle(deadline)
+                except (OSError, ProtocolError, OutOfTime):
+                    pass  # it has gone with the connection
 
     def _wait_for(self, channel: Channel, call: Call, deadline: Deadline, one_look: bool) -> None:
         """Read until a call that waits is over. Raises OSError, ProtocolError or OutOfTime."""
@@ -508,6 +616,12 @@ class TCPClient:
             self._line.tell_all()
             self._curious.tell_all()
         return DistNetworkError(self._lost)
+
+
+def _at_least(seconds: float, deadline: Deadline) -> Deadline:
+    """What is left of a deadline, or so many seconds if that is more."""
+    left = deadline.left()
+    return Deadline(-1.0 if left is None else max(left, seconds))
 
 
 def _shut(channel: Channel) -> None:

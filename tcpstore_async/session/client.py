@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..blob import NO_BLOB, PREFIX
 from ..errors import ProtocolError
-from ..wire.commands import BY_METHOD, MAGIC, Command
+from ..wire.commands import BY_METHOD, MAGIC, Command, Flag
 from ..wire.shapes import BLOBS, SILENCE, STOP_WAITING, VALUE_LATER, WAIT_CANCELED, Fields, RestOfReply
 
 LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
@@ -23,13 +23,16 @@ _PING: Final = BY_METHOD["ping"]
 _CHECK: Final = BY_METHOD["check"]
 _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
 _CANCEL_FETCH: Final = BY_METHOD["cancel_fetch"]
+_LEASE_LATER: Final = BY_METHOD["lease_later"]
+_GIVE_BACK: Final = BY_METHOD["give_back"]
 
 
 class Call:
     """One request that will be answered."""
 
-    def __init__(self, command: Command, count: int, written: int) -> None:
+    def __init__(self, command: Command, count: int, written: int, fields: Fields) -> None:
         self.command = command
+        self.fields = fields
         self.count = count
         """How many keys were asked for."""
         self.written = written
@@ -72,15 +75,15 @@ class ClientSession:
 
         Values among the fields are framed blobs. To be sent at once and whole. Raises RuntimeError while a call waits.
         """
-        if self.waiting is not None:
+        if self.waiting is not None and not (command.reply is SILENCE and command.flags & Flag.HOLDS):
             raise RuntimeError(f"{command.name} cannot be sent behind a {self.waiting.command.name} that waits")
         data = command.prefix + command.request.encode(fields)
         if command.reply is SILENCE:
-            if command.mutates:
+            if command.mutates and not command.flags & Flag.HOLDS:  # what is given back was not written by this client
                 self.written += 1
             return data, None
         count = len(fields[0]) if fields and isinstance(fields[0], list) else 0
-        call = Call(command, count, self.written)
+        call = Call(command, count, self.written, fields)
         if command.reply is BLOBS and not count:  # the one reply that has no bytes
             call.result = []
             call.done = True
@@ -101,6 +104,8 @@ class ClientSession:
         if call is not self.waiting or call.canceled:
             raise RuntimeError("only a call that waits can be canceled, once")
         call.canceled = True
+        if call.command is _LEASE_LATER:
+            return self.request(_GIVE_BACK, (call.fields[1],))[0]
         return bytes([(_CANCEL_FETCH if call.command.reply is VALUE_LATER else _CANCEL_WAIT).opcode])
 
     def unconfirmed(self) -> bool:
@@ -141,7 +146,7 @@ class ClientSession:
         """Decode the reply of a call, or part of it; where that stops, or minus the length that is needed."""
         if call.canceled and call.command.reply is VALUE_LATER:
             return self._answer_canceled_fetch(call, data, at, end)
-        if call.canceled:
+        if call.canceled and call.command is not _LEASE_LATER:  # that has one answer, come what may
             return self._answer_canceled(call, data[at], at)
         if self._rest is None:
             result, stop = call.command.reply.decode(data, at, end, call.count)

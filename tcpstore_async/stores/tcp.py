@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_bytes, to_host, to_int64, to_port, to_world_size
-from ..blob import unpack
+from ..blob import EMPTY, unpack
 from ..client import calls, older
 from ..client.calls import Ask
 from ..client.deadline import DEFAULT_TIMEOUT, Deadline
@@ -25,14 +25,12 @@ from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTim
 from ..server.hosting import Hosted, host
 from ..wire.commands import WORKERS_KEY
 from .base import Store
+from .joining import Rank
 
 log = logging.getLogger("tcpstore_async.stores")
 
 _POLL_SECONDS: Final = 0.01
 """How often a master asks a stock server who has joined, as PyTorch's does."""
-
-_ROUND_SECONDS: Final = 10.0
-"""How long a rank that has joined too early holds out for the server of its round, at the most."""
 
 
 class TCPStore(Store):
@@ -65,7 +63,7 @@ class TCPStore(Store):
     ) -> None:
         self._client: TCPClient | None = None
         self._hosted: Hosted | None = None
-        _stores[id(self)] = self
+        _remember(self)
         super().__init__(timeout)
         host_name = to_host("host_name", host_name)
         bind_host = None if bind_host is None else to_host("bind_host", bind_host)
@@ -96,20 +94,24 @@ class TCPStore(Store):
     def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
         """Connect and, if there is a number of ranks to complete, join them.
 
-        A connection that is lost in between led to a server of the last round that was about to go: its successor
-        knows nothing of that join, so this is the one command that is sent again.
+        A connection that is lost in between may have led to a server of the last round that was about to go, and a
+        server of ours counts a rank once: so this is the one command that is sent again.
         """
+        rank = None if ranks is None else Rank(ranks, self._hosted is not None, deadline)
         while True:
-            client = TCPClient(self.host, self.port, self._timeout, introduction(ranks), deadline.began)
             try:
-                if ranks is None or self._joins(client, ranks, deadline):
+                client = TCPClient(self.host, self.port, self._timeout, introduction(ranks), deadline.began)
+            except DistNetworkError as error:
+                raise (error if rank is None else rank.blame(error)) from None
+            try:
+                if rank is None or self._joins(client, rank):
                     client.timeout = self._timeout
                     return client
                 client.close()
-            except DistNetworkError:
+            except DistNetworkError as error:
                 client.close()
-                if self._hosted is not None or deadline.passed():
-                    raise
+                assert rank is not None
+                rank.pause(error)
             except BaseException:
                 client.close()
                 raise
@@ -120,30 +122,15 @@ class TCPStore(Store):
         self.close()
         return hosted
 
-    def _joins(self, client: TCPClient, ranks: int, deadline: Deadline) -> bool:
+    def _joins(self, client: TCPClient, rank: Rank) -> bool:
         """Join; whether the server turns out to be that of this store's round."""
-        return self._belongs(client, client.ask(calls.count(1)), ranks, deadline)
-
-    def _belongs(self, client: TCPClient, joined: int, ranks: int, deadline: Deadline) -> bool:
-        """Whether a server that counts so many, this rank among them, is that of this store's round."""
-        if self._hosted is not None or joined <= ranks or self._has_company():
-            return True
-        return _is_of_this_round(client, joined, deadline)
-
-    def _has_company(self) -> bool:
-        """Whether this process has another store on the same server: then this one is of the same round."""
-        others = [other for other in list(_stores.values()) if other is not self and other._client is not None]
-        return any(
-            (other.host, other.port) == (self.host, self.port) and not other._client.closed
-            for other in others
-            if other._client is not None
-        )
+        return rank.join(client)
 
     @classmethod
     def _of(cls, client: TCPClient, libuv: bool) -> "TCPStore":
         """A store without a server, on connections of its own."""
         store = cls.__new__(cls)
-        _stores[id(store)] = store
+        _remember(store)
         Store.__init__(store, client.timeout)
         store.host = client.host
         store.port = client.port
@@ -253,26 +240,39 @@ class TCPStore(Store):
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         name = calls.key_of(key)
-        pop, wait = calls.queue_pop(name), calls.wait([name])
-        began = time.monotonic()
-        client = self._queues(wait if block else pop, began)
+        ask = calls.wait([name]) if block else calls.queue_pop(name)
+        seconds, began = self._timeout, time.monotonic()
+        client = self._queues(ask, began)
+        if not client.extended(ask, seconds, began):
+            return self._pop_from_pytorchs(client, name, block, began)
+        item = client.pop(calls.lease(name, block and seconds != 0), seconds, began)
+        if item is not None:
+            return unpack(item)
+        if block and seconds == 0 and (not client.ask(calls.check([name])) or client.ask(calls.queue_len(name))):
+            raise StoreTimeoutError(calls.out_of_time(ask, seconds))
+        raise QueueEmptyError("queue is empty")
+
+    def _pop_from_pytorchs(self, client: TCPClient, name: bytes, block: bool, began: float) -> bytes:
+        doubts = 0
         while True:
-            if block:
-                _, item = self._park(wait, self._timeout, pop, began)
-            else:
-                _, item = client.ask(pop)
+            item = client.pop_unconfirmed(
+                calls.queue_pop(name), self._timeout, began, calls.wait([name]) if block else None
+            )
             if item is not None:
                 return unpack(item)
-            if not block or self._is_plain(client, name):
+            doubts += 1
+            if not block or self._is_plain(client, name, doubts):
                 raise QueueEmptyError("queue is empty")
 
-    def _is_plain(self, client: TCPClient, name: bytes) -> bool:
+    def _is_plain(self, client: TCPClient, name: bytes, doubts: int) -> bool:
         """Whether a wait for a queue of this name ends because of a value that is no item.
 
-        What lists the keys, and only values, is what says so for certain, but costs the most, so it is asked last; of
-        an older server, which cannot, it is not asked.
+        What is not empty is one for certain. What lists the keys, and only values, says so of an empty one, but costs
+        the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
         """
-        if not client.ask(calls.check([name])) or client.ask(calls.queue_len(name)):
+        if len(client.ask(calls.get(name))) > len(EMPTY):
+            return True
+        if doubts < calls.DOUBTS or not client.ask(calls.check([name])) or client.ask(calls.queue_len(name)):
             return False
         return not client.knows(older.LIST_KEYS, calls.LIST_KEYS) or name in client.ask(calls.LIST_KEYS)
 
@@ -330,13 +330,20 @@ class TCPStore(Store):
         return client
 
 
-_stores: Final["weakref.WeakValueDictionary[int, TCPStore]"] = weakref.WeakValueDictionary()
+_stores: Final[dict[int, "weakref.ref[TCPStore]"]] = {}
+"""All of this process. A plain dictionary can be copied in one step while another thread makes a store."""
+
+
+def _remember(store: TCPStore) -> None:
+    me = id(store)
+    _stores[me] = weakref.ref(store, lambda gone: _stores.get(me) is gone and _stores.pop(me))
 
 
 def _forked() -> None:
     """In a forked child: its stores get connections of their own."""
-    for store in list(_stores.values()):
-        if store._client is not None:
+    for reference in list(_stores.values()):
+        store = reference()
+        if store is not None and store._client is not None:
             store._client.forked()
 
 
@@ -409,26 +416,3 @@ def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None
 
 def _joined(client: TCPClient) -> int:
     return int(unpack(client.ask(calls.get(WORKERS_KEY))) or b"0")
-
-
-def _is_of_this_round(client: TCPClient, joined: int, deadline: Deadline) -> bool:
-    """Whether a server that has more ranks than the world is the one to stay on.
-
-    A rank of the next round may come before the master has closed the server of the last one. It holds out until that
-    one goes, or the owner announces that it expects more ranks, or it takes too long: then this is no next round.
-    """
-    if not client.extended():
-        return True
-    limit = Deadline(min(_ROUND_SECONDS, _ROUND_SECONDS if deadline.timeout < 0 else deadline.timeout / 2))
-    log.info("more ranks have joined %s, port %d, than the world has: is this a next round?", client.host, client.port)
-    try:
-        while not limit.passed():
-            announced = unpack(client.ask(calls.JOINS))
-            if announced == b"0":
-                return False
-            if not announced or joined <= int(announced):
-                return True
-            time.sleep(_POLL_SECONDS)
-    except DistNetworkError:
-        return False
-    return True

@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from ..arguments import Timeout
-from ..client import calls
 from ..client.deadline import Deadline
 from ..client.sync import TCPClient
 from ..rendezvous_url import Place
 from ..server.hosting import Hosted
+from ..stores.joining import Rank
 from ..stores.tcp import TCPStore
 
 _CppTCPStore: Final = dist.TCPStore
@@ -34,12 +34,12 @@ class _Joining(TCPStore):
             self._connect_native()
         return super()._connect(ranks, deadline)
 
-    def _joins(self, client: TCPClient, ranks: int, deadline: Deadline) -> bool:
+    def _joins(self, client: TCPClient, rank: Rank) -> bool:
         # A look first: what the last round's server closes when it goes is not to be a C++ client, which logs that.
-        if not self._belongs(client, client.ask(calls.count(0)) + 1, ranks, deadline):
+        if not rank.may_join(client):
             return False
         self._connect_native()
-        return super()._joins(client, ranks, deadline)
+        return super()._joins(client, rank)
 
     def _connect_native(self) -> None:
         self.native = _CppTCPStore(
