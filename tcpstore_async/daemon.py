@@ -14,11 +14,12 @@ from typing import Final
 
 from .limits import Limits
 from .server.backends import DEFAULT_BACKEND, Server, server_of
-from .server.base import adopt, listen, prepare, raise_file_limit, warn_of_short_backlog
+from .server.base import adopt, listen, prepare, raise_file_limit, tell_of_short_backlog
 from .server.control import Event
+from .server.forks import keep_private, kept_private
 from .server.loop import run_loop as run_loop
 from .server.loop import spare_the_collector as spare_the_collector
-from .server.owned import Owner, ignore_signals
+from .server.owned import Owner, ignore_signals, say_over, speak_to_owner
 from .session.extension import build as build
 
 DEFAULT_GRACE: Final = 10.0
@@ -37,18 +38,21 @@ async def serve(
     """A server on the running loop, for as long as the context lasts; `.port` tells where.
 
     It listens on exactly `host`; port 0 lets the kernel choose. A TCP socket that is bound, or listens already, may be
-    given as `listener` instead; it is closed at the end. `backend` is `uv` or `threaded`. Raises DistNetworkError if
-    the address cannot be had.
+    given as `listener` instead; it is closed at the end. `backend` is `uv` or `threaded`. A forked child has nothing of
+    the server. Raises DistNetworkError if the address cannot be had.
     """
     make = server_of(backend)
-    with listener if listener is not None else listen(host, port) as listening:
+    pid = os.getpid()
+    with keep_private(listener if listener is not None else listen(host, port)) as listening:
         prepare(listening)
         server = make(listening, limits or Limits())
-        try:
-            server.start()
-            yield server
-        finally:
-            server.stop()
+        with kept_private(server):
+            try:
+                server.start()
+                yield server
+            finally:
+                if os.getpid() == pid:
+                    server.stop()
 
 
 async def run(
@@ -67,7 +71,7 @@ async def run(
     """
     raise_file_limit()
     listener = listen(host, port) if fd is None else adopt(fd)
-    warn_of_short_backlog()
+    tell_of_short_backlog()
     loop = asyncio.get_running_loop()
     asked: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,27 +92,41 @@ def run_owned(
     owner_pid: int,
     control_fd: int,
     *,
+    pidfd: int | None = None,
+    log_fd: int | None = None,
     backend: str = DEFAULT_BACKEND,
     limits: Limits | None = None,
     grace: float = DEFAULT_GRACE,
 ) -> None:
-    """Be the server of the process that started this one, on the socket `listen_fd`, until it says stop or ends.
+    """Be the server of the process `owner_pid`, on the socket `listen_fd`, until it says stop or ends.
 
-    Reports to it over the socket `control_fd`; see `server/control.py`. Raises what it has reported as a failure.
+    That process is the parent, unless `pidfd` is a descriptor of it, or -1. Reports to it over the socket `control_fd`
+    and, if `log_fd` is given, sends it the log; see `server/control.py`. Raises what it has reported as a failure.
     """
     ignore_signals()
-    run_loop(_serve_owner(listen_fd, owner_pid, control_fd, backend, limits, grace))
+    if log_fd is not None:
+        speak_to_owner(log_fd)
+    run_loop(_serve_owner(listen_fd, owner_pid, control_fd, pidfd, backend, limits, grace))
+    if log_fd is not None:
+        say_over(log_fd)
 
 
 async def _serve_owner(
-    listen_fd: int, owner_pid: int, control_fd: int, backend: str, limits: Limits | None, grace: float
+    listen_fd: int,
+    owner_pid: int,
+    control_fd: int,
+    pidfd: int | None,
+    backend: str,
+    limits: Limits | None,
+    grace: float,
 ) -> None:
-    with closing(Owner(owner_pid, control_fd)) as owner:
+    with closing(Owner(owner_pid, control_fd, pidfd)) as owner:
         try:
             raise_file_limit()
             async with serve(listener=adopt(listen_fd), limits=limits, backend=backend) as server:
                 spare_the_collector()
-                owner.tell(Event("ready", port=server.port, pid=os.getpid(), backend=backend))
+                room = server.max_connections
+                owner.tell_ready(Event("ready", server.port, os.getpid(), backend, room=room))
                 await owner.follow(server, grace)
         except Exception as error:
             owner.tell(Event("failed", error=str(error)))

@@ -7,15 +7,13 @@ Invariant: whoever holds the other end of standard error cannot stop the server 
 import errno
 import logging
 import os
-import select
 from typing import Final
 
 import click
 
-STANDARD_ERROR: Final = 2
+from ..server.handlers import NonBlockingHandler
 
-_LONGEST: Final = 4096
-"""A pipe that can be written takes at least so many bytes (PIPE_BUF) without blocking."""
+STANDARD_ERROR: Final = 2
 
 
 def open_standard_streams() -> None:
@@ -35,30 +33,6 @@ def say(text: object, nl: bool = True) -> None:
         if error.errno == errno.EPIPE:
             raise
         raise click.ClickException(f"cannot write to standard output: {error.strerror}") from None
-
-
-class NonBlockingHandler(logging.Handler):
-    """Writes a line to a descriptor if that is possible at once; else the line is lost, and counted."""
-
-    def __init__(self, fd: int) -> None:
-        super().__init__()
-        self._fd = fd
-        self._lost = 0
-        self._poll = select.poll() if hasattr(select, "poll") else None
-        if self._poll is not None:
-            self._poll.register(fd, select.POLLOUT)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._poll is not None and not self._poll.poll(0):
-            self._lost += 1
-            return
-        lost = f" ({self._lost} lines before this one were lost: nobody read them)" if self._lost else ""
-        line = f"{self.format(record)}{lost}".encode(errors="replace")[: _LONGEST - 1] + b"\n"
-        try:
-            os.write(self._fd, line)
-            self._lost = 0
-        except OSError:
-            self._lost += 1  # the other end is gone
 
 
 def log_without_blocking() -> None:

@@ -20,6 +20,8 @@ class Server(Protocol):
 
     host: str
     port: int
+    max_connections: int
+    """Connections that it can hold, known once it has started."""
     empty: asyncio.Event
     """Set while there are no connections."""
 

@@ -109,19 +109,22 @@ def prepare(listener: socket.socket) -> None:
     listener.listen(BACKLOG)
 
 
-def warn_of_short_backlog() -> None:
-    """Log a warning if the kernel cuts the backlog, so that a herd of ranks would see resets."""
+def tell_of_short_backlog(ranks: int | None = None) -> None:
+    """Log if the kernel cuts the backlog: a warning if so many ranks would see resets, else a word."""
     try:
         somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
     except (OSError, ValueError):
         return
-    if somaxconn < BACKLOG:
-        log.warning(
-            "net.core.somaxconn is %d: more ranks than that connecting at once may be reset; "
-            "sysctl -w net.core.somaxconn=%d allows for all",
-            somaxconn,
-            BACKLOG,
-        )
+    if somaxconn >= BACKLOG or (ranks is not None and ranks <= somaxconn):
+        return
+    log.log(
+        logging.INFO if ranks is None else logging.WARNING,
+        "net.core.somaxconn is %d: more ranks than that connecting at once may be reset%s; "
+        "sysctl -w net.core.somaxconn=%d allows for all",
+        somaxconn,
+        "" if ranks is None else f", and {ranks} are to come",
+        BACKLOG,
+    )
 
 
 def raise_file_limit() -> None:

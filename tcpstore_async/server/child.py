@@ -3,52 +3,65 @@
 Knows: how a Python process is started whatever became of this one, and the control socket. Must not know: the
 protocol, event loops.
 Invariants: a forked child of the owner holds nothing of the server and cannot end it. When `stop` returns the port is
-free. No zombie outlives the next start or stop, and nothing outlives an owner but the grace of the other ranks.
+free. The server is no child of the owner's, which may wait for all its children; nothing outlives an owner but the
+grace of the other ranks.
 
 The program is `tcpstore serve --listen-fd … --owner-pid … --control-fd …`, without the 30 ms that the command line and
-`site` take to import.
+`site` take to import. The process that is started forks it and ends: the server is then adopted by the system.
 """
 
 import atexit
 import fcntl
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from .childlog import ChildLog, last_words
 from .control import Event, Lines
 from .forks import keep_private
+from .pidfd import Process, open_pidfd
 
 START_TIMEOUT: Final = 60.0
-"""Seconds until a server that is not ready counts as failed. Usually it takes 0.1; machines can be very busy."""
+"""Seconds that a caller who waits for nobody, whose timeout is 0, waits for a server. Usually it takes 0.1."""
 
 STOP_TIMEOUT: Final = 10.0
 """Seconds until a server that does not confirm its stop is killed."""
+
+_LOG_PATIENCE: Final = 1.0
+"""Seconds that a stop waits until the last lines are logged."""
 
 _ABOVE_STANDARD_STREAMS: Final = 3
 
 _PROGRAM: Final = """
 import sys
-listener, owner, control, backend, grace, *path = sys.argv[1:]
+listener, owner, pidfd, control, backend, grace, *path = sys.argv[1:]
 sys.path[:] = [entry for entry in sys.path if entry] + path
+import os
+if os.fork():
+    os._exit(0)
 try:
     from tcpstore_async.daemon import run_owned
 except BaseException as error:
-    import os
     os.write(int(control), repr(error).encode(errors="replace"))
     raise
-run_owned(int(listener), int(owner), int(control), backend=backend, grace=float(grace))
+run_owned(int(listener), int(owner), int(control), pidfd=int(pidfd), log_fd=2, backend=backend, grace=float(grace))
 """
 """The standard library comes first, so that no file of the user's that is named like a part of it is imported."""
 
 _ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent)
 """Where this package is: a directory, or a zip file. Taken now, before the working directory can change."""
+
+_CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 _KEPT: Final = frozenset({"PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"})
 """Variables by which an interpreter finds its parts. Others, PYTHONINSPECT say, are meant for the user's program."""
@@ -58,32 +71,22 @@ class StartError(Exception):
     """No process could be started, or it did not become a server."""
 
 
-class _Process(subprocess.Popen[bytes]):
-    """A server that nobody waits for may still give the other ranks their grace; that is no reason for a warning.
-
-    Popen warns of a process that is dropped while it runs. Ours are kept in `_leaving` until they are reaped, so this
-    concerns the end of the interpreter and forked children, which cannot wait for them.
-    """
-
-    def __del__(self) -> None:
-        pass
-
-
-_leaving: Final[list[_Process]] = []
-"""Servers that were stopped, or given up, but had not ended when they were last looked at."""
-
-_leaving_lock = threading.RLock()
+class StartTimeout(StartError):
+    """It was not ready in time."""
 
 
 class ServerProcess:
-    """A server in a process of its own, which ends with this one at the latest. For any thread."""
+    """A server in a process of its own, which ends soon after this one at the latest. For any thread."""
 
-    def __init__(self, process: _Process, control: socket.socket, ready: Event) -> None:
+    def __init__(self, process: Process, control: socket.socket, log: ChildLog, ready: Event) -> None:
         self.port = ready.port
         self.pid = ready.pid
+        self.room = ready.room
+        """Connections that it can hold."""
         self._process = process
         self._control = control
         control.settimeout(STOP_TIMEOUT)
+        self._log = log
         self._owner = os.getpid()
         self._lock = threading.RLock()  # reentrant: a collection may stop one while its thread is at work on it
         self._stopped = False
@@ -102,7 +105,7 @@ class ServerProcess:
         if self._owner != os.getpid():
             return False
         with self._lock:
-            return not self._stopped and self._process.poll() is None
+            return not self._stopped and not _has_hung_up(self._control)
 
     def stop(self) -> None:
         """Free the port; it is free when this returns. May be called again, and by a forked child, which does nothing.
@@ -120,7 +123,6 @@ class ServerProcess:
                 self._part()
             finally:
                 self._control.close()
-                _give_up(self._process)
 
     def _part(self) -> None:
         """Say stop, and wait until the server no longer listens, whatever it takes."""
@@ -128,11 +130,19 @@ class ServerProcess:
             self._control.sendall(b"stop\n")
             left = _hear(Lines(self._control)).left
         except OSError:  # it crashed, or hangs
-            self._process.kill()
-            self._process.wait()
-            return
-        if not left:
-            _wait(self._process)
+            self._kill()
+        else:
+            if left:
+                return  # they have their grace
+            if not self._process.wait(STOP_TIMEOUT):
+                self._kill()
+        self._log.join(_LOG_PATIENCE)
+
+    def _kill(self) -> None:
+        if not _has_hung_up(self._control):
+            self._log.expect_kill(f"did not stop within {STOP_TIMEOUT:g} s, and was killed")
+        self._process.kill()
+        self._process.wait(STOP_TIMEOUT)
 
     def _say(self, words: str) -> None:
         if self._owner != os.getpid():
@@ -147,65 +157,119 @@ class ServerProcess:
 
 
 def start(
-    listener: socket.socket, *, backend: str = "uv", grace: float = 10.0, timeout: float = START_TIMEOUT
+    listener: socket.socket, *, backend: str = "uv", grace: float = 10.0, timeout: float | None = None
 ) -> ServerProcess:
     """A server on `listener`, which is closed here; it serves when this returns.
 
-    Raises StartError if there is none within `timeout`; `listener` is as it was then.
+    Raises StartError if there can be none, or StartTimeout if there is none within `timeout`, which is the caller's:
+    None has no end, 0 does not wait for others, but has a server started. `listener` is as it was then.
     """
-    _reap()
     if not sys.executable or getattr(sys, "frozen", False):
         raise StartError("there is no Python interpreter to run it")
     try:
-        server = _launch(listener, backend, grace, timeout)
+        server = _launch(listener, backend, grace, START_TIMEOUT if timeout == 0 else timeout)
     except TimeoutError:
-        raise StartError(f"it was not ready within {timeout:g} s") from None
-    except (OSError, subprocess.SubprocessError) as error:
+        raise StartTimeout(f"it was not ready within {timeout or START_TIMEOUT:g} s") from None
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise StartError(str(error)) from None
     listener.close()
     return server
 
 
-def _launch(listener: socket.socket, backend: str, grace: float, timeout: float) -> ServerProcess:
+def _launch(listener: socket.socket, backend: str, grace: float, timeout: float | None) -> ServerProcess:
     """Start the program and wait for it. Raises StartError, OSError and SubprocessError, and leaves nothing then."""
+    end = None if timeout is None else time.monotonic() + timeout
     control, theirs = _socket_pair()
+    source, stderr = _socket_pair()
+    stderr.setblocking(False)  # whatever becomes of this process, the server must not wait for it
     try:
-        with theirs:
-            process = _spawn(listener, theirs, backend, grace)
-        control.settimeout(timeout)
-        return ServerProcess(process, control, _await_ready(process, control))
+        with theirs, stderr:
+            starter = _spawn(listener, theirs, stderr, backend, grace)
+        try:
+            ready, fd = _await_ready(control, source, end)
+            process = Process(ready.pid, fd)
+            log = ChildLog(source, process, ready.port)
+        except BaseException:
+            _give_up(starter, control)
+            raise
+        starter.wait()
+        return ServerProcess(process, control, log, ready)
     except BaseException:
         control.close()
+        source.close()
         raise
 
 
-def _spawn(listener: socket.socket, control: socket.socket, backend: str, grace: float) -> _Process:
+def _spawn(
+    listener: socket.socket, control: socket.socket, stderr: socket.socket, backend: str, grace: float
+) -> subprocess.Popen[bytes]:
+    """Start the process that starts the server."""
     flags = ["-B"] if sys.dont_write_bytecode else []
-    with keep_private(_high(listener.dup())) as ours:
-        options = [str(ours.fileno()), str(os.getpid()), str(control.fileno()), backend, str(grace)]
-        return _Process(
-            [sys.executable, "-S", *flags, "-c", _PROGRAM, *options, *_path()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={name: value for name, value in os.environ.items() if name[:6] != "PYTHON" or name in _KEPT},
-            pass_fds=(ours.fileno(), control.fileno()),
-            start_new_session=True,
-        )
-
-
-def _await_ready(process: _Process, control: socket.socket) -> Event:
-    """What a server says when it serves. One that does not come to that is killed."""
+    pidfd = open_pidfd(os.getpid())
+    owner = Process(os.getpid(), pidfd)  # closed in a forked child of another thread's
     try:
-        said = _hear(Lines(control))
-        if said.event != "ready":
-            raise StartError(said.error)
-        return said
+        with keep_private(_high(listener.dup())) as ours:
+            fds = [ours.fileno(), control.fileno(), *([] if pidfd is None else [pidfd])]
+            watched = [str(os.getpid()), str(-1 if pidfd is None else pidfd)]
+            options = [str(ours.fileno()), *watched, str(control.fileno()), backend, str(grace)]
+            return subprocess.Popen(
+                [sys.executable, "-S", *flags, "-c", _PROGRAM, *options, *_path()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr.fileno(),
+                cwd="/",
+                env={name: value for name, value in os.environ.items() if name[:6] != "PYTHON" or name in _KEPT},
+                pass_fds=fds,
+                start_new_session=True,
+            )
+    finally:
+        owner.close()
+
+
+def _await_ready(control: socket.socket, source: socket.socket, end: float | None) -> tuple[Event, int | None]:
+    """What a server says when it serves, and a descriptor of its process. Raises StartError if it comes to nothing."""
+    said, fds = b"", []
+    try:
+        while not said.endswith(b"\n"):
+            if end is not None and end <= time.monotonic():
+                raise TimeoutError
+            control.settimeout(None if end is None else max(1e-3, end - time.monotonic()))
+            data, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(4), _CLOEXEC)
+            for level, kind, raw in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.append(int.from_bytes(raw[:4], sys.byteorder))
+            if not data:
+                words = said.decode(errors="replace") or _last_words(source)
+                raise StartError(f"it ended at once: {words}" if words else "it ended at once")
+            said += data
+        event = msgspec.json.decode(said, type=Event)
+        if event.event != "ready":
+            raise StartError(event.error)
     except BaseException:
-        process.kill()
-        process.wait()
+        for fd in fds:
+            os.close(fd)
         raise
+    return event, (fds[0] if fds else None)
+
+
+def _last_words(source: socket.socket) -> str:
+    """What came on standard error."""
+    try:
+        return last_words(source.recv(1 << 16, socket.MSG_DONTWAIT).decode(errors="replace").splitlines()[-8:])
+    except OSError:
+        return ""
+
+
+def _give_up(starter: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """Kill what has been started: a process group of its own, whose number is taken until its leader is waited for."""
+    with suppress(OSError):
+        os.killpg(starter.pid, signal.SIGKILL)
+    starter.kill()
+    starter.wait()
+    control.settimeout(STOP_TIMEOUT)
+    with suppress(OSError):
+        while control.recv(4096):
+            pass
 
 
 def _path() -> list[str]:
@@ -234,39 +298,16 @@ def _high(one: socket.socket) -> socket.socket:
         return socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ABOVE_STANDARD_STREAMS))
 
 
+def _has_hung_up(one: socket.socket) -> bool:
+    """Whether the other end is closed."""
+    poll = select.poll()
+    poll.register(one, 0)
+    return bool(poll.poll(0))
+
+
 def _hear(lines: Lines) -> Event:
     """The next event. Raises OSError if the server ends before it, or says nothing for too long."""
     while (read := lines.read()) is not None:
         for line in read:
             return msgspec.json.decode(line, type=Event)
-    last_words = lines.rest.decode(errors="replace")
-    raise ConnectionError(f"it ended at once: {last_words}" if last_words else "it ended at once")
-
-
-def _wait(process: _Process) -> None:
-    try:
-        process.wait(STOP_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
-def _give_up(process: _Process) -> None:
-    with _leaving_lock:
-        _leaving.append(process)
-    _reap()
-
-
-def _reap() -> None:
-    """Wait for those that have ended."""
-    with _leaving_lock:
-        _leaving[:] = [process for process in _leaving if process.poll() is None]
-
-
-def _forget_inherited() -> None:
-    """In a forked child: they are its parent's children."""
-    global _leaving_lock
-    _leaving_lock = threading.RLock()
-    _leaving.clear()
-
-
-os.register_at_fork(after_in_child=_forget_inherited)
+    raise ConnectionError("it ended")

@@ -14,7 +14,8 @@ import warnings
 import weakref
 from typing import Final, Protocol
 
-from .base import BACKENDS, Address, check_port, listen_at, prepare, resolve
+from ..errors import DistNetworkError, DistStoreError
+from .base import BACKENDS, Address, check_port, listen_at, prepare, resolve, tell_of_short_backlog
 from .forks import keep_private
 from .refusals import Tried, Uv, refusals
 
@@ -30,6 +31,8 @@ class Server(Protocol):
 
     port: int
     pid: int
+    room: int
+    """Connections that it can hold."""
 
     def announce(self, joins: int) -> None: ...
 
@@ -43,8 +46,12 @@ class Server(Protocol):
 class _Tenancy:
     """A server and how many hold it."""
 
-    def __init__(self, server: Server, backend: str, shared: bool) -> None:
+    def __init__(self, server: Server, backend: str, shared: bool, address: str, given: bool) -> None:
         self.server = server
+        self.address = address
+        """The host that it listens on."""
+        self.given = given
+        """Whether it listens on a socket that was made elsewhere."""
         self.backend = backend
         self.shared = shared
         self.holders = 0
@@ -89,8 +96,14 @@ class Hosted:
         self._release = weakref.finalize(self, tenancy.release)
 
     def announce(self, joins: int) -> None:
-        """So many more ranks are expected to join."""
-        self._tenancy.server.announce(joins)
+        """So many more ranks are expected to join. Raises DistStoreError if they cannot all be connected."""
+        server = self._tenancy.server
+        if joins > server.room:
+            text = _no_room(joins, server)
+            log.error("%s", text)
+            raise DistStoreError(text)
+        tell_of_short_backlog(joins)
+        server.announce(joins)
 
     def complete(self) -> None:
         """All have joined: connections that come from now on belong to a next round."""
@@ -115,14 +128,17 @@ def host(
     multi_tenant: bool = False,
     backend: str = "uv",
     may_be_thread: bool = True,
+    timeout: float | None = None,
 ) -> Hosted:
     """A server that serves on `port`, which may be 0; it runs when this returns.
 
     It listens on every address of this machine, or on exactly `bind_host` or what TCPSTORE_BIND names, or on the socket
     `listen_fd`, which it owns from here on. With `multi_tenant`, stores of this process share the server of a port.
     It runs in a process of its own or, where that is asked for or nothing else is to be had, in a thread of this one,
-    if it may. Raises DistNetworkError if the address cannot be had, DistStoreError if `listen_fd` has another port,
-    RuntimeError if the server could be a thread only and must not.
+    if it may. `timeout` is what the caller has left for it, in seconds; None has no end, and 0 is enough for a server,
+    but for nothing that has to be waited for. Raises DistNetworkError if the address cannot be had or the server was
+    not ready in time, DistStoreError if `listen_fd` has another port, RuntimeError if the server could be a thread only
+    and must not.
     """
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; there is {', '.join(BACKENDS)}")
@@ -132,14 +148,16 @@ def host(
     where = where if may_be_thread else _PROCESS_ONLY
     check_port(port)
     if not multi_tenant:
-        return Hosted(_open(port, bind_host, listen_fd, where, backend, shared=False))
+        return Hosted(_open(port, bind_host, listen_fd, where, backend, timeout, shared=False))
     with _shared_lock:
         tenancy = _shared.get(port)
         if tenancy is None or not tenancy.server.alive():
-            tenancy = _open(port, bind_host, listen_fd, where, backend, shared=True)
+            tenancy = _open(port, bind_host, listen_fd, where, backend, timeout, shared=True)
             _shared[tenancy.server.port] = tenancy
         elif listen_fd is not None:
             _take_over(listen_fd, port, backend).close()
+        else:
+            _check_address(tenancy, bind_host or os.environ.get(BIND))
         if not may_be_thread and tenancy.server.pid == os.getpid():
             raise RuntimeError(f"{_NO_THREAD}, and another store has made it one")
         return Hosted(tenancy)
@@ -153,8 +171,44 @@ def _where() -> str:
     return where
 
 
+def _no_room(joins: int, server: Server) -> str:
+    """What is said of a world that does not fit."""
+    import resource  # without a limit of files there is room for all
+
+    is_thread = server.pid == os.getpid()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if is_thread else 1]
+    return (
+        f"a world of {joins} ranks does not fit: the server of port {server.port} has room for {server.room} "
+        f"connections, as many as the limit of open files leaves (ulimit -{'S' if is_thread else 'H'}n: {limit}); "
+        f"start rank 0 with a limit of {joins + limit - server.room} or more"
+    )
+
+
+def _check_address(tenancy: _Tenancy, bind_host: str | None) -> None:
+    """Raise DistNetworkError if a store that asks for one address would share the server of another."""
+    if bind_host is None and tenancy.given:
+        return
+    wanted = str(resolve(bind_host, 0)[1][0]) if bind_host else _ANYWHERE[0]
+    if wanted != tenancy.address and not (wanted in _ANYWHERE and tenancy.address in _ANYWHERE):
+        raise DistNetworkError(
+            f"cannot share the server of port {tenancy.server.port}: it listens on {tenancy.address}, and this store "
+            f"asks for {wanted}; use the same bind_host (or {BIND}), or another port"
+        )
+
+
+_ANYWHERE: Final = ("::", "0.0.0.0")
+"""Every address."""
+
+
 def _open(
-    port: int, bind_host: str | None, listen_fd: int | None, where: str, backend: str, *, shared: bool
+    port: int,
+    bind_host: str | None,
+    listen_fd: int | None,
+    where: str,
+    backend: str,
+    timeout: float | None,
+    *,
+    shared: bool,
 ) -> _Tenancy:
     listener = (
         _listen(port, bind_host or os.environ.get(BIND), backend)
@@ -162,8 +216,11 @@ def _open(
         else _take_over(listen_fd, port, backend)
     )
     with keep_private(listener):
-        server = _start_process(listener, backend, where != _PROCESS_ONLY) if where != "thread" else None
-        return _Tenancy(server or _start_thread(listener, backend), backend, shared)
+        address = str(listener.getsockname()[0])
+        server = _start_process(listener, backend, where != _PROCESS_ONLY, timeout) if where != "thread" else None
+        return _Tenancy(
+            server or _start_thread(listener, backend), backend, shared, address, given=listen_fd is not None
+        )
 
 
 # The socket
@@ -216,8 +273,11 @@ def _listen_on(listener: socket.socket, port: int, words: Uv) -> None:
 # Where it runs
 
 
-def _start_process(listener: socket.socket, backend: str, may_be_thread: bool) -> Server | None:
-    """A server in a process of its own; None, after one warning, if there can be no such process."""
+def _start_process(listener: socket.socket, backend: str, may_be_thread: bool, timeout: float | None) -> Server | None:
+    """A server in a process of its own; None, after one warning, if there can be no such process.
+
+    Raises DistNetworkError if the caller's time is up: there is none for a thread either.
+    """
     if sys.platform == "win32":
         if not may_be_thread:
             raise RuntimeError(f"{_NO_THREAD}, and Windows has no other")
@@ -225,7 +285,13 @@ def _start_process(listener: socket.socket, backend: str, may_be_thread: bool) -
     from . import child  # for hosts only: it costs the clients nothing
 
     try:
-        return child.start(listener, backend=backend)
+        return child.start(listener, backend=backend, timeout=timeout)
+    except child.StartTimeout as error:
+        port = listener.getsockname()[1]
+        raise DistNetworkError(
+            f"the server process of port {port} did not start: {error}; give the store a longer timeout, or find out "
+            "why Python takes so long to start here"
+        ) from None
     except child.StartError as error:
         if not may_be_thread:
             raise RuntimeError(f"{_NO_THREAD}, and cannot be a process either: {error}") from None

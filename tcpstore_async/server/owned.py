@@ -1,21 +1,24 @@
 """The server's side of belonging to another process.
 
 Knows: the owner's process, the control socket. Must not know: who starts the server, and with what.
-Invariants: an owner that is killed takes its server with it. A stop frees the port first and says so; then the ranks
-that are still there get their grace, and nobody is woken.
+Invariants: an owner that ends, however it does, takes its server with it. The end frees the port first, and says so;
+then the ranks that are still there get their grace, and nobody is woken.
 """
 
+import array
 import asyncio
+import faulthandler
+import logging
 import os
 import signal
 import socket
 from typing import Final
 
-import msgspec
-
 from ..errors import DistNetworkError
 from .backends import Server
-from .control import Event, Lines
+from .control import Event, Line, Lines, encode
+from .handlers import OwnerHandler
+from .pidfd import exists, open_pidfd
 
 _POLL: Final = 1.0
 """Seconds between looks whether the owner lives, where the kernel does not report its death."""
@@ -31,11 +34,30 @@ def ignore_signals() -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-class Owner:
-    """The process that a server belongs to: its parent."""
+def speak_to_owner(log_fd: int) -> None:
+    """Send the log, and what kills this process, to the owner. Only in a process that is the server."""
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.addHandler(OwnerHandler(log_fd))
+    faulthandler.enable(log_fd, all_threads=False)
 
-    def __init__(self, pid: int, control_fd: int) -> None:
-        """Raises DistNetworkError if `control_fd` is not a socket."""
+
+def say_over(log_fd: int) -> None:
+    """Say that this process ends as it should: one that does not say so has crashed."""
+    try:
+        os.write(log_fd, encode(Line(over=True)))
+    except OSError:
+        pass
+
+
+class Owner:
+    """The process that a server belongs to."""
+
+    def __init__(self, pid: int, control_fd: int, pidfd: int | None = None) -> None:
+        """With `pidfd`, a descriptor of the owner's or -1 where there are none; without, it must be the parent.
+
+        Raises DistNetworkError if `control_fd` is not a socket.
+        """
         self._pid = pid
         try:
             self._control = socket.socket(fileno=control_fd)
@@ -44,23 +66,36 @@ class Owner:
         self._control.setblocking(False)
         self._lines = Lines(self._control)
         self._over = asyncio.Event()
-        self._dead = asyncio.Event()
         self._joins = 0
         self._complete: float | None = None
         """Since when newcomers belong to a next round."""
         self._loop = asyncio.get_running_loop()
-        self._pidfd: int | None = None
+        self._is_parent = pidfd is None
+        self._pidfd = open_pidfd(pid) if pidfd is None else None if pidfd < 0 else pidfd
         self._next_look: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
+        self._unwatch()
         self._control.close()
 
     def tell(self, event: Event) -> None:
         """Report to the owner, if it still listens."""
         try:
-            self._control.send(msgspec.json.encode(event) + b"\n")
+            self._control.send(encode(event))
         except OSError:
             pass
+
+    def tell_ready(self, event: Event) -> None:
+        """Report that the server serves, and give the owner a descriptor of this process, where there are any."""
+        own = open_pidfd(os.getpid())
+        try:
+            rights = [] if own is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
+            self._control.sendmsg([encode(event)], rights)
+        except OSError:
+            pass
+        finally:
+            if own is not None:
+                os.close(own)
 
     async def follow(self, server: Server, grace: float) -> None:
         """Do as the owner says until it wants the server gone, and let the ranks end."""
@@ -68,10 +103,9 @@ class Owner:
         try:
             self._watch()
             await self._over.wait()
-            if not self._dead.is_set():
-                await self._wind_up(server, grace)
+            self._unwatch()  # the owner may end now: the ranks have their grace all the same
+            await self._wind_up(server, grace)
         finally:
-            self._unwatch()
             self._loop.remove_reader(self._control)
 
     async def _wind_up(self, server: Server, grace: float) -> None:
@@ -80,10 +114,7 @@ class Owner:
         if self._complete is not None:
             server.dismiss_newcomers(self._complete)
         self.tell(Event("stopped", left=server.count))
-        ends = [asyncio.ensure_future(server.drain(grace)), asyncio.ensure_future(self._dead.wait())]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
+        await server.drain(grace)
 
     # What the owner says
 
@@ -112,14 +143,12 @@ class Owner:
             # be on their way still.
             self._complete = float(number) if server.all_joined() else None
         elif word == "stop":
-            self._unwatch()  # from here on the owner may end: the others have their grace all the same
             self._over.set()
 
     # Whether the owner lives
 
     def _watch(self) -> None:
         """Notice the end of the owner."""
-        self._pidfd = _open_pidfd(self._pid)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._died)
         self._look()  # it may have ended before it was watched, and its pid be another's now
@@ -134,22 +163,11 @@ class Owner:
             self._next_look = None
 
     def _look(self) -> None:
-        if os.getppid() != self._pid:
+        if os.getppid() != self._pid if self._is_parent else self._pidfd is None and not exists(self._pid):
             self._died()
         elif self._pidfd is None:
             self._next_look = self._loop.call_later(_POLL, self._look)
 
     def _died(self) -> None:
         self._unwatch()
-        self._dead.set()
         self._over.set()
-
-
-def _open_pidfd(pid: int) -> int | None:
-    """A descriptor that can be read once the process has ended; None where there is no such thing, or no process."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None

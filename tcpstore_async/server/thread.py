@@ -12,13 +12,11 @@ import atexit
 import os
 import socket
 import threading
-import weakref
 from concurrent.futures import Future
-from typing import Final
 
 from ..limits import Limits
 from .backends import DEFAULT_BACKEND, Server, server_of
-from .forks import keep_private
+from .forks import keep_private, kept_private
 from .loop import run_loop
 from .threaded import Worker
 
@@ -40,8 +38,9 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, args=[started], name="tcpstore server", daemon=True)
         self._thread.start()
         self._loop, self._server = started.result()
+        self.room = self._server.max_connections
+        """Connections that it can hold."""
         atexit.register(self.stop)
-        _running.add(self)
 
     def announce(self, joins: int) -> None:
         """So many more ranks are to join."""
@@ -85,26 +84,10 @@ class ServerThread:
 
     async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
         server = server_of(self._backend)(self._listener, Limits())
-        try:
-            server.start()
-            started.set_result((asyncio.get_running_loop(), server))
-            await self._over.wait()
-        finally:
-            server.stop()
-
-    def close_inherited(self) -> None:
-        """In a forked child, whose copies would keep connections open that the server has closed."""
-        self._server.close_inherited()
-
-
-_running: Final[weakref.WeakSet[ServerThread]] = weakref.WeakSet()
-
-
-def _close_inherited() -> None:
-    for server in list(_running):
-        server.close_inherited()
-    _running.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited)
+        with kept_private(server):
+            try:
+                server.start()
+                started.set_result((asyncio.get_running_loop(), server))
+                await self._over.wait()
+            finally:
+                server.stop()

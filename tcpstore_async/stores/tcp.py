@@ -77,7 +77,9 @@ class TCPStore(Store):
         try:
             if to_bool("is_master", is_master):
                 backend = "uv" if self._libuv else "threaded"
-                self._hosted = _host(port, bind_host, master_listen_fd, multi_tenant, backend, self._may_be_thread)
+                self._hosted = _host(
+                    port, bind_host, master_listen_fd, multi_tenant, backend, self._may_be_thread, deadline.left()
+                )
             hosted = self._hosted
             self.host = host_name
             self.port = port if hosted is None else hosted.port
@@ -359,7 +361,13 @@ def _use_libuv(given: bool | None) -> bool:
 
 
 def _host(
-    port: int, bind_host: str | None, listen_fd: int | None, multi_tenant: bool, backend: str, may_be_thread: bool
+    port: int,
+    bind_host: str | None,
+    listen_fd: int | None,
+    multi_tenant: bool,
+    backend: str,
+    may_be_thread: bool,
+    timeout: float | None,
 ) -> Hosted | None:
     """Host a server; None if torchrun's agent does at this address, as in PyTorch."""
     try:
@@ -370,6 +378,7 @@ def _host(
             multi_tenant=multi_tenant,
             backend=backend,
             may_be_thread=may_be_thread,
+            timeout=timeout,
         )
     except DistNetworkError:
         if _agent_hosts(port) and listen_fd is None:
