@@ -169,7 +169,7 @@ def start(
     try:
         server = _launch(listener, backend, grace, START_TIMEOUT if timeout == 0 else timeout)
     except TimeoutError:
-        raise StartTimeout(f"it was not ready within {timeout or START_TIMEOUT:g} s") from None
+        raise StartTimeout(f"it was not ready within {timeout or START_TIMEOUT:.3g} s") from None
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise StartError(str(error)) from None
     listener.close()
@@ -205,7 +205,7 @@ def _spawn(
 ) -> subprocess.Popen[bytes]:
     """Start the process that starts the server."""
     flags = ["-B"] if sys.dont_write_bytecode else []
-    pidfd = open_pidfd(os.getpid())
+    pidfd = _own_pidfd()
     owner = Process(os.getpid(), pidfd)  # closed in a forked child of another thread's
     try:
         with keep_private(_high(listener.dup())) as ours:
@@ -288,6 +288,17 @@ def _path() -> list[str]:
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
     one, other = socket.socketpair()
     return keep_private(_high(one)), keep_private(_high(other))
+
+
+def _own_pidfd() -> int | None:
+    """A descriptor of this process, out of the way of the standard streams, where there are any."""
+    fd = open_pidfd(os.getpid())
+    if fd is None or fd >= _ABOVE_STANDARD_STREAMS:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE_STANDARD_STREAMS)
+    finally:
+        os.close(fd)
 
 
 def _high(one: socket.socket) -> socket.socket:

@@ -56,17 +56,41 @@ def test_the_server_ends_with_its_owner(ending: str, backend: str) -> None:
         assert port_is_free(program.port)
 
 
+@pytest.mark.parametrize("end", ["", "os._exit(0)"], ids=["killed", "left by os._exit, as multiprocessing does"])
 @pytest.mark.parametrize("worker", ["", WORKER], ids=["alone", "with a worker"])
-def test_an_owner_that_is_killed_takes_the_server_with_it(worker: str, backend: str) -> None:
-    with owner(worker + WAIT, backend=backend) as program, RawPeer(program.port) as peer:
+def test_an_owner_that_ends_without_a_word_takes_the_server_with_it(worker: str, end: str, backend: str) -> None:
+    """The port is free at once; the ranks have their grace, as after a stop."""
+    with owner(worker + WAIT + end, backend=backend) as program, RawPeer(program.port) as peer:
+        peer.ping()
+        if end:
+            program.go_on()
+        else:
+            program.process.kill()
+        until(lambda: port_is_free(program.port), "the port is free")
+        peer.ping()
+        assert program.server.running()
+        peer.close()
+        assert program.server.ended()
+
+
+SHORT_GRACE = """
+from tcpstore_async.server import child
+start = child.start
+child.start = lambda *args, **options: start(*args, **options, grace=0.2)
+"""
+
+
+def test_the_grace_after_a_killed_owner_ends() -> None:
+    with owner(WAIT, before=SHORT_GRACE) as program, RawPeer(program.port) as peer:
         peer.ping()
         program.process.kill()
         assert program.server.ended()
-        assert port_is_free(program.port)
         assert peer.closed()
 
 
 NO_PIDFD = """
+import os
+del os.pidfd_open
 from tcpstore_async.server import child
 child._PROGRAM = "import os\\ndel os.pidfd_open\\n" + child._PROGRAM
 """
@@ -77,8 +101,14 @@ def test_without_a_descriptor_for_processes_it_looks_again_and_again(worker: str
     with owner(worker + WAIT, before=NO_PIDFD) as program, RawPeer(program.port) as peer:
         peer.ping()
         program.process.kill()
+        until(lambda: port_is_free(program.port), "the port is free")
+        peer.close()
         assert program.server.ended()
-        assert peer.closed()
+
+
+def test_without_a_descriptor_for_processes_it_is_stopped_all_the_same() -> None:
+    with owner(RELEASE, before=NO_PIDFD) as program:
+        serves_and_stops(program)
 
 
 def test_an_owner_that_becomes_another_program_has_let_go(backend: str) -> None:
@@ -158,9 +188,10 @@ def serves_and_stops(program: Owner) -> None:
     """A round trip, a release, and the end."""
     with RawPeer(program.port) as peer:
         peer.ping()
-    for fd in range(3):
+    for fd in range(2):
         assert os.readlink(f"/proc/{program.server.pid}/fd/{fd}") == "/dev/null"
-    assert os.getsid(program.server.pid) == program.server.pid
+    assert os.readlink(f"/proc/{program.server.pid}/fd/2").startswith("socket:")
+    assert os.getsid(program.server.pid) not in (os.getsid(0), os.getsid(program.process.pid))
     program.go_on()
     assert program.line() == "released"
     assert port_is_free(program.port)
@@ -400,7 +431,10 @@ def test_what_is_said_over_the_control_socket(backend: str) -> None:
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     with serve(listener, backend=backend) as (process, control):
-        assert heard(control) == {"event": "ready", "port": port, "pid": process.pid, "backend": backend}
+        ready = heard(control)
+        assert isinstance(room := ready.pop("room"), int)
+        assert room > 0
+        assert ready == {"event": "ready", "port": port, "pid": process.pid, "backend": backend}
         with RawPeer(port) as peer:
             peer.ping()
             peer.join(3)
@@ -433,6 +467,7 @@ def test_an_owner_that_was_gone_before_it_was_watched() -> None:
     """Its pid is another's by now, and somebody holds its end of the control socket."""
     with serve(listen("127.0.0.1", 0), owner_pid=1) as (process, control):
         assert heard(control)["event"] == "ready"
+        assert heard(control) == {"event": "stopped"}
         assert process.wait(LIMIT) == 0
         assert control.recv(1) == b""
 
