@@ -9,11 +9,13 @@ import sys
 import tempfile
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 
 from faults.owners import port_is_free, seen
 from support import LIMIT, RawPeer
+from tcpstore_async import TCPStore
 from tcpstore_async.errors import DistNetworkError, DistStoreError
 from tcpstore_async.server import base, child, hosting
 from tcpstore_async.server.base import BACKLOG
@@ -256,6 +258,28 @@ def test_many_threads_share_one() -> None:
     first.release()
 
 
+def test_a_server_of_another_address_is_not_shared(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = host(0, multi_tenant=True)
+    with pytest.raises(DistNetworkError) as caught:
+        host(everywhere.port, multi_tenant=True, bind_host="127.0.0.2")
+    assert str(caught.value) == (
+        f"cannot share the server of port {everywhere.port}: it listens on ::, and this store asks for 127.0.0.2; "
+        "use the same bind_host (or TCPSTORE_BIND), or another port"
+    )
+    for same in ("::", "0.0.0.0"):
+        host(everywhere.port, multi_tenant=True, bind_host=same).release()
+    assert serves(everywhere)
+    everywhere.release()
+    exact = host(0, multi_tenant=True, bind_host="127.0.0.2")
+    with pytest.raises(DistNetworkError, match=r"it listens on 127\.0\.0\.2, and this store asks for ::;"):
+        host(exact.port, multi_tenant=True)
+    host(exact.port, multi_tenant=True, bind_host="127.0.0.2").release()
+    monkeypatch.setenv("TCPSTORE_BIND", "127.0.0.2")
+    host(exact.port, multi_tenant=True).release()
+    assert serves(exact, "127.0.0.2")
+    exact.release()
+
+
 # Sockets from elsewhere
 
 
@@ -430,6 +454,45 @@ def test_interrupted_while_it_starts_it_leaves_nothing(monkeypatch: pytest.Monke
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert port_is_free(port)
+
+
+# A start that takes long
+
+
+@pytest.fixture
+def slow_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter that starts once a file is there."""
+    wrapper, go_on = tmp_path / "python", tmp_path / "go on"
+    wrapper.write_text(f'#!/bin/sh\nwhile [ ! -e "{go_on}" ]; do sleep 0.02; done\nexec "{sys.executable}" "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(wrapper))
+    return go_on
+
+
+@pytest.mark.parametrize("may_be_thread", [True, False])
+def test_a_start_has_no_more_time_than_its_caller(slow_python: Path, may_be_thread: bool) -> None:
+    """A thread does not take its place: the time is up for that, too."""
+    fd, port = bound()
+    with pytest.raises(DistNetworkError, match=rf"server process of port {port} .* not ready within 0\.3 s; give"):
+        host(port, listen_fd=fd, timeout=0.3, may_be_thread=may_be_thread)
+    assert port_is_free(port), "what was started is killed"
+
+
+def test_a_store_whose_server_starts_too_slowly(slow_python: Path) -> None:
+    with pytest.raises(DistNetworkError, match=r"not ready within"):
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=0.3)
+
+
+@pytest.mark.parametrize("timeout", [None, 2 * LIMIT])
+def test_a_start_has_all_the_time_of_its_caller(
+    slow_python: Path, timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "START_TIMEOUT", 0.1)
+    threading.Timer(0.5, slow_python.touch).start()
+    hosted = host(0, timeout=timeout)
+    assert hosted.pid != os.getpid()
+    assert serves(hosted)
+    hosted.release()
 
 
 # Forks

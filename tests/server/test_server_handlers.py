@@ -1,0 +1,121 @@
+"""Log handlers that never hold up the event loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support import LIMIT
+from tcpstore_async.server import handlers
+from tcpstore_async.server.control import Line
+from tcpstore_async.server.handlers import NonBlockingHandler, OwnerHandler
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("tcpstore_async.server", logging.WARNING, __file__, 1, text, None, None)
+
+
+def test_a_line_for_a_file_is_there_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        handler = NonBlockingHandler(file.fileno())
+        handler.handle(record("one"))
+        assert path.read_text() == "one\n"
+
+
+def test_a_file_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`poll` says that a regular file can always be written."""
+
+    def hang(fd: int, line: bytes) -> int:
+        entered.set()
+        assert go_on.wait(LIMIT)
+        written.append(line)
+        if line == b"last\n":
+            done.set()
+        return len(line)
+
+    entered, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    written: list[bytes] = []
+    monkeypatch.setattr(handlers, "_write", hang)
+    monkeypatch.setattr(handlers, "_MOST_QUEUED", 3)
+    with (tmp_path / "log").open("wb") as file:
+        handler = NonBlockingHandler(file.fileno())
+        handler.handle(record("0"))
+        assert entered.wait(LIMIT)
+        for i in range(1, 6):
+            handler.handle(record(str(i)))
+        assert not written
+        go_on.set()
+        assert handler._file is not None
+        handler._file._lines.join()
+        handler.handle(record("6"))
+        handler.handle(record("last"))
+        assert done.wait(LIMIT)
+    assert b"".join(written).decode() == ("0\n1\n2\n3\n6 (2 lines before this one were lost: nobody read them)\nlast\n")
+
+
+def test_an_owner_that_does_not_read_holds_up_nobody() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        handler = OwnerHandler(theirs.fileno())
+        handler._second = float("inf")
+        handlers_most = handlers._MOST_PER_SECOND
+        sent = 0
+        while not handler._lost:
+            handler._second = 0.0  # a second for each
+            handler.handle(record("x" * 3000))
+            sent += 1
+            assert sent < 10_000
+        assert handlers_most > 1
+        received = b""
+        while received.count(b"\n") < sent - 1:
+            received += ours.recv(1 << 16)
+        handler._second = 0.0
+        handler.handle(record("y"))
+        assert msgspec.json.decode(ours.recv(1 << 16), type=Line).text == (
+            "y (1 lines before this one were lost: nobody read them)"
+        )
+    assert all(len(line) < 4096 for line in received.split(b"\n"))
+
+
+def test_an_owner_gets_a_limited_number_of_lines_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(handlers.time, "monotonic", lambda: now)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        handler = OwnerHandler(theirs.fileno())
+        for i in range(50):
+            handler.handle(record(str(i)))
+        now += 1
+        handler.handle(record("later"))
+        said = [msgspec.json.decode(line, type=Line) for line in ours.recv(1 << 16).splitlines()]
+    assert [line.text for line in said[:-1]] == [str(i) for i in range(20)]
+    assert said[-1].text == "later (30 lines before this one were lost: nobody read them)"
+    assert (said[-1].level, said[-1].name) == (logging.WARNING, "tcpstore_async.server")
+
+
+@pytest.mark.parametrize("text", ["\0" * 100_000, "é" * 100_000, "x" * 100_000, '"' * 5000])
+def test_a_long_line_is_cut_and_stays_a_line(text: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        OwnerHandler(theirs.fileno()).handle(record(text))
+        raw = ours.recv(1 << 16)
+        assert len(raw) <= 4096
+        assert raw.endswith(b"\n")
+        assert msgspec.json.decode(raw, type=Line).text == text[: len(msgspec.json.decode(raw, type=Line).text)]
+
+
+def test_a_reader_who_has_gone(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    handler = NonBlockingHandler(writer)
+    handler.handle(record("x"))
+    assert handler._lost == 1
+    os.close(writer)

@@ -1,0 +1,349 @@
+"""What the server process of a master says reaches its owner's logging, and how it ends does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.owners import seen
+from faults.watching import until
+from support import LIMIT, RawPeer, blob, u64
+from tcpstore_async import DistStoreError, TCPStore
+from tcpstore_async.server import base, childlog, hosting
+from tcpstore_async.server.base import listen
+from tcpstore_async.server.child import ServerProcess, start
+from tcpstore_async.server.hosting import host
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def server(backend: str) -> Iterator[ServerProcess]:
+    server = start(listen("::", 0), backend=backend)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["uv", "threaded"])
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    """What the server has said so far."""
+    records = [record for record in caplog.records if record.name == "tcpstore_async.server"]
+    return [record.getMessage() for record in records if record.levelno == level]
+
+
+OFFENCES = {
+    "key_bytes": b"\x03" + u64(8193),
+    "value_bytes": b"\x01" + blob(b"k") + u64((8 << 20) + 1),
+    "over the limit keys": b"\x05" + u64((128 << 10) + 1),
+    "opcode 200 is unknown": b"\xc8",
+}
+
+
+@pytest.mark.parametrize("said", OFFENCES)
+def test_what_a_peer_did_wrong(said: str, server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    with RawPeer(server.port) as peer:
+        peer.ping(123)
+        peer.send(OFFENCES[said])
+        assert peer.closed()
+    until(lambda: lines(caplog, logging.WARNING), "it is logged here")
+    (line,) = lines(caplog, logging.WARNING)
+    assert said in line
+    assert "pid 123" in line
+
+
+def test_a_store_says_where_its_server_listens(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT) as store:
+        pass
+    assert any(f"port {store.port}, for up to" in line for line in lines(caplog, logging.INFO))
+    assert not lines(caplog, logging.ERROR)
+    assert not lines(caplog, logging.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGSEGV, "crashed: Fatal Python error: Segmentation fault"), (signal.SIGKILL, "was killed")],
+)
+def test_a_server_that_dies_is_one_error_line(
+    number: signal.Signals, said: str, server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with seen(server.pid) as process, RawPeer(server.port) as peer:
+        peer.ping()
+        process.signal(number)
+        assert peer.closed()
+        until(lambda: lines(caplog, logging.ERROR), "it is logged at once")
+    server.stop()
+    (line,) = lines(caplog, logging.ERROR)
+    assert f"the server of port {server.port}, process {server.pid}, {said}" in line
+    assert "\n" not in line
+    assert not lines(caplog, logging.WARNING)
+
+
+ADOPTED = """
+import ctypes, logging, os, signal, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: as the first process of a container is
+from tcpstore_async.server.hosting import host
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+hosted = host(0)
+pid = hosted.pid
+os.kill(pid, signal.SIGKILL)
+hosted.release()
+try:
+    os.waitpid(pid, os.WNOHANG)
+except ChildProcessError:
+    print("none left")
+"""
+
+
+def test_an_owner_that_adopts_its_server_waits_for_it_and_hears_of_what_it_died() -> None:
+    done = run(ADOPTED)
+    assert "died of SIGKILL" in done
+    assert done.endswith("none left\n")
+
+
+def run(text: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
+    """What a program prints."""
+    done = subprocess.run(
+        [*prefix, sys.executable, "-W", "error", "-c", text, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT,
+        cwd=tempfile.gettempdir(),
+    )
+    assert done.returncode == 0
+    return done.stdout
+
+
+# How many ranks fit
+
+WORLD = """
+import logging, sys, time
+from tcpstore_async import TCPStore, DistStoreError
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+began = time.monotonic()
+try:
+    TCPStore("127.0.0.1", 0, int(sys.argv[1]), True, 600)
+except DistStoreError as error:
+    print("raised", error)
+print("soon" if time.monotonic() - began < 300 else "late")
+"""
+
+
+@pytest.mark.parametrize("where", ["process", "thread"])
+def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
+    prefix = ("env", f"TCPSTORE_SERVER={where}", "prlimit", "--nofile=150:150")
+    logged, raised, soon = run(WORLD, "100", prefix=prefix).splitlines()
+    assert logged.startswith("ERROR a world of 100 ranks does not fit: the server of port ")
+    assert raised.removeprefix("raised ") == logged.removeprefix("ERROR ")
+    assert ("ulimit -Hn: 150" if where == "process" else "ulimit -Sn: 150") in raised
+    assert soon == "soon"
+
+
+def test_with_the_limit_that_it_names_the_world_fits() -> None:
+    said = run(ANNOUNCES, "100", prefix=("prlimit", "--nofile=150:150"))
+    needed = re.search(r"a limit of (\d+) or more", said)
+    assert needed
+    assert run(ANNOUNCES, "100", prefix=("prlimit", f"--nofile={needed[1]}:{needed[1]}")) == "fits\n"
+    assert run(ANNOUNCES, "100", prefix=("prlimit", f"--nofile={int(needed[1]) - 1}")).startswith("a world of 100")
+
+
+ANNOUNCES = """
+import sys
+from tcpstore_async.server.hosting import host
+hosted = host(0)
+try:
+    hosted.announce(int(sys.argv[1]))
+    print("fits")
+except RuntimeError as error:
+    print(error)
+hosted.release()
+"""
+
+
+def test_the_room_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosted = host(0)
+    room = hosted._tenancy.server.room
+    assert room > 10
+    with pytest.raises(DistStoreError, match=f"a world of {room + 1} ranks does not fit"):
+        hosted.announce(room + 1)
+    monkeypatch.setattr(hosting, "tell_of_short_backlog", lambda ranks: None)
+    hosted.announce(room)
+    hosted.release()
+
+
+@pytest.mark.parametrize(("ranks", "level"), [(None, "INFO"), (128, None), (129, "WARNING")])
+def test_a_short_backlog_is_warned_of_if_the_world_is_larger(
+    ranks: int | None, level: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(Path, "read_text", lambda path: "128\n")
+    base.tell_of_short_backlog(ranks)
+    assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
+
+
+# What it costs
+
+
+def usage() -> tuple[int, int, int]:
+    """Descriptors, threads and children of this process."""
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children.stdout.split())
+
+
+def test_a_hundred_servers_leave_nothing() -> None:
+    host(0).release()
+    before = usage()
+    for _ in range(100):
+        host(0).release()
+    assert usage() == before
+
+
+def test_a_server_that_gives_its_grace_is_heard_until_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    host(0).release()
+    before = usage()
+    server = start(listen("::", 0), grace=0.2)
+    with RawPeer(server.port) as peer:
+        peer.ping()
+        server.stop()
+        assert peer.closed()
+    until(lambda: any("of grace: 1" in line for line in lines(caplog, logging.INFO)), "its last line is logged")
+    until(lambda: threading.active_count() == before[1], "the thread has ended")
+    del server
+    assert usage() == before
+    assert not lines(caplog, logging.ERROR)
+
+
+WAITS_FOR_ALL = """
+import os, signal
+from tcpstore_async.server.hosting import host
+signal.alarm(60)
+hosted = host(0)
+for _ in range(2):
+    if os.fork() == 0:
+        os._exit(0)
+count = 0
+try:
+    while True:
+        os.wait()
+        count += 1
+except ChildProcessError:
+    print(count)
+print(hosted._tenancy.server.alive())
+hosted.release()
+"""
+
+
+def test_an_owner_may_wait_for_all_its_children() -> None:
+    assert run(WAITS_FOR_ALL) == "2\nTrue\n"
+
+
+# Forks
+
+
+class Slow(logging.Handler):
+    """Takes its time for a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.inside = True
+        self.entered.set()
+        self.go_on.wait(LIMIT)
+        self.inside = False
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    handler = Slow()
+    childlog.log.addHandler(handler)
+    yield handler
+    childlog.log.removeHandler(handler)
+    handler.go_on.set()
+
+
+def forked() -> int:
+    """What a forked child finds: 0 if nobody logs and it can, 1 else."""
+    pid = os.fork()
+    if pid == 0:
+        handler = next(one for one in childlog.log.handlers if isinstance(one, Slow))
+        inside = handler.inside
+        handler.go_on.set()
+        with childlog._logging:
+            os._exit(1 if inside else 0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_no_fork_happens_while_a_line_is_logged(slow: Slow) -> None:
+    server = start(listen("::", 0))
+    with RawPeer(server.port) as peer:
+        peer.send(b"\xc8")
+        assert peer.closed()
+    assert slow.entered.wait(LIMIT)
+    threading.Timer(0.2, slow.go_on.set).start()
+    assert forked() == 0
+    server.stop()
+
+
+def test_a_handler_that_hangs_does_not_hold_up_forks_for_long(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(childlog, "_FORK_PATIENCE", 0.05)
+    server = start(listen("::", 0))
+    with RawPeer(server.port) as peer:
+        peer.send(b"\xc8")
+        assert peer.closed()
+    assert slow.entered.wait(LIMIT)
+    assert forked() == 1
+    slow.go_on.set()
+    assert forked() == 0
+    server.stop()
+
+
+def test_a_forked_child_hears_nothing(server: ServerProcess) -> None:
+    source = server._log._source
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if source.fileno() == -1 and server._control.fileno() == -1 and server._process._fd is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# The socket between them
+
+
+def test_what_is_no_record_is_logged_when_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+    from tcpstore_async.server.control import Line, encode
+    from tcpstore_async.server.pidfd import Process
+
+    ours, theirs = socket.socketpair()
+    log = childlog.ChildLog(ours, Process(os.getpid(), None), 29500)
+    childlog_end = childlog._END
+    childlog._END = 0.0
+    try:
+        with theirs:
+            theirs.sendall(b"stray\n words\n")
+            theirs.sendall(encode(Line(logging.WARNING, "tcpstore_async.server", "a record")))
+            theirs.sendall(encode(Line(over=True)))
+        log.join(LIMIT)
+    finally:
+        childlog._END = childlog_end
+    assert lines(caplog, logging.WARNING) == ["the server of port 29500 wrote: stray; words", "a record"]
+    assert not lines(caplog, logging.ERROR)
