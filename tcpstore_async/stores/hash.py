@@ -2,15 +2,15 @@
 
 Knows: how threads sleep until a keyspace wakes them, locks, fork. Must not know: what a command means, which is the
 keyspace's; files, connections.
-Invariants: one lock guards every keyspace here, and is held by nobody who sleeps. Whoever stops waiting, for whatever
-reason, hands on what it was promised. A forked child has a copy of its own, on which none of its parent's threads wait.
+Invariants: one operation on the keyspaces here is done at a time, whole, and none of them sleeps. Whoever stops
+waiting, for whatever reason, hands on what it was promised. A forked child has a copy of its own, on which none of its
+parent's threads wait.
 """
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from ..arguments import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
@@ -21,6 +21,9 @@ from ..errors import ProtocolError, QueueEmptyError, StoreTimeoutError
 from ..keyspace import Bell, Keyspace
 from ..limits import Limits
 from .base import Store
+from .whole import LOCK, do, forked
+
+_Result = TypeVar("_Result")
 
 UNLIMITED: Final = Limits(store_bytes=2**62, unread_hard_bytes=2**62)
 """What a keyspace grants that nobody else can fill: everything."""
@@ -75,8 +78,7 @@ class HashStore(Store):
 
     def set(self, key: Text, value: Text) -> None:
         name, blob = to_bytes("key", key), pack(to_bytes("value", value))
-        with _LOCK:
-            self._keyspace.set(name, blob)
+        do(lambda: self._keyspace.set(name, blob))
 
     def get(self, key: Text) -> bytes:
         return self._get([to_bytes("key", key)])[0]
@@ -84,42 +86,35 @@ class HashStore(Store):
     def add(self, key: Text, amount: int) -> int:
         name, number = to_bytes("key", key), to_int64("amount", amount)
         try:
-            with _LOCK:
-                return self._keyspace.add(name, number)
+            return do(lambda: self._keyspace.add(name, number))
         except ProtocolError:
             raise no_number(name) from None
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         name = to_bytes("key", key)
         old, new = pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired))
-        with _LOCK:
-            return unpack(self._keyspace.compare_set(name, old, new))
+        return unpack(do(lambda: self._keyspace.compare_set(name, old, new)))
 
     def append(self, key: Text, value: Text) -> None:
         name, blob = to_bytes("key", key), pack(to_bytes("value", value))
-        with _LOCK:
-            self._keyspace.append(name, blob)
+        do(lambda: self._keyspace.append(name, blob))
 
     def check(self, keys: Iterable[Text]) -> bool:
         names = to_bytes_list("keys", keys)
-        with _LOCK:
-            return self._keyspace.check(names)
+        return do(lambda: self._keyspace.check(names))
 
     def delete_key(self, key: Text) -> bool:
         name = to_bytes("key", key)
-        with _LOCK:
-            return self._keyspace.delete_key(name) == 1
+        return do(lambda: self._keyspace.delete_key(name)) == 1
 
     def num_keys(self) -> int:
-        with _LOCK:
-            return self._keyspace.num_keys()
+        return do(self._keyspace.num_keys)
 
     def list_keys(self) -> list[str]:
         return texts_of(self._list_keys_as_bytes())
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        with _LOCK:
-            return self._keyspace.list_keys()
+        return do(self._keyspace.list_keys)
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         return self._get(to_bytes_list("keys", keys))
@@ -127,8 +122,7 @@ class HashStore(Store):
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         pairs = to_pairs(to_bytes_list("keys", keys), to_bytes_list("values", values))
         items: list[tuple[bytes, Framed]] = [(name, pack(value)) for name, value in pairs]
-        with _LOCK:
-            self._keyspace.multi_set(items)
+        do(lambda: self._keyspace.multi_set(items))
 
     def has_extended_api(self) -> bool:
         return True
@@ -137,60 +131,64 @@ class HashStore(Store):
 
     def queue_push(self, key: Text, value: Text) -> None:
         name, blob = to_bytes("key", key), pack(to_bytes("value", value))
-        with _LOCK:
-            self._keyspace.queue_push(name, blob)
+        do(lambda: self._keyspace.queue_push(name, blob))
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         name = to_bytes("key", key)
         deadline = Deadline(self._timeout)
+
+        def pop() -> tuple[Framed | None, bool]:
+            _, item = self._keyspace.queue_pop(name)
+            return item, item is None and self._keyspace.check([name])
+
         while True:
-            with self._appeared([name], deadline) if block else _LOCK:
-                _, item = self._keyspace.queue_pop(name)
-                if item is not None:
-                    return unpack(item)
-                if not block or self._keyspace.check([name]):
-                    raise QueueEmptyError("queue is empty")
+            item, is_plain = self._once_there([name], deadline, pop) if block else do(pop)
+            if item is not None:
+                return unpack(item)
+            if not block or is_plain:
+                raise QueueEmptyError("queue is empty")
 
     def queue_len(self, key: Text) -> int:
         name = to_bytes("key", key)
-        with _LOCK:
-            return self._keyspace.queue_len(name)
+        return do(lambda: self._keyspace.queue_len(name))
 
     # Waiting
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
         names = to_bytes_list("keys", keys)
-        with self._appeared(names, Deadline(self._seconds(timeout))):
-            pass
+        self._once_there(names, Deadline(self._seconds(timeout)), lambda: None)
 
     def _get(self, names: list[bytes]) -> list[bytes]:
         """The values, as soon as all are there at once."""
         deadline = Deadline(self._timeout)
-        while True:
-            with self._appeared(names, deadline):
-                if self._keyspace.check(names):
-                    return [unpack(blob) for blob in self._keyspace.multi_get(names)]
 
-    @contextmanager
-    def _appeared(self, names: list[bytes], deadline: Deadline) -> Iterator[None]:
-        """The lock, as soon as all keys have appeared; they may be gone again. Raises StoreTimeoutError."""
-        alarm = Alarm()
-        with _LOCK:
-            if self._keyspace.wait(alarm.waiter, names):
-                yield
-                return
+        def look() -> list[Framed] | None:
+            return self._keyspace.multi_get(names) if self._keyspace.check(names) else None
+
+        while (blobs := self._once_there(names, deadline, look)) is None:
+            pass
+        return [unpack(blob) for blob in blobs]
+
+    def _once_there(self, names: list[bytes], deadline: Deadline, then: Callable[[], _Result]) -> _Result:
+        """Do something as soon as all keys have appeared; they may be gone again. Raises StoreTimeoutError."""
+        keyspace, alarm = self._keyspace, Alarm()
+
+        def begin() -> tuple[_Result] | None:
+            return (then(),) if keyspace.wait(alarm.waiter, names) else None
+
+        parked = True
         try:
+            done = do(begin)
+            if done is not None:
+                parked = False
+                return done[0]
             if not alarm.sleep(deadline.left()):
                 raise wait_timeout(names, deadline.timeout)
-            with _LOCK:
-                yield
+            return do(then)
         finally:
-            with _LOCK:
-                self._keyspace.leave(alarm.waiter)
+            if parked:
+                do(lambda: keyspace.leave(alarm.waiter))
 
-
-_LOCK: Final = threading.RLock()
-"""One for all stores, so that fork can take it; it may be taken again, by a signal handler."""
 
 _STORES: Final["WeakSet[HashStore]"] = WeakSet()
 
@@ -203,7 +201,7 @@ def _after_fork_in_child() -> None:
         keyspace.passed.clear()
         keyspace.counters.clear()
         keyspace.promises.clear()
-    _LOCK.release()
+    forked()
 
 
-os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=_after_fork_in_child)

@@ -60,7 +60,8 @@ def test_the_server_ends_with_its_owner(ending: str, backend: str) -> None:
 @pytest.mark.parametrize("worker", ["", WORKER], ids=["alone", "with a worker"])
 def test_an_owner_that_ends_without_a_word_takes_the_server_with_it(worker: str, end: str, backend: str) -> None:
     """The port is free at once; the ranks have their grace, as after a stop."""
-    with owner(worker + WAIT + end, backend=backend) as program, RawPeer(program.port) as peer:
+    then = WAIT + worker + end if end else worker + WAIT
+    with owner(then, backend=backend) as program, RawPeer(program.port) as peer:
         peer.ping()
         if end:
             program.go_on()

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -87,7 +88,7 @@ def test_an_owner_that_does_not_read_holds_up_nobody() -> None:
 
 def test_an_owner_gets_a_limited_number_of_lines_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(handlers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         handler = OwnerHandler(theirs.fileno())

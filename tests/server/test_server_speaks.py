@@ -23,7 +23,9 @@ from tcpstore_async import DistStoreError, TCPStore
 from tcpstore_async.server import base, childlog, hosting
 from tcpstore_async.server.base import listen
 from tcpstore_async.server.child import ServerProcess, start
+from tcpstore_async.server.control import Line, encode
 from tcpstore_async.server.hosting import host
+from tcpstore_async.server.pidfd import Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -329,21 +331,16 @@ def test_a_forked_child_hears_nothing(server: ServerProcess) -> None:
 # The socket between them
 
 
-def test_what_is_no_record_is_logged_when_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
-    from tcpstore_async.server.control import Line, encode
-    from tcpstore_async.server.pidfd import Process
-
+def test_what_is_no_record_is_logged_when_the_next_one_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(childlog, "_END", 0.0)
     ours, theirs = socket.socketpair()
     log = childlog.ChildLog(ours, Process(os.getpid(), None), 29500)
-    childlog_end = childlog._END
-    childlog._END = 0.0
-    try:
-        with theirs:
-            theirs.sendall(b"stray\n words\n")
-            theirs.sendall(encode(Line(logging.WARNING, "tcpstore_async.server", "a record")))
-            theirs.sendall(encode(Line(over=True)))
-        log.join(LIMIT)
-    finally:
-        childlog._END = childlog_end
+    with theirs:
+        theirs.sendall(b"stray\n words\n")
+        theirs.sendall(encode(Line(logging.WARNING, "tcpstore_async.server", "a record")))
+        theirs.sendall(encode(Line(over=True)))
+    log.join(LIMIT)
     assert lines(caplog, logging.WARNING) == ["the server of port 29500 wrote: stray; words", "a record"]
     assert not lines(caplog, logging.ERROR)

@@ -1,0 +1,152 @@
+"""A HashStore in a program whose signal handlers use it, or end a call."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from support import LIMIT
+from tcpstore_async import HashStore
+from tcpstore_async.blob import Framed
+from tcpstore_async.daemon import build
+from tcpstore_async.keyspace import Keyspace
+from tcpstore_async.stores.hash import UNLIMITED
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+
+plain = pytest.mark.skipif(build() == "compiled", reason="a compiled method is one step: no handler runs within it")
+
+
+@contextmanager
+def on_signal(then: Callable[[], object]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, lambda *_: then())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Interrupted(Keyspace):
+    """Is interrupted in the midst of its first `set`, and goes on when the handler is under way."""
+
+    def __init__(self) -> None:
+        super().__init__(UNLIMITED)
+        self.handling = threading.Event()
+        self.steps: list[str] = []
+
+    def set(self, key: bytes, value: Framed) -> None:
+        first = not self.steps
+        self.steps.append("begun")
+        if first:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert self.handling.wait(LIMIT)
+        super().set(key, value)
+        self.steps.append("done")
+
+
+@plain
+def test_a_handler_that_uses_the_store_waits_for_the_operation_that_it_interrupts() -> None:
+    store = HashStore()
+    keyspace = store._keyspace = Interrupted()
+
+    def handle() -> None:
+        keyspace.handling.set()
+        store.set("k", "handler's")
+        assert store.get("k") == b"handler's"
+        assert store.add("n", 1) == 1
+
+    with on_signal(handle):
+        store.set("k", "first")
+    assert keyspace.steps == ["begun", "done"] * 2
+    assert store.get("k") == b"handler's"
+
+
+@plain
+def test_what_a_handler_raises_leaves_no_operation_half_done() -> None:
+    store = HashStore()
+    keyspace = store._keyspace = Interrupted()
+
+    def handle() -> None:
+        keyspace.handling.set()
+        raise InterruptedError
+
+    with on_signal(handle), pytest.raises(InterruptedError):
+        store.set("k", "first")
+    assert store.get("k") == b"first", "what comes after waits for it"
+
+
+@plain
+def test_a_handler_that_forks() -> None:
+    store = HashStore()
+    keyspace = store._keyspace = Interrupted()
+    pids: list[int] = []
+
+    def handle() -> None:
+        keyspace.handling.set()
+        pids.append(os.fork())
+
+    with on_signal(handle):
+        store.set("k", "first")
+    if pids == [0]:
+        store.set("k", "child's")
+        os._exit(0 if store.get("k") == b"child's" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) == 0
+    assert store.get("k") == b"first"
+
+
+def test_handlers_at_any_moment() -> None:
+    """Nothing is lost or doubled: not an increment, not an item of a queue."""
+    store = HashStore()
+    handled = [0]
+
+    def handle() -> None:
+        handled[0] += 1
+        store.add("n", 1)
+        store.queue_push("q", "handler's")
+        store.set(f"k{handled[0] % 7}", str(handled[0]))
+        store.delete_key(f"k{handled[0] % 5}")
+
+    chance = random.Random(1)
+    own = pushed = 0
+    stop = threading.Event()
+
+    def shoot() -> None:
+        while not stop.wait(chance.random() / 1000):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with on_signal(handle):
+        shooter = threading.Thread(target=shoot)
+        shooter.start()
+        end = time.monotonic() + LIMIT
+        while handled[0] < 500 and time.monotonic() < end:
+            own = store.add("own", 1)
+            store.queue_push("q", "own")
+            pushed += 1
+            store.multi_set(["k1", "k2", "k3"], ["a", "b", "c"])
+            store.append("k2", "d")
+            if own % 10 == 0:
+                store.delete_key("k3")
+        stop.set()
+        shooter.join()
+    assert store.add("n", 0) == handled[0] >= 500
+    assert store.add("own", 0) == own
+    assert store.queue_len("q") == pushed + handled[0]
+
+
+def test_a_forked_child_goes_on_with_its_copy() -> None:
+    store = HashStore()
+    store.set("k", "v")
+    pid = os.fork()
+    if pid == 0:
+        store.set("k", "child's")
+        os._exit(0 if store.get("k") == b"child's" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert store.get("k") == b"v"
