@@ -22,7 +22,7 @@ from ..keyspace import Bell, Keyspace
 from ..limits import Limits
 from .base import Store
 
-UNLIMITED: Final = Limits(store_bytes=2**62, unread_hard_bytes=2**62)
+UNLIMITED: Final = Limits(budget_bytes=2**62)
 """What a keyspace grants that nobody else can fill: everything."""
 
 
