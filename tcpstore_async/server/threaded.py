@@ -408,8 +408,9 @@ class ThreadedServer:
                 connection = session.owner
                 if isinstance(connection, Connection):
                     try:
-                        if session.evicted is not None:
-                            self.refuse(connection, session.evicted)
+                        error = self.engine.evicted.get(session)
+                        if error is not None:
+                            self.refuse(connection, error)
                             connection.close()
                         else:
                             connection.flush()

@@ -397,8 +397,9 @@ class UvServer:
                 connection = session.owner
                 if isinstance(connection, Connection):
                     try:
-                        if session.evicted is not None:
-                            self.refuse(connection, session.evicted)
+                        error = self.engine.evicted.get(session)
+                        if error is not None:
+                            self.refuse(connection, error)
                         elif session.out:
                             connection.flush()
                     except Exception:

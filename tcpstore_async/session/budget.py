@@ -179,10 +179,12 @@ class Holder(Waiter):
         """How much of the store it has made, in units of `Budget.scale`."""
         self.held: int = 0
         """What is kept of its unfinished requests."""
-        self.introduction: int = 0
-        """What is kept of what it says of itself."""
         self.backlog: Unsent | None = None
         """What the kernel has not taken of its replies; None while it takes everything."""
+
+    def introduction(self) -> int:
+        """What is kept of what it says of itself."""
+        raise NotImplementedError
 
     def evict(self, error: BudgetError) -> None:
         """Let go of everything that can be let go of, and have the connection closed."""
@@ -249,8 +251,8 @@ class Budget:
         if holder.backlog is not None:
             holder.backlog.release()
             holder.backlog = None
-        self.charge(-size - holder.held - holder.introduction)
-        holder.held = holder.introduction = 0
+        self.charge(-size - holder.held - holder.introduction())
+        holder.held = 0
         return True
 
     def attribute(self) -> None:
@@ -369,4 +371,4 @@ class Budget:
         """What is free again at once if it goes."""
         backlog = holder.backlog
         unsent = 0 if backlog is None else backlog.cost + backlog.pinned
-        return holder.held + holder.introduction + unsent
+        return holder.held + holder.introduction() + unsent

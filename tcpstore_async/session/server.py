@@ -59,6 +59,8 @@ class Engine:
         """What one connection of the server takes."""
         self.dirty: list[ServerSession] = []
         """Sessions that another session's command gave bytes, or evicted; the server flushes or closes them."""
+        self.evicted: dict[ServerSession, BudgetError] = {}
+        """Those whose connections are to be closed, and why."""
         self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
         """Those that have not sent VALIDATE, oldest first."""
         self.joins: int = 0
@@ -165,8 +167,6 @@ class ServerSession(Holder):
         """Bytes not decoded yet."""
         self.need: int = 0
         """The length that `kept` must have before decoding can go on; 0 if it waits for the peer to read."""
-        self.evicted: BudgetError | None = None
-        """Why its connection is to be closed."""
         engine.unvalidated[self] = None
         engine.budget.enter(self, engine.session_bytes)
         self._relieve()
@@ -255,16 +255,17 @@ class ServerSession(Holder):
         """The connection is gone. Waiters that this wakes are in `Engine.dirty`."""
         self.engine.keyspace.leave(self)
         self._let_go()
+        self.engine.evicted.pop(self, None)
         self.owner = None
 
     def evict(self, error: BudgetError) -> None:
-        self.evicted = error
+        self.engine.evicted[self] = error
         self._let_go()
         self.engine.dirty.append(self)
 
     def leave_behind(self, replies: list[Framed], taken: int) -> None:
         """Keep replies of which the kernel has taken the first `taken` bytes, behind those that are kept already."""
-        if self.evicted is not None:
+        if self in self.engine.evicted:
             return
         if self.backlog is None:
             self.backlog = Unsent(self.engine.budget)
@@ -348,15 +349,17 @@ class ServerSession(Holder):
         """Keep what the peer says of itself, for logs. Raises ProtocolError if that is no short text."""
         if sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
             raise ProtocolError(f"it introduces itself with more than {_MOST_SAID} bytes")
+        before = self.introduction()
         self.peer = {_readable(name): _readable(unpack(blob)) for name, blob in items}
         pid = self.peer.get("pid", "")
         if pid.isdecimal() and len(pid) < _LONGEST_PID:
             self.pid = int(pid)
-        kept = getsizeof(self.peer) + sum(getsizeof(name) + getsizeof(text) for name, text in self.peer.items())
-        growth = kept - self.introduction
-        self.introduction = kept
-        self.engine.budget.charge(growth)
+        self.engine.budget.charge(self.introduction() - before)
         self.engine.budget.relieve(self)
+
+    def introduction(self) -> int:
+        peer = self.peer
+        return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items()) if peer else 0
 
     def join(self, key: bytes, token: Framed) -> int:
         """Raises ProtocolError for a token that is too long to be one, or if the value is no number."""

@@ -97,9 +97,9 @@ class Machine:
         engine = self.engine
         present = [session for session in self.sessions if session is not None]
         for session in engine.dirty:
-            if session.owner is not None and not session.out and session.evicted is None:
+            if session.owner is not None and not session.out and session not in engine.evicted:
                 raise Broken("a session without output is to be flushed")
-        evicted = [session for session in present if session.evicted is not None]
+        evicted = [session for session in present if session in engine.evicted]
         if evicted:
             self.refused += len(evicted)
             for session in evicted:
@@ -115,7 +115,7 @@ class Machine:
         # What is leased, or given back, must not keep a full store full.
         if not 0 <= used <= LIMITS.budget_bytes + leases * PARKED_BYTES + (leases + queues) * (QUEUE_BYTES + 40):
             raise Broken(f"used: {used}")
-        others = sum(engine.session_bytes + session.held + session.introduction for session in present)
+        others = sum(engine.session_bytes + session.held + session.introduction() for session in present)
         if engine.budget.others != others:
             raise Broken(f"counted beside the store: {engine.budget.others}, held {others}")
         for session in present:

@@ -303,7 +303,7 @@ class Fleet:
         weights = sum(session.weight for session in sessions)
         weights += sum(counter.weight for counter in keyspace.counters.values())
         _same("weights", weights, keyspace.parked)
-        others = sum(engine.session_bytes + session.held + session.introduction for session in sessions)
+        others = sum(engine.session_bytes + session.held + session.introduction() for session in sessions)
         _same("counted beside the store", engine.budget.others, others)
         self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}

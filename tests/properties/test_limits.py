@@ -132,8 +132,7 @@ def test_unfinished_frames_of_all_connections_together() -> None:
     first.receive(large[:-10])
     third.receive(frame[:-10])
     assert engine.dirty == [first]
-    error = first.evicted
-    assert error is not None
+    error = engine.evicted[first]
     assert error.size > error.allowed == 100 * MIB - 2 * (100 * MIB // 16)
     assert error.held > 64 * MIB
     assert (first.kept, first.rest, first.held) == (None, None, 0)
