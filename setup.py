@@ -24,6 +24,7 @@ COMPILED = [
     "tcpstore_async/keyspace.py",
     "tcpstore_async/wire/shapes.py",
     "tcpstore_async/wire/commands.py",
+    "tcpstore_async/session/budget.py",
     "tcpstore_async/session/client.py",
     "tcpstore_async/session/server.py",
     "tcpstore_async/client/calls.py",

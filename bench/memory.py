@@ -28,7 +28,7 @@ class Sessions:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.engine = Engine(Limits(store_bytes=1 << 40))
+        self.engine = Engine(Limits(budget_bytes=1 << 40))
         self.sessions: list[ServerSession] = []
 
     def connected(self, number: int) -> ServerSession:
@@ -39,14 +39,14 @@ class Sessions:
 
     def tell(self, session: ServerSession, data: bytes) -> None:
         session.receive(data)
-        session.unread = 0
+        session.unsent = 0
         session.out.clear()
 
     def woken(self) -> int:
         """What the door does with those who were woken; how many there were."""
         count = len(self.engine.dirty)
         for session in self.engine.dirty:
-            session.unread = 0
+            session.unsent = 0
             session.out.clear()
         self.engine.dirty.clear()
         return count

@@ -25,7 +25,7 @@ _LENGTHS: Final[list[bytes]] = [_U64.pack(length) for length in range(256)]
 """Those of most keys and values: looking one up takes a tenth of packing it."""
 
 COUNTER_SIZE: Final = PREFIX
-"""What a counter counts against `Limits.store_bytes`, in bytes."""
+"""What a counter counts against `Limits.budget_bytes`, in bytes."""
 
 EMPTY: Final = bytes(PREFIX)
 """The blob of the empty value."""
@@ -76,7 +76,7 @@ def length(pieces: list[Framed]) -> int:
 
 
 def size(blob: Blob) -> int:
-    """What the blob counts against `Limits.store_bytes`, in bytes."""
+    """What the blob counts against `Limits.budget_bytes`, in bytes."""
     if isinstance(blob, bytes):
         return len(blob)
     if isinstance(blob, int):

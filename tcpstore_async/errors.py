@@ -59,3 +59,16 @@ class LimitError(PeerError):
 
     def __str__(self) -> str:
         return f"over the limit {self.limit}: {self.size}, allowed {self.allowed}"
+
+
+class BudgetError(LimitError):
+    """All peers together make the server hold more than a mark below `Limits.budget_bytes`, and this one has to go."""
+
+    def __init__(self, size: int, allowed: int, budget: int, held: int) -> None:
+        super().__init__("budget_bytes", size, allowed)
+        self.budget = budget
+        self.held = held
+        """How much of it is this peer's, what it has stored included."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} of {self.budget}; this peer holds, or has stored, {self.held}"

@@ -29,7 +29,7 @@ from .blob import (
     wrap,
 )
 from .errors import LimitError, ProtocolError
-from .limits import ENTRY_BYTES, PARKED_BYTES, Limits
+from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
 
 KeySet = set[bytes]
 
@@ -68,6 +68,8 @@ class Waiter:
         """Per ticket, the queue and the item that it was given and has not confirmed, oldest first."""
         self.joined: tuple[bytes, bytes] | None = None
         """The counter of ranks that it has joined, and the token of the rank that it stands for."""
+        self.weight: int = 0
+        """What its registrations count."""
 
     def fire(self, value: Framed | None) -> None:
         """Tell the waiter that its wait is over, and the value if it is fetching one. Must not call back."""
@@ -168,9 +170,15 @@ class Keyspace:
         self.joins: dict[bytes, Joins] = {}
         """Per counter, who has joined it."""
         self.size: int = 0
-        """Bytes counted against `Limits.store_bytes`."""
-        self.max_size: int = limits.store_bytes
-        self.max_reply: int = limits.unread_hard_bytes
+        """Bytes counted for everything here."""
+        self.parked: int = 0
+        """Of those, what waiters count."""
+        self.changes: int = 0
+        """How often a value's key has come or gone."""
+        self.max_size: int = limits.budget_bytes
+        """The size above which growing needs leave."""
+        self.full: Callable[[int], None] | None = None
+        """Gives leave to grow above `max_size` by so many bytes, or raises LimitError."""
 
     # Values
 
@@ -192,8 +200,6 @@ class Keyspace:
             return blob
         if blob is None:
             return self.reserved.get(key, EMPTY)
-        if isinstance(blob, Growing) and size(blob) > self.max_reply:
-            raise LimitError("unread_hard_bytes", size(blob), self.max_reply)
         return self._flatten(key, blob)
 
     def _flatten(self, key: bytes, blob: Blob) -> Framed:
@@ -276,6 +282,7 @@ class Keyspace:
         if key in self.joins:
             for token in self.joins.pop(key).connections:
                 self.size -= self._parking(token)
+        self.changes += 1
         return 1
 
     def num_keys(self) -> int:
@@ -297,6 +304,7 @@ class Keyspace:
         for key, value in dict(items).items():
             growth += self._growth(key, self.values.get(key), len(value))
         self._grow(growth)
+        self.changes += 1
         for key, value in items:
             self.size += self._growth(key, self.values.get(key), len(value))
             self.values[key] = value
@@ -307,14 +315,17 @@ class Keyspace:
 
     def queue_push(self, key: bytes, value: Framed) -> None:
         """Append to a queue and wake the first in line for it. Raises ProtocolError for a key not to be written."""
-        self._grow(len(key) + ENTRY_BYTES + len(value))
         queue = self.queues.get(key)
+        growth = ENTRY_BYTES + len(value)
+        if queue is None:
+            growth += len(key) + QUEUE_BYTES
+        self._grow(growth)
         if queue is None:
             if key in self.reserved:
                 raise ProtocolError(f"{key.decode()} is not to be written")
             queue = self.queues[key] = deque()
         queue.append(value)
-        self.size += len(key) + ENTRY_BYTES + len(value)
+        self.size += growth
         if key in self.waiters:
             self._wake_next(key)
 
@@ -327,7 +338,8 @@ class Keyspace:
         item = queue.popleft()
         if not queue:
             del self.queues[key]
-        self.size -= len(key) + ENTRY_BYTES + len(item)
+            self.size -= len(key) + QUEUE_BYTES
+        self.size -= ENTRY_BYTES + len(item)
         return length, item
 
     def queue_len(self, key: bytes) -> int:
@@ -368,10 +380,11 @@ class Keyspace:
         item = queue.popleft()
         if not queue:
             del self.queues[key]
+            self.size -= len(key) + QUEUE_BYTES
         if leases is None:
             leases = waiter.leases = {}
         leases[ticket] = (key, item)
-        self.size += PARKED_BYTES  # whatever the limit: a store that is full must be emptied
+        self.size += PARKED_BYTES + len(key)  # whatever the limit: a store that is full must be emptied
         return length, item
 
     def lease_later(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None] | None:
@@ -416,8 +429,9 @@ class Keyspace:
             queue = self.queues.get(key)
             if queue is None:
                 queue = self.queues[key] = deque()
+                self.size += len(key) + QUEUE_BYTES
             queue.appendleft(item)
-        self.size -= len(leased) * PARKED_BYTES
+            self.size -= PARKED_BYTES + len(key)
         for key, _ in leased:
             if key in self.waiters:
                 self._wake_next(key, handed_on=True)
@@ -522,7 +536,7 @@ class Keyspace:
             counter = self.counters[key] = Counter(self, key)
             self._register(counter)
         counter.enter(waiter, target)
-        self.size += self._parking(key)
+        self._weigh(waiter, self._parking(key))
         return False
 
     def count(self, counter: Counter) -> None:
@@ -534,7 +548,7 @@ class Keyspace:
             self._register(counter)  # it is no number: that ends nobody's wait
             return
         for waiter in counter.reached(total):
-            self.size -= self._parking(key)
+            self._weigh(waiter, -self._parking(key))
             waiter.fire(None)
         if counter.awaiting:
             self._register(counter)
@@ -610,11 +624,11 @@ class Keyspace:
         if line is None:
             line = self.waiters[key] = {}
         line[counter] = -1
-        self.size += self._parking(key)
+        self._weigh(counter, self._parking(key))
 
     def _leave_counter(self, waiter: Waiter, counter: Counter) -> None:
         counter.leave(waiter)
-        self.size -= self._parking(counter.key)
+        self._weigh(waiter, -self._parking(counter.key))
         if not counter.awaiting:
             del self.counters[counter.key]
             self._unpark(counter)
@@ -642,18 +656,28 @@ class Keyspace:
 
     def _grow(self, growth: int) -> None:
         if growth > 0 and self.size + growth > self.max_size:
-            raise LimitError("store_bytes", self.size + growth, self.max_size)
+            if self.full is None:
+                raise LimitError("budget_bytes", self.size + growth, self.max_size)
+            self.full(growth)
 
     def _put(self, key: bytes, old: Blob | None, blob: Blob, length: int) -> None:
         growth = self._growth(key, old, length)
         self._grow(growth)
         self.size += growth
+        if old is None:
+            self.changes += 1
         self.values[key] = blob
 
     # Registrations
 
     def _parking(self, key: bytes) -> int:
         return len(key) + PARKED_BYTES
+
+    def _weigh(self, waiter: Waiter, amount: int) -> None:
+        """Count so much more, or less, for a waiter."""
+        waiter.weight += amount
+        self.parked += amount
+        self.size += amount
 
     def _park(self, waiter: Waiter, keys: list[bytes]) -> None:
         growth = 0
@@ -674,7 +698,7 @@ class Keyspace:
             if key not in waiter.parked:
                 line[waiter] = 1
                 waiter.parked.add(key)
-                self.size += self._parking(key)
+                self._weigh(waiter, self._parking(key))
             elif (count := line.get(waiter, 0)) > 0:
                 line[waiter] = count + 1
             else:  # left over: it comes to the end of the line
@@ -693,7 +717,7 @@ class Keyspace:
         waiter.parked = None
         for key in parked:
             self._withdraw(waiter, key)
-            self.size -= self._parking(key)
+            self._weigh(waiter, -self._parking(key))
             line = self.waiters[key]
             if not line and key not in self.passed:
                 del self.waiters[key]
@@ -716,7 +740,7 @@ class Keyspace:
         parked = waiter.parked
         assert parked is not None
         parked.remove(key)
-        self.size -= self._parking(key)
+        self._weigh(waiter, -self._parking(key))
         left = waiter.left
         waiter.left = left - count
         if left <= 0 or left > count:

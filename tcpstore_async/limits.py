@@ -28,28 +28,24 @@ class Limits:
     request_bytes: int = 256 * MIB
     """Length of one request. At least what one key and two of the largest values need."""
 
-    unfinished_bytes: int = GIB
-    """Received bytes of requests that are not complete, or wait for their peer to read, of all connections together."""
+    budget_bytes: int = 8 * GIB
+    """Everything that peers make the server hold, together, with what holds it: the store, waiters, requests under way,
+    unsent replies, introductions, connections. From 7/8 of it on whoever holds most goes; from 15/16 on the store does
+    not grow."""
 
-    unread_soft_bytes: int = MIB
-    """Replies that one peer has not read, at which its requests wait until it has."""
-
-    unread_hard_bytes: int = 256 * MIB
-    """Replies that one peer has not read, one large reply included, over which its connection closes.
-
-    At least `unread_soft_bytes` and one largest value: an item that was popped must not be lost to this limit.
-    """
-
-    store_bytes: int = 8 * GIB
-    """Keys, values, queues and parked waiters together, with what holds them."""
+    unsent_high_water: int = MIB
+    """Bytes of replies that the kernel has not taken, at which a peer's requests wait until it has."""
 
     connections: int = 0
     """Connections at once; 0 means as many as the process may open files, less a reserve."""
 
+    validate_seconds: int = 30
+    """Time that a new connection has to send VALIDATE; 0 means any. (The one limit that is not a size or a number.)"""
+
     def __post_init__(self) -> None:
         """Raise ValueError for limits that contradict each other."""
         _demand("request_bytes", self.request_bytes, self.key_bytes + 2 * self.value_bytes + 25)
-        _demand("unread_hard_bytes", self.unread_hard_bytes, self.unread_soft_bytes + self.value_bytes + 16)
+        _demand("budget_bytes", self.budget_bytes, self.value_bytes + 16)
 
 
 def _demand(name: str, given: int, least: int) -> None:
@@ -59,6 +55,9 @@ def _demand(name: str, given: int, least: int) -> None:
 
 ENTRY_BYTES = 128
 """What holds one key or queued item in the store is counted as this many bytes."""
+
+QUEUE_BYTES = 832
+"""What holds a queue is counted as this many bytes more; an empty deque is 760."""
 
 PARKED_BYTES = 512
 """What holds one waiter under one key is counted as this many bytes."""

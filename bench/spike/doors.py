@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         out = self.session.out
         if out:
-            self.session.unread = 0
+            self.session.unsent = 0
             self.transport.write(out[0] if len(out) == 1 else b"".join(out))
             out.clear()
 

@@ -101,7 +101,7 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
     multiple=True,
     metavar="NAME=NUMBER",
     callback=_limits,
-    help="Change a limit, such as store_bytes=1000000000. May be repeated.",
+    help="Change a limit, such as budget_bytes=1000000000. May be repeated.",
 )
 def serve(
     host: str,

@@ -4,6 +4,7 @@ Knows: sockets and limits of the operating system. Must not know: the protocol, 
 Invariant: no name is looked up but that of the address to listen on, before there are any peers.
 """
 
+import errno
 import logging
 import os
 import socket
@@ -17,6 +18,23 @@ from ..errors import DistNetworkError
 
 BACKLOG: Final = 65_535
 """Connections the kernel may hold ready: a whole job may come at once."""
+
+NEWCOMERS: Final = frozenset(
+    getattr(errno, name, errno.ECONNABORTED)
+    for name in (
+        "ECONNABORTED", "EPROTO", "EPERM", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENONET",
+        "ENOPROTOOPT", "EOPNOTSUPP",
+    )
+)  # fmt: skip
+"""Errors of `accept` that concern one connection, which is lost already: the next one may be fine."""
+
+_SILENCE: Final = 180
+_PROBES: Final = 4
+_PROBE_PAUSE: Final = 30
+"""Seconds of silence until a peer's system is asked whether it is there, how often, and seconds in between."""
+
+_UNHEARD: Final = 300
+"""Seconds until a peer is given up whose system does not acknowledge what it is sent."""
 
 RESERVE: Final = 64
 """File descriptors that connections never get: for the loop, logs, and to be able to refuse."""
@@ -103,8 +121,17 @@ def adopt(fd: int) -> socket.socket:
 
 
 def prepare(listener: socket.socket) -> None:
-    """Listen, with the options that accepted sockets inherit."""
+    """Listen, with the options that accepted sockets inherit: a peer that lost power must not stay for ever."""
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _SILENCE),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_KEEPINTVL", _PROBE_PAUSE),
+        ("TCP_USER_TIMEOUT", 1000 * _UNHEARD),
+    ):
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     listener.setblocking(False)
     listener.listen(BACKLOG)
 

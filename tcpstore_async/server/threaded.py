@@ -16,23 +16,23 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Final
 
-from ..blob import Framed
+from ..blob import Framed, length
 from ..errors import LimitError, PeerError
 from ..limits import Limits
+from ..session.budget import PIECES, SESSION_BYTES
 from ..session.extension import identity
 from ..session.server import Engine, ServerSession, newcomers
-from .base import Complaints, log, make_room
+from .base import NEWCOMERS, Complaints, log, make_room
 
 _READ: Final = 16 * 1024
 """More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
 
-_PIECES: Final = 256
-"""Pieces of replies that go out in one write."""
+_SESSION_BYTES: Final = SESSION_BYTES + 64 * 1024
+"""What one connection takes, its thread included."""
 
 _PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor, memory or a thread."""
@@ -100,10 +100,8 @@ class Connection:
         self.server = server
         self.peer = peer
         self.session = ServerSession(server.engine, self, host, port, time.monotonic())
-        self.unsent: deque[Framed | memoryview] = deque()
-        """What the kernel did not take yet, in order; the writer sends it on."""
         self.caught_up = threading.Event()
-        """Set while nothing is unsent."""
+        """Set while nothing is unsent. What is, the writer sends on."""
         self.caught_up.set()
         self.closed = False
 
@@ -141,7 +139,7 @@ class Connection:
     def _behind(self) -> bool:
         """Whether the peer has to read before it is read from again."""
         session = self.session
-        return not self.closed and (session.stalled() or session.unread > self.server.limits.unread_soft_bytes)
+        return not self.closed and (session.stalled() or session.unsent > self.server.limits.unsent_high_water)
 
     def _catch_up(self) -> None:
         """Wait until the peer has been sent everything, and go on with requests that were kept back for that."""
@@ -167,42 +165,51 @@ class Connection:
 
     def flush(self) -> None:
         """Hand the session's replies to the kernel, as far as it takes them, after those that it did not take yet."""
-        if self.closed:
+        session = self.session
+        out = session.out
+        if self.closed or not out:
             return
-        behind = bool(self.unsent)
-        self.unsent.extend(self.session.out)
-        self.session.out.clear()
-        if behind:
-            return
-        self.push()
-        if self.unsent:
-            self.server.writer.add(self)
+        if session.backlog is not None:
+            session.leave_behind(out, 0)
+        else:
+            self._send(out)
+        out.clear()
+
+    def _send(self, out: list[Framed]) -> None:
+        """Write what the kernel takes at once; not more, lest a peer that reads fast keeps the lock from others."""
+        session = self.session
+        for at in range(0, len(out), PIECES):
+            batch = out[at : at + PIECES]
+            count = self._write(batch)
+            if count < 0:
+                return
+            if count < length(batch):
+                session.leave_behind(out[at:], count)
+                if session.backlog is not None:
+                    self.server.writer.add(self)
+                return
 
     def push(self) -> None:
-        """Write what the kernel takes at once; not more, lest a peer that reads fast keeps the lock from others."""
-        unsent = self.unsent
-        while unsent:
-            try:
-                count = self.peer.sendmsg(list(islice(unsent, _PIECES)), [], socket.MSG_DONTWAIT)
-            except BlockingIOError:
+        """The same for what is unsent."""
+        session = self.session
+        while (backlog := session.backlog) is not None:
+            count = self._write(backlog.batch())
+            if count <= 0:
                 return
-            except OSError:
-                self.close()
-                return
-            self.session.unread -= count
-            if not self._drop(count):
-                return
+            if backlog.took(count):
+                session.backlog = None
 
-    def _drop(self, count: int) -> bool:
-        """Forget bytes that the kernel has taken; False if it took a piece in part."""
-        unsent = self.unsent
-        while count:
-            piece = unsent.popleft()
-            if count < len(piece):
-                unsent.appendleft(memoryview(piece)[count:])
-                return False
-            count -= len(piece)
-        return True
+    def _write(self, batch: Sequence[Framed | memoryview]) -> int:
+        """Give bytes to the kernel; how many it took, or -1 if the connection turned out to be gone."""
+        try:
+            count = self.peer.sendmsg(batch, [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.close()
+            return -1
+        self.session.unsent -= count
+        return count
 
     def give_up(self) -> None:
         """Close after a defect of ours, or for want of memory: it must not cost the others."""
@@ -214,7 +221,6 @@ class Connection:
         if self.closed:
             return
         self.closed = True
-        self.unsent.clear()
         self.server.writer.remove(self)
         with suppress(OSError):
             self.peer.shutdown(socket.SHUT_RDWR)  # wakes its thread; for the peer it is the end, whoever has copies
@@ -274,7 +280,7 @@ class Writer:
     def _write(self, connection: Connection) -> None:
         try:
             connection.push()
-            if not connection.unsent:
+            if connection.session.backlog is None:
                 self.remove(connection)
         except Exception:
             connection.give_up()
@@ -286,7 +292,7 @@ class ThreadedServer:
     def __init__(self, listener: socket.socket, limits: Limits) -> None:
         self.listener = listener
         self.limits = limits
-        self.engine = Engine(limits)
+        self.engine = Engine(limits, _SESSION_BYTES)
         self.engine.identify(identity(secrets.token_hex(8), "threaded"))
         self.lock = Turns()
         self.writer = Writer(self.lock)
@@ -299,6 +305,9 @@ class ThreadedServer:
         self.stopped = False
         self._complaints = Complaints()
         self._counting: asyncio.TimerHandle | None = None
+        self._validating = False
+        """Whether somebody will look for those that have not sent VALIDATE in time."""
+        self._expiry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._accepting: Worker | None = None
         self._closing = threading.Event()
@@ -336,6 +345,8 @@ class ThreadedServer:
             own.close()
         if self._counting is not None:
             self._counting.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._complaints.finish()
         self._note_empty()
 
@@ -386,17 +397,23 @@ class ThreadedServer:
     # Called with the lock
 
     def flush_dirty(self) -> None:
-        """Flush the sessions that another one's command, or its end, gave something to say."""
+        """Flush the sessions that another one's command, or its end, gave something to say, and close the evicted."""
         if self._flushing:
             return  # a connection failed under the loop below, which goes on with whom its end woke
         self._flushing = True
         try:
             dirty = self.engine.dirty
             while dirty:
-                connection = dirty.pop().owner
+                session = dirty.pop()
+                connection = session.owner
                 if isinstance(connection, Connection):
                     try:
-                        connection.flush()
+                        error = self.engine.evicted.get(session)
+                        if error is not None:
+                            self.refuse(connection, error)
+                            connection.close()
+                        else:
+                            connection.flush()
                     except Exception:
                         connection.give_up()
         finally:
@@ -441,6 +458,25 @@ class ThreadedServer:
         with self.lock:
             self._complaints.finish()
 
+    def _expect_validation(self) -> None:
+        """Look again when the oldest of those that have not sent VALIDATE should have."""
+        with self.lock:
+            oldest = self.engine.oldest_unvalidated()
+            if oldest is None or self.stopped:
+                self._validating = False
+                return
+        left = oldest.came + self.limits.validate_seconds - time.monotonic()
+        self._expiry = self._loop.call_later(max(left, 0.001), self._close_overdue)
+
+    def _close_overdue(self) -> None:
+        now = time.monotonic()
+        most = self.limits.validate_seconds
+        with self.lock:
+            while (session := self.engine.overdue(now)) is not None and isinstance(session.owner, Connection):
+                self.refuse(session.owner, LimitError("validate_seconds", int(now - session.came), most))
+                session.owner.close()
+        self._expect_validation()
+
     # The accepting thread
 
     def _accept_all(self) -> None:
@@ -451,10 +487,11 @@ class ThreadedServer:
             poll.poll()
             try:
                 self._accept()
-            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+            except (BlockingIOError, InterruptedError):
                 continue
             except Exception as error:  # there is no descriptor or no memory
-                self._pause(error)
+                if not isinstance(error, OSError) or error.errno not in NEWCOMERS:
+                    self._pause(error)
 
     def _pause(self, error: Exception) -> None:
         """Those who come next wait; those who are in are served."""
@@ -477,7 +514,7 @@ class ThreadedServer:
         """Its connection, if there is room for one more."""
         peer.setblocking(True)
         with self.lock:
-            if self.count >= self.max_connections:
+            if self.count >= self.max_connections and not self._make_place():
                 text = f"refused the connection of {host}, port {port}: {self.count} are open, the most allowed"
                 self._complain("connections", text)
                 return None
@@ -485,7 +522,23 @@ class ThreadedServer:
             self.connections.add(connection)
             if self.count == 1:
                 self._tell_loop(self._note_empty)
+            if not self._validating and self.limits.validate_seconds:
+                self._validating = True
+                self._tell_loop(self._expect_validation)
+            self.flush_dirty()
         return connection
+
+    def _make_place(self) -> bool:
+        """Close the connection that has not sent VALIDATE for longest, if there is one."""
+        session = self.engine.oldest_unvalidated()
+        if session is None or not isinstance(session.owner, Connection):
+            return False
+        text = (
+            f"closed the connection of {session}, which had not sent VALIDATE: {self.count} are open, the most allowed"
+        )
+        self._complain("connections", text)
+        session.owner.close()
+        return True
 
     def _serve(self, connection: Connection) -> bool:
         """Give it its thread, once there can be one; False if the server stops accepting before."""

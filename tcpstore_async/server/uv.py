@@ -11,20 +11,21 @@ import secrets
 import socket
 import sys
 import time
-from collections import deque
-from typing import Final
+from typing import Any, Final
 
-from ..blob import Framed
+from ..blob import Framed, length
 from ..errors import LimitError, PeerError
 from ..limits import Limits
+from ..session.budget import PIECES
 from ..session.extension import identity
 from ..session.server import Engine, ServerSession, newcomers
-from .base import Complaints, log, make_room
+from .base import NEWCOMERS, Complaints, log, make_room
 from .readiness import READ, WRITE, WatchWith, readiness
 
 _read = os.read
 _read_into = os.readv
 _write = os.write
+_write_pieces = os.writev
 
 _FIRST_READ: Final = 960
 """Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
@@ -53,8 +54,6 @@ class Connection:
         self.server = server
         self.fd = fd
         self.session = ServerSession(server.engine, self, host, port, time.monotonic())
-        self.unsent: deque[Framed | memoryview] | None = None
-        """What the kernel did not take yet, in order; None while it takes everything."""
         self.paused = False
         self.hung_up = False
         """The peer has said that it will send no more: read to the end, there will be no further news."""
@@ -79,7 +78,7 @@ class Connection:
         for _ in range(_READS_PER_TURN):
             if self.fd < 0 or self.ended:
                 return
-            if session.unread > self.server.soft:
+            if session.unsent > self.server.high_water:
                 self._pause()
                 return
             try:
@@ -129,30 +128,44 @@ class Connection:
         """Hand the session's replies to the kernel, as far as it takes them."""
         session = self.session
         out = session.out
-        if self.unsent is not None:
-            self.unsent.extend(out)
-            out.clear()
-            return
-        if len(out) == 1:
+        if session.backlog is not None:
+            session.leave_behind(out, 0)
+        elif len(out) == 1:
             data = out[0]
-        elif session.unread <= _JOINED:
-            data = b"".join(out)
-        else:
-            self.unsent = deque(out)
             out.clear()
-            self._write_unsent()
-            if self._behind():
-                self.server.readiness.watch_writing(self.fd, True)
-            return
+            count = self._hand_over([data])
+            if 0 <= count < len(data):
+                self.keep([data], count)
+        elif session.unsent <= _JOINED:
+            data = b"".join(out)
+            out.clear()
+            count = self._hand_over([data])
+            if 0 <= count < len(data):
+                self.keep([data], count)
+        else:
+            self._flush_much()
         out.clear()
-        count = self._hand_over(data)
-        if 0 <= count < len(data):
-            self.keep(data, count)
 
-    def keep(self, data: Framed, count: int) -> None:
-        """The kernel took only the first `count` bytes: the rest goes when it takes more."""
-        self.unsent = deque([memoryview(data)[count:]])
-        self.server.readiness.watch_writing(self.fd, True)
+    def _flush_much(self) -> None:
+        """The same for replies that are not worth a copy."""
+        out = self.session.out
+        at = 0
+        while at < len(out):
+            batch = out[at : at + PIECES]
+            size = length(batch)
+            count = self._hand_over(batch)
+            if count < 0:
+                return
+            if count < size:
+                self.keep(out[at:], count)
+                return
+            at += PIECES
+
+    def keep(self, replies: list[Framed], taken: int) -> None:
+        """The kernel took only the first `taken` bytes: the rest goes when it takes more."""
+        self.session.leave_behind(replies, taken)
+        if self.session.backlog is not None:
+            self.server.readiness.watch_writing(self.fd, True)
 
     def writable(self) -> None:
         """The kernel takes more; once it has taken everything, requests that were kept back go on.
@@ -178,7 +191,6 @@ class Connection:
         if fd < 0:
             return
         self.fd = -1
-        self.unsent = None
         server = self.server
         server.connections[fd] = None
         server.count -= 1
@@ -200,51 +212,36 @@ class Connection:
 
     def _behind(self) -> bool:
         """Whether the peer has yet to read what it was sent."""
-        return self.unsent is not None
+        return self.session.backlog is not None
 
     def _pause(self) -> None:
         if not self.paused:
             self.paused = True
             self.server.readiness.pause(self.fd)
 
-    def _hand_over(self, data: Framed | memoryview) -> int:
+    def _hand_over(self, data: list[Any]) -> int:
         """Give bytes to the kernel; how many it took, or -1 if the connection turned out to be gone."""
         try:
-            count = _write(self.fd, data)
+            count = _write(self.fd, data[0]) if len(data) == 1 else _write_pieces(self.fd, data)
         except BlockingIOError:
             return 0
         except OSError:
             self.close()
             return -1
-        self.session.unread -= count
+        self.session.unsent -= count
         return count
 
     def _write_unsent(self) -> None:
-        unsent = self.unsent
-        assert unsent is not None
-        while unsent:
-            data = _gather(unsent)
-            count = self._hand_over(data)
-            if count < 0:
+        session = self.session
+        backlog = session.backlog
+        while backlog is not None:
+            batch = backlog.batch()
+            count = self._hand_over(batch)
+            if count <= 0:
                 return
-            if count < len(data):
-                unsent.appendleft(memoryview(data)[count:])
+            if backlog.took(count):
+                session.backlog = None
                 return
-        self.unsent = None
-
-
-def _gather(unsent: "deque[Framed | memoryview]") -> Framed | memoryview:
-    """Take parts for one write: a large one alone, small ones joined."""
-    first = unsent.popleft()
-    size = len(first)
-    if size >= _JOINED or not unsent:
-        return first
-    parts = [first]
-    while unsent and size + len(unsent[0]) <= _JOINED:
-        part = unsent.popleft()
-        size += len(part)
-        parts.append(part)
-    return b"".join(parts)
 
 
 class UvServer:
@@ -253,7 +250,7 @@ class UvServer:
     def __init__(self, listener: socket.socket, limits: Limits, watch_with: WatchWith = readiness) -> None:
         self.listener = listener
         self.limits = limits
-        self.soft = limits.unread_soft_bytes
+        self.high_water = limits.unsent_high_water
         self.engine = Engine(limits)
         self.engine.identify(identity(secrets.token_hex(8), "uv"))
         self.connections: list[Connection | None] = []
@@ -272,6 +269,7 @@ class UvServer:
         self.stopped = False
         self._flushing = False
         self._counting: asyncio.TimerHandle | None = None
+        self._validating: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Accept connections from now on."""
@@ -290,6 +288,8 @@ class UvServer:
         self.readiness.close()
         if self._counting is not None:
             self._counting.cancel()
+        if self._validating is not None:
+            self._validating.cancel()
         self.complaints.finish()
 
     async def drain(self, grace: float) -> None:
@@ -344,7 +344,7 @@ class UvServer:
                 continue
             session = connection.session
             try:
-                if events != READ or session.unread or session.rest is not None or connection.queued:
+                if events != READ or session.unsent or session.rest is not None or connection.queued:
                     connection.attend(events)
                     continue
                 chunk = _read(fd, _FIRST_READ)
@@ -354,21 +354,17 @@ class UvServer:
                     data = out[0]
                     count = _write(fd, data)
                     out.clear()
-                    session.unread -= count
+                    session.unsent -= count
                     if count < len(data):
-                        connection.keep(data, count)
+                        connection.keep([data], count)
                 elif out:
                     connection.flush()
                 if dirty:
                     self.flush_dirty()
                 if len(chunk) == _FIRST_READ or not chunk or session.kept is not None:
                     connection.go_on()
-            except BlockingIOError:  # there was nothing to read, or there is no room to write
-                if session.out:
-                    connection.flush()
-                if dirty:
-                    self.flush_dirty()
-                connection.go_on()
+            except BlockingIOError:
+                self._blocked(connection)
             except OSError:
                 connection.close()
             except PeerError as error:
@@ -376,19 +372,38 @@ class UvServer:
             except Exception:
                 self._give_up(connection)
 
+    def _blocked(self, connection: Connection) -> None:
+        """There was nothing to read, or there is no room to write."""
+        try:
+            if connection.session.out:
+                connection.flush()
+            if self.engine.dirty:
+                self.flush_dirty()
+            connection.go_on()
+        except Exception:
+            self._give_up(connection)
+
     # Called by connections
 
     def flush_dirty(self) -> None:
-        """Flush the sessions that another one's command, or its end, gave something to say."""
+        """Flush the sessions that another one's command, or its end, gave something to say, and close the evicted."""
         if self._flushing:
             return  # a connection failed under the loop below, which goes on with whom its end woke
         self._flushing = True
         try:
             dirty = self.engine.dirty
             while dirty:
-                connection = dirty.pop().owner
-                if isinstance(connection, Connection) and connection.session.out:
-                    connection.flush()
+                session = dirty.pop()
+                connection = session.owner
+                if isinstance(connection, Connection):
+                    try:
+                        error = self.engine.evicted.get(session)
+                        if error is not None:
+                            self.refuse(connection, error)
+                        elif session.out:
+                            connection.flush()
+                    except Exception:
+                        self._give_up(connection)
         finally:
             self._flushing = False
 
@@ -413,7 +428,10 @@ class UvServer:
     def _give_up(self, connection: Connection) -> None:
         """A defect of ours, or no memory, must not cost the others: their news is not told twice."""
         log.exception("closing the connection of %s after an error of the server's", connection.session)
-        connection.close()
+        try:
+            connection.close()
+        except Exception:
+            log.exception("the connection of %s did not close in order", connection.session)
 
     def go_on_later(self, connection: Connection) -> None:
         """Go on reading when the others have had their turn."""
@@ -440,35 +458,72 @@ class UvServer:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 fd, address = accept()
-            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-                return
+            except (BlockingIOError, InterruptedError):
+                break
             except OSError as error:
+                if error.errno in NEWCOMERS:
+                    continue
                 self.complain("accept", f"cannot accept connections for now: {error.strerror}")
                 self._pause_accepting()
                 self._loop.call_later(_ACCEPT_PAUSE, self._resume_accepting)
-                return
-            self._admit(fd, address[0], address[1])
+                break
+            try:
+                self._admit(fd, address[0], address[1])
+            except Exception as error:
+                self._turn_away(fd, f"refused the connection of {address[0]}, port {address[1]}: {error!r}")
+        if self.engine.dirty:
+            self.flush_dirty()
+        if self._validating is None and self.limits.validate_seconds:
+            self._expect_validation()
+
+    def _turn_away(self, fd: int, text: str) -> None:
+        """Close a new connection that cannot be served."""
+        self.readiness.forget(fd)
+        os.close(fd)
+        self.complain("accept", text)
 
     def _admit(self, fd: int, host: str, port: int) -> None:
-        if self.count >= self.max_connections:
+        if self.count >= self.max_connections and not self._make_place():
             os.close(fd)
             self.complain(
                 "connections", f"refused the connection of {host}, port {port}: {self.count} are open, the most allowed"
             )
             return
         os.set_blocking(fd, False)
-        try:
-            self.readiness.watch(fd)
-        except OSError as error:
-            os.close(fd)
-            self.complain("accept", f"refused the connection of {host}, port {port}: {error.strerror}")
-            return
+        self.readiness.watch(fd)
         host = sys.intern(host)  # a host has many ranks
         while fd >= len(self.connections):
             self.connections.extend([None] * (len(self.connections) + 64))
         self.connections[fd] = Connection(self, fd, host, port)
         self.count += 1
         self.empty.clear()
+
+    def _make_place(self) -> bool:
+        """Close the connection that has not sent VALIDATE for longest, if there is one."""
+        session = self.engine.oldest_unvalidated()
+        if session is None or not isinstance(session.owner, Connection):
+            return False
+        text = (
+            f"closed the connection of {session}, which had not sent VALIDATE: {self.count} are open, the most allowed"
+        )
+        self.complain("connections", text)
+        session.owner.close()
+        return True
+
+    def _expect_validation(self) -> None:
+        """Look again when the oldest of those that have not sent VALIDATE should have."""
+        oldest = self.engine.oldest_unvalidated()
+        if oldest is not None:
+            left = oldest.came + self.limits.validate_seconds - time.monotonic()
+            self._validating = self._loop.call_later(max(left, 0.001), self._close_overdue)
+
+    def _close_overdue(self) -> None:
+        self._validating = None
+        now = time.monotonic()
+        most = self.limits.validate_seconds
+        while (session := self.engine.overdue(now)) is not None and isinstance(session.owner, Connection):
+            self.refuse(session.owner, LimitError("validate_seconds", int(now - session.came), most))
+        self._expect_validation()
 
     def _resume_accepting(self) -> None:
         if self.listener.fileno() >= 0 and not self._accepting:

@@ -6,19 +6,24 @@ Invariants: however bytes are cut into chunks, what is done and answered is the 
 it is complete. Whatever arrives, a session answers or raises PeerError; after that it is to be left and dropped.
 """
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections import OrderedDict
+from sys import getsizeof
+from typing import Final
 
 from ..blob import Framed, length, pack, unpack
-from ..errors import LimitError, ProtocolError
-from ..keyspace import Keyspace, Waiter
+from ..errors import BudgetError, LimitError, ProtocolError
+from ..keyspace import Keyspace
 from ..limits import Limits
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
-from ..wire.shapes import STOP_WAITING, Bulk, Call, Request, Rest, encode_popped
+from ..wire.shapes import COUNTED_KEYS, STOP_WAITING, Bulk, Call, Request, Rest, encode_popped
+from .budget import SESSION_BYTES, Budget, Holder, Unsent
 
 NO_PID: Final = -1
 
 _WOKEN: Final = bytes([STOP_WAITING])
+
+_KEPT_BYTES: Final = 64
+"""What holds bytes that are not decoded yet."""
 
 _MOST_SAID: Final = 2048
 """Bytes that a peer may say of itself: names and framed values, so that their number has a limit too."""
@@ -39,26 +44,33 @@ class _Slot:
         self.command = command
         self.request: Request = command.request
         self.call = call
-        self.encode = command.reply.encode
+        self.encode = command.reply.encode if command.reply.measure is None else None
         self.in_pieces = command.reply.in_pieces
 
 
 class Engine:
     """One server: its keyspace, its limits, and the sessions that have something to send."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, session_bytes: int = SESSION_BYTES) -> None:
         self.limits = limits
         self.keyspace = Keyspace(limits)
+        self.budget = Budget(limits.budget_bytes, self.keyspace, lambda: self.serving)
+        self.session_bytes = session_bytes
+        """What one connection of the server takes."""
         self.dirty: list[ServerSession] = []
-        """Sessions that were given bytes by another session's command; the door flushes them."""
+        """Sessions that another session's command gave bytes, or evicted; the server flushes or closes them."""
+        self.evicted: dict[ServerSession, BudgetError] = {}
+        """Those whose connections are to be closed, and why."""
+        self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
+        """Those that have not sent VALIDATE, oldest first."""
         self.joins: int = 0
         """How many ranks the owner of this server expects to join, if it has one."""
         self.unfinished: int = 0
-        """Bytes counted against `Limits.unfinished_bytes`."""
+        """Bytes kept of requests that are not complete, of all sessions."""
         self.handshake: list[_Slot | None] = [None] * 256
         self.commands: list[_Slot | None] = [None] * 256
         self.first: _Slot
-        self.serving: ServerSession
+        self.serving: ServerSession | None = None
         """The session whose command is being done."""
         for command in filter(None, BY_OPCODE):
             slot = _Slot(command, self._meaning(command))
@@ -84,16 +96,23 @@ class Engine:
         joined = self.keyspace.values.get(WORKERS_KEY)
         return (joined if isinstance(joined, int) else 0) >= self.joins
 
+    def oldest_unvalidated(self) -> "ServerSession | None":
+        """Who has been there for longest without VALIDATE."""
+        return next(iter(self.unvalidated), None)
+
+    def overdue(self, now: float) -> "ServerSession | None":
+        """Who should have sent VALIDATE by now; the time is of the server's clock."""
+        oldest = self.oldest_unvalidated()
+        most = self.limits.validate_seconds
+        return oldest if oldest is not None and most and now - oldest.came >= most else None
+
     def _meaning(self, command: Command) -> Call:
         """What does a command, given its fields."""
         owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
         method: Call = getattr(owner, command.method)
         if command.flags & (Flag.SESSION | Flag.PARKS | Flag.HOLDS):
             return self._with_session(method, command.request.arity)
-        measure = command.reply.measure
-        if measure is None:
-            return method
-        return lambda *fields: self._measured(measure, method(*fields))
+        return method if command.reply.measure is None else self._list_keys
 
     def _with_session(self, method: Call, arity: int) -> Call:
         """A method that is also given the session. Not for any number of fields at once, which costs 0.1 µs a call."""
@@ -103,13 +122,22 @@ class Engine:
             return lambda field: method(self.serving, field)
         return lambda first, second: method(self.serving, first, second)
 
-    def _measured(self, measure: Callable[[Any], int], result: Any) -> Any:
-        """A result, if the reply that will be built from it may be sent."""
-        self.serving.check_room(measure(result))
-        return result
+    def _list_keys(self) -> bytes:
+        """The reply to LIST_KEYS: one copy for all who ask while the keys are the same."""
+        listing = self.budget.listing()
+        if listing is None:
+            keys = self.keyspace.list_keys()
+            reply = COUNTED_KEYS
+            assert reply.measure is not None
+            assert reply.encode is not None
+            assert self.serving is not None
+            self.budget.expect_listing(reply.measure(keys), self.serving)
+            listing = reply.encode(keys)
+            self.budget.keep_listing(listing)
+        return listing
 
 
-class ServerSession(Waiter):
+class ServerSession(Holder):
     """One connection, and what is known of its peer."""
 
     def __init__(self, engine: Engine, owner: object, host: str, port: int, came: float) -> None:
@@ -127,8 +155,8 @@ class ServerSession(Waiter):
         self.table: list[_Slot | None] = engine.handshake
         self.out: list[Framed] = []
         """Replies for the door to take, in order."""
-        self.unread: int = 0
-        """Bytes of replies, `out` included, that the door has not handed to the kernel yet."""
+        self.unsent: int = 0
+        """Bytes of replies, `out` included, that the kernel has not taken yet."""
         self.rest: Rest | None = None
         """What goes on with a frame that was decoded in part."""
         self.peer: Introduction = {}
@@ -139,8 +167,9 @@ class ServerSession(Waiter):
         """Bytes not decoded yet."""
         self.need: int = 0
         """The length that `kept` must have before decoding can go on; 0 if it waits for the peer to read."""
-        self.held: int = 0
-        """This session's part of `Engine.unfinished`."""
+        engine.unvalidated[self] = None
+        engine.budget.enter(self, engine.session_bytes)
+        self._relieve()
 
     def __str__(self) -> str:
         address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -153,7 +182,7 @@ class ServerSession(Waiter):
     def receive(self, chunk: bytes) -> None:
         """Take bytes in, execute what is complete, put the replies into `out`.
 
-        Stops while more than `Limits.unread_soft_bytes` of replies are unread; see `stalled`. Raises PeerError.
+        Stops while more than `Limits.unsent_high_water` bytes of replies are unsent; see `stalled`. Raises PeerError.
         """
         kept = self.kept
         if kept is not None:
@@ -164,13 +193,15 @@ class ServerSession(Waiter):
             chunk = bytes(kept)
             self.kept = None
         engine = self.engine
+        if engine.keyspace.size != engine.budget.seen:
+            engine.budget.attribute()
         engine.serving = self
         limits = engine.limits
-        soft = limits.unread_soft_bytes
+        high_water = limits.unsent_high_water
         out = self.out
         end = len(chunk)
         at = 0
-        if self.unread > soft:
+        if self.unsent > high_water:
             self._stall(chunk, 0)
             return
         while at < end or self.rest is not None:
@@ -184,6 +215,8 @@ class ServerSession(Waiter):
                 result, stop = slot.request.decode(slot.call, chunk, at + 1, end, limits)
             else:
                 slot = self.slot
+                if self.held:
+                    self._count_held(0)  # what it holds may be in the store when this is done
                 result, stop = rest.decode(slot.call, chunk, at, end, limits)
                 self.rest = None
             if stop < 0:
@@ -197,13 +230,13 @@ class ServerSession(Waiter):
                     size = length(result)
                     self.check_room(size)
                     out.extend(result)
-                    self.unread += size
+                    self.unsent += size
                 else:
                     out.append(result)
-                    self.unread += len(result)
+                    self.unsent += len(result)
             if promise is not None:
                 engine.keyspace.settle(self, promise)
-            if self.unread > soft:
+            if self.unsent > high_water:
                 self._stall(chunk, at)
                 return
         if self.held:
@@ -221,26 +254,49 @@ class ServerSession(Waiter):
     def leave(self) -> None:
         """The connection is gone. Waiters that this wakes are in `Engine.dirty`."""
         self.engine.keyspace.leave(self)
-        self.engine.unfinished -= self.held
-        self.held = 0
+        self._let_go()
+        self.engine.evicted.pop(self, None)
+        self.owner = None
+
+    def evict(self, error: BudgetError) -> None:
+        self.engine.evicted[self] = error
+        self._let_go()
+        self.engine.dirty.append(self)
+
+    def leave_behind(self, replies: list[Framed], taken: int) -> None:
+        """Keep replies of which the kernel has taken the first `taken` bytes, behind those that are kept already."""
+        if self in self.engine.evicted:
+            return
+        if self.backlog is None:
+            self.backlog = Unsent(self.engine.budget)
+        self.backlog.add(replies, taken)
+        self._relieve()
+
+    def _let_go(self) -> None:
+        engine = self.engine
+        engine.unvalidated.pop(self, None)
+        engine.unfinished -= self.held
+        engine.budget.forget(self, engine.session_bytes)
         self.rest = None
         self.kept = None
         self.out.clear()
-        self.owner = None
+
+    def _relieve(self) -> None:
+        """It has been given something to hold: somebody may have to go for that."""
+        try:
+            self.engine.budget.relieve(self)
+        except BudgetError as error:
+            self.evict(error)
 
     def _stall(self, chunk: bytes, at: int) -> None:
-        """The peer is behind with reading: its further requests wait, or it goes, without what was too much."""
-        if self.unread > self.engine.limits.unread_hard_bytes and self.out:
-            size = len(self.out.pop())
-            self.unread -= size
-            self.check_room(size)
+        """The peer is behind with reading: its further requests wait."""
         self._keep(chunk, at, 0)
 
     def check_room(self, size: int) -> None:
-        """Raise LimitError if a reply of `size` bytes would make the unread ones too many."""
-        hard = self.engine.limits.unread_hard_bytes
-        if self.unread + size > hard:
-            raise LimitError("unread_hard_bytes", self.unread + size, hard)
+        """Raise LimitError for a reply of so many bytes that no budget allows for it."""
+        most = self.engine.limits.budget_bytes
+        if size > most:
+            raise LimitError("budget_bytes", size, most)
 
     def _suspend(self, rest: Rest | None, chunk: bytes, at: int, need: int) -> None:
         """A frame is not complete: keep what is needed to go on."""
@@ -257,14 +313,19 @@ class ServerSession(Waiter):
 
     def _account(self) -> None:
         """Count what is held for unfinished requests. Raises LimitError."""
-        held = 0 if self.kept is None else len(self.kept)
+        held = 0 if self.kept is None else _KEPT_BYTES + len(self.kept)
         if self.rest is not None:
             held += self.rest.held()
+        if held != self.held:
+            self._count_held(held)
+            self.engine.budget.relieve(self)
+
+    def _count_held(self, held: int) -> None:
         engine = self.engine
-        engine.unfinished += held - self.held
+        growth = held - self.held
         self.held = held
-        if engine.unfinished > engine.limits.unfinished_bytes:
-            raise LimitError("unfinished_bytes", engine.unfinished, engine.limits.unfinished_bytes)
+        engine.unfinished += growth
+        engine.budget.charge(growth)
 
     def _refusal(self, opcode: int) -> str:
         if self.table is self.engine.handshake:
@@ -277,6 +338,7 @@ class ServerSession(Waiter):
         if magic != MAGIC:
             raise ProtocolError(f"VALIDATE carries {magic:#x}, not {MAGIC:#x}")
         self.table = self.engine.commands
+        self.engine.unvalidated.pop(self, None)
 
     def ping(self, nonce: int) -> int:
         if self.pid == NO_PID:
@@ -287,10 +349,17 @@ class ServerSession(Waiter):
         """Keep what the peer says of itself, for logs. Raises ProtocolError if that is no short text."""
         if sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
             raise ProtocolError(f"it introduces itself with more than {_MOST_SAID} bytes")
+        before = self.introduction()
         self.peer = {_readable(name): _readable(unpack(blob)) for name, blob in items}
         pid = self.peer.get("pid", "")
         if pid.isdecimal() and len(pid) < _LONGEST_PID:
             self.pid = int(pid)
+        self.engine.budget.charge(self.introduction() - before)
+        self.engine.budget.relieve(self)
+
+    def introduction(self) -> int:
+        peer = self.peer
+        return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items()) if peer else 0
 
     def join(self, key: bytes, token: Framed) -> int:
         """Raises ProtocolError for a token that is too long to be one, or if the value is no number."""
@@ -305,14 +374,14 @@ class ServerSession(Waiter):
         if value is None:
             value = _WOKEN
         self.out.append(value)
-        self.unread += len(value)
+        self.unsent += len(value)
         self.engine.dirty.append(self)
 
     def grant(self, length: int, item: Framed | None) -> None:
         """The same for an item."""
         pieces = encode_popped((length, item))
         self.out.extend(pieces)
-        self.unread += sum(map(len, pieces))
+        self.unsent += sum(map(len, pieces))
         self.engine.dirty.append(self)
 
 

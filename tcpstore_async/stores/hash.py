@@ -25,7 +25,7 @@ from .whole import LOCK, do, forked
 
 _Result = TypeVar("_Result")
 
-UNLIMITED: Final = Limits(store_bytes=2**62, unread_hard_bytes=2**62)
+UNLIMITED: Final = Limits(budget_bytes=2**62)
 """What a keyspace grants that nobody else can fill: everything."""
 
 

@@ -35,7 +35,10 @@ _FIRST_BUFFER: Final = 4 * 1024
 """What a bulk value is given before more of it has arrived, in bytes; later three times what has."""
 
 ITEM_BYTES: Final = 64
-"""What holds one item of an unfinished list is counted as this many bytes."""
+"""What holds one key of an unfinished list is counted as this many bytes."""
+
+_PAIR_BYTES: Final = 160
+"""What holds a key and a value."""
 
 
 class Rest:
@@ -345,7 +348,7 @@ class _Collected(Rest):
         return (self, -need) if need else (call(items), at)
 
     def held(self) -> int:
-        return self.size + ITEM_BYTES * len(self.items)
+        return self.size + (ITEM_BYTES if self.shape.item is KEY else _PAIR_BYTES) * len(self.items)
 
 
 class Reply:

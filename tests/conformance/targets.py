@@ -175,7 +175,7 @@ class EngineTarget:
         assert isinstance(session.owner, str)
         self.pending[session.owner] += b"".join(session.out)
         session.out.clear()
-        session.unread = 0
+        session.unsent = 0
 
     def _flush_dirty(self) -> None:
         while self.engine.dirty:

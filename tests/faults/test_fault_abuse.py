@@ -66,22 +66,6 @@ def test_an_announcement_counts_what_has_arrived() -> None:
     assert engine.unfinished < 1000 * 50
 
 
-def test_a_grown_value_over_the_hard_mark_is_not_sent_in_part(backend: str) -> None:
-    options = ("--limit=unread_hard_bytes=2000000", "--limit=unread_soft_bytes=1000", "--limit=value_bytes=1000000")
-    with (
-        tcpstore_server("--backend", backend, *options) as server,
-        RawPeer(server.port) as peer,
-        RawPeer(server.port) as other,
-    ):
-        for _ in range(3):
-            peer.send(b"\x09" + blob(b"/grown") + blob(bytes(900_000)))
-        peer.ping()
-        peer.send(b"\x03" + blob(b"/grown"))
-        assert peer.closed()
-        other.ping()
-        assert "over the limit unread_hard_bytes: 2700008, allowed 2000000" in server.log()
-
-
 async def test_a_bound_socket_is_listened_on(backend: str) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

@@ -237,24 +237,28 @@ def test_a_peer_that_reads_nothing_and_goes(server: Server, other: RawPeer) -> N
     gone(server, files)
 
 
-def test_a_reply_over_the_hard_mark_is_not_built(server: Server, other: RawPeer) -> None:
+def test_a_reply_over_the_budget_is_not_built(backend: str) -> None:
     """The 2 kB request that takes PyTorch's server to 1.4 GB."""
     size = 8 * MIB
-    other.send(b"\x01" + blob(b"/big") + blob(bytes(size)))
-    other.ping()
-    watch = Watch(server.process.pid)
-    before = watch.memory()
-    with RawPeer(server.port) as peer:
+    with (
+        tcpstore_server("--backend", backend, f"--limit=budget_bytes={1024 * MIB}") as server,
+        RawPeer(server.port) as other,
+        RawPeer(server.port) as peer,
+    ):
+        other.send(b"\x01" + blob(b"/big") + blob(bytes(size)))
+        other.ping()
+        watch = Watch(server.process.pid)
+        before = watch.memory()
         peer.ping(4242)
         peer.send(b"\x0a" + keys(*[b"/big"] * 200))
         assert peer.closed()
         address = f"127.0.0.1:{peer.socket.getsockname()[1]} (pid 4242)"
-    assert watch.memory() < before + 32 * MIB
-    [line] = [line for line in server.log().splitlines() if "unread_hard_bytes" in line]
-    assert address in line
-    assert str(200 * (size + 8)) in line
-    assert str(256 * MIB) in line
-    other.ping()
+        assert watch.memory() < before + 32 * MIB
+        [line] = [line for line in server.log().splitlines() if "budget_bytes" in line]
+        assert address in line
+        assert str(200 * (size + 8)) in line
+        assert str(1024 * MIB) in line
+        other.ping()
 
 
 CLIENT = """
@@ -331,7 +335,7 @@ def test_half_close_with_pipelined_requests(server: Server, other: RawPeer) -> N
 
 
 def test_half_close_with_large_replies(server: Server, other: RawPeer) -> None:
-    """Less than the soft mark is unread when the end of file comes, more than the kernel takes."""
+    """Less than the high-water mark is unsent when the end of file comes, more than the kernel takes."""
     value = bytes(900_000)
     other.send(b"\x01" + blob(b"/big") + blob(value))
     other.ping()

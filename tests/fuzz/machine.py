@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tcpstore_async.blob import pack
 from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import PARKED_BYTES, Limits
+from tcpstore_async.limits import PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import SERVER_KEY
 
@@ -16,13 +16,11 @@ LIMITS = Limits(
     value_bytes=70_000,
     keys=20,
     request_bytes=200_000,
-    unfinished_bytes=250_000,
-    unread_soft_bytes=300,
-    unread_hard_bytes=300_000,
-    store_bytes=100_000,
+    unsent_high_water=300,
+    budget_bytes=350_000,
 )
 HANDSHAKE = bytes.fromhex("00cef7853c")
-MOST_UNREAD = LIMITS.unread_hard_bytes + 28 + LIMITS.value_bytes
+MOST_UNSENT = LIMITS.unsent_high_water + LIMITS.budget_bytes + 28 + LIMITS.value_bytes
 """A value that was fetched may come on top, perhaps with the digits of a counter that it was appended to."""
 IDENTITY = b"{}"
 SLOTS = 4
@@ -53,10 +51,10 @@ class Machine:
         return session
 
     def tell(self, slot: int, data: bytes, greet: bool) -> None:
-        """A chunk arrives. A door does not read while too much is unread, so neither does this."""
+        """A chunk arrives. A door does not read while too much is unsent, so neither does this."""
         session = self.session(slot, greet)
         try:
-            if session.stalled() or session.unread > LIMITS.unread_soft_bytes:
+            if session.stalled() or session.unsent > LIMITS.unsent_high_water:
                 return
             bulk = session.bulk()
             if bulk is not None and len(data) > 1:
@@ -66,7 +64,7 @@ class Machine:
                 bulk.fill(count)
                 session.receive(b"")
                 data = data[count:]
-                if session.unread > LIMITS.unread_soft_bytes:
+                if session.unsent > LIMITS.unsent_high_water:
                     return
             session.receive(data)
         except PeerError:
@@ -99,24 +97,32 @@ class Machine:
         engine = self.engine
         present = [session for session in self.sessions if session is not None]
         for session in engine.dirty:
-            if session.owner is not None and not session.out:
+            if session.owner is not None and not session.out and session not in engine.evicted:
                 raise Broken("a session without output is to be flushed")
+        evicted = [session for session in present if session in engine.evicted]
+        if evicted:
+            self.refused += len(evicted)
+            for session in evicted:
+                self.leave(self.sessions.index(session))
+            self.check()
+            return
         engine.dirty.clear()
-        if not 0 <= engine.unfinished <= LIMITS.unfinished_bytes:
-            raise Broken(f"unfinished: {engine.unfinished}")
         if engine.unfinished != sum(session.held for session in present):
             raise Broken("unfinished is not the sum of what is held")
-        size = engine.keyspace.size
         leases = sum(len(session.leases) for session in present if session.leases is not None)
-        if (
-            not 0 <= size <= LIMITS.store_bytes + leases * PARKED_BYTES
-        ):  # what is leased must not keep a full store full
-            raise Broken(f"store: {size}")
+        queues = len(engine.keyspace.queues)
+        used = engine.budget.used()
+        # What is leased, or given back, must not keep a full store full.
+        if not 0 <= used <= LIMITS.budget_bytes + leases * PARKED_BYTES + (leases + queues) * (QUEUE_BYTES + 40):
+            raise Broken(f"used: {used}")
+        others = sum(engine.session_bytes + session.held + session.introduction() for session in present)
+        if engine.budget.others != others:
+            raise Broken(f"counted beside the store: {engine.budget.others}, held {others}")
         for session in present:
-            if session.unread != sum(map(len, session.out)):
-                raise Broken("unread is not what is in out")
-            if session.unread > MOST_UNREAD:
-                raise Broken(f"unread: {session.unread}")
+            if session.unsent != sum(map(len, session.out)):
+                raise Broken("unsent is not what is in out")
+            if session.unsent > MOST_UNSENT:
+                raise Broken(f"unsent: {session.unsent}")
             if not str(session).isprintable():
                 raise Broken("a peer breaks the lines of the log")
             if session.counter is not None and session.left <= 0:
@@ -136,15 +142,15 @@ class Machine:
         for key in list(keyspace.queues):
             while keyspace.queue_len(key):
                 keyspace.queue_pop(key)
-        if keyspace.size:
-            raise Broken(f"{keyspace.size} bytes of an empty store")
+        if keyspace.size or keyspace.parked or self.engine.budget.used():
+            raise Broken(f"{self.engine.budget.used()} bytes of an empty store")
         if keyspace.get(SERVER_KEY) != pack(IDENTITY):
             raise Broken("the server says of itself what a peer told it")
 
     def _take(self, session: ServerSession) -> None:
         size = sum(map(len, session.out))
         self.said += size
-        session.unread -= size
+        session.unsent -= size
         session.out.clear()
 
 

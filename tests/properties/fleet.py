@@ -20,7 +20,7 @@ from typing import Any
 from tcpstore_async.blob import framed, size, unpack
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace, Waiter
-from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
+from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
@@ -140,7 +140,7 @@ class Fleet:
 
     def __init__(self, slots: int, soft: int = MIB) -> None:
         self.soft = soft
-        self.engine = Engine(Limits(unread_soft_bytes=soft))
+        self.engine = Engine(Limits(unsent_high_water=soft))
         self.model = Model()
         self.engine.identify(RESERVED[SERVER_KEY])
         self.engine.announce(int(RESERVED[JOINS_KEY]))
@@ -195,7 +195,7 @@ class Fleet:
     def _receive(self, slot: int, line: Line, chunk: bytes) -> None:
         model, peer, ready = self.model, line.peer, line.ready
         expect_close = False
-        while ready and peer.unread <= self.soft:
+        while ready and peer.unsent <= self.soft:
             command = ready.popleft()
             self.done += 1
             try:
@@ -203,7 +203,7 @@ class Fleet:
             except Closed:
                 expect_close = True
                 break
-        if not expect_close and not ready and line.frames and peer.unread <= self.soft:
+        if not expect_close and not ready and line.frames and peer.unsent <= self.soft:
             command, missing = line.frames[0]
             expect_close = missing < command.size and not model.knows(peer, command.name)
         refusal: PeerError | None = None
@@ -215,8 +215,8 @@ class Fleet:
             raise Difference(f"closed: {refusal!r}, expected: {expect_close}")
         stalled = line.session.stalled()
         # What is held back may also be the beginning of a frame.
-        if not expect_close and (stalled < bool(ready) or stalled > (peer.unread > self.soft)):
-            raise Difference(f"stalled: {stalled}, unread {peer.unread}, held back {len(ready)}")
+        if not expect_close and (stalled < bool(ready) or stalled > (peer.unsent > self.soft)):
+            raise Difference(f"stalled: {stalled}, unsent {peer.unsent}, held back {len(ready)}")
         self._compare(line)
         if expect_close:
             self._leave(slot, line)
@@ -245,13 +245,13 @@ class Fleet:
         expected = b"".join(peer.said)
         if said != expected and not _same_but_for_order(said, expected):
             raise Difference(f"said {said!r}, expected {expected!r}")
-        if session.unread != peer.unread:
-            raise Difference(f"unread {session.unread}, expected {peer.unread}")
+        if session.unsent != peer.unsent:
+            raise Difference(f"unsent {session.unsent}, expected {peer.unsent}")
         if not line.dozing:
-            session.unread -= len(said)
+            session.unsent -= len(said)
             session.out.clear()
             peer.said.clear()
-            peer.unread = 0
+            peer.unsent = 0
 
     def _wake_up(self, slot: int, line: Line) -> None:
         line.dozing = False
@@ -281,7 +281,8 @@ class Fleet:
         _same("promised", [line.peer.promise for line in lines], [s.promise and s.promise.queue for s in sessions])
         _same("unfinished", engine.unfinished, sum(session.held for session in sessions))
         recount = sum(len(key) + ENTRY_BYTES + size(value) for key, value in keyspace.values.items())
-        recount += sum(len(key) + ENTRY_BYTES + len(item) for key, items in keyspace.queues.items() for item in items)
+        recount += sum(len(key) + QUEUE_BYTES for key in keyspace.queues)
+        recount += sum(ENTRY_BYTES + len(item) for items in keyspace.queues.values() for item in items)
         for line in lines:
             leased = line.session.leases or {}
             found = {ticket: (key, unpack(item)) for ticket, (key, item) in leased.items()}
@@ -292,11 +293,18 @@ class Fleet:
         for joins in keyspace.joins.values():
             recount += sum(len(token) + PARKED_BYTES for token in joins.connections)
         _same("lost", {key: joins.lost for key, joins in keyspace.joins.items()}, _lost(model))
+        stored = recount
         standing = registrations(keyspace)
         recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in standing.items())
         for key, counter in keyspace.counters.items():
             recount += (len(key) + PARKED_BYTES) * sum(map(len, counter.awaiting.values()))
         _same("size", keyspace.size, recount)
+        _same("parked", keyspace.parked, recount - stored)
+        weights = sum(session.weight for session in sessions)
+        weights += sum(counter.weight for counter in keyspace.counters.values())
+        _same("weights", weights, keyspace.parked)
+        others = sum(engine.session_bytes + session.held + session.introduction() for session in sessions)
+        _same("counted beside the store", engine.budget.others, others)
         self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}
         parked.update((id(counter), set()) for counter in keyspace.counters.values())
@@ -313,7 +321,7 @@ class Fleet:
         for line in lines:
             session, peer = line.session, line.peer
             _same("parked", session.parked or set(), parked[id(session)])
-            _same("output", (b"".join(session.out) == b"", session.unread), (peer.unread == 0, peer.unread))
+            _same("output", (b"".join(session.out) == b"", session.unsent), (peer.unsent == 0, peer.unsent))
             registered = {key: waiters[session] for key, waiters in standing.items() if session in waiters}
             expected = {
                 key: -place.count if place.leftover else place.count
@@ -329,9 +337,10 @@ class Fleet:
             _same("introduced", session.peer, peer.introduced)
             if session.left > 0 and sum(map(abs, registered.values())) < session.left and counting is None:
                 raise Difference(f"a lost wake-up: {session.left} to come, of {registered}")
-            kept = 0 if session.kept is None else len(session.kept)
+            kept = 0 if session.kept is None else 64 + len(session.kept)
             rest = 0 if session.rest is None else session.rest.held()
             _same("held", session.held, kept + rest)
+            _same("validated", session not in engine.unvalidated, session.table is engine.commands)
 
     def _check_counters(self) -> None:
         keyspace, model = self.engine.keyspace, self.model

@@ -46,7 +46,7 @@ class Peer:
         """What it said of itself."""
         self.said: list[bytes] = []
         """What it was sent and has not read."""
-        self.unread = 0
+        self.unsent = 0
         """The number of those bytes."""
 
 
@@ -449,4 +449,4 @@ class Model:
 
     def say(self, peer: Peer, data: bytes) -> None:
         peer.said.append(data)
-        peer.unread += len(data)
+        peer.unsent += len(data)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from properties.fleet import HANDSHAKE, registrations
 from tcpstore_async.blob import framed, unpack
 from tcpstore_async.errors import LimitError, PeerError
+from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
 
@@ -17,6 +18,15 @@ Heard = tuple[bytes, str]
 def session_on(engine: Engine) -> ServerSession:
     """A session that has not been talked to."""
     return ServerSession(engine, None, "::1", 1, 0.0)
+
+
+def with_store_of(most: int) -> Engine:
+    """An engine whose store alone is limited, so that nobody but who goes over the limit is closed."""
+    engine = Engine(Limits())
+    engine.budget.keyspace = Keyspace(Limits())
+    engine.keyspace.full = None
+    engine.keyspace.max_size = most
+    return engine
 
 
 def greeted(engine: Engine | None = None, limits: Limits | None = None) -> ServerSession:
@@ -30,7 +40,7 @@ def take(session: ServerSession) -> bytes:
     """Read the replies, as the door does."""
     said = b"".join(session.out)
     session.out.clear()
-    session.unread -= len(said)
+    session.unsent -= len(said)
     return said
 
 

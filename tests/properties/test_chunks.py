@@ -40,7 +40,7 @@ cuts = st.lists(st.integers(0, 2**22), max_size=12)
 @given(st.lists(commands(), max_size=12), st.binary(max_size=20), cuts, st.sampled_from([0, 9, 2**20]))
 def test_small_commands(said: list[Command], rubbish: bytes, at: list[int], soft: int) -> None:
     data = HANDSHAKE.frame + b"".join(command.frame for command in said) + rubbish
-    whole, pieces, drops = (Engine(Limits(unread_soft_bytes=soft)) for _ in range(3))
+    whole, pieces, drops = (Engine(Limits(unsent_high_water=soft)) for _ in range(3))
     expected = tell(session_on(whole), [data])
     assert tell(session_on(pieces), cut(data, at)) == expected
     assert tell(session_on(drops), cut(data, range(len(data)))) == expected
@@ -105,7 +105,7 @@ def test_the_expected_value_is_counted_while_the_desired_one_comes() -> None:
 
 
 def test_a_stalled_session_goes_on_where_it_stopped() -> None:
-    session = greeted(limits=Limits(unread_soft_bytes=30))
+    session = greeted(limits=Limits(unsent_high_water=30))
     session.receive(Command("set", b"/a", b"12345").frame)
     gets = Command("get", b"/a").frame * 5
     session.receive(gets + Command("add", b"/n", 1).frame[:-3])
@@ -119,7 +119,7 @@ def test_a_stalled_session_goes_on_where_it_stopped() -> None:
 
 
 def test_a_stalled_session_keeps_what_still_arrives() -> None:
-    session = greeted(limits=Limits(unread_soft_bytes=3))
+    session = greeted(limits=Limits(unsent_high_water=3))
     session.receive(Command("ping", 1).frame * 2)
     assert session.stalled()
     session.receive(Command("ping", 2).frame)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 
 from properties.fleet import OPCODES, Command, random_command
-from properties.talk import NOTHING, cut, everything, greeted, measured, take, tell
+from properties.talk import NOTHING, cut, everything, greeted, measured, take, tell, with_store_of
 from properties.test_fleet import commands
 from support import blob, u64
 from tcpstore_async.blob import pack
-from tcpstore_async.errors import LimitError, ProtocolError
-from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
+from tcpstore_async.errors import BudgetError, LimitError, ProtocolError
+from tcpstore_async.limits import ENTRY_BYTES, GIB, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine
 
 SMALL = Limits(key_bytes=10, value_bytes=100, keys=4)
@@ -124,17 +124,34 @@ def test_an_item_of_a_list_is_refused_before_it_comes() -> None:
 
 
 def test_unfinished_frames_of_all_connections_together() -> None:
-    engine = Engine(Limits(unfinished_bytes=100))
-    first, second = greeted(engine), greeted(engine)
-    frame = Command("set", b"/a", bytes(100)).frame
-    first.receive(frame[:60])
-    with pytest.raises(LimitError) as error:
-        second.receive(frame[:60])
-    assert (error.value.limit, error.value.size, error.value.allowed) == ("unfinished_bytes", 120, 100)
-    second.leave()
-    assert engine.unfinished == 60
-    first.receive(frame[60:])
+    engine = Engine(Limits(budget_bytes=100 * MIB))
+    first, second, third = greeted(engine), greeted(engine), greeted(engine)
+    frame = Command("set", b"/a", bytes(8 * MIB)).frame
+    large = Command("multi_set", [(b"/a", bytes(8 * MIB))] * 9).frame
+    second.receive(frame[:-10])
+    first.receive(large[:-10])
+    third.receive(frame[:-10])
+    assert engine.dirty == [first]
+    error = engine.evicted[first]
+    assert error.size > error.allowed == 100 * MIB - 2 * (100 * MIB // 16)
+    assert error.held > 64 * MIB
+    assert (first.kept, first.rest, first.held) == (None, None, 0)
+    assert engine.unfinished == second.held + third.held
+    first.leave()
+    second.receive(frame[-10:])
+    third.receive(frame[-10:])
     assert engine.unfinished == 0
+
+
+def test_who_holds_most_may_be_who_comes_last() -> None:
+    engine = Engine(Limits(budget_bytes=100 * MIB))
+    first, second = greeted(engine), greeted(engine)
+    first.receive(Command("set", b"/a", bytes(8 * MIB)).frame[:-10])
+    with pytest.raises(BudgetError) as raised:
+        second.receive(Command("multi_set", [(b"/a", bytes(8 * MIB))] * 12).frame[:-10])
+    assert raised.value.held > 80 * MIB
+    second.leave()
+    assert engine.unfinished == first.held
 
 
 def test_an_announcement_costs_no_memory() -> None:
@@ -155,17 +172,8 @@ def test_an_announcement_costs_no_memory() -> None:
     assert peak < len(sessions) * MIB // 2
 
 
-def test_the_hard_mark_counts_what_is_unread() -> None:
-    session = greeted(limits=Limits(value_bytes=84, unread_soft_bytes=100, unread_hard_bytes=200))
-    session.receive(Command("set", b"/a", bytes(60)).frame)
-    session.receive(Command("get", b"/a").frame)
-    with pytest.raises(LimitError) as error:
-        session.receive(Command("multi_get", [b"/a"] * 2).frame)
-    assert (error.value.limit, error.value.size, error.value.allowed) == ("unread_hard_bytes", 68 * 3, 200)
-
-
 def test_a_multi_get_that_names_a_large_value_often_costs_no_memory() -> None:
-    session = greeted()
+    session = greeted(limits=Limits(budget_bytes=GIB))
     session.receive(Command("set", b"/a", bytes(8 * MIB)).frame)
     frame = Command("multi_get", [b"/a"] * 200).frame
     assert len(frame) < 2_100
@@ -176,15 +184,15 @@ def test_a_multi_get_that_names_a_large_value_often_costs_no_memory() -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert error.value.limit == "unread_hard_bytes"
+    assert error.value.limit == "budget_bytes"
     assert error.value.size == 200 * (8 * MIB + 8)
     assert peak < 64 * 1024
-    assert session.unread == 0
+    assert session.unsent == 0
 
 
 @pytest.mark.parametrize("how", ["set", "append"])
 def test_the_same_of_a_value_kept_in_another_form(how: str) -> None:
-    session = greeted()
+    session = greeted(limits=Limits(budget_bytes=GIB // 2))
     session.receive(Command("append", b"/a", bytes(4 * MIB)).frame)
     session.receive(Command(how, b"/a", bytes(4 * MIB)).frame)
     with pytest.raises(LimitError):
@@ -198,7 +206,7 @@ def test_the_same_of_a_value_kept_in_another_form(how: str) -> None:
 
 
 def test_list_keys_is_measured_before_it_is_built() -> None:
-    limits = Limits(value_bytes=100, unread_soft_bytes=1000, unread_hard_bytes=MIB)
+    limits = Limits(value_bytes=100, budget_bytes=2 * MIB)
     session = greeted(limits=limits)
     for number in range(200):
         session.receive(Command("set", b"%08000d" % number, b"").frame)
@@ -209,7 +217,8 @@ def test_list_keys_is_measured_before_it_is_built() -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert (error.value.limit, error.value.size) == ("unread_hard_bytes", 8 + 200 * 8008)
+    assert error.value.limit == "budget_bytes"
+    assert error.value.size > 8 + 2 * 200 * 8008
     assert peak < 64 * 1024
 
 
@@ -235,7 +244,7 @@ def test_a_full_store_refuses_whole_commands_for_long(seed: int) -> None:
 
 
 def _fill(said: list[tuple[bool, Command]], most: int) -> None:
-    engine = Engine(Limits(store_bytes=most))
+    engine = with_store_of(most)
     sessions = [greeted(engine), greeted(engine)]
     for which, command in said:
         if command.name in ("unknown", "validate"):
@@ -245,7 +254,7 @@ def _fill(said: list[tuple[bool, Command]], most: int) -> None:
         try:
             session.receive(command.frame)
         except LimitError as error:
-            assert error.limit == "store_bytes"
+            assert error.limit == "budget_bytes"
             assert error.size > error.allowed == most
             assert (everything(engine), measured(engine)) == before
             assert not engine.dirty
@@ -260,19 +269,19 @@ def _fill(said: list[tuple[bool, Command]], most: int) -> None:
 
 
 def test_a_multi_set_too_large_for_the_store_sets_nothing() -> None:
-    engine = Engine(Limits(store_bytes=1_000))
+    engine = with_store_of(1_000)
     session, waiting = greeted(engine), greeted(engine)
     waiting.receive(Command("wait", [b"/a"]).frame)
     with pytest.raises(LimitError) as error:
         session.receive(Command("multi_set", [(b"/a", b"1"), (b"/b", bytes(900))]).frame)
-    assert error.value.limit == "store_bytes"
+    assert error.value.limit == "budget_bytes"
     assert (engine.keyspace.values, waiting.out) == ({}, [])
 
 
 def test_a_multi_set_may_pass_through_more_than_fits() -> None:
     """What counts is the store that the request leaves."""
     most = 3 * (ENTRY_BYTES + 2 + 8) + 100
-    engine = Engine(Limits(store_bytes=most))
+    engine = with_store_of(most)
     session = greeted(engine)
     session.receive(Command("set", b"/c", bytes(100)).frame)
     for pairs in (
@@ -286,7 +295,7 @@ def test_a_multi_set_may_pass_through_more_than_fits() -> None:
 
 
 def test_an_append_to_a_counter_is_within_the_limit() -> None:
-    engine = Engine(Limits(store_bytes=ENTRY_BYTES + 2 + 8 + 1))
+    engine = with_store_of(ENTRY_BYTES + 2 + 8 + 1)
     session = greeted(engine)
     session.receive(Command("add", b"/n", 10**18).frame)
     with pytest.raises(LimitError):

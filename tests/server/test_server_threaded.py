@@ -22,6 +22,7 @@ from conformance.frames import fetch
 from faults.watching import I64, Watch, get, number, until
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
 from tcpstore_async import serve
+from tcpstore_async.blob import Framed
 from tcpstore_async.limits import Limits
 from tcpstore_async.server.base import BACKENDS, listen
 from tcpstore_async.server.hosting import Hosted, host
@@ -283,7 +284,7 @@ def test_requests_of_one_that_owes_reading_a_little_are_done(server: Served, oth
         while connection.caught_up.is_set():
             peer.send(b"\x03" + blob(b"/part"))
             time.sleep(0.001)
-        assert connection.session.unread < MIB
+        assert connection.session.unsent < MIB
         peer.send(SET_K)
         until(lambda: get(other, b"/k") == b"v", "the request is done")
 
@@ -303,14 +304,14 @@ def test_an_error_while_another_is_told_costs_that_other_only(
         for peer in (waiting, second):
             peer.send(b"\x06" + keys(b"/k"))
         until(lambda: len(server.server.engine.keyspace.waiters.get(b"/k", ())) == 2, "both wait")
-        push = Connection.push
+        send = Connection._send
 
-        def fail(connection: Connection) -> None:
+        def fail(connection: Connection, out: list[Framed]) -> None:
             if connection is broken:
                 raise Defect
-            push(connection)
+            send(connection, out)
 
-        monkeypatch.setattr(Connection, "push", fail)
+        monkeypatch.setattr(Connection, "_send", fail)
         other.send(SET_K)
         assert waiting.closed()
         assert second.read(1) == b"\0"

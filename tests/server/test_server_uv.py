@@ -293,7 +293,7 @@ def test_reading_pauses_while_a_peer_reads_nothing(run: Run, watch_with: WatchWi
     """And goes on, with every request that was kept back, in order, once it reads."""
 
     async def main() -> None:
-        limits = Limits(unread_soft_bytes=100_000)
+        limits = Limits(unsent_high_water=100_000)
         async with Serving(watch_with, limits) as server, client(server.port) as other:
             peer = Client(*await asyncio.open_connection("127.0.0.1", server.port, limit=1))
             peer.writer.write(HANDSHAKE + b"\x01" + blob(b"/big") + blob(bytes(MIB)))
@@ -308,7 +308,7 @@ def test_reading_pauses_while_a_peer_reads_nothing(run: Run, watch_with: WatchWi
             for _ in range(50):
                 await other.ping()
             assert connection.paused
-            assert connection.session.unread <= 100_000 + MIB + 100
+            assert connection.session.unsent <= 100_000 + MIB + 100
             done = I64.unpack(await other.ask(b"\x04" + blob(b"/n") + I64.pack(0), 8))[0]
             assert done < count
             for i in range(count):
@@ -316,7 +316,7 @@ def test_reading_pauses_while_a_peer_reads_nothing(run: Run, watch_with: WatchWi
                 assert await peer.reader.readexactly(8) == I64.pack(i + 1)
             await peer.ping()
             assert not connection.paused
-            assert connection.session.unread == 0
+            assert connection.session.unsent == 0
             await peer.leave()
 
     run(main)

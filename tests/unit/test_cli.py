@@ -264,7 +264,7 @@ def test_limit_that_is_no_number(number: str) -> None:
 def test_unknown_limit() -> None:
     said = usage_error("--limit", "kyes=1")
     assert "there is no limit 'kyes'" in said
-    assert "store_bytes" in said  # those that there are
+    assert "budget_bytes" in said  # those that there are
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from properties.talk import with_store_of
 from tcpstore_async.blob import EMPTY, pack, unpack
 from tcpstore_async.errors import LimitError, ProtocolError
 from tcpstore_async.keyspace import Keyspace, Waiter
-from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
+from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 
 
@@ -202,7 +203,7 @@ def test_a_compare_set_that_fails_wakes_nobody(engine: Engine, keyspace: Keyspac
 
 
 def test_a_wait_cannot_make_the_store_too_large() -> None:
-    engine = Engine(Limits(store_bytes=PARKED_BYTES + 1))
+    engine = with_store_of(PARKED_BYTES + 1)
     session = waiter(engine)
     with pytest.raises(LimitError):
         engine.keyspace.wait(session, [b"a", b"b"])
@@ -442,10 +443,10 @@ def test_everything_counts(engine: Engine, keyspace: Keyspace) -> None:
     keyspace.set(b"key", pack(b""))
     assert keyspace.size == ENTRY_BYTES + 3 + 8
     keyspace.queue_push(b"q", pack(b"12"))
-    assert keyspace.size == 2 * ENTRY_BYTES + 3 + 8 + 1 + 10
+    assert keyspace.size == 2 * ENTRY_BYTES + 3 + 8 + QUEUE_BYTES + 1 + 10
     session = waiter(engine)
     keyspace.wait(session, [b"k", b"k", b"long"])
-    assert keyspace.size == 2 * ENTRY_BYTES + 3 + 8 + 1 + 10 + 2 * PARKED_BYTES + 5
+    assert keyspace.size == 2 * ENTRY_BYTES + 3 + 8 + QUEUE_BYTES + 1 + 10 + 2 * PARKED_BYTES + 5
     session.leave()
     keyspace.queue_pop(b"q")
     keyspace.delete_key(b"key")
@@ -454,7 +455,8 @@ def test_everything_counts(engine: Engine, keyspace: Keyspace) -> None:
 
 @pytest.mark.parametrize("command", ["set", "append", "queue_push", "compare_set", "add", "multi_set"])
 def test_a_full_store_stays_as_it_is(command: str) -> None:
-    keyspace = Keyspace(Limits(store_bytes=ENTRY_BYTES + 1 + 8))
+    keyspace = Keyspace(Limits())
+    keyspace.max_size = ENTRY_BYTES + 1 + 8
     keyspace.set(b"k", EMPTY)
     size = keyspace.size
     with pytest.raises(LimitError) as error:
@@ -471,5 +473,5 @@ def test_a_full_store_stays_as_it_is(command: str) -> None:
                 keyspace.add(b"n", 1)
             case _:
                 keyspace.multi_set([(b"k", EMPTY), (b"j", EMPTY)])
-    assert (error.value.limit, error.value.allowed) == ("store_bytes", ENTRY_BYTES + 1 + 8)
+    assert (error.value.limit, error.value.allowed) == ("budget_bytes", ENTRY_BYTES + 1 + 8)
     assert (keyspace.size, unpack(keyspace.get(b"k")), keyspace.num_keys(), keyspace.queues) == (size, b"", 1, {})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from properties.talk import with_store_of
 from tcpstore_async.blob import EMPTY, NO_BLOB, pack
 from tcpstore_async.errors import LimitError, ProtocolError
 from tcpstore_async.keyspace import Keyspace
@@ -37,7 +38,7 @@ def heard(session: ServerSession) -> list[bytes]:
     """What it was told since this was last asked."""
     said = list(map(bytes, session.out))
     session.out.clear()
-    session.unread = 0
+    session.unsent = 0
     return said
 
 
@@ -101,25 +102,6 @@ def test_what_was_appended_to_is_copied_once_for_all(engine: Engine, keyspace: K
     keyspace.append(b"k", pack(bytes(MIB)))
     assert len({id(session.out[0]) for session in sessions}) == 1
     assert heard(sessions[0]) == [pack(b"1" + bytes(MIB))]
-
-
-def test_a_value_that_outgrows_a_reply_by_its_barrier_harms_nobody() -> None:
-    """The largest value of a request behind a count: longer than any reply may be, if those are kept short."""
-    limits = Limits(value_bytes=100, unread_soft_bytes=0, unread_hard_bytes=116)
-    engine = Engine(limits)
-    keyspace = engine.keyspace
-    session, last = waiter(engine), waiter(engine)
-    keyspace.fetch(session, b"k")
-    keyspace.wait(last, [b"k"])
-    keyspace.set(b"j", EMPTY)
-    for _ in range(1000):
-        keyspace.barrier(waiter(engine), b"k", 2**60)
-    keyspace.append(b"k", pack(bytes(106)))
-    assert len(heard(session)[0]) == 8 + 4 + 106
-    assert heard(last) == [WOKEN]
-    with pytest.raises(LimitError):
-        keyspace.append(b"k", EMPTY)
-        keyspace.fetch(session, b"k")
 
 
 def test_an_arrival_at_a_barrier_ends_no_fetch_but_its_completion_does(engine: Engine, keyspace: Keyspace) -> None:
@@ -633,7 +615,7 @@ def test_whoever_waits_counts(engine: Engine, keyspace: Keyspace) -> None:
 @pytest.mark.parametrize("command", ["fetch", "wait_count", "wait_count of more"])
 @pytest.mark.parametrize("left_over", [False, True])
 def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool) -> None:
-    engine = Engine(Limits(store_bytes=10_000))
+    engine = with_store_of(10_000)
     keyspace = engine.keyspace
     session, early = waiter(engine), waiter(engine)
     if left_over:
@@ -650,7 +632,7 @@ def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool)
             keyspace.fetch(session, b"n")
         else:
             keyspace.wait_count(session, b"n", 5)
-    assert (error.value.limit, error.value.size) == ("store_bytes", 10_001)
+    assert (error.value.limit, error.value.size) == ("budget_bytes", 10_001)
     after = session.left, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
     assert after == before
     keyspace.set(b"filling", EMPTY)

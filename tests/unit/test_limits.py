@@ -19,9 +19,7 @@ def test_the_defaults_are_those_of_pytorch() -> None:
 def test_the_defaults_let_the_largest_request_in() -> None:
     limits = Limits()
     assert limits.request_bytes > limits.key_bytes + 2 * limits.value_bytes + 100
-    assert limits.unfinished_bytes >= limits.request_bytes
-    assert limits.store_bytes >= limits.request_bytes
-    assert limits.unread_soft_bytes <= limits.unread_hard_bytes
+    assert limits.budget_bytes >= 4 * limits.request_bytes
 
 
 def test_limits_never_change() -> None:
@@ -35,11 +33,11 @@ def test_some_may_be_given() -> None:
     assert Limits(keys=3) == limits
 
 
-def test_a_reply_must_fit_the_hard_mark() -> None:
-    least = 100 + 50 + 16
-    assert Limits(unread_soft_bytes=100, value_bytes=50, unread_hard_bytes=least)
-    with pytest.raises(ValueError, match=f"unread_hard_bytes is {least - 1}, .* must be at least {least}"):
-        Limits(unread_soft_bytes=100, value_bytes=50, unread_hard_bytes=least - 1)
+def test_a_value_must_fit_the_budget() -> None:
+    least = 50 + 16
+    assert Limits(value_bytes=50, budget_bytes=least)
+    with pytest.raises(ValueError, match=f"budget_bytes is {least - 1}, .* must be at least {least}"):
+        Limits(value_bytes=50, budget_bytes=least - 1)
 
 
 def test_a_request_of_the_longest_key_and_values_must_be_within_its_limit() -> None:

@@ -39,7 +39,7 @@ class Line:
     def fetch(self) -> list[Call]:
         said = b"".join(self.server.out)
         self.server.out.clear()
-        self.server.unread = 0
+        self.server.unsent = 0
         return [call for piece in self.cut(said) for call in self.client.receive(piece)]
 
     def cut(self, data: bytes) -> list[bytes]:

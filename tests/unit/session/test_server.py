@@ -40,7 +40,7 @@ def join(engine: Engine) -> ServerSession:
 def take(session: ServerSession) -> bytes:
     said = b"".join(session.out)
     session.out.clear()
-    session.unread -= len(said)
+    session.unsent -= len(said)
     return said
 
 
@@ -145,7 +145,7 @@ def test_a_large_value_that_comes_later_is_sent_without_a_copy(engine: Engine) -
     setter.receive(frame[100_000:])
     for session in sessions:
         assert session.out[0] is engine.keyspace.values[b"/k"]
-        assert session.unread == len(session.out[0]) == (8 << 20) + 8
+        assert session.unsent == len(session.out[0]) == (8 << 20) + 8
 
 
 @pytest.mark.parametrize("cut", range(30))
@@ -184,14 +184,14 @@ def test_a_second_wait_of_the_extension_closes(engine: Engine, first: bytes, sec
     assert (engine.keyspace.waiters, engine.keyspace.counters) == ({}, {})
 
 
-def test_a_fetch_with_unread_replies() -> None:
-    """The value comes behind them, even if that makes them more than a peer may leave unread."""
-    engine = Engine(Limits(value_bytes=100, unread_soft_bytes=50, unread_hard_bytes=170))
+def test_a_fetch_with_unsent_replies() -> None:
+    """The value comes behind them, even if that makes them more than the high-water mark."""
+    engine = Engine(Limits(value_bytes=100, unsent_high_water=50))
     session, setter = join(engine), join(engine)
     session.receive(SET + blob(b"/k") + blob(bytes(52)) + FETCH + blob(b"/j") + (GET + blob(b"/k")) * 3)
-    assert (session.unread, session.stalled()) == (60, True)
+    assert (session.unsent, session.stalled()) == (60, True)
     setter.receive(SET + blob(b"/j") + blob(bytes(100)))
-    assert session.unread == 168
+    assert session.unsent == 168
     assert take(session) == blob(bytes(52)) + blob(bytes(100))
     session.receive(b"")
     assert take(session) == blob(bytes(52))
@@ -272,10 +272,10 @@ def test_a_value_is_sent_without_a_copy(engine: Engine) -> None:
     assert session.out[0] is session.out[1] is engine.keyspace.values[b"/k"]
 
 
-def test_unread_counts_what_is_in_out(engine: Engine) -> None:
+def test_unsent_counts_what_is_in_out(engine: Engine) -> None:
     session = join(engine)
     session.receive(SET + blob(b"/k") + blob(b"v") + GET + blob(b"/k") + b"\x0a" + keys(b"/k", b"/k") + b"\x11")
-    assert session.unread == sum(map(len, session.out)) == 9 * 3 + 18
+    assert session.unsent == sum(map(len, session.out)) == 9 * 3 + 18
 
 
 def test_a_bad_number_closes_and_changes_nothing(engine: Engine) -> None:
@@ -292,7 +292,7 @@ def test_a_bad_number_closes_and_changes_nothing(engine: Engine) -> None:
 def test_leaving_leaves_nothing(engine: Engine) -> None:
     session = join(engine)
     session.receive(WAIT + keys(b"/a", b"/b") + SET + u64(100))
-    assert engine.unfinished == 9
+    assert engine.unfinished == 9 + 64
     session.leave()
     assert (engine.unfinished, engine.keyspace.waiters, engine.keyspace.size) == (0, {}, 0)
     assert (session.owner, session.parked, session.kept, session.rest) == (None, None, None, None)
@@ -344,24 +344,29 @@ def test_a_session_that_leaves_is_in_no_cycle(waits: bytes) -> None:
 # Limits
 
 
-def test_unread_replies_stop_the_peer_and_then_close_it() -> None:
-    engine = Engine(Limits(value_bytes=100, unread_soft_bytes=50, unread_hard_bytes=170))
+def test_unsent_replies_stop_the_peer() -> None:
+    engine = Engine(Limits(value_bytes=100, unsent_high_water=50))
     session = join(engine)
     session.receive(SET + blob(b"/k") + blob(bytes(52)) + (GET + blob(b"/k")) * 5)
     assert session.stalled()
-    assert session.unread == 60
+    assert session.unsent == 60
     assert take(session) == blob(bytes(52))
     session.receive(b"")
-    assert (session.unread, session.stalled()) == (60, True)
+    assert (session.unsent, session.stalled()) == (60, True)
     take(session)
-    with pytest.raises(LimitError, match="unread_hard_bytes: 180, allowed 170"):
-        join(engine).receive(b"\x0a" + keys(b"/k", b"/k", b"/k"))
+
+
+def test_a_reply_over_every_budget_closes() -> None:
+    session = join(Engine(Limits(value_bytes=100_000, budget_bytes=250_000)))
+    session.receive(SET + blob(b"/k") + blob(bytes(99_992)))
+    with pytest.raises(LimitError, match="budget_bytes: 300000, allowed 250000"):
+        session.receive(b"\x0a" + keys(b"/k", b"/k", b"/k"))
 
 
 def test_a_stalled_peer_may_not_send_without_end() -> None:
-    engine = Engine(Limits(unread_soft_bytes=0, unfinished_bytes=1000))
+    engine = Engine(Limits(value_bytes=100, unsent_high_water=0, budget_bytes=4000))
     session = join(engine)
     session.receive(PING + b"\1\0\0\0")
-    with pytest.raises(LimitError, match="unfinished_bytes"):
+    with pytest.raises(LimitError, match="budget_bytes"):
         for _ in range(1000):
             session.receive(PING + b"\1\0\0\0")

@@ -24,7 +24,7 @@ def test_a_session_stays_within_its_budget() -> None:
             session = ServerSession(engine, None, "127.0.0.1", 10_000 + number, 1.5)
             session.receive(start)
             session.out.clear()
-            session.unread = 0
+            session.unsent = 0
             sessions.append(session)
         each = (tracemalloc.get_traced_memory()[0] - before) / SESSIONS
     finally:
