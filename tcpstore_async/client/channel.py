@@ -2,16 +2,25 @@
 
 Knows: a socket, a session, what is left half done on it. Must not know: which other connections there are, who may have
 it.
-Invariant: it is in step, or marked as broken, wherever an interrupt strikes.
+Invariants: it is in step wherever an interrupt strikes, or marked as broken, which it is only if a request is on it in
+part. A handler of signals that struck in the midst of a call on it can wait until all that was written before has been
+executed, and changes nothing that the call goes on with.
+
+Handlers run between two steps of the interpreter; in compiled code, only inside of system calls that wait and in what
+is interpreted. So what must be one step is one call of C code in interpreted builds: a row of `map`s that `+=` or
+`extend` runs.
 """
 
 import select
 import socket
 import struct
 import time
+from itertools import chain, compress, filterfalse, repeat
 from typing import Final
 
+from ..errors import ProtocolError
 from ..session.client import LOST, Call, ClientSession
+from ..session.extension import build
 from . import calls
 from .calls import Ask
 from .deadline import Deadline
@@ -27,6 +36,13 @@ blocks by itself, which saves the system call that asks first.
 
 Not for longer, because a signal makes it start again.
 """
+
+FLAGS: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+"""Of every send. A program may have set SIGPIPE to its default, which would end it when the server is gone."""
+
+_EACH: Final = (FLAGS,)
+
+_COMPILED: Final = build() == "compiled"
 
 NOBODY: Final = 0
 
@@ -47,21 +63,100 @@ class Channel:
         self.parked = False
         """Whether the call that leases it may wait for ever; then others need not wait for it to end."""
         self.broken = False
-        """Whether a request is on it in part, or a reply is lost in part, or may be: then it is of no use any more."""
+        """Whether a request is on it in part, or a reply is lost in part: then it is of no use any more."""
+        self.frame = b""
+        """A request that may be on it in part."""
+        self.sent: list[int] = []
+        """How many bytes of that the kernel has taken, send by send."""
+        self.gone = False
+        """Whether it is that of a parent process."""
+        self._canceled: list[int] = []
+        """Bytes sent to end the wait that is on it."""
         self._chunks: list[bytes] = []
         """What was received but not looked at. It gets here without a step of the interpreter, at which an interrupt
         could strike and lose it."""
+        self._read: list[list[Call]] = []
+        """What that came to, once it has been looked at."""
         self.stranded: list[Call] = []
         """Pops that were answered, or will be, for callers who have gone, where they need not be confirmed."""
         self.used = time.monotonic()
         """When it was given back; kept only while it is one of several."""
+
+    # Writing
+
+    def put(self, data: bytes, call: Call | None, mutates: bool = False, fence: Call | None = None) -> bool:
+        """Hand a request to the kernel, as much as it takes; whether that was all. Raises OSError.
+
+        The call, and one that goes ahead of it, are on the connection from the first byte on.
+        """
+        sent: list[int] = []
+        session = self.session
+        try:
+            if _COMPILED:
+                count: int = self.peer.send(data, FLAGS)
+                if fence is not None:
+                    session.pending.append(fence)
+                if call is not None and not call.done:
+                    session.pending.append(call)
+                if count < len(data):
+                    sent.append(count)
+            else:
+                self.sent = sent
+                self.frame = data
+                sending = map(self.peer.send, (data,), _EACH)
+                if call is None or call.done:
+                    sent += sending
+                else:  # sends when the first of the calls is looked for, and notes all of them if something was taken
+                    asked = (call,) if fence is None else (fence, call)
+                    session.pending.extend(compress(asked, chain(filterfalse(sent.append, sending), repeat(True))))
+        except BlockingIOError:
+            return False
+        if sent and sent[0] < len(data):
+            self.sent = sent
+            self.frame = data
+            return False
+        session.written += mutates
+        self.frame = b""
+        return True
+
+    def put_rest(
+        self, data: bytes, call: Call | None, deadline: Deadline, mutates: bool = False, fence: Call | None = None
+    ) -> None:
+        """Hand over what `put` has left. Raises OSError, or OutOfTime when some is left still."""
+        whole = False
+        while not whole:
+            self._poll(select.POLLOUT, deadline)
+            begun = sum(self.sent) if self.frame else 0
+            if begun:
+                whole = self._push()
+                self.session.written += mutates and whole
+            else:
+                whole = self.put(data, call, mutates, fence)
+        self.frame = b""
+
+    def _push(self) -> bool:
+        """Hand over the rest of the frame, or as much as the kernel takes; whether that was all. May be called again,
+        and by a handler of signals in the midst of itself: how much is left is found out in the step that sends it.
+        """
+        view = memoryview(self.frame)
+        sent = self.sent
+        try:
+            if _COMPILED:
+                rest = view[sum(sent) :]
+                count: int = self.peer.send(rest, FLAGS)  # in the slice mypyc would make the call twice
+                sent.append(count)
+            else:
+                sent += map(self.peer.send, map(view.__getitem__, map(slice, map(sum, (sent,)), (None,))), _EACH)
+        except BlockingIOError:
+            pass
+        return sum(sent) >= len(view)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
         """Hand bytes to the kernel, all of them. Raises OSError, or OutOfTime when some are left."""
         view = memoryview(data)
         while view:
             try:
-                sent = self.peer.send(view, socket.MSG_DONTWAIT)  # in the slice mypyc would make the call twice
+                sent = self.peer.send(view, FLAGS)  # in the slice mypyc would make the call twice
                 view = view[sent:]
             except BlockingIOError:
                 self._poll(select.POLLOUT, deadline)
@@ -72,28 +167,43 @@ class Channel:
         Raises OSError or OutOfTime.
         """
         session = self.session
-        self.broken = True
-        fence = session.fence(0)[0] if session.unconfirmed() and ask[0].parks else b""
-        data, call = session.request(*ask)
+        self._canceled = []
+        ahead, fence = b"", None
+        if session.unconfirmed() and ask[0].parks:
+            ahead, fence = session.prepare_fence(0)
+        data, call = session.prepare(*ask)
         assert call is not None
-        self.send(fence + data, deadline)
-        self.broken = False
+        if not self.put(ahead + data, call, False, fence):
+            self.put_rest(ahead + data, call, deadline, False, fence)
         return call
 
+    def tidy(self) -> None:
+        """After an interrupt: whether it is broken."""
+        sent = sum(self.sent) if self.frame else 0
+        if sent:
+            self.session.written += 1  # perhaps it had not been counted; one too many does no harm
+        if 0 < sent < len(self.frame):
+            self.broken = True
+        self.frame = b""
+
     def cancel(self) -> None:
-        """End the wait that is on it, if there is one, without waiting for the answer."""
+        """End the wait that is on it, if there is one, without waiting for the answer. May be called again."""
         call = self.session.waiting
         if call is None or call.canceled or self.broken:
             return
-        self.broken = True
-        data = self.session.cancel(call)
-        try:
-            self.broken = self.peer.send(data, socket.MSG_DONTWAIT) != len(data)
-        except OSError:
-            pass  # it is broken, or full
+        if not self._canceled:
+            data = self.session.prepare_cancel(call)
+            try:
+                self._canceled += map(self.peer.send, (data,), _EACH)
+            except OSError:  # it is lost, or full
+                self.broken = True
+                return
+            self.broken = self._canceled[0] < len(data)
+        call.canceled = True
 
     def give_back(self, lease: Ask) -> None:
         """Have an item that was leased, or is on its way, or awaited, go back, without waiting for anything."""
+        self.tidy()
         call = self.session.waiting
         if call is not None and call.fields is lease[1]:
             self.cancel()
@@ -101,7 +211,7 @@ class Channel:
             self.broken = True
             data, _ = self.session.request(*calls.give_back(lease))
             try:
-                self.broken = self.peer.send(data, socket.MSG_DONTWAIT) != len(data)
+                self.broken = self.peer.send(data, FLAGS) != len(data)
             except OSError:
                 pass  # then it goes back with the connection
 
@@ -112,7 +222,7 @@ class Channel:
         """
         data, _ = self.session.request(*calls.confirm(lease))
         try:
-            sent += map(self.peer.send, (data,), (socket.MSG_DONTWAIT,))  # no interrupt strikes between call and list
+            sent += map(self.peer.send, (data,), _EACH)  # no interrupt strikes between call and list
         except BlockingIOError:
             sent.append(0)
         if sent[0] < len(data):
@@ -121,6 +231,37 @@ class Channel:
             self.send(left, deadline)
             self.broken = False
             sent.append(len(data))
+
+    def await_writes(self, deadline: Deadline) -> None:
+        """For a handler of signals in the midst of a call on it: wait until what was written before has been executed.
+
+        Nothing is read: what comes is for the call that goes on then, and wakes it. Whatever was written stands before
+        all that is to be answered, so the first byte that comes says it. Raises OSError or OutOfTime.
+        """
+        session = self.session
+        if self.broken or self._chunks or not session.unconfirmed():
+            return
+        if self.frame and sum(self.sent):
+            whole = self._push()
+            while not whole:
+                self._poll(select.POLLOUT, deadline)
+                whole = self._push()
+        if not session.pending:
+            self._put_fence(deadline)
+        self._poll(select.POLLIN, deadline)
+
+    def _put_fence(self, deadline: Deadline) -> None:
+        frame, sent = self.frame, self.sent
+        self.frame, self.sent = b"", []
+        try:
+            data, call = self.session.prepare_fence(0)
+            if not self.put(data, call):
+                self.put_rest(data, call, deadline)
+        finally:
+            self.tidy()
+            self.frame, self.sent = frame, sent
+
+    # Reading
 
     def settle(self, deadline: Deadline) -> None:
         """Read what a call that was given up has left to come. Raises OSError, ProtocolError or OutOfTime."""
@@ -144,7 +285,7 @@ class Channel:
     def read_until(self, call: Call, deadline: Deadline) -> None:
         """Read replies until this call is answered. Raises OSError, ProtocolError or OutOfTime."""
         while not call.done:
-            if not self._chunks:
+            if not self._chunks or self._read:
                 self._poll(select.POLLIN, deadline)
             self.read(_LONG)
 
@@ -158,17 +299,36 @@ class Channel:
     def read(self, size: tuple[int] = _SHORT) -> None:
         """Read once, up to `size[0]` bytes. Raises OSError, ProtocolError."""
         chunks = self._chunks
-        if not chunks:
+        if not chunks or self._read:  # the latter if an interrupt has struck where it could
+            chunks.clear()
+            self._read.clear()
             chunks += map(self.peer.recv, size)
         if not chunks[0]:
             raise ConnectionError(LOST)
-        self.broken = True
-        self.session.receive(chunks.pop())
-        self.broken = False
+        if _COMPILED:
+            self.session.receive(chunks.pop())
+            return
+        saved = self.session.save()
+        try:
+            self._read += map(self.session.receive, chunks)
+        except ProtocolError:
+            raise
+        except BaseException:  # an interrupt, of which there is no second so soon
+            if not self._read:
+                self.broken = True
+                self.session.restore(saved)
+                self._read += map(self.session.receive, chunks)
+                self.broken = False
+            raise
+        chunks.clear()
+        self._read.clear()
 
     def _poll(self, event: int, deadline: Deadline) -> None:
-        left = deadline.left()
         poll = select.poll()
         poll.register(self.peer, event)
-        if not poll.poll(None if left is None else left * 1000):
-            raise OutOfTime
+        while True:
+            moment = deadline.moment()
+            if poll.poll(None if moment is None else moment * 1000):
+                return
+            if deadline.passed():
+                raise OutOfTime

@@ -1,8 +1,10 @@
 """When something must be over.
 
-Knows: the monotonic clock. Must not know: what is waited for.
+Knows: the monotonic clock, which thread runs handlers of signals. Must not know: what is waited for.
+Not to be compiled: that a function of the interpreter is entered is what runs the handlers of signals that have come.
 """
 
+import threading
 import time
 from datetime import timedelta
 from typing import Final
@@ -15,6 +17,10 @@ SURPLUS_SECONDS: Final = 5.0
 
 ONE_LOOK: Final = 1.0
 """Seconds that a try, or a round trip, may take when the timeout is 0."""
+
+_LOOK: Final = 0.25
+"""Seconds that the main thread waits in one system call. A signal that comes just before, while compiled code runs,
+does not end that call; its handler runs after it."""
 
 _NEVER: Final = 20 * 24 * 3600.0
 """A timeout of so many seconds is none: system calls take no more than 2**31 ms."""
@@ -38,6 +44,13 @@ class Deadline:
         if self.timeout < 0 or self.timeout > _NEVER:
             return None
         return max(0.0, self.began + self.timeout - time.monotonic())
+
+    def moment(self) -> float | None:
+        """Seconds to wait until one looks again; None for as long as it takes. Handlers of signals run here."""
+        left = self.left()
+        if threading.get_ident() != threading.main_thread().ident:
+            return left
+        return _LOOK if left is None else min(left, _LOOK)
 
     def passed(self) -> bool:
         return self.left() == 0.0

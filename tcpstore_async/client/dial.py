@@ -37,6 +37,14 @@ _HANG_UPS: Final = 2
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried beside one that has not answered."""
 
+_NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
+"""A program may have set SIGPIPE to its default, which would end it when the peer has gone."""
+
+_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 180), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 300_000))
+"""A host that is gone without a word, because it has lost its power, say, is given up after five minutes, and with it
+the calls that wait for it for ever; not earlier, for a network may come back. In seconds, the last in milliseconds.
+Where a system has no such option, it keeps its own time."""
+
 _TICK: Final = 0.1
 """Seconds between two looks whether a connection that another thread makes is still wanted."""
 
@@ -186,6 +194,7 @@ class _Attempt:
     def __init__(self, seconds: float | None, wanted: Callable[[], bool]) -> None:
         self.deadline = Deadline(-1.0 if seconds is None else seconds)
         self.wanted = wanted
+        self.pid = os.getpid()
 
     def tick(self) -> float:
         """Seconds until the next look. Raises TimeoutError when time is up, Unwanted."""
@@ -201,6 +210,8 @@ class _Attempt:
         poll.register(peer, event)
         while not poll.poll(self.tick() * 1000):
             pass
+        if os.getpid() != self.pid:  # a handler of signals has forked: what comes is for the parent
+            raise OSError("the process was forked meanwhile")
 
     def sleep(self) -> None:
         """Until time is up."""
@@ -233,7 +244,7 @@ def _try_in_this_thread(host: str, port: int, attempt: _Attempt, pings: bool) ->
     try:
         session, hello, call = _hello(peer, pings)
         try:
-            peer.sendall(hello)
+            peer.sendall(hello, _NO_SIGPIPE)
             while not call.done:
                 attempt.wait_for(peer, select.POLLIN)
                 _hear(session, peer.recv(4))
@@ -316,9 +327,21 @@ def _close_all(peers: list[socket.socket]) -> None:
 
 def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, Call]:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _keep_alive(peer)
     session = ClientSession(pings)
     hello, call = session.hello(os.getpid())
     return session, hello, call
+
+
+def _keep_alive(peer: socket.socket) -> None:
+    options = [(getattr(socket, name, None), value) for name, value in _KEEP_ALIVE]
+    try:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in options:
+            if option is not None:
+                peer.setsockopt(socket.IPPROTO_TCP, option, value)
+    except OSError:
+        pass  # some systems know the name and nothing else
 
 
 def _hear(session: ClientSession, chunk: bytes) -> None:

@@ -5,13 +5,14 @@ Invariant: whoever is told is out of the line; whoever is in it will be told, or
 """
 
 from collections import deque
-from threading import Lock
+from threading import Lock, get_ident
 
 
 class Turn:
     """One thread's place in a line."""
 
     def __init__(self) -> None:
+        self.user = get_ident()
         self.told = Lock()
         """Can be acquired once this thread has been told."""
         self.starving = False
@@ -41,12 +42,19 @@ class Line:
             self.turns.remove(turn)
 
     def tell(self) -> None:
-        """Tell the first. Who is interrupted here and does it again tells nobody else."""
+        """Tell the first. A handler of signals may do the same in the midst of it, and tells the same one: that one
+        has both to choose from. Nor is one left out that was not told, wherever an interrupt strikes.
+        """
         if self.turns:
-            told = self.turns[0].told
-            if told.locked():
-                told.release()
-            self.turns.popleft()
+            turn = self.turns[0]
+            try:
+                turn.told.release()
+            except RuntimeError:
+                pass  # it has been told
+            try:
+                self.turns.remove(turn)
+            except ValueError:
+                pass  # the handler has taken it out
 
     def tell_all(self) -> None:
         while self.turns:

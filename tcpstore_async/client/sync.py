@@ -4,10 +4,13 @@ Knows: which connection a call may use, deadlines, threads and forks, when to as
 what a call means.
 Invariants: a call that waits keeps no other thread waiting. What one thread has written is there for whatever any
 thread asks next, on whichever connection. A call that is interrupted, or out of time, leaves its connection in step or
-closed. There is no thread of our own.
+closed. A handler of signals may make calls whatever it has interrupted: it waits for the server and for other threads,
+never for what only the interrupted call could do. There is no thread of our own.
 """
 
+import os
 import socket
+import sys
 import time
 from threading import RLock, get_ident
 from typing import Any, Final
@@ -18,7 +21,7 @@ from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls, older
 from .calls import ANOTHER, Ask
-from .channel import NOBODY, Channel, OutOfTime
+from .channel import FLAGS, NOBODY, Channel, OutOfTime
 from .deadline import ONE_LOOK, SURPLUS_SECONDS, Deadline
 from .dial import Unwanted, dial_in_this_thread
 from .line import Line, Turn
@@ -33,7 +36,12 @@ Without that, a thread that makes call after call gives its connection back and 
 """
 
 _MOMENT: Final = 0.01
-"""Seconds that a thread lets others go first without a look for itself."""
+"""Seconds that a thread lets others go first without a look for itself, and that a handler of signals waits to be told:
+what it is told may go to the call that it has interrupted, or be held up by a lock that this one holds."""
+
+_FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
+
+_FORKED: Final = "the process was forked in the midst of this call, whose outcome only the parent hears"
 
 
 class TCPClient:
@@ -68,11 +76,10 @@ class TCPClient:
 
     def _start(self, channels: list[Channel]) -> None:
         self._channels = channels
-        self._newest: Channel | None = None
-        """One that is asked whether it leads to the same server."""
         self._tries: list[Channel] = []
-        """Those on which it is tried what the server knows."""
-        self._opening = False
+        """Those that are asked whether they lead to the same server, and those on which it is tried what that knows."""
+        self._opening = NOBODY
+        """The thread that opens one more."""
         self._asking = NOBODY
         """The thread that asks the server who it is."""
         self._lock = RLock()  # a handler of signals may make a call in the midst of one
@@ -119,8 +126,13 @@ class TCPClient:
 
     def forked(self) -> None:
         """For a forked child: it gets connections of its own; the parent's stay the parent's."""
-        for channel in self._channels:
-            channel.peer.close()
+        me = get_ident()
+        for channel in [*self._channels, *self._tries]:
+            channel.gone = True
+            if channel.user == me:
+                _replace(channel.peer)  # a handler of signals has forked: the interrupted call is still at it
+            else:
+                channel.peer.close()
         self._start([])
 
     # Calls
@@ -145,18 +157,14 @@ class TCPClient:
                     channel = self._lease_later(me, deadline)
                 if channel.session.pending:
                     channel.settle(deadline)
-            session = channel.session
-            channel.broken = True
-            data, call = session.request(*ask)
-            try:
-                count = channel.peer.send(data, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                count = 0
-            if count < len(data):
+            data, call = channel.session.prepare(*ask)
+            writes = call is None and ask[0].mutates
+            if not channel.put(data, call, writes):
                 deadline = deadline or Deadline.of_a_call(self.timeout)
-                channel.send(data[count:], deadline)
-            channel.broken = False
+                channel.put_rest(data, call, deadline, writes)
             if call is None:
+                if len(self._channels) > 1:
+                    self._confirm_within(channel, me, deadline)
                 return None
             try:
                 channel.read()
@@ -168,13 +176,19 @@ class TCPClient:
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(ask, self.timeout)) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._lose(_said(error)) from None
+            raise self._failed(channel, error) from None
         finally:
             if channel is not None:
                 try:
-                    if channel.broken or channel.user != me or channel.session.waiting is not None:
+                    if (
+                        _FREE_THREADED
+                        or channel.frame
+                        or channel.broken
+                        or channel.user != me
+                        or channel.session.pending
+                    ):
                         self._release(channel)
-                    else:
+                    else:  # whoever joins the line before this is seen in it, whoever does so after it sees this
                         channel.user = NOBODY
                         if self._lost or self._line.turns or len(self._channels) > 1:
                             self._pass_on(channel)
@@ -202,7 +216,7 @@ class TCPClient:
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._lose(_said(error)) from None
+            raise self._failed(channel, error) from None
         finally:
             if channel is not None:
                 try:
@@ -251,7 +265,7 @@ class TCPClient:
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(lease, seconds)) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._lose(_said(error)) from None
+            raise self._failed(channel, error) from None
         finally:
             if channel is not None:
                 try:
@@ -284,7 +298,7 @@ class TCPClient:
         except OutOfTime as out:
             raise StoreTimeoutError(calls.out_of_time(wait or ask, seconds)) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._lose(_said(error)) from None
+            raise self._failed(channel, error) from None
         finally:
             if channel is not None:
                 try:
@@ -300,7 +314,7 @@ class TCPClient:
         for channel in self._channels:
             if not channel.user and not channel.broken and channel.session.waiting is None:
                 try:
-                    channel.peer.send(channel.session.request(*word)[0], socket.MSG_DONTWAIT)
+                    channel.peer.send(channel.session.request(*word)[0], FLAGS)
                 except OSError:
                     pass  # it has been lost
 
@@ -391,17 +405,18 @@ class TCPClient:
     def _ask_who(self, deadline: Deadline) -> None:
         """One thread asks, the others wait for the outcome. Raises OutOfTime, StoreTimeoutError, DistNetworkError."""
         me = get_ident()
+        turn = Turn()
         while not self._asked and not self._lost:
-            turn = Turn()
             with self._lock:
-                others = self._asking not in (NOBODY, me)  # in this thread's call a handler of signals may make calls
+                # A handler of signals does not wait for them: they may wait for what the interrupted call holds.
+                others = self._asking not in (NOBODY, me) and not self._within_another(me)
                 if others:
                     self._curious.join(turn)
                 else:
                     self._asking = me
             if not others:
                 self._ask_now(deadline)
-            elif not turn.wait(deadline.left()):
+            elif not turn.wait(deadline.moment()) and deadline.passed():
                 raise OutOfTime
 
     def _ask_now(self, deadline: Deadline) -> None:
@@ -421,8 +436,9 @@ class TCPClient:
         known = self.identity
         if known is None:
             return
-        data, _ = channel.session.request(*calls.introduce(self.introduction))
-        channel.send(data, deadline)
+        data, _ = channel.session.prepare(*calls.introduce(self.introduction))
+        if not channel.put(data, None):
+            channel.put_rest(data, None, deadline)
         call = channel.request(calls.WHO_ARE_YOU, deadline)
         channel.read_until(call, deadline)
         found = read_identity(unpack(call.result))
@@ -460,21 +476,25 @@ class TCPClient:
         """The same when there is none at the moment, perhaps: wait for one, or open one."""
         channel: Channel | None = None
         turn = Turn()
-        behind = self._starving > 0 and all(channel.user != me for channel in self._channels)
+        within = self._within_another(me)
+        behind = self._starving > 0 and not within
         try:
+            for other in list(self._channels) if within else []:
+                if other.user == me:
+                    other.await_writes(deadline)
             while channel is None:
                 with self._lock:
                     self._line.join(turn)  # before the look: whoever gives one back must see it
                     if not behind:
                         channel = self._free()
-                    may_open = channel is None and not behind and self._may_open(me)
+                    may_open = channel is None and not behind and self._may_open(me, within)
                     if channel is not None:
                         channel.user = me
                         self._leave(turn)
                 if may_open:
-                    self._open(deadline)
+                    self._open(deadline, me, within)
                 elif channel is None:
-                    self._wait(turn, deadline, behind)
+                    self._wait(turn, deadline, behind or within)
                     behind = False
             return channel
         except BaseException:
@@ -484,10 +504,24 @@ class TCPClient:
                 self._give_up(channel, turn, me)
             raise
 
-    def _wait(self, turn: Turn, deadline: Deadline, behind: bool) -> None:
+    def _within_another(self, me: int) -> bool:
+        """Whether this thread is in a call already, which a handler of signals has interrupted to make this one."""
+        if self._opening == me or any(channel.user == me for channel in [*self._channels, *self._tries]):
+            return True
+        return any(turn.user == me for turn in list(self._line.turns))
+
+    def _confirm_within(self, channel: Channel, me: int, deadline: Deadline | None) -> None:
+        """What a handler of signals has written must be executed before the call goes on that it has interrupted, for
+        that may write as well, on another connection. Raises OSError, ProtocolError or OutOfTime.
+        """
+        if any(other is not channel and other.user == me for other in list(self._channels)):
+            deadline = deadline or Deadline.of_a_call(self.timeout)
+            channel.read_until(channel.request(calls.NO_KEY, deadline), deadline)
+
+    def _wait(self, turn: Turn, deadline: Deadline, briefly: bool) -> None:
         """Until this thread is told, or for a moment if it has not even looked yet. Raises OutOfTime."""
-        left = deadline.left()
-        if behind:
+        left = deadline.moment()
+        if briefly:
             left = _MOMENT if left is None else min(left, _MOMENT)
         if not turn.wait(left) and deadline.passed():
             raise OutOfTime
@@ -512,31 +546,38 @@ class TCPClient:
         if self._lost:
             raise DistNetworkError(self._lost)
         free = None
+        me = get_ident()
         for channel in self._channels:
             if channel.user:
-                if channel.session.unconfirmed():
+                if channel.session.unconfirmed() and channel.user != me:
                     return None
             elif free is None or channel.session.unconfirmed():
                 free = channel
         return free
 
-    def _may_open(self, me: int) -> bool:
-        """Whether nobody else does, and none is to be had: a thread that is in a call already is in no other."""
-        if self._opening:
-            return False
-        return all(channel.parked or channel.user == me for channel in self._channels)
+    def _may_open(self, me: int, within: bool) -> bool:
+        """Whether none is to be had, and nobody else opens one. A handler of signals waits for others' writes only."""
+        if within:
+            return not any(channel.user != me and channel.session.unconfirmed() for channel in self._channels)
+        return not self._opening and all(channel.parked for channel in self._channels)
 
-    def _open(self, deadline: Deadline) -> None:
+    def _open(self, deadline: Deadline, me: int, within: bool) -> None:
         """Open one more, if nobody else does."""
         mine = False
         channel = None
         try:
             with self._lock:
-                if self._opening:
+                if self._opening and not within:
                     return
-                self._opening = mine = True
-            channel = self._newest = self._dial(deadline)
-            channel.user = get_ident()
+                mine = not self._opening
+                if mine:
+                    self._opening = me
+            channel = self._dial(deadline)
+            channel.user = me
+            with self._lock:
+                if self._lost:
+                    raise DistNetworkError(self._lost)
+                self._tries.append(channel)
             self._verify(channel, deadline)
             channel.user = NOBODY
             with self._lock:
@@ -548,11 +589,12 @@ class TCPClient:
                 channel.peer.close()
             raise
         finally:
-            if mine:
-                with self._lock:
-                    self._newest = None
-                    self._opening = False
-                    self._line.tell_all()
+            with self._lock:
+                if channel in self._tries:
+                    self._tries.remove(channel)
+                if mine:
+                    self._opening = NOBODY
+                self._line.tell_all()
 
     def _dial(self, deadline: Deadline) -> Channel:
         """Raises DistNetworkError; OutOfTime if it is only for the time that there is no connection."""
@@ -570,18 +612,22 @@ class TCPClient:
     def _release(self, channel: Channel) -> None:
         """Give a connection back, in step, or closed if it can be neither. May be called again."""
         if channel.user == get_ident():
-            if channel.session.waiting is not None:
+            channel.tidy()
+            if channel.session.waiting is not None and not channel.gone:
                 channel.cancel()
-            if channel.broken and not self._lost:
+            if channel.broken and not self._lost and not channel.gone:
                 self._drop(channel)
             channel.parked = False
-            channel.user = NOBODY
+            with self._lock:  # without the GIL, whoever has joined the line and looked might not be seen below
+                channel.user = NOBODY
         self._pass_on(channel)
 
     def _pass_on(self, channel: Channel) -> None:
         """Have others know that a connection is free. Whoever did not see that was in line before it looked."""
-        if self._lost and not channel.user:
+        if (self._lost or channel.gone) and not channel.user:
             channel.peer.close()
+            if channel.gone:
+                return
         if self._line.turns or len(self._channels) > 1:
             with self._lock:
                 self._line.tell()
@@ -605,11 +651,17 @@ class TCPClient:
                 self._channels.remove(channel)
         channel.peer.close()
 
+    def _failed(self, channel: Channel | None, error: Exception) -> DistNetworkError:
+        """What a call says whose connection has failed: that the store is lost."""
+        if channel is not None and channel.gone:
+            return DistNetworkError(_FORKED)
+        return self._lose(_said(error))
+
     def _lose(self, reason: str) -> DistNetworkError:
         """The store is lost, as PyTorch's is when its connection goes. The error says why it was lost first."""
         with self._lock:
             self._lost = self._lost or reason
-            for channel in [*self._channels, *self._tries, *([self._newest] if self._newest else [])]:
+            for channel in [*self._channels, *self._tries]:
                 _shut(channel)
             self._channels.clear()
             self._line.tell_all()
@@ -631,6 +683,14 @@ def _shut(channel: Channel) -> None:
         pass  # it is gone already
     if not channel.user:
         channel.peer.close()
+
+
+def _replace(peer: socket.socket) -> None:
+    """Put a connection that has ended in its place: whoever is about to read from it hears that, and nothing else."""
+    ended, other = socket.socketpair()
+    other.close()
+    os.dup2(ended.fileno(), peer.fileno(), inheritable=False)
+    ended.close()
 
 
 def _said(error: Exception) -> str:

@@ -52,8 +52,6 @@ class ClientSession:
         """Whether the server knows PING, which PyTorch's do since 2.5."""
         self.pending: deque[Call] = deque()
         """Calls that were sent and are not answered, in order."""
-        self.waiting: Call | None = None
-        """The call after which nothing but its cancel may be sent."""
         self.written: int = 0
         """Silent writes that were sent."""
         self.confirmed: int = 0
@@ -61,6 +59,14 @@ class ClientSession:
         self._kept: bytearray | None = None
         self._need: int = 0
         self._rest: RestOfReply | None = None
+
+    @property
+    def waiting(self) -> Call | None:
+        """The call after which nothing but its cancel may be sent."""
+        if not self.pending:
+            return None
+        last: Call = self.pending[-1]
+        return last if last.command.parks else None
 
     # Out
 
@@ -75,37 +81,56 @@ class ClientSession:
 
         Values among the fields are framed blobs. To be sent at once and whole. Raises RuntimeError while a call waits.
         """
-        if self.waiting is not None and not (command.reply is SILENCE and command.flags & Flag.HOLDS):
-            raise RuntimeError(f"{command.name} cannot be sent behind a {self.waiting.command.name} that waits")
-        data = command.prefix + command.request.encode(fields)
-        if command.reply is SILENCE:
+        data, call = self.prepare(command, fields)
+        if call is None:
             if command.mutates and not command.flags & Flag.HOLDS:  # what is given back was not written by this client
                 self.written += 1
+        elif not call.done:
+            self.pending.append(call)
+        return data, call
+
+    def prepare(self, command: Command, fields: Fields) -> tuple[bytes, Call | None]:
+        """The same, of which the session takes no note yet.
+
+        Whoever sends it adds the call to `pending` unless it is done, or the silent write to `written`.
+        """
+        waiting = self.waiting
+        if waiting is not None and not (command.reply is SILENCE and command.flags & Flag.HOLDS):
+            raise RuntimeError(f"{command.name} cannot be sent behind a {waiting.command.name} that waits")
+        data = command.prefix + command.request.encode(fields)
+        if command.reply is SILENCE:
             return data, None
         count = len(fields[0]) if fields and isinstance(fields[0], list) else 0
         call = Call(command, count, self.written, fields)
         if command.reply is BLOBS and not count:  # the one reply that has no bytes
             call.result = []
             call.done = True
-            return data, call
-        if command.parks:
-            self.waiting = call
-        self.pending.append(call)
         return data, call
 
     def fence(self, nonce: int) -> tuple[bytes, Call]:
         """A PING, or a look for no key: when it is answered, every write sent before it has been executed."""
-        data, call = self.request(_PING, (nonce,)) if self._pings else self.request(_CHECK, ([],))
+        data, call = self.prepare_fence(nonce)
+        self.pending.append(call)
+        return data, call
+
+    def prepare_fence(self, nonce: int) -> tuple[bytes, Call]:
+        """The same, of which the session takes no note yet."""
+        data, call = self.prepare(_PING, (nonce,)) if self._pings else self.prepare(_CHECK, ([],))
         assert call is not None
         return data, call
 
     def cancel(self, call: Call) -> bytes:
         """What ends the wait of a call that waits. It is done once the server has answered that."""
+        data = self.prepare_cancel(call)
+        call.canceled = True
+        return data
+
+    def prepare_cancel(self, call: Call) -> bytes:
+        """The same, of which the session takes no note yet: whoever sends it sets `canceled`."""
         if call is not self.waiting or call.canceled:
             raise RuntimeError("only a call that waits can be canceled, once")
-        call.canceled = True
         if call.command is _LEASE_LATER:
-            return self.request(_GIVE_BACK, (call.fields[1],))[0]
+            return self.prepare(_GIVE_BACK, (call.fields[1],))[0]
         return bytes([(_CANCEL_FETCH if call.command.reply is VALUE_LATER else _CANCEL_WAIT).opcode])
 
     def unconfirmed(self) -> bool:
@@ -186,5 +211,42 @@ class ClientSession:
     def _complete(self, call: Call) -> None:
         self.pending.popleft()
         self.confirmed = call.written
-        if call is self.waiting:
-            self.waiting = None
+
+    # Interrupted
+
+    def save(self) -> "Saved":
+        """What `receive` changes, to be put back should an interrupt strike in the midst of it."""
+        return Saved(self, self._kept, self._need, self._rest)
+
+    def restore(self, saved: "Saved") -> None:
+        """As if nothing had been received since: the same bytes may be received again."""
+        for call in saved.pending:
+            call.done = False
+        if saved.pending:
+            saved.pending[-1].woken = saved.woken
+        self.pending.clear()
+        self.pending.extend(saved.pending)
+        self.confirmed = saved.confirmed
+        self._kept = saved.kept
+        if self._kept is not None:
+            del self._kept[saved.length :]
+        self._need = saved.need
+        self._rest = saved.rest
+        if self._rest is not None:
+            del self._rest.items[saved.items :]
+            self._rest.at = saved.at
+
+
+class Saved:
+    """What a session was before it received something."""
+
+    def __init__(self, session: ClientSession, kept: bytearray | None, need: int, rest: RestOfReply | None) -> None:
+        self.pending: list[Call] = list(session.pending)
+        self.woken: bool = bool(self.pending) and self.pending[-1].woken
+        self.confirmed = session.confirmed
+        self.kept = kept
+        self.length = 0 if kept is None else len(kept)
+        self.need = need
+        self.rest = rest
+        self.items = 0 if rest is None else len(rest.items)
+        self.at = 0 if rest is None else rest.at

@@ -114,8 +114,9 @@ class Rank:
             return announced != 0
         log.info("%s, port %d, has more ranks than the world: is this a next round?", client.host, client.port)
         limit = min(_ROUND_SECONDS, _ROUND_SECONDS if self.deadline.timeout < 0 else self.deadline.timeout / 2)
+        left = self.deadline.left()
         try:
-            client.park(calls.wait_count(JOINS_KEY, there), limit)
+            client.park(calls.wait_count(JOINS_KEY, there), limit if left is None else max(1e-3, min(limit, left)))
             return self._announced(client) != 0
         except StoreTimeoutError:
             self._settled = True

@@ -29,6 +29,9 @@ from .joining import Rank
 
 log = logging.getLogger("tcpstore_async.stores")
 
+_LAST_LOOK: Final = 0.2
+"""Seconds over the timeout that it may take to say how many have joined."""
+
 _POLL_SECONDS: Final = 0.01
 """How often a master asks a stock server who has joined, as PyTorch's does."""
 
@@ -408,20 +411,24 @@ def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None
     """Until all have joined: an event on our servers, a poll on PyTorch's. Raises DistStoreError."""
     name = WORKERS_KEY
     try:
-        if client.extended():
+        if client.extended(seconds=deadline.timeout, began=deadline.began):
             left = deadline.left()
             client.park(calls.wait_count(name, ranks), -1.0 if left is None else left)
             return
-        while _joined(client) < ranks:
+        while _joined(client, deadline) < ranks:
             if deadline.passed():
                 raise StoreTimeoutError
             time.sleep(_POLL_SECONDS)
     except StoreTimeoutError:
         seconds = -(-in_milliseconds(deadline.timeout) // 1000)
+        try:
+            joined = str(_joined(client, Deadline(_LAST_LOOK)))
+        except StoreTimeoutError:
+            joined = "?"
         raise DistStoreError(
-            f"Timed out after {seconds} seconds waiting for clients. {_joined(client)}/{ranks} clients joined."
+            f"Timed out after {seconds} seconds waiting for clients. {joined}/{ranks} clients joined."
         ) from None
 
 
-def _joined(client: TCPClient) -> int:
-    return int(unpack(client.ask(calls.get(WORKERS_KEY))) or b"0")
+def _joined(client: TCPClient, deadline: Deadline) -> int:
+    return int(unpack(client.ask(calls.get(WORKERS_KEY), deadline)) or b"0")

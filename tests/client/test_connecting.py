@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from client.fakes import exactly, fake_server, greet
+from client.fakes import STOCK, exactly, fake_server, greet
 from support import LIMIT, tcpstore_server
-from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
+from tcpstore_async import AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.client.deadline import Deadline
 from tcpstore_async.client.dial import _Tries
 
@@ -302,3 +306,107 @@ async def test_connecting_can_be_cancelled() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+
+
+def test_one_deadline_for_all_that_a_constructor_does() -> None:
+    """A server that answers each question late, but within the timeout, does not get it anew for the next."""
+
+    def late(peer: socket.socket) -> None:
+        greet(peer)
+        deadline = time.monotonic() + LIMIT
+        while time.monotonic() < deadline and select.select([peer], [], [], LIMIT)[0]:
+            request = peer.recv(65536)
+            if not request:
+                return
+            answered.append(request)
+            if len(answered) > 1:
+                continue  # the last word is the client's
+            assert request.startswith(b"\x05")
+            slow.wait(0.7)
+            peer.sendall(STOCK)
+
+    answered: list[bytes] = []
+    slow = threading.Event()
+    seen: list[float] = []
+    real = Deadline.left
+
+    def left(deadline: Deadline) -> float | None:
+        found = real(deadline)
+        if found is not None:
+            seen.append(deadline.began + deadline.timeout)
+        return found
+
+    with fake_server(late) as fake, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Deadline, "left", left)
+        began = time.monotonic()
+        with pytest.raises((DistStoreError, DistNetworkError)):
+            TCPStore("127.0.0.1", fake.port, 2, timeout=1.0)
+    assert len(answered) == 2  # the extension, and the join
+    assert max(seen) - began < 1.5
+
+
+@both
+def test_a_host_that_is_gone_without_a_word_is_noticed(how: How) -> None:
+    found: list[dict[str, int]] = []
+    real = socket.socket.setsockopt
+
+    def setsockopt(peer: socket.socket, *arguments: Any) -> None:
+        real(peer, *arguments)
+        if arguments[:2] == (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", -1)):
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            options = {name: peer.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names}
+            found.append({"SO_KEEPALIVE": peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), **options})
+
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        pytest.skip("this system has no such option")
+    with tcpstore_server() as server, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(socket.socket, "setsockopt", setsockopt)
+        how("127.0.0.1", server.port, LIMIT)
+    (options,) = found
+    assert options["SO_KEEPALIVE"] == 1
+    silence = options["TCP_KEEPIDLE"] + options["TCP_KEEPINTVL"] * options["TCP_KEEPCNT"]
+    assert silence == options["TCP_USER_TIMEOUT"] / 1000 == 300
+
+
+DEAD_HOST = """
+import ctypes, fcntl, os, socket, struct, subprocess, sys, threading
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x40000000) and libc.unshare(0x50000000):  # CLONE_NEWNET, with CLONE_NEWUSER if need be
+    sys.exit(77)
+def loopback(up):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        fcntl.ioctl(one, 0x8914, struct.pack("16sh14x", b"lo", up))  # SIOCSIFFLAGS
+try:
+    loopback(1)
+except OSError:
+    sys.exit(77)
+from tcpstore_async import DistNetworkError, TCPStore
+from tcpstore_async.client import dial
+dial._KEEP_ALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 2000))
+master = TCPStore("127.0.0.1", 0, is_master=True, bind_host="127.0.0.1")
+with TCPStore("127.0.0.1", master.port, timeout=-1) as store:
+    store.set("a", "")
+    assert store.get("a") == b""
+    parked = threading.Event()
+    def cut():
+        while not any(channel.parked for channel in store._client._channels):
+            parked.wait(0.01)
+        loopback(0)
+    threading.Thread(target=cut).start()
+    try:
+        store.wait(["never"])
+    except DistNetworkError as error:
+        print("noticed:", error)
+loopback(1)
+master.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no such option")
+def test_a_wait_for_ever_on_a_host_that_is_gone() -> None:
+    command = [sys.executable, "-c", DEAD_HOST]
+    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=False)
+    if done.returncode == 77:
+        pytest.skip("no network of its own for a process here")
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.startswith(b"noticed:")

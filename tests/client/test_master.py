@@ -202,7 +202,7 @@ def joined(store: TCPStore) -> int:
     from tcpstore_async.stores import tcp
 
     assert store._client is not None
-    return tcp._joined(store._client)
+    return tcp._joined(store._client, Deadline(LIMIT))
 
 
 TWICE = """
