@@ -315,6 +315,37 @@ class TCPClient:
                 except (OSError, ProtocolError, OutOfTime):
                     pass  # it has gone with the connection
 
+    def ask_all(self, asks: list[Ask], deadline: Deadline) -> list[Any]:
+        """Calls that the server answers at once, all sent before the first reply is read: one round trip.
+
+        For replies of a few bytes: nothing is read while the requests are sent. Raises StoreTimeoutError,
+        DistNetworkError.
+        """
+        channel = None
+        try:
+            channel = self._lease(deadline, deadline.timeout, deadline.began)
+            channel.broken = True
+            requests = [channel.session.request(*ask) for ask in asks]
+            channel.send(b"".join([data for data, _ in requests]), deadline)
+            channel.broken = False
+            results: list[Any] = []
+            for _, call in requests:
+                if call is not None:
+                    channel.read_until(call, deadline)
+                    results.append(call.result)
+            return results
+        except OutOfTime as out:
+            raise StoreTimeoutError(calls.out_of_time(asks[0], deadline.timeout)) from out.__cause__
+        except (OSError, ProtocolError) as error:
+            raise self._lose(_said(error)) from None
+        finally:
+            if channel is not None:
+                try:
+                    self._release(channel)
+                except BaseException:  # an interrupt, of which there is no second so soon
+                    self._release(channel)
+                    raise
+
     def _wait_for(self, channel: Channel, call: Call, deadline: Deadline, one_look: bool) -> None:
         """Read until a call that waits is over. Raises OSError, ProtocolError or OutOfTime."""
         channel.read_soon()

@@ -8,7 +8,7 @@ reason, hands on what it was promised. A forked child has a copy of its own, on 
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakSet
@@ -132,6 +132,11 @@ class HashStore(Store):
 
     def has_extended_api(self) -> bool:
         return True
+
+    def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+        names = to_bytes_list("keys", keys)
+        with _LOCK:
+            return [place for place, name in enumerate(names) if not self._keyspace.check([name])], True
 
     # Queues
 
