@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Final, SupportsFloat
+from typing import Final
 
 from .errors import DistStoreError
 
@@ -68,9 +68,10 @@ def to_int64(name: str, value: object) -> int:
 
 
 def to_seconds(name: str, timeout: object) -> float:
-    """A timeout in seconds, cut to whole milliseconds as PyTorch's are; negative means for ever.
+    """A timeout in seconds, cut to whole milliseconds as PyTorch's are.
 
-    One that is longer than anybody's life is cut to that, so that it is a timedelta again.
+    A negative one, however small or large, means for ever and stays negative. One that is longer than anybody's life is
+    cut to that, so that it is a timedelta again. Raises ValueError for NaN and infinity.
     """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
@@ -78,16 +79,22 @@ def to_seconds(name: str, timeout: object) -> float:
         seconds = _to_float(timeout)
     else:
         raise TypeError(f"{name} must be a timedelta or a number of seconds, not {type(timeout).__name__}")
-    if not math.isfinite(seconds):
+    if math.isnan(seconds) or seconds == math.inf:
         raise ValueError(f"{name} must be finite; a negative one means for ever")
-    return math.trunc(round(min(seconds, LONGEST) * 1e6) / 1e3) / 1e3
+    if seconds < 0:
+        return min(_to_milliseconds(max(seconds, -LONGEST)), -0.001)
+    return _to_milliseconds(min(seconds, LONGEST))
 
 
-def _to_float(number: SupportsFloat) -> float:
+def _to_milliseconds(seconds: float) -> float:
+    return math.trunc(round(seconds * 1e6) / 1e3) / 1e3
+
+
+def _to_float(number: int | float) -> float:
     try:
         return float(number)
     except OverflowError:  # an int has no limit
-        return math.inf
+        return math.inf if number > 0 else -math.inf
 
 
 def in_milliseconds(seconds: float) -> int:

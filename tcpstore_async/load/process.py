@@ -227,7 +227,10 @@ def work() -> None:
     """The life of a generator process: orders on standard input, answers on standard output, until it is closed."""
     raise_file_limit()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    host, port, source = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, int, str])
+    first = sys.stdin.buffer.readline()
+    if not first:
+        return  # the parent was interrupted while it started this
+    host, port, source = msgspec.json.decode(first, type=tuple[str, int, str])
     generator = Generator(host, port, source)
     try:
         for line in sys.stdin.buffer:
