@@ -50,6 +50,7 @@ class Play(msgspec.Struct, tag=True):
     window: int = 0
     background: int = 0
     behind: list[Act] | None = None
+    more: int = 0
 
 
 class Pace(msgspec.Struct, tag=True):
@@ -258,7 +259,9 @@ def _obey(generator: Generator, order: Any) -> Done:
         elif isinstance(order, Pace):
             result = generator.pace(order.act, order.seconds, order.interval, order.limit)
         else:
-            result = generator.play(order.acts, order.limit, order.repeat, order.window, order.background, order.behind)
+            result = generator.play(
+                order.acts, order.limit, order.repeat, order.window, order.background, order.behind, order.more
+            )
     except LoadError as error:
         failed, kind = str(error), type(error).__name__
     return Done(
