@@ -22,13 +22,20 @@ LONGEST: Final = 1e10
 _TWO_63: Final = 2**63
 
 
+def _plain(text: str) -> TypeError:
+    """An error that hides what was raised before it: the `from None` of a raise is lost in compiled code."""
+    error = TypeError(text)
+    error.__cause__ = None
+    return error
+
+
 def to_bytes(name: str, value: object) -> bytes:
     """A key or value: str as UTF-8, bytes and bytearray as they are."""
     if isinstance(value, str):
         try:
             return value.encode()
         except UnicodeEncodeError:
-            raise TypeError(f"{name} has lone surrogates and cannot be UTF-8") from None
+            raise _plain(f"{name} has lone surrogates and cannot be UTF-8") from None
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     raise TypeError(f"{name} must be str, bytes or bytearray, not {type(value).__name__}")
@@ -61,7 +68,7 @@ def to_int64(name: str, value: object) -> int:
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
-            raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+            raise _plain(f"{name} must be an int, not {type(value).__name__}") from None
     if not -_TWO_63 <= number < _TWO_63:
         raise TypeError(f"{name} must fit 64 bits, not {number}")
     return number

@@ -166,7 +166,7 @@ class TCPClient:
                 channel.read_until(call, deadline or Deadline.of_a_call(self.timeout))
             return call.result
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(ask, self.timeout)) from out.__cause__
+            raise calls.late(ask, self.timeout, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._lose(_said(error)) from None
         finally:
@@ -200,7 +200,7 @@ class TCPClient:
                 channel.read_until(call, deadline)
             return call.result
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from out.__cause__
+            raise calls.late(ask, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._lose(_said(error)) from None
         finally:
@@ -250,7 +250,7 @@ class TCPClient:
                     channel.give_back(lease)
                 raise
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(lease, seconds)) from out.__cause__
+            raise calls.late(lease, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._lose(_said(error)) from None
         finally:
@@ -283,7 +283,7 @@ class TCPClient:
                 channel.stranded += mine or [call for call in channel.session.pending if call.fields is ask[1]]
                 raise
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(wait or ask, seconds)) from out.__cause__
+            raise calls.late(wait or ask, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._lose(_said(error)) from None
         finally:
@@ -335,7 +335,7 @@ class TCPClient:
                     results.append(call.result)
             return results
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(asks[0], deadline.timeout)) from out.__cause__
+            raise calls.late(asks[0], deadline.timeout, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._lose(_said(error)) from None
         finally:
@@ -377,7 +377,7 @@ class TCPClient:
             try:
                 self._ask_who(Deadline.of_a_call(seconds, began))
             except (OutOfTime, StoreTimeoutError):
-                raise StoreTimeoutError(calls.out_of_time(ask or calls.HAS_EXTENSION, seconds)) from None
+                raise calls.late(ask or calls.HAS_EXTENSION, seconds) from None
         return self.identity is not None
 
     def knows(self, what: str, ask: Ask, seconds: float | None = None, began: float | None = None) -> bool:
@@ -396,7 +396,7 @@ class TCPClient:
             deadline = Deadline.of_a_call(seconds, began)
             return any(self._try_out(older.tries(what), deadline) for _ in range(older.TRIES))
         except OutOfTime:
-            raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
+            raise calls.late(ask, seconds) from None
 
     def _try_out(self, asks: list[Ask], deadline: Deadline) -> bool:
         channel = self._dial(deadline)
@@ -646,7 +646,9 @@ class TCPClient:
             self._channels.clear()
             self._line.tell_all()
             self._curious.tell_all()
-        return DistNetworkError(self._lost)
+        error = DistNetworkError(self._lost)
+        error.__cause__ = None  # and so no context is shown, in compiled code either
+        return error
 
 
 def _at_least(seconds: float, deadline: Deadline) -> Deadline:
