@@ -6,7 +6,7 @@ Under torchrun, which may have our rendezvous too:
 
 By hand, a process for each rank:
 
-    MASTER_ADDR=localhost MASTER_PORT=29500 WORLD_SIZE=2 RANK=0 python examples/ddp.py
+    MASTER_ADDR=localhost MASTER_PORT=29555 WORLD_SIZE=2 RANK=0 python examples/ddp.py
 
 Without any change to a program: leave the two lines out and set TCPSTORE_INSTALL=1 (see train.py).
 """

@@ -21,10 +21,13 @@ def rank(number: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    port = int(sys.argv[1]) if len(sys.argv) > 1 else 29500
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 29555
     ranks = [multiprocessing.Process(target=rank, args=(number, port)) for number in range(WORLD)]
     for one in ranks:
         one.start()
     for one in ranks:
         one.join()
+        if one.exitcode:  # rank 0's port is taken, say: nobody can meet the others any more
+            for other in ranks:
+                other.terminate()
     sys.exit(any(one.exitcode for one in ranks))

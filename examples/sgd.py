@@ -55,4 +55,4 @@ def rank(number: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(rank, (int(sys.argv[1]) if len(sys.argv) > 1 else 29500,), WORLD)
+    mp.spawn(rank, (int(sys.argv[1]) if len(sys.argv) > 1 else 29555,), WORLD)

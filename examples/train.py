@@ -1,6 +1,6 @@
 """A program that knows nothing of us; what it is started with decides where its ranks meet:
 
-    TCPSTORE_INSTALL=1 MASTER_ADDR=localhost MASTER_PORT=29500 WORLD_SIZE=2 RANK=0 python examples/train.py
+    TCPSTORE_INSTALL=1 MASTER_ADDR=localhost MASTER_PORT=29555 WORLD_SIZE=2 RANK=0 python examples/train.py
 
 On a server that runs already (`tcpstore serve --host 0.0.0.0`), every rank a client, jobs told apart by name:
 

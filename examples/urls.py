@@ -33,6 +33,6 @@ def rank(number: int, port: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    port = int(sys.argv[1]) if len(sys.argv) > 1 else 29500
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 29555
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank, (port, folder), WORLD)

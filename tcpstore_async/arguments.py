@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Final, SupportsFloat
+from typing import Final
 
 from .errors import DistStoreError
 
@@ -22,13 +22,20 @@ LONGEST: Final = 1e10
 _TWO_63: Final = 2**63
 
 
+def _plain(text: str) -> TypeError:
+    """An error that hides what was raised before it: the `from None` of a raise is lost in compiled code."""
+    error = TypeError(text)
+    error.__cause__ = None
+    return error
+
+
 def to_bytes(name: str, value: object) -> bytes:
     """A key or value: str as UTF-8, bytes and bytearray as they are."""
     if isinstance(value, str):
         try:
             return value.encode()
         except UnicodeEncodeError:
-            raise TypeError(f"{name} has lone surrogates and cannot be UTF-8") from None
+            raise _plain(f"{name} has lone surrogates and cannot be UTF-8") from None
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     raise TypeError(f"{name} must be str, bytes or bytearray, not {type(value).__name__}")
@@ -61,16 +68,17 @@ def to_int64(name: str, value: object) -> int:
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
-            raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
+            raise _plain(f"{name} must be an int, not {type(value).__name__}") from None
     if not -_TWO_63 <= number < _TWO_63:
         raise TypeError(f"{name} must fit 64 bits, not {number}")
     return number
 
 
 def to_seconds(name: str, timeout: object) -> float:
-    """A timeout in seconds, cut to whole milliseconds as PyTorch's are; negative means for ever.
+    """A timeout in seconds, cut to whole milliseconds as PyTorch's are.
 
-    One that is longer than anybody's life is cut to that, so that it is a timedelta again.
+    A negative one, however small or large, means for ever and stays negative. One that is longer than anybody's life is
+    cut to that, so that it is a timedelta again. Raises ValueError for NaN and infinity.
     """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
@@ -78,16 +86,22 @@ def to_seconds(name: str, timeout: object) -> float:
         seconds = _to_float(timeout)
     else:
         raise TypeError(f"{name} must be a timedelta or a number of seconds, not {type(timeout).__name__}")
-    if not math.isfinite(seconds):
+    if math.isnan(seconds) or seconds == math.inf:
         raise ValueError(f"{name} must be finite; a negative one means for ever")
-    return math.trunc(round(min(seconds, LONGEST) * 1e6) / 1e3) / 1e3
+    if seconds < 0:
+        return min(_to_milliseconds(max(seconds, -LONGEST)), -0.001)
+    return _to_milliseconds(min(seconds, LONGEST))
 
 
-def _to_float(number: SupportsFloat) -> float:
+def _to_milliseconds(seconds: float) -> float:
+    return math.trunc(round(seconds * 1e6) / 1e3) / 1e3
+
+
+def _to_float(number: int | float) -> float:
     try:
         return float(number)
     except OverflowError:  # an int has no limit
-        return math.inf
+        return math.inf if number > 0 else -math.inf
 
 
 def in_milliseconds(seconds: float) -> int:

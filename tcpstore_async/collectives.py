@@ -8,7 +8,7 @@ store it may be: PyTorch's stores have no base of ours.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -25,6 +25,17 @@ _LEAST_INTERVAL: Final = 10.0
 
 _MOST_TRACED: Final = 16
 """Missing ranks after which a trace has seen enough: that it is more than one node."""
+
+_ALL_LOOK: Final = 256
+"""Up to so many ranks each one looks for itself who is missing. In larger worlds that would be billions of looks."""
+
+_LOOKOUTS: Final = 16
+"""In those the first rank that is there looks for all, if it is one of so many: two nodes of eight may be missing."""
+
+_LOOK_SECONDS: Final = 10.0
+"""How long a look for who is missing may take, beyond the caller's timeout."""
+
+_AND_MORE: Final = "and perhaps others"
 
 
 def store_based_barrier(
@@ -86,7 +97,10 @@ def synchronize(
     _check_rank(rank, world_size)
     keys = [f"{key_prefix}{other}" for other in range(world_size)]
     store.set(keys[rank], data)
-    _wait_for_all(store, "synchronize", keys, range(world_size), deadline)
+    try:
+        store.wait(keys, _left(deadline))
+    except RuntimeError as error:
+        raise _missing(store, "synchronize", dict(enumerate(keys)), rank, error) from None
     found = store.multi_get(keys)
     last = _arrive(store, world_size, f"{key_prefix}/finished")
     if rank == 0:
@@ -106,8 +120,8 @@ def barrier(
     """Until `world_size` ranks have come; once for every prefix. As `torch.distributed.elastic.utils.store.barrier`.
 
     Raises StoreTimeoutError after `barrier_timeout` seconds. If all ranks have given their `rank`, rank 0's is a
-    MissingRanksError, and the others' say so; finding out takes up to `trace_timeout` seconds more. The decoder makes
-    a host's name, or whatever helps, of a rank.
+    MissingRanksError, and the others' say so; finding out takes up to twice `trace_timeout` seconds more. The decoder
+    makes a host's name, or whatever helps, of a rank.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
@@ -150,15 +164,13 @@ def _trace(store: Store, world_size: int, prefix: str, rank: int, seconds: float
         except RuntimeError:
             return None
         return []
+    keys = [f"{prefix}{other}/TRACE" for other in range(1, world_size)]
     missing: list[int] = []
-    deadline = Deadline(seconds)
-    for other in range(1, world_size):
-        if len(missing) == _MOST_TRACED:
-            break
-        try:
-            store.wait([f"{prefix}{other}/TRACE"], timedelta(milliseconds=1) if missing else _left(deadline))
-        except RuntimeError:
-            missing.append(other)
+    try:
+        store.wait(keys, timedelta(seconds=seconds))  # others may begin later
+    except RuntimeError:
+        places, _ = _look(store, keys, Deadline(seconds))
+        missing = [1 + place for place in places[:_MOST_TRACED]]
     store.set(gate, _IGNORED)
     return missing
 
@@ -210,7 +222,7 @@ class StoreCollectives:
         """The data of all ranks in order, this one's own being `data`."""
         name = self._take(key)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        found = self._gather("gather", name, others, timeout)
+        found = self._gather("gather", name, others, timeout, alone=True)
         found.insert(self._rank, to_bytes("data", data))
         return found
 
@@ -253,30 +265,61 @@ class StoreCollectives:
         self._store.wait([name], timedelta(seconds=to_seconds("timeout", timeout)))
         return self._store.get(name)
 
-    def _gather(self, what: str, name: bytes, ranks: Iterable[int], timeout: Timeout) -> list[bytes]:
+    def _gather(
+        self, what: str, name: bytes, ranks: Sequence[int], timeout: Timeout, alone: bool = False
+    ) -> list[bytes]:
         keys = [self._of(name, rank) for rank in ranks]
-        self._wait(what, keys, name, Deadline(to_seconds("timeout", timeout)))
+        self._wait(what, keys, name, Deadline(to_seconds("timeout", timeout)), alone)
         return list(self._store.multi_get(keys))
 
-    def _wait(self, what: str, keys: list[bytes], name: bytes, deadline: Deadline) -> None:
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
+    def _wait(self, what: str, keys: list[bytes], name: bytes, deadline: Deadline, alone: bool = False) -> None:
         try:
             self._store.wait(keys, _left(deadline))
         except RuntimeError as error:
-            missing = [rank for rank in others if not self._store.check([self._of(name, rank)])]
-            raise MissingRanksError(_failed(what, missing, error), missing) from None
+            others = [rank for rank in range(self._world_size) if rank != self._rank]
+            asked = {rank: self._of(name, rank) for rank in others}
+            raise _missing(self._store, what, asked, None if alone else self._rank, error) from None
 
 
-def _wait_for_all(store: Store, what: str, keys: list[str], ranks: Iterable[int], deadline: Deadline) -> None:
+def _missing(store: Store, what: str, keys: Mapping[int, Text], rank: int | None, error: RuntimeError) -> RuntimeError:
+    """The error that says which ranks' keys are missing; `error` itself if the store no longer answers.
+
+    With `rank`, all ranks of the world fail like this one at the moment: of many, not every one looks for all.
+    """
+    deadline = Deadline(_LOOK_SECONDS)
     try:
-        store.wait(keys, _left(deadline))
-    except RuntimeError as error:
-        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        raise MissingRanksError(_failed(what, missing, error), missing) from None
+        if rank is None or len(keys) <= _ALL_LOOK:
+            missing, more = _look_for(store, keys, deadline)
+        else:
+            first = min(rank, _LOOKOUTS)
+            missing, more = _look_for(store, {other: keys[other] for other in range(first)}, deadline)
+            if not more and len(missing) < first:
+                more = f"<check rank {min(set(range(first)) - set(missing))} for missing rank info>"
+            elif not more and rank < _LOOKOUTS:
+                missing, more = _look_for(store, keys, deadline)
+            else:
+                more = _AND_MORE
+    except RuntimeError:
+        return error
+    names = ", ".join([*map(str, missing), *([more] if more else [])])
+    return MissingRanksError(f"{what} failed -- missing ranks: {names or 'none any more'}, {error}", missing)
 
 
-def _failed(what: str, missing: list[int], error: Exception) -> str:
-    return f"{what} failed -- missing ranks: {', '.join(map(str, missing))}, {error}"
+def _look_for(store: Store, keys: Mapping[int, Text], deadline: Deadline) -> tuple[list[int], str]:
+    """The ranks whose keys are not there, and what else the error has to say of them."""
+    ranks = list(keys)
+    places, complete = _look(store, list(keys.values()), deadline)
+    return [ranks[place] for place in places], "" if complete else _AND_MORE
+
+
+def _look(store: Store, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+    """The places of keys that are not there; PyTorch's stores have only `check` for that."""
+    found: tuple[list[int], bool]
+    if isinstance(store, Store) or hasattr(store, "_absent"):
+        found = store._absent(keys, deadline)
+    else:
+        found = Store._absent(store, keys, deadline)
+    return found
 
 
 def _left(deadline: Deadline) -> timedelta:

@@ -104,11 +104,11 @@ def read_tcp(url: str) -> Place:
 def read_env(url: str) -> Place:
     """env://, with MASTER_ADDR and MASTER_PORT; rank and size from the query, else from RANK and WORLD_SIZE."""
     query = _query(urlparse(url).query)
-    rank = int(query["rank"] if "rank" in query else _variable("RANK"))
-    world_size = int(query["world_size"] if "world_size" in query else _variable("WORLD_SIZE"))
-    host, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+    rank = int(query["rank"]) if "rank" in query else _number("RANK")
+    world_size = int(query["world_size"]) if "world_size" in query else _number("WORLD_SIZE")
+    host, port = _variable("MASTER_ADDR"), _number("MASTER_PORT")
     if port not in range(65536):
-        raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
+        raise ValueError(f"port must have value from 0 to 65535 but was {port}. It is that of MASTER_PORT.")
     return _place(host, port, rank, world_size, query)
 
 
@@ -164,6 +164,14 @@ def _variable(name: str) -> str:
     if not text:
         raise _error("env", f"environment variable {name} expected, but not set")
     return text
+
+
+def _number(name: str) -> int:
+    text = _variable(name)
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, which is the value of {name}") from None
 
 
 def _error(scheme: str, text: str) -> ValueError:

@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 FLOORS = {
-    "errors": -1, "limits": -1, "blob": -1, "arguments": -1, "version": -1,
+    "errors": -1, "limits": -1, "blob": -1, "arguments": -1, "version": -1, "interrupts": -1,
     "wire": 0, "keyspace": 0,
     "session": 1,
     "server": 2, "client": 2,

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
-from example_runs import EXAMPLES, lines_of
+from example_runs import EXAMPLES, lines_of, run_once
 from support import free_port
 
 
 def test_plain() -> None:
     assert lines_of("plain.py", free_port()) == ["rank 0, rank 1, rank 2, rank 3"]
+
+
+def test_plain_on_a_port_that_is_taken() -> None:
+    """It ends at once, and what it says last is why."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        [code], [printed] = run_once(str(EXAMPLES / "plain.py"), str(port), world=1, env={})
+    assert code == 1
+    assert f"port: {port}" in printed.splitlines()[-1]
+    assert "address already in use" in printed.splitlines()[-1]
 
 
 def test_asyncio() -> None:

@@ -6,10 +6,10 @@ Exit status: 0 done, 1 failed, 2 usage, 3 timed out, 4 unreachable.
 import dataclasses
 import math
 import os
+import secrets
 from pathlib import Path
 
 import click
-import msgspec
 
 from ..daemon import DEFAULT_GRACE, build, run, run_loop, run_owned
 from ..errors import DistError
@@ -18,10 +18,12 @@ from ..server.backends import DEFAULT_BACKEND, Server
 from ..server.base import BACKENDS
 from .bench import bench
 from .client import add_client_commands
-from .streams import log_without_blocking, open_standard_streams, say
+from .commands import Program
+from .output import is_closed, say_json
+from .streams import log_without_blocking, open_standard_streams
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="tcpstore_async")
 def main() -> None:
     """The key-value store through which the ranks of a distributed job find each other.
@@ -35,7 +37,8 @@ def main() -> None:
       tcpstore get greeting
       tcpstore wait ready --timeout 60
 
-    Exit status: 0 done (for check: present), 1 failed (for check: absent), 2 usage, 3 timed out, 4 unreachable.
+    Exit status: 0 done (for check: present), 1 failed (for check: absent), 2 usage, 3 timed out, 4 unreachable. Ctrl-C
+    ends a command by the signal, which a shell shows as 130.
     """
     open_standard_streams()
 
@@ -134,7 +137,8 @@ def serve(
         if port_file is not None:
             _write_atomically(port_file, f"{server.port}\n")
         event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
-        say(msgspec.json.encode({**event, "backend": backend, "build": build()}))
+        if not is_closed():
+            say_json({**event, "backend": backend, "build": build()})
 
     try:
         if owner_pid is not None and control_fd is not None and listen_fd is not None:
@@ -150,9 +154,16 @@ main.add_command(bench)
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Through a new file beside it, whose name nobody can foresee: what lies there under any name is never written."""
+    temporary = path.with_name(f".tcpstore-{secrets.token_hex(8)}")
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
+        with open(temporary, "x") as file:
+            try:
+                file.write(text)
+                file.close()
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink()
+                raise
     except OSError as error:
         raise click.ClickException(f"cannot write the port to {path}: {error.strerror}") from None

@@ -11,17 +11,17 @@ import time
 from contextlib import closing
 
 import click
-import msgspec
 
 from ..client.aio import AsyncTCPStore
 from ..daemon import run_loop
 from ..errors import DistError
+from ..interrupts import end_by
 from ..load.generator import Late, LoadError, Unreachable
 from ..load.requests import OPERATIONS
 from ..load.short import SATURATED, Row, measure
 from ..session.extension import Identity
 from .client import FAILED, TIMED_OUT, UNREACHABLE, Asker, client_command
-from .streams import say
+from .output import say, say_error, say_json, shown
 
 _QUIET = 2.0
 """Seconds before progress is shown."""
@@ -53,7 +53,7 @@ def _names(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
     type=click.IntRange(1, 100_000_000),
     default=20_000,
     show_default=True,
-    help="Of each operation, over all ranks; rounded up to the same number for each.",
+    help="Of each operation, over all ranks.",
 )
 @click.option(
     "--value-size", type=click.IntRange(0, 8_000_000), default=64, show_default=True, help="Bytes of each value."
@@ -76,7 +76,7 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
     done: list[Row] = []
     server = {"server": "unknown"}
     why, status = "", 0
-    _end_as_after_ctrl_c()
+    _raise_interrupts()
     try:
         rows = measure(
             _address(asker), asker.port, ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
@@ -93,15 +93,18 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
         why, status = str(error), TIMED_OUT
     except LoadError as error:
         why, status = str(error), FAILED
-    except KeyboardInterrupt:
-        why, status = "interrupted", FAILED
+    except _Interrupt as interrupt:
+        why, status = "interrupted", 128 + interrupt.number
     finally:
         progress.end()
     if done and asker.output == "json":
         about = {"ranks": ranks, "value_size": value_size, **server, "complete": not why}
-        say(msgspec.json.encode({**about, "operations": done}))
+        say_json({**about, "operations": done})
     elif done:
         say(_table(server, done))
+    if status > 128:
+        say_error(why, status, asker.output)
+        end_by(status - 128)
     if why:
         asker.fail(why, status)
 
@@ -120,12 +123,24 @@ def _address(asker: Asker) -> str:
         raise Unreachable(f"cannot connect to {asker.host}:{asker.port}: {error.strerror}") from None
 
 
-def _end_as_after_ctrl_c() -> None:
-    """SIGTERM and SIGHUP: the keys go, the load with them, and what was finished is printed."""
-    for name in ("SIGTERM", "SIGHUP"):
+class _Interrupt(KeyboardInterrupt):
+    """Ctrl-C, SIGTERM or SIGHUP."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _raise_interrupts() -> None:
+    """At an interrupt the keys go, the load with them, and what was finished is printed."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise _Interrupt(number)
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, interrupt)
 
 
 def _who(asker: Asker) -> dict[str, str] | None:
@@ -174,7 +189,7 @@ class _Progress:
 
 def _table(server: dict[str, str], rows: list[Row]) -> str:
     lines = [
-        f"server: {', '.join(server.values())}",
+        shown(f"server: {', '.join(server.values())}"),
         f"{'operation':<12} {'requests':>10} {'ops/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'p99 ms':>9}  load CPU",
     ]
     lines += [

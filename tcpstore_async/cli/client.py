@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from urllib.parse import urlsplit
 
 import click
@@ -22,7 +22,8 @@ from ..daemon import build, run_loop
 from ..errors import DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..limits import Limits
 from ..version import VERSION
-from .streams import say
+from .commands import Commands
+from .output import is_closed, say, say_error, say_json, shown, shown_in_a_line
 
 DEFAULT_URL: Final = "tcp://127.0.0.1:29500"
 DEFAULT_PORT: Final = 29500
@@ -67,21 +68,55 @@ class Asker:
         async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout):
             pass
 
-    def fail(self, text: str, status: int) -> None:
-        click.echo(f"Error: {text}", err=True)
+    def write(self, key: str, content: bytes, write: Ask) -> None:
+        """Have a value stored, and hear that it was; exits with the right status if that fails."""
+
+        async def ask(store: AsyncTCPStore) -> None:
+            try:
+                await write(store)
+                await store.ping()
+            except DistNetworkError:
+                over = _over_a_limit(key, content)
+                if not over:
+                    raise
+                await self.demand_a_server()
+                raise DistStoreError(f"the server closed the connection: {over}") from None
+
+        self.ask(ask)
+
+    def fail(self, text: str, status: int) -> NoReturn:
+        say_error(text, status, self.output)
         sys.exit(status)
 
     def show(self, name: str, value: Any) -> None:
         """Print a result: raw, or as an object of JSON."""
         if self.output == "json":
-            say(msgspec.json.encode(_jsonable(name, value)))
+            say_json(_jsonable(name, value))
         elif isinstance(value, bytes):
             say(value, nl=False)
-        elif isinstance(value, list):
-            for item in value:
-                say(item)
         elif value is not None:
             say(str(value).lower() if isinstance(value, bool) else value)
+
+    def answer(self, name: str, yes: bool) -> None:
+        """Print a yes or no and exit with 0 or 1, which is the answer even where nothing can be printed."""
+        if not is_closed():
+            self.show(name, yes)
+        if not yes:
+            sys.exit(FAILED)
+
+
+def _over_a_limit(key: str, content: bytes) -> str:
+    """Which limit that servers have, ours and PyTorch's, this key or value is over; empty if none."""
+    limits = Limits()
+    for what, size, name, limit in (
+        ("a key", len(_bytes(key)) + 1, "key_bytes", limits.key_bytes),
+        ("a value", len(content), "value_bytes", limits.value_bytes),
+    ):
+        if size > limit:
+            return (
+                f"{what} of {size} bytes may be more than it takes, which is {limit} unless --limit {name} changes it"
+            )
+    return ""
 
 
 def _jsonable(name: str, value: Any) -> dict[str, Any]:
@@ -103,9 +138,9 @@ def _parse_url(ctx: click.Context, param: click.Parameter, text: str) -> tuple[s
         raise click.BadParameter(f"{text!r} is not of the form tcp://HOST:PORT", ctx, param) from None
 
 
-def _finite(ctx: click.Context, param: click.Parameter, number: float) -> float:
-    if not math.isfinite(number):
-        raise click.BadParameter("must be a number of seconds", ctx, param)
+def _seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
+    if math.isnan(number) or number == math.inf:
+        raise click.BadParameter("must be a number of seconds; a negative one means for ever", ctx, param)
     return number
 
 
@@ -132,7 +167,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
             type=float,
             default=10.0,
             show_default=True,
-            callback=_finite,
+            callback=_seconds,
             help="Seconds; negative: for ever.",
         ),
         click.option(
@@ -147,6 +182,16 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
     ):
         command = option(command)
     return command
+
+
+def _int64(ctx: click.Context, param: click.Parameter, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a whole number", ctx, param) from None
+    if not -(2**63) <= number < 2**63:
+        raise click.BadParameter(f"{text} does not fit 64 bits", ctx, param)
+    return number
 
 
 def _bytes(text: str) -> bytes:
@@ -185,12 +230,7 @@ def get(asker: Asker, key: str) -> None:
 def set_(asker: Asker, key: str, value: str) -> None:
     """Store a value; '-' reads it from standard input. Before a value like -1 say --, which ends the options."""
     content = _value(value)
-
-    async def ask(store: AsyncTCPStore) -> None:
-        await store.set(_bytes(key), content)
-        await store.ping()
-
-    asker.ask(ask)
+    asker.write(key, content, lambda store: store.set(_bytes(key), content))
 
 
 @click.command()
@@ -200,17 +240,12 @@ def set_(asker: Asker, key: str, value: str) -> None:
 def append(asker: Asker, key: str, value: str) -> None:
     """Append to a value; '-' reads from standard input."""
     content = _value(value)
-
-    async def ask(store: AsyncTCPStore) -> None:
-        await store.append(_bytes(key), content)
-        await store.ping()
-
-    asker.ask(ask)
+    asker.write(key, content, lambda store: store.append(_bytes(key), content))
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("key")
-@click.argument("amount", type=click.IntRange(-(2**63), 2**63 - 1))
+@click.argument("amount", callback=_int64)
 @client_command
 def add(asker: Asker, key: str, amount: int) -> None:
     """Add to a counter and print the sum."""
@@ -243,10 +278,7 @@ def compare_set(asker: Asker, key: str, expected: str, desired: str) -> None:
 @client_command
 def check(asker: Asker, keys: tuple[str, ...]) -> None:
     """Exit with 0 if all keys are there, with 1 if not."""
-    present = asker.ask(lambda store: store.check(list(map(_bytes, keys))))
-    asker.show("present", present)
-    if not present:
-        sys.exit(FAILED)
+    asker.answer("present", asker.ask(lambda store: store.check(list(map(_bytes, keys)))))
 
 
 @click.command()
@@ -262,19 +294,25 @@ def wait(asker: Asker, keys: tuple[str, ...]) -> None:
 @client_command
 def delete(asker: Asker, key: str) -> None:
     """Remove a key; exit with 1 if it was not there."""
-    deleted = asker.ask(lambda store: store.delete_key(_bytes(key)))
-    asker.show("deleted", deleted)
-    if not deleted:
-        sys.exit(FAILED)
+    asker.answer("deleted", asker.ask(lambda store: store.delete_key(_bytes(key))))
 
 
 @click.command()
 @click.option("--prefix", default="", help="Only keys that begin so.")
+@click.option("--raw", is_flag=True, help="Print names as they are.")
 @client_command
-def keys(asker: Asker, prefix: str) -> None:
-    """Print the names of the keys, one a line, sorted."""
-    names: list[str] = asker.ask(lambda store: store.list_keys())
-    asker.show("keys", sorted(name for name in names if name.startswith(prefix)))
+def keys(asker: Asker, prefix: str, raw: bool) -> None:
+    """Print the names of the keys, one a line, sorted.
+
+    Line breaks in a name are escaped, and on a terminal all control characters, unless --raw says otherwise; -o json
+    is unambiguous.
+    """
+    found: list[str] = asker.ask(lambda store: store.list_keys())
+    names = sorted(name for name in found if name.startswith(prefix))
+    if asker.output == "json":
+        say_json({"keys": names})
+    elif names:
+        say("\n".join(names if raw else map(shown_in_a_line, names)))
 
 
 @click.command("num-keys")
@@ -284,7 +322,7 @@ def num_keys(asker: Asker) -> None:
     asker.show("num_keys", asker.ask(lambda store: store.num_keys()))
 
 
-@click.group()
+@click.group(cls=Commands)
 def queue() -> None:
     """Push to a queue, pop from it, or print its length."""
 
@@ -296,12 +334,7 @@ def queue() -> None:
 def push(asker: Asker, key: str, value: str) -> None:
     """Append an item; '-' reads it from standard input."""
     content = _value(value)
-
-    async def ask(store: AsyncTCPStore) -> None:
-        await store.queue_push(_bytes(key), content)
-        await store.ping()
-
-    asker.ask(ask)
+    asker.write(key, content, lambda store: store.queue_push(_bytes(key), content))
 
 
 @queue.command()
@@ -323,10 +356,13 @@ def len_(asker: Asker, key: str) -> None:
 
 @click.command()
 @click.argument("key")
-@click.option("--world-size", type=int, required=True, help="How many have to arrive.")
+@click.option("--world-size", type=int, required=True, metavar="N", help="How many have to arrive.")
 @client_command
 def barrier(asker: Asker, key: str, world_size: int) -> None:
-    """Wait until WORLD_SIZE callers have arrived at this key."""
+    """Wait until as many callers have arrived at this key as --world-size says, this one among them.
+
+    A barrier is never reset: use a new key for every round.
+    """
     asker.ask(lambda store: store.barrier(_bytes(key), world_size))
 
 
@@ -349,14 +385,15 @@ def info(asker: Asker, local: bool) -> None:
 
     known = _local() if local else asker.ask(ask)
     if asker.output == "json":
-        say(msgspec.json.encode(known))
+        say_json(known)
         return
+    lines = []
     for name, value in known.items():
         if isinstance(value, dict):
-            for inner, number in value.items():
-                say(f"{name}.{inner}: {number}")
+            lines += [f"{name}.{inner}: {number}" for inner, number in value.items()]
         else:
-            say(f"{name}: {value}")
+            lines.append(shown(f"{name}: {value}"))
+    say("\n".join(lines))
 
 
 def _local() -> dict[str, Any]:

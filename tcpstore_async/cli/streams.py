@@ -4,12 +4,9 @@ Knows: descriptors 0 to 2, logging. Must not know: what is logged.
 Invariant: whoever holds the other end of standard error cannot stop the server by not reading it.
 """
 
-import errno
 import logging
 import os
 from typing import Final
-
-import click
 
 from ..server.handlers import NonBlockingHandler
 
@@ -23,16 +20,6 @@ def open_standard_streams() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-
-
-def say(text: object, nl: bool = True) -> None:
-    """Print a result. A reader who has gone is click's business; raises ClickException if it cannot be written."""
-    try:
-        click.echo(text, nl=nl)
-    except OSError as error:
-        if error.errno == errno.EPIPE:
-            raise
-        raise click.ClickException(f"cannot write to standard output: {error.strerror}") from None
 
 
 def log_without_blocking() -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..arguments import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..blob import Framed, pack
+from ..errors import StoreTimeoutError
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, WORKERS_KEY, Command
 from ..wire.shapes import Fields
 
@@ -199,6 +200,17 @@ def out_of_time(ask: Ask, seconds: float) -> str:
     if command is _FETCH or command is _LEASE_LATER:
         return out_of_time(wait([fields[0]]), seconds)
     return str(said)
+
+
+def late(ask: Ask, seconds: float, cause: BaseException | None = None) -> StoreTimeoutError:
+    """The error of a call that is out of time.
+
+    It has its cause, or none, from here, and so hides what was raised inside: the `from` of a raise is lost in compiled
+    code.
+    """
+    error = StoreTimeoutError(out_of_time(ask, seconds))
+    error.__cause__ = cause
+    return error
 
 
 def _listed(names: list[bytes]) -> str:

@@ -34,6 +34,8 @@ _NO_ANSWER: Final = "no answer"
 _HANG_UPS: Final = 2
 """Answers to the handshake that fail to come before it is tried without PING, or with it again. One may be a reset."""
 
+_FULL: Final = " (so does a server that has no room for more connections; its log says so then)"
+
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried beside one that has not answered."""
 
@@ -79,7 +81,7 @@ class _Tries:
         if self._hung_up == _HANG_UPS:
             self._hung_up = 0
             self.pings = not self.pings
-        cause = _cause(error)
+        cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
         if cause != _NO_ANSWER or not self._short or not self.cause:
             self.cause = cause
         left = self.deadline.left()

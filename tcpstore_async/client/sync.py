@@ -174,7 +174,7 @@ class TCPClient:
                 channel.read_until(call, deadline or Deadline.of_a_call(self.timeout))
             return call.result
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(ask, self.timeout)) from out.__cause__
+            raise calls.late(ask, self.timeout, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(channel, error) from None
         finally:
@@ -214,7 +214,7 @@ class TCPClient:
                 channel.read_until(call, deadline)
             return call.result
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from out.__cause__
+            raise calls.late(ask, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(channel, error) from None
         finally:
@@ -263,7 +263,7 @@ class TCPClient:
                     channel.give_back(lease)
                 raise
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(lease, seconds)) from out.__cause__
+            raise calls.late(lease, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(channel, error) from None
         finally:
@@ -296,7 +296,7 @@ class TCPClient:
                 channel.stranded += mine or [call for call in channel.session.pending if call.fields is ask[1]]
                 raise
         except OutOfTime as out:
-            raise StoreTimeoutError(calls.out_of_time(wait or ask, seconds)) from out.__cause__
+            raise calls.late(wait or ask, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(channel, error) from None
         finally:
@@ -327,6 +327,37 @@ class TCPClient:
                     channel.settle(deadline)
                 except (OSError, ProtocolError, OutOfTime):
                     pass  # it has gone with the connection
+
+    def ask_all(self, asks: list[Ask], deadline: Deadline) -> list[Any]:
+        """Calls that the server answers at once, all sent before the first reply is read: one round trip.
+
+        For replies of a few bytes: nothing is read while the requests are sent. Raises StoreTimeoutError,
+        DistNetworkError.
+        """
+        channel = None
+        try:
+            channel = self._lease(deadline, deadline.timeout, deadline.began)
+            channel.broken = True
+            requests = [channel.session.request(*ask) for ask in asks]
+            channel.send(b"".join([data for data, _ in requests]), deadline)
+            channel.broken = False
+            results: list[Any] = []
+            for _, call in requests:
+                if call is not None:
+                    channel.read_until(call, deadline)
+                    results.append(call.result)
+            return results
+        except OutOfTime as out:
+            raise calls.late(asks[0], deadline.timeout, out.__cause__) from out.__cause__
+        except (OSError, ProtocolError) as error:
+            raise self._lose(_said(error)) from None
+        finally:
+            if channel is not None:
+                try:
+                    self._release(channel)
+                except BaseException:  # an interrupt, of which there is no second so soon
+                    self._release(channel)
+                    raise
 
     def _wait_for(self, channel: Channel, call: Call, deadline: Deadline, one_look: bool) -> None:
         """Read until a call that waits is over. Raises OSError, ProtocolError or OutOfTime."""
@@ -359,7 +390,7 @@ class TCPClient:
             try:
                 self._ask_who(Deadline.of_a_call(seconds, began))
             except (OutOfTime, StoreTimeoutError):
-                raise StoreTimeoutError(calls.out_of_time(ask or calls.HAS_EXTENSION, seconds)) from None
+                raise calls.late(ask or calls.HAS_EXTENSION, seconds) from None
         return self.identity is not None
 
     def knows(self, what: str, ask: Ask, seconds: float | None = None, began: float | None = None) -> bool:
@@ -378,7 +409,7 @@ class TCPClient:
             deadline = Deadline.of_a_call(seconds, began)
             return any(self._try_out(older.tries(what), deadline) for _ in range(older.TRIES))
         except OutOfTime:
-            raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
+            raise calls.late(ask, seconds) from None
 
     def _try_out(self, asks: list[Ask], deadline: Deadline) -> bool:
         channel = self._dial(deadline)
@@ -666,7 +697,9 @@ class TCPClient:
             self._channels.clear()
             self._line.tell_all()
             self._curious.tell_all()
-        return DistNetworkError(self._lost)
+        error = DistNetworkError(self._lost)
+        error.__cause__ = None  # and so no context is shown, in compiled code either
+        return error
 
 
 def _at_least(seconds: float, deadline: Deadline) -> Deadline:

@@ -129,6 +129,8 @@ class Generator:
         self.behind: list[Act] = []
         self.background = 0
         self.repeat = 1
+        self.more = 0
+        """So many ranks, the first ones, repeat once more than the others."""
         self.step: list[int] = []
         self.turn: list[int] = []
         self.need: list[int] = []
@@ -195,8 +197,11 @@ class Generator:
         window: int = 0,
         background: int = 0,
         behind: list[Act] | None = None,
+        more: int = 0,
     ) -> Result:
-        """Each connection does the acts in order, `repeat` times; seconds at most `limit`.
+        """Each connection does the acts in order, `repeat` times, a rank below `more` once more.
+
+        That takes `limit` seconds at most.
 
         `window` connections at a time, 0: all at once. The first `background` ones do `behind` again and again until
         all others are through. Raises LoadError.
@@ -205,6 +210,7 @@ class Generator:
         self.behind = behind or []
         self.background = background
         self.repeat = repeat
+        self.more = more
         self.interval = 0.0
         total = len(self.sockets)
         self.wanted = total - background
@@ -277,6 +283,9 @@ class Generator:
             if time.perf_counter() > deadline:
                 raise Late("the connections in the background were not answered in time")
 
+    def _turns(self, which: int) -> int:
+        return self.repeat + 1 if self.rank[which] < self.more else self.repeat
+
     def _next(self) -> None:
         self.started += 1
         self._begin(self.started - 1)
@@ -284,6 +293,9 @@ class Generator:
     def _begin(self, which: int) -> None:
         self.step[which] = 0
         self.turn[which] = 0
+        if which >= self.background and self._turns(which) == 0:
+            self.finished += 1
+            return
         if self.ready[which]:
             self._act(which)
             return
@@ -320,7 +332,7 @@ class Generator:
             if self.step[which] == len(acts):
                 self.step[which] = 0
                 self.turn[which] += 1
-                if which >= self.background and self.turn[which] == self.repeat:
+                if which >= self.background and self.turn[which] == self._turns(which):
                     self.finished += 1
                     return
                 if not acts:

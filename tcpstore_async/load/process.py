@@ -50,6 +50,7 @@ class Play(msgspec.Struct, tag=True):
     window: int = 0
     background: int = 0
     behind: list[Act] | None = None
+    more: int = 0
 
 
 class Pace(msgspec.Struct, tag=True):
@@ -227,7 +228,10 @@ def work() -> None:
     """The life of a generator process: orders on standard input, answers on standard output, until it is closed."""
     raise_file_limit()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    host, port, source = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, int, str])
+    first = sys.stdin.buffer.readline()
+    if not first:
+        return  # the parent was interrupted while it started this
+    host, port, source = msgspec.json.decode(first, type=tuple[str, int, str])
     generator = Generator(host, port, source)
     try:
         for line in sys.stdin.buffer:
@@ -255,7 +259,9 @@ def _obey(generator: Generator, order: Any) -> Done:
         elif isinstance(order, Pace):
             result = generator.pace(order.act, order.seconds, order.interval, order.limit)
         else:
-            result = generator.play(order.acts, order.limit, order.repeat, order.window, order.background, order.behind)
+            result = generator.play(
+                order.acts, order.limit, order.repeat, order.window, order.background, order.behind, order.more
+            )
     except LoadError as error:
         failed, kind = str(error), type(error).__name__
     return Done(

@@ -64,16 +64,16 @@ def measure(
         for number, (name, one) in enumerate(operations):
             progress(number, name)
             left.extend(act for act in one.after if act not in left)
-            yield _row(load, name, one, -(-requests // ranks), limit)
+            yield _row(load, name, one, *divmod(requests, ranks), limit)
         if left:
             progress(len(operations), "cleaning up")
             load.tell(Play(left, limit))
 
 
-def _row(load: Fleet, name: str, one: Operation, repeat: int, limit: float) -> Row:
+def _row(load: Fleet, name: str, one: Operation, repeat: int, more: int, limit: float) -> Row:
     if one.before:
         load.tell(Play(one.before, limit))
-    took = load.tell(Play([one.request], limit, repeat=repeat))
+    took = load.tell(Play([one.request], limit, repeat=repeat, more=more))
     p50, p95, p99 = ((took.quantile(part) or 0.0) * 1000 for part in (0.5, 0.95, 0.99))
     return Row(name, took.operations, took.wall, took.operations / took.wall, p50, p95, p99, took.share)
 

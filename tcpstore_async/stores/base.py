@@ -5,14 +5,14 @@ keys and values are kept.
 Invariant: a method means the same on every store.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Final, TypeVar
 
 from ..arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
 from ..client.calls import BARRIER_LAST, BARRIER_MEMBERS
-from ..client.deadline import DEFAULT_TIMEOUT
+from ..client.deadline import DEFAULT_TIMEOUT, Deadline
 
 Self = TypeVar("Self", bound="Store")
 
@@ -146,6 +146,24 @@ class Store:
     def clone(self) -> "Store":
         """Another store on the same keys, to be closed by itself."""
         raise NotImplementedError
+
+    def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+        """The places of those keys that are not there, and whether all were looked at before the deadline.
+
+        By halves, of which one `check` says that they are whole, unless the store has something better.
+        """
+        absent: list[int] = []
+        spans = [(0, len(keys))] if keys else []
+        while spans and not deadline.passed():
+            start, stop = spans.pop()
+            if self.check(keys[start:stop]):
+                continue
+            if stop - start == 1:
+                absent.append(start)
+                continue
+            middle = (start + stop) // 2
+            spans += [(middle, stop), (start, middle)]
+        return absent, not spans
 
     # For those who inherit
 

@@ -9,7 +9,7 @@ parent's threads wait.
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
@@ -126,6 +126,10 @@ class HashStore(Store):
 
     def has_extended_api(self) -> bool:
         return True
+
+    def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+        names = to_bytes_list("keys", keys)
+        return do(lambda: [place for place, name in enumerate(names) if not self._keyspace.check([name])]), True
 
     # Queues
 

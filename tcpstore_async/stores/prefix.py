@@ -5,12 +5,13 @@ Invariant: every call becomes one call of the same method of the other store, so
 than the base class is not lost on the way.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Final
 
 from ..arguments import Text, Timeout, to_bytes, to_bytes_list
 from ..client.calls import texts_of
+from ..client.deadline import Deadline
 from .base import Store
 
 
@@ -123,6 +124,9 @@ class PrefixStore(Store):
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         self._store.barrier(self._name(key), world_size, timeout)
+
+    def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+        return self._store._absent(self._names(keys), deadline)
 
     # Names
 

@@ -9,7 +9,7 @@ only, and when Python drops the other one, its methods are gone from under PyTor
 import atexit
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from .. import errors
-from ..arguments import Timeout, to_seconds
-from ..client.deadline import DEFAULT_TIMEOUT
+from ..arguments import Text, Timeout, to_seconds
+from ..client.deadline import DEFAULT_TIMEOUT, Deadline
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
 from .errors import joint
@@ -155,6 +155,7 @@ class Store(dist.Store):
     queue_len = _method("queue_len")
     barrier = _method("barrier")
     has_extended_api = _method("has_extended_api")
+    _absent = _method("_absent")
 
     deleteKey = delete_key
     """What C++ calls it."""
@@ -341,6 +342,12 @@ class _Below(base.Store):
     def wait(self, keys: Any, timeout: Timeout | None = None) -> None:
         limit = () if timeout is None else (timedelta(seconds=to_seconds("timeout", timeout)),)
         self._store.wait(keys, *limit)
+
+    def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+        if isinstance(self._store, Store):
+            found: tuple[list[int], bool] = self._store._absent(keys, deadline)
+            return found
+        return super()._absent(keys, deadline)
 
     def close(self) -> None:
         if isinstance(self._store, Store):

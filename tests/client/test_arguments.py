@@ -15,6 +15,7 @@ import pytest
 from client.fakes import proxy_to
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
+from tcpstore_async.arguments import to_seconds
 
 
 class Index:
@@ -92,6 +93,21 @@ async def test_every_method_of_the_async_store(port: int) -> None:
                     names(caught.value, name)
             assert await store.num_keys() == 0
             assert len(proxy.all_said()) == 11
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (0, 0.0), (-0.0, 0.0), (True, 1.0), (0.0004, 0.0), (1.0005, 1.0), (1e308, 1e10), (timedelta.max, 1e10),
+        (-1, -1.0), (-0.0004, -0.001), (-5e-324, -0.001), (-1e308, -1e10), (-math.inf, -1e10), (-(10**400), -1e10),
+        (timedelta.min, -1e10), (timedelta(microseconds=-1), -0.001), (-1.0005, -1.0),
+    ],
+)  # fmt: skip
+def test_a_timeout_that_is_negative_is_for_ever(given: Any, seconds: float) -> None:
+    found = to_seconds("timeout", given)
+    assert found == seconds
+    assert (math.copysign(1, found) < 0) == (seconds < 0)
+    assert timedelta(seconds=found).total_seconds() == seconds
 
 
 def test_an_iterator_that_raises(port: int) -> None:

@@ -790,3 +790,27 @@ def test_the_constructor_says_no_more_than_pytorchs(ours: int) -> None:
 def test_errors_are_pytorchs_kinds() -> None:
     assert issubclass(StoreTimeoutError, DistStoreError)
     assert issubclass(DistNetworkError, RuntimeError)
+
+
+def test_an_error_shows_nothing_internal() -> None:
+    """In compiled code either, which knows no `from None`."""
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=0.05) as store:
+        calls: list[Callable[[], object]] = [
+            lambda: store.wait(["k"]),
+            lambda: store.get("k"),
+            lambda: store.barrier("b", 2),
+            lambda: store.queue_pop("q"),
+            lambda: store.multi_get(["k"]),
+            lambda: store.set("\ud800", "v"),
+            lambda: store.add("n", "x"),  # type: ignore[arg-type]
+        ]
+        for call in calls:
+            with pytest.raises((StoreTimeoutError, TypeError)) as caught:
+                call()
+            assert caught.value.__suppress_context__
+            assert caught.value.__cause__ is None
+        server.process.kill()
+        server.process.wait(LIMIT)
+        with pytest.raises(DistNetworkError) as lost:
+            store.num_keys()
+        assert lost.value.__suppress_context__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import itertools
 import logging
 import os
 import random
@@ -25,7 +26,7 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async import DistStoreError, FileStore, StoreTimeoutError
-from tcpstore_async.stores.file import records, turns
+from tcpstore_async.stores.file import records, torn, turns
 from tcpstore_async.stores.file import store as file_store
 
 ADDER = """
@@ -182,6 +183,65 @@ def test_what_pytorch_has_written_behind_a_torn_record_is_kept(tmp_path: Path, l
         assert other.get("more") == b"12"
         assert path.read_bytes() == before + behind
         assert sorted(store.list_keys()) == sorted(other.list_keys()) == ["k", "more", "whole"]
+
+
+SHORT = record(b"-/x", b"")
+
+
+@pytest.mark.parametrize("first", range(1, len(RECORD)))
+@pytest.mark.parametrize("second", [1, 3, 4, 5, 8, 9, 12, 13, 14, len(RECORD) - 1])
+def test_what_stands_between_two_torn_records_is_kept(first: int, second: int) -> None:
+    """However much of each was written, if what it swallows does not make it look whole."""
+    between = record(b"/whole", b"value") + SHORT + record(b"+/queue", b"item") + record(b"/k", bytes(300))
+    behind = record(b"refcount/", b"-1") + record(b"/more", b"12")
+    for rest in (b"", behind):
+        start = record(b"/start", b"")
+        data = start + RECORD[:first] + between + RECORD[:second] + rest
+        spans = torn.torn_spans(data)
+        at = len(start) + first + len(between)
+        assert spans == [(len(start), len(start) + first), (at, at + second)]
+
+
+def test_many_torn_records_lose_nothing_and_take_linear_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "store"
+    looks = 0
+    real = torn._announced
+
+    def count(data: bytes, at: int) -> int:
+        nonlocal looks
+        looks += 1
+        return real(data, at)
+
+    with FileStore(path, timeout=LIMIT) as store:
+        before = path.read_bytes()
+        whole = b"".join(record(b"/k%d" % number, b"v" * (number % 9)) for number in range(1000))
+        path.write_bytes(before + (RECORD[:-4] + whole) * 3 + RECORD[:-9])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torn, "_announced", count)
+            assert all(store.check([f"k{number}"]) for number in range(1000))
+        assert looks < 5 * 3000
+        assert path.read_bytes() == before + whole * 3
+    assert [entry.message for entry in caplog.records] == [
+        f"{path}: cut off {3 * (len(RECORD) - 4) + len(RECORD) - 9} bytes of 4 records of dead writers"
+    ]
+
+
+def test_whatever_is_in_a_file_whole_records_are_left() -> None:
+    chance = random.Random(5)
+    for _ in range(500):
+        pieces = []
+        for _ in range(chance.randrange(1, 12)):
+            key = chance.choice([b"/", b"/key", b"-/key", b"refcount/", b"stranger"])
+            value = chance.choice([b"", b"value", chance.randbytes(9), record(b"/inner", b"x"), bytes(40)])
+            piece = record(key, value)
+            pieces.append(piece[: chance.randrange(len(piece) + 1)] if chance.random() < 0.4 else piece)
+        data = b"".join(pieces)
+        spans = torn.torn_spans(data)
+        ends = [0, *(end for _, end in spans)]
+        left = b"".join(data[end:begin] for end, (begin, _) in zip(ends, [*spans, (len(data), 0)], strict=True))
+        assert records.is_whole(left, 0)
+        assert all(begin < end for begin, end in spans)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
 def test_a_stranger_s_record_stays(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from faults.watching import I64, get, num_keys, number, settled, until
 from support import RawPeer, Server, blob, keys, tcpstore_server, u64
-from tcpstore_async import Limits
+from tcpstore_async import DistNetworkError, Limits, TCPStore
 
 SMALL = Limits(
     key_bytes=64,
@@ -376,6 +376,16 @@ def test_more_connections_than_allowed_are_refused(backend: str) -> None:
             assert peer is not None
             assert peer.closed()
             peer.close()
+
+
+def test_who_is_refused_is_told_where_to_look() -> None:
+    with (
+        tcpstore_server("--limit", "connections=1") as server,
+        RawPeer(server.port) as peer,
+        pytest.raises(DistNetworkError, match="no room for more connections; its log says so"),
+    ):
+        peer.ping()
+        TCPStore("127.0.0.1", server.port, timeout=1.0)
 
 
 def test_an_unknown_limit_is_a_usage_error() -> None:

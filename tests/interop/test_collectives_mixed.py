@@ -9,7 +9,7 @@ import tempfile
 import pytest
 
 from support import LIMIT, tcpstore_server, torch_server
-from tcpstore_async import TCPStore
+from tcpstore_async import MissingRanksError, TCPStore
 from tcpstore_async.collectives import StoreCollectives, barrier, store_based_barrier, synchronize
 
 THEIRS = """
@@ -43,6 +43,16 @@ def meet(world: StoreCollectives) -> None:
     assert world.scatter_recv("scatter", LIMIT) == b"b"
     assert world.all_gather("all", "ours", LIMIT) == [b"theirs", b"ours"]
     assert world.all_sum("sum", 4, LIMIT) == 7
+
+
+def test_the_missing_on_a_store_of_pytorchs() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    for rank in (1, 2, 4):
+        store.set(f"b/{rank}", "joined")
+    with pytest.raises(MissingRanksError) as caught:
+        StoreCollectives(store, 0, 6).barrier("b", 0.05)
+    assert caught.value.ranks == [3, 5]
 
 
 @pytest.mark.parametrize("server", ["ours", "libuv"])

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click import ClickException
 from click.testing import CliRunner
 
 from support import LIMIT, RawPeer, blob, tcpstore_server
-from tcpstore_async.cli import main
+from tcpstore_async.cli import _write_atomically, main
 from tcpstore_async.daemon import build
 
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
@@ -123,6 +124,23 @@ def test_port_file_replaces_an_old_one_whole(tmp_path: Path) -> None:
         assert file.read_text() == f"{event['port']}\n"
         assert other_name.read_text() == "an old port, and a long one\n"  # never written to, so never seen half written
         end(process)
+
+
+@pytest.mark.parametrize("name", [".port.{pid}", "port"])
+def test_port_file_is_never_written_through_a_link(tmp_path: Path, name: str) -> None:
+    victim, file = tmp_path / "victim", tmp_path / "port"
+    victim.write_text("precious\n")
+    (tmp_path / name.format(pid=os.getpid())).symlink_to(victim)
+    _write_atomically(file, "29500\n")
+    assert victim.read_text() == "precious\n"
+    assert (file.read_text(), file.is_symlink()) == ("29500\n", False)
+
+
+def test_nothing_is_left_of_a_port_file_that_cannot_be_put_in_place(tmp_path: Path) -> None:
+    (tmp_path / "port" / "in the way").mkdir(parents=True)
+    with pytest.raises(ClickException, match="Is a directory"):
+        _write_atomically(tmp_path / "port", "29500\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["port"]
 
 
 def test_port_file_that_cannot_be_written(tmp_path: Path) -> None:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from support import LIMIT
-from tcpstore_async import DistStoreError, HashStore, MissingRanksError, StoreTimeoutError
+from support import LIMIT, server_of
+from tcpstore_async import (
+    DistNetworkError,
+    DistStoreError,
+    FileStore,
+    HashStore,
+    MissingRanksError,
+    PrefixStore,
+    Store,
+    StoreTimeoutError,
+    TCPStore,
+)
 from tcpstore_async.arguments import Text, Timeout
+from tcpstore_async.client.deadline import Deadline
 from tcpstore_async.collectives import StoreCollectives, barrier, get_all, store_based_barrier, synchronize
 
 T = TypeVar("T")
@@ -184,6 +196,128 @@ def test_a_rank_that_there_is_not(store: HashStore, rank: int) -> None:
     with pytest.raises(ValueError, match=r"^rank must be from 0 to 1"):
         synchronize(store, b"data", rank, 2, "prefix")
     assert store.num_keys() == 0
+
+
+def test_a_gate_of_a_barrier_opens_after_one_look(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for all others' word at once, and asks once for those that are not there."""
+    waits: list[int] = []
+    real = HashStore.wait
+
+    def wait(self: HashStore, keys: list[str], timeout: Timeout | None = None) -> None:
+        waits.append(len(keys))
+        real(self, keys, timeout)
+
+    monkeypatch.setattr(HashStore, "wait", wait)
+    with pytest.raises(MissingRanksError) as caught:
+        barrier(store, 1000, "b", SOON, 0, None, SOON)
+    assert caught.value.ranks == list(range(1, 17))
+    assert waits == [1, 999]
+
+
+# Who looks for the missing
+
+
+class Shared(HashStore):
+    """Of a store of one's own, which has what it must have only; counts its checks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks = 0
+        self.looked = 0
+
+    def check(self, keys: Iterable[Text]) -> bool:
+        self.checks += 1
+        self.looked += len(list(keys))
+        return super().check(keys)
+
+    def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+        return Store._absent(self, keys, deadline)
+
+
+def failed_barrier(store: Store, rank: int, world: int) -> MissingRanksError:
+    with pytest.raises(MissingRanksError) as caught:
+        StoreCollectives(store, rank, world).barrier("b", 0.01)
+    return caught.value
+
+
+def test_the_missing_are_found_by_halves() -> None:
+    store = Shared()
+    store.multi_set([f"b/{rank}" for rank in range(1000)], ["joined"] * 1000)
+    store.delete_key("b/17")
+    store.delete_key("b/900")
+    error = failed_barrier(store, 0, 1000)
+    assert error.ranks == [17, 900]
+    assert store.checks < 50
+
+
+@pytest.mark.parametrize(
+    ("there", "rank", "ranks", "said"),
+    [
+        (range(1, 400), 5, [0], "0, <check rank 1 for missing rank info>"),
+        (range(400), 300, [], "<check rank 0 for missing rank info>"),
+        (range(8, 400), 300, [*range(8)], "0, 1, 2, 3, 4, 5, 6, 7, <check rank 8 for missing rank info>"),
+        (range(8, 400), 8, [*range(8)], "0, 1, 2, 3, 4, 5, 6, 7"),
+        (range(20, 400), 30, [*range(16)], f"{', '.join(map(str, range(16)))}, and perhaps others"),
+    ],
+)
+def test_in_a_large_world_one_looks_for_all(there: range, rank: int, ranks: list[int], said: str) -> None:
+    store = Shared()
+    store.multi_set([f"b/{number}" for number in there], ["joined"] * len(there))
+    error = failed_barrier(store, rank, 400)
+    assert error.ranks == ranks
+    assert f"missing ranks: {said}, wait timeout" in str(error)
+    assert rank == 8 or store.looked <= 2 * 16 * 5
+
+
+def test_who_gathers_looks_alone(store: HashStore) -> None:
+    with pytest.raises(MissingRanksError) as caught:
+        StoreCollectives(store, 399, 400).gather_recv("k", "x", SOON)
+    assert caught.value.ranks == list(range(399))
+
+
+def test_a_look_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcpstore_async.collectives._LOOK_SECONDS", 0.0)
+    error = failed_barrier(Shared(), 0, 3)
+    assert error.ranks == []
+    assert "missing ranks: and perhaps others, wait timeout" in str(error)
+
+
+def test_a_store_that_no_longer_answers_says_so_itself(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> bool:
+        raise DistNetworkError("gone")
+
+    monkeypatch.setattr(HashStore, "wait", lost)
+    monkeypatch.setattr(HashStore, "_absent", lost)
+    with pytest.raises(DistNetworkError, match="gone"):
+        StoreCollectives(store, 0, 2).barrier("b", SOON)
+
+
+@pytest.mark.parametrize("kind", ["ours", "libuv", "legacy"])
+def test_on_a_server_the_missing_are_found_in_few_round_trips(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    real = TCPStore.check
+
+    def check(self: TCPStore, keys: Iterable[Text]) -> bool:
+        asked.append(keys)
+        return real(self, keys)
+
+    monkeypatch.setattr(TCPStore, "check", check)
+    with server_of(kind) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        there = [f"b/{rank}" for rank in range(1, 3000, 2)]
+        store.multi_set(there, ["joined"] * len(there))
+        error = failed_barrier(store, 0, 3000)
+        assert error.ranks == list(range(2, 3000, 2))
+        world = StoreCollectives(PrefixStore("p", store), 0, 2)
+        with pytest.raises(MissingRanksError, match="missing ranks: 1,"):
+            world.all_gather("k", b"", 0.01)
+        assert store.check(["b/1"])
+    assert asked == [["b/1"]]  # this test's own
+
+
+def test_a_file_s_missing_ranks(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store", timeout=LIMIT) as store:
+        store.set("b/2", "joined")
+        assert failed_barrier(store, 0, 4).ranks == [1, 3]
 
 
 class StoreOfOthers(HashStore):

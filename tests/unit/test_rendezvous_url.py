@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -178,3 +179,19 @@ def test_a_world_of_64_processes(scheme: str, tmp_path: object) -> None:
 def test_a_file_that_cannot_be_had_takes_the_rendezvous_timeout(tmp_path: Path) -> None:
     with pytest.raises(StoreTimeoutError, match="for 50ms"):
         next(rendezvous(f"file://{tmp_path}/missing/file?rank=0&world_size=1", timeout=timedelta(milliseconds=50)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("MASTER_PORT", "297814", "was 297814. It is that of MASTER_PORT."),
+        ("MASTER_PORT", "x", "'x', which is the value of MASTER_PORT"),
+        ("RANK", "first", "'first', which is the value of RANK"),
+    ],
+)
+def test_a_number_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:
+    good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for variable, value in {**good, name: text}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=re.escape(said) + "$"):
+        next(rendezvous("env://"))

@@ -50,9 +50,6 @@ FIRST: Final = LENGTH.pack(len(REFERENCES)) + REFERENCES
 KEY: Final = re.compile(rb"[-+<]?/|(?:refcount|cleanup)/\Z")
 """How keys begin that a store has written."""
 
-HEADER: Final = re.compile(rb"(?=....(?:[-+<]?/|refcount/|cleanup/))", re.DOTALL)
-"""Where a record may begin."""
-
 
 def next_record(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
     """Key, value and end of the record at this place; None if it is not all there."""
@@ -77,14 +74,6 @@ def is_whole(data: bytes, at: int, strict: bool = True) -> bool:
             return False
         at = found[2]
     return True
-
-
-def torn_bytes(data: bytes) -> int:
-    """How many bytes at the beginning of this, which is damaged, are the rest of a record; all if nothing follows."""
-    for found in HEADER.finditer(data, 1):
-        if is_whole(data, found.start()):
-            return found.start()
-    return len(data)
 
 
 def outcome(keyspace: Keyspace, name: bytes, command: Callable[[Keyspace], T]) -> tuple[T, bytes]:

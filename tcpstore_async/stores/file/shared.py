@@ -23,8 +23,9 @@ from ...client.deadline import Deadline
 from ...errors import DistStoreError, StoreTimeoutError
 from ...keyspace import Keyspace
 from ..hash import Alarm
-from .records import FIRST, is_whole, sign_off_records, sign_on_records, torn_bytes
+from .records import FIRST, is_whole, sign_off_records, sign_on_records
 from .replica import Replica
+from .torn import torn_spans
 from .turns import Turn, taken_turn
 
 T = TypeVar("T")
@@ -287,26 +288,32 @@ class SharedFile:
         return True
 
     def _cut_off(self, fd: int, replica: Replica) -> bool:
-        """Remove the torn record behind the replica's last one; whether there is more to be read.
+        """Remove the torn records behind the replica's last one; whether there is more to be read.
 
-        Nobody writes, for the file is locked: who has written it is dead. If one of PyTorch's stores has written since,
-        which does so without a look, then whole records follow, and perhaps the torn one has swallowed a part of them
-        and looks like a whole one.
+        Nobody writes, for the file is locked: who has written them is dead. If one of PyTorch's stores has written
+        since, which does so without a look, then whole records follow, and perhaps a torn one has swallowed a part of
+        them and looks like a whole one.
         """
-        start, size = replica.offset, os.fstat(fd).st_size
+        size = os.fstat(fd).st_size
         rest = _read_all(fd, replica.last, size)
-        at = start - replica.last
+        at = replica.offset - replica.last
         if replica.last == 0 and not rest.startswith(FIRST[: len(rest)]):
             raise DistStoreError(f"{self.path} was not written by a FileStore; it is left as it is")
         if is_whole(rest, at, strict=False):
             return not replica.catch_up(fd, strict=False)  # a stranger's, as it seems
-        torn = torn_bytes(rest)
-        if torn < at:
-            start, at = replica.last, 0
+        spans = torn_spans(rest)
+        start = spans[0][0]
+        ends = [0, *(end for _, end in spans)]
+        kept = [rest[end:begin] for end, (begin, _) in zip(ends, [*spans, (len(rest), 0)], strict=True)]
+        begin = replica.last + start
+        if start < at:
             replica.discard()
-        _move(fd, start, rest[torn:])
-        torn -= at
-        log.warning("%s: cut off %d bytes of a record that a writer left when it died", self.path, torn)
+        _move(fd, begin, b"".join(kept[1:]))
+        torn = sum(end - begin for begin, end in spans)
+        what = (
+            "a record that a writer left when it died" if len(spans) == 1 else f"{len(spans)} records of dead writers"
+        )
+        log.warning("%s: cut off %d bytes of %s", self.path, torn, what)
         return True
 
 

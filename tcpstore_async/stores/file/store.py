@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from ...arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs
@@ -171,6 +171,14 @@ class FileStore(Store):
 
     def has_extended_api(self) -> bool:
         return True
+
+    def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+        names = _names(keys)
+
+        def look(keyspace: Keyspace) -> list[int]:
+            return [place for place, name in enumerate(names) if not keyspace.check([name])]
+
+        return self._read(look, deadline), True
 
     # Queues
 

@@ -1,0 +1,231 @@
+"""What the command line prints, where, and what interrupts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support import LIMIT, free_port, tcpstore_server
+from tcpstore_async.cli import output
+
+COMMAND = [sys.executable, "-m", "tcpstore_async"]
+
+STORE = """
+import sys, tcpstore_async
+store = tcpstore_async.TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
+exec(sys.stdin.read())
+store.num_keys()
+store.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with tcpstore_server() as server:
+        yield f"tcp://127.0.0.1:{server.port}"
+
+
+def prepare(url: str, code: str) -> None:
+    command = [sys.executable, "-c", STORE, url.rpartition(":")[2]]
+    subprocess.run(command, cwd=tempfile.gettempdir(), input=code.encode(), timeout=LIMIT, check=True)
+
+
+def run(
+    url: str, *words: str, shell: str = '"$@"', data: bytes = b"", **env: str
+) -> subprocess.CompletedProcess[bytes]:
+    """A command in a shell, which may redirect it."""
+    done = subprocess.run(
+        ["bash", "-c", shell, "bash", *COMMAND, *words],
+        cwd=tempfile.gettempdir(),
+        env={**os.environ, "TCPSTORE_URL": url, **env},
+        input=data,
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert b"Traceback" not in done.stderr
+    return done
+
+
+# Whole output
+
+
+def test_a_slow_reader_gets_everything_unbuffered(url: str) -> None:
+    """Without buffer a write may take a part of what it is given."""
+    assert run(url, "set", "big", "-", data=bytes(3_000_000)).returncode == 0
+    shell = '{ "$@"; echo $? >&2; } | { sleep 0.5; wc -c; }'
+    done = run(url, "get", "big", shell=shell, PYTHONUNBUFFERED="1")
+    assert (done.stdout.strip(), done.stderr) == (b"3000000", b"0\n")
+
+
+class Half:
+    """A raw stream that takes half of what it is given, and nothing every other time."""
+
+    def __init__(self) -> None:
+        self.taken = b""
+        self.writes = 0
+        self.read, self.write_end = os.pipe()
+
+    def fileno(self) -> int:
+        return self.write_end
+
+    def write(self, data: memoryview) -> int | None:
+        self.writes += 1
+        if self.writes % 2:
+            return None
+        count = (len(data) + 1) // 2
+        self.taken += data[:count]
+        return count
+
+
+def test_a_part_that_was_not_taken_is_written_again() -> None:
+    stream = Half()
+    output._write_all(stream, b"0123456789")
+    assert stream.taken == b"0123456789"
+
+
+def test_nobody_to_print_to_is_an_error(url: str) -> None:
+    assert run(url, "set", "k", "v", shell='"$@" >&-').returncode == 0
+    done = run(url, "get", "k", shell='"$@" >&-')
+    assert (done.returncode, done.stderr) == (1, b"Error: cannot write to standard output: it is closed\n")
+    assert run(url, "check", "k", shell='"$@" >&-').returncode == 0
+    assert run(url, "check", "missing", shell='"$@" >&-').returncode == 1
+
+
+# What others have named
+
+
+NAME = "\x1b]0;owned\x07second\nline\u202e"
+
+
+@pytest.fixture
+def named(url: str) -> Iterator[str]:
+    prepare(url, f"store.set({NAME!r}, {NAME!r}); store.set('plain', '1')")
+    yield url
+    prepare(url, f"store.delete_key({NAME!r})")
+
+
+def test_a_name_is_one_line(named: str) -> None:
+    assert b"\x1b]0;owned\x07second\\nline\xe2\x80\xae\n" in run(named, "keys").stdout
+    assert b"second\nline" in run(named, "keys", "--raw").stdout
+
+
+def test_a_name_is_text_on_a_terminal(named: str) -> None:
+    """`script` gives the command a terminal."""
+    code = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *COMMAND, "keys", "--url", named],
+        cwd=tempfile.gettempdir(), stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT, check=True,
+    )  # fmt: skip
+    assert b"\\x1b]0;owned\\x07second\\nline\\u202e\r\n" in done.stdout
+    assert b"\x1b" not in done.stdout
+
+
+def test_json_has_no_control_characters(url: str) -> None:
+    said = output.to_json({"keys": ["\x1b\x7f\x9b\u202e\ufeff", "ä"]})
+    assert said == '{"keys":["\\u001b\\u007f\\u009b\\u202e\\ufeff","ä"]}'
+    assert json.loads(said) == {"keys": ["\x1b\x7f\x9b\u202e\ufeff", "ä"]}
+
+
+def test_an_error_is_one_line_of_text(url: str) -> None:
+    done = run(url, "wait", NAME, "--timeout", "0.2")
+    assert done.returncode == 3
+    assert done.stderr == b"Error: wait timeout after 200ms, keys: /\\x1b]0;owned\\x07second\\nline\\u202e\n"
+
+
+def test_an_error_in_json(url: str) -> None:
+    done = run(url, "get", "never", "-o", "json", "--timeout", "0.2")
+    assert done.returncode == 3
+    assert json.loads(done.stderr) == {"error": "wait timeout after 200ms, keys: /never", "status": 3}
+    assert done.stdout == b""
+
+
+# Words
+
+
+def test_options_before_the_command(url: str) -> None:
+    port = url.rpartition(":")[2]
+    assert run("tcp://127.0.0.1:1", "--url", f"tcp://127.0.0.1:{port}", "-o", "json", "num-keys").stdout.startswith(
+        b"{"
+    )
+    assert run("tcp://127.0.0.1:1", f"--url={url}", "queue", "len", "q").stdout == b"0\n"
+    assert b"No such option" in run(url, "--prot", "1", "get").stderr
+
+
+@pytest.mark.parametrize(
+    ("amount", "said"), [("abc", b"'abc' is not a whole number"), (str(2**63), b"does not fit 64 bits")]
+)
+def test_an_amount_that_is_none(url: str, amount: str, said: bytes) -> None:
+    done = run(url, "add", "n", amount)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_what_is_too_large_is_named(url: str) -> None:
+    for words in (["set", "k", "-"], ["append", "k", "-"], ["queue", "push", "k", "-"]):
+        done = run(url, *words, data=bytes(9_000_000))
+        assert done.returncode == 1
+        assert b"a value of 9000000 bytes may be more than it takes, which is 8388608" in done.stderr
+    done = run(url, "set", "k" * 9000, "v")
+    assert (done.returncode, b"a key of 9001 bytes may be more than it takes, which is 8192" in done.stderr) == (
+        1,
+        True,
+    )
+    done = run(f"tcp://127.0.0.1:{free_port()}", "set", "k", "-", "--timeout", "0.2", data=bytes(9_000_000))
+    assert done.returncode == 4
+
+
+def test_help_of_barrier(url: str) -> None:
+    said = run(url, "barrier", "--help").stdout
+    assert b"WORLD_SIZE" not in said
+    assert b"--world-size N" in said
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("module", ["click", "uvloop", "tcpstore_async.cli.client"])
+def test_ctrl_c_in_the_midst_of_an_import(module: str) -> None:
+    code = (
+        "import signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.argv = ['tcpstore', 'check', 'k']\n"
+        "import runpy; runpy.run_module('tcpstore_async', run_name='__main__', alter_sys=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["check", "k"], ["get", "k"], ["queue", "pop", "k"], ["barrier", "k", "--world-size", "2"], ["bench"]],
+    ids=" ".join,
+)
+def test_ctrl_c_is_130_in_a_shell(words: list[str]) -> None:
+    """It is the signal that ends the command, so that a shell's loop ends with it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen(
+            ["bash", "-c", '"$@"; echo $?', "bash", *COMMAND, *words, "--timeout", "-1", "--url", url],
+            cwd=tempfile.gettempdir(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as shell:  # fmt: skip
+            silent.settimeout(LIMIT)
+            peer, _ = silent.accept()
+            [command] = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()
+            os.kill(int(command), signal.SIGINT)
+            out, errors = shell.communicate(timeout=LIMIT)
+            peer.close()
+    assert (out, errors) == (b"130\n", b"Error: interrupted\n" if words == ["bench"] else b"")
