@@ -41,8 +41,8 @@ def install(client: str = "native", classes: bool = False) -> None:
     """Have `init_process_group`, `init_device_mesh` and `init_rpc` take tcp://, env:// and file:// from here.
 
     The server is ours, in a process of its own on rank 0. The client that PyTorch gets is its own C++ one or, with
-    `client="python"`, ours. Wherever else PyTorch's own `TCPStore` hosts a server, as in torchrun's agent, that is ours,
-    too, and its object a client. With `classes`, `torch.distributed.TCPStore` and the others are ours too, for programs that
+    `client="python"`, ours. Wherever else PyTorch's own `TCPStore` is to host a server, as in torchrun's agent, it is a
+    client of ours instead. With `classes`, `torch.distributed.TCPStore` and the others are ours too, for programs that
     make stores themselves. May be called again, also with other arguments; some ranks of a world may do without.
     """
     if client not in _CLIENTS:
