@@ -7,6 +7,7 @@ Invariant: `uninstall` leaves PyTorch as it was.
 
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from .. import errors
 from .. import rendezvous_url as plain
 from ..arguments import Timeout, in_milliseconds, to_seconds
+from ..stores import tcp
 from . import hosted, opened, stores
 from .errors import DistNetworkError, joint
 from .native import open_native
@@ -35,6 +37,8 @@ _CppTCPStore: Final[Any] = dist.TCPStore
 Found = tuple[dist.Store, int, int]
 
 _replaced: Final = Replaced()
+
+log = logging.getLogger("tcpstore_async.torch")
 
 
 def install(client: str = "native", classes: bool = False) -> None:
@@ -101,13 +105,33 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
         if client == "python":
             ours = stores.of(plain.open_store(place, timeout))
             opened.remember(ours)
+            _tell_whose_server(place, seconds)
             return ours
         native, server = open_native(place, timeout)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
+    _tell_whose_server(place, seconds)
     if server is not None:
         opened.remember(native, server.release)
     return native
+
+
+def _tell_whose_server(place: plain.Place, seconds: float) -> None:
+    """Say so once in a job if it is PyTorch's, because a launcher hosts it that knows nothing of us."""
+    if place.rank or place.prefix or place.hosts():
+        return
+    try:
+        with tcp.TCPStore(place.host, place.port, timeout=seconds, use_libuv=place.use_libuv) as store:
+            ours = store._connection().extended()
+    except errors.DistError:
+        return  # whoever needs it will say so
+    if not ours:
+        log.warning(
+            "the server at %s, port %d, is PyTorch's, not ours: torchrun's agent hosts it, and was started without "
+            "TCPSTORE_INSTALL=1",
+            place.host,
+            place.port,
+        )
 
 
 def _tcp(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:

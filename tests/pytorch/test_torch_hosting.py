@@ -183,6 +183,32 @@ def test_torchruns_agent_hosts_the_server_already(port: int, monkeypatch: pytest
     assert joined(port) == 2
 
 
+@pytest.mark.parametrize("client", ["native", "python"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_agent_that_is_not_ours_is_one_line(
+    client: str, installed: bool, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of rank 0: a program that calls install() itself comes too late for the process that launches it."""
+    if not installed:
+        ours.uninstall()
+    agent = Cpp("127.0.0.1", port, 1, True, SECONDS)
+    ours.install(client)
+    for name, text in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        store, *_ = next(dist.rendezvous("env://"))
+        store.set(rank, "v")
+    lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    expected = [
+        f"the server at 127.0.0.1, port {port}, is PyTorch's, not ours: "
+        "torchrun's agent hosts it, and was started without TCPSTORE_INSTALL=1"
+    ]
+    assert lines == ([] if installed else expected)
+    assert agent.get("1") == b"v"
+
+
 def test_the_parameters_are_pytorchs() -> None:
     """What is passed by position means the same."""
     said = str(Cpp.__init__.__doc__).split("(", 1)[1].split(") ->")[0]
