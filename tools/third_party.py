@@ -236,7 +236,7 @@ JOBS: Final = {
         ),
     ),
     "lightning": Job("lightning", lightning_job),
-    "torchft": Job("torchft-nightly", torchft_job),
+    "torchft": Job("torchft", torchft_job),
     "ray": Job("ray", ray_job),
 }
 
