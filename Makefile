@@ -38,6 +38,7 @@ help:
 	@echo "make docs      the documentation as a site, in build/docs; a warning is an error"
 	@echo "make compile   the compiled build, in build/compiled"
 	@echo "make matrix    the tests with PyTorch against every PyTorch from 2.4 on (VERSIONS='2.4 2.8': only those; 25 GB)"
+	@echo "make third-party  small jobs of accelerate, lightning, torchft and ray, on stock PyTorch and on ours (ARGS='ray --modes 1')"
 	@echo "make clean     remove everything that was built, .venv too"
 
 .PHONY: demo
@@ -91,6 +92,11 @@ bench-quick: .venv/.bench .venv/.torch build/compiled/.made
 .PHONY: matrix
 matrix: .venv/.made
 	$(BIN)/python tools/matrix.py $(if $(VERSIONS),--versions $(VERSIONS))
+
+# The environment stays in build/third-party. Nothing of .venv but Python is needed.
+.PHONY: third-party
+third-party: .venv/.made
+	$(BIN)/python tools/third_party.py $(ARGS)
 
 .PHONY: clean
 clean:

@@ -45,10 +45,10 @@ class Alarm:
         return self._rung.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX))
 
 
-def wait_timeout(names: list[bytes], seconds: float) -> StoreTimeoutError:
+def wait_timeout(names: list[bytes], seconds: float, word: str = "wait") -> StoreTimeoutError:
     """What is raised when keys, as users know them, have not appeared in time."""
     listed = ", ".join(name.decode(errors="replace") for name in names)
-    return StoreTimeoutError(f"wait timeout after {in_milliseconds(seconds)}ms, keys: {listed}")
+    return StoreTimeoutError(f"{word} timeout after {in_milliseconds(seconds)}ms, keys: {listed}")
 
 
 def no_number(name: bytes) -> ValueError:
@@ -187,7 +187,7 @@ class HashStore(Store):
                 parked = False
                 return done[0]
             if not alarm.sleep(deadline.left()):
-                raise wait_timeout(names, deadline.timeout)
+                raise wait_timeout(names, deadline.timeout, "Wait")  # as PyTorch's begins
             return do(then)
         finally:
             if parked:

@@ -2,7 +2,8 @@
 
 Knows: how a prefix and a key make a key of the other store. Must not know: what the other store does with it.
 Invariant: every call becomes one call of the same method of the other store, so that whatever that store does better
-than the base class is not lost on the way.
+than the base class is not lost on the way. Values arrive there as bytes, as from PyTorch's PrefixStore: a store that a
+program makes itself may take nothing else.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,7 +68,7 @@ class PrefixStore(Store):
     # Values
 
     def set(self, key: Text, value: Text) -> None:
-        self._store.set(self._name(key), value)
+        self._store.set(self._name(key), to_bytes("value", value))
 
     def get(self, key: Text) -> bytes:
         return self._store.get(self._name(key))
@@ -76,10 +77,10 @@ class PrefixStore(Store):
         return self._store.add(self._name(key), amount)
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        return self._store.compare_set(self._name(key), expected, desired)
+        return self._store.compare_set(self._name(key), to_bytes("expected", expected), to_bytes("desired", desired))
 
     def append(self, key: Text, value: Text) -> None:
-        self._store.append(self._name(key), value)
+        self._store.append(self._name(key), to_bytes("value", value))
 
     def check(self, keys: Iterable[Text]) -> bool:
         return self._store.check(self._names(keys))
@@ -101,7 +102,7 @@ class PrefixStore(Store):
         return self._store.multi_get(self._names(keys))
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
-        self._store.multi_set(self._names(keys), values)
+        self._store.multi_set(self._names(keys), to_bytes_list("values", values))
 
     def has_extended_api(self) -> bool:
         return self._store.has_extended_api()
@@ -109,7 +110,7 @@ class PrefixStore(Store):
     # Queues
 
     def queue_push(self, key: Text, value: Text) -> None:
-        self._store.queue_push(self._name(key), value)
+        self._store.queue_push(self._name(key), to_bytes("value", value))
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         return self._store.queue_pop(self._name(key), block)

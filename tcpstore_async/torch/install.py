@@ -7,6 +7,7 @@ Invariant: `uninstall` leaves PyTorch as it was.
 
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from .. import errors
 from .. import rendezvous_url as plain
 from ..arguments import Timeout, in_milliseconds, to_seconds
-from . import opened, stores
+from ..stores import tcp
+from . import hosted, opened, stores
 from .errors import DistNetworkError, joint
 from .native import open_native
 from .replaced import Replaced
@@ -29,16 +31,22 @@ _CLIENTS: Final = ("native", "python")
 _rendezvous: Final = importlib.import_module("torch.distributed.rendezvous")
 """The module, whose name in `torch.distributed` is its function's."""
 
+_CppTCPStore: Final[Any] = dist.TCPStore
+"""As it is now: `install(classes=True)` puts another in its place."""
+
 Found = tuple[dist.Store, int, int]
 
 _replaced: Final = Replaced()
+
+log = logging.getLogger("tcpstore_async.torch")
 
 
 def install(client: str = "native", classes: bool = False) -> None:
     """Have `init_process_group`, `init_device_mesh` and `init_rpc` take tcp://, env:// and file:// from here.
 
     The server is ours, in a process of its own on rank 0. The client that PyTorch gets is its own C++ one or, with
-    `client="python"`, ours. With `classes`, `torch.distributed.TCPStore` and the others are ours too, for programs that
+    `client="python"`, ours. Wherever else PyTorch's own `TCPStore` is to host a server, as in torchrun's agent, it is a
+    client of ours instead. With `classes`, `torch.distributed.TCPStore` and the others are ours too, for programs that
     make stores themselves. May be called again, also with other arguments; some ranks of a world may do without.
     """
     if client not in _CLIENTS:
@@ -47,6 +55,7 @@ def install(client: str = "native", classes: bool = False) -> None:
     for scheme in _SCHEMES:
         handler = functools.partial(_HANDLERS[scheme], client)
         _replaced.replace(_rendezvous._rendezvous_handlers, scheme, handler)
+    _replaced.replace(_CppTCPStore, "__init__", hosted.constructor(vars(_CppTCPStore)["__init__"]))
     if classes:
         for name in _CLASSES:
             _replaced.replace(dist, name, getattr(stores, name))
@@ -65,7 +74,10 @@ def uninstall() -> None:
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Found]:
     """As `tcpstore_async.rendezvous`; the stores are `torch.distributed.Store`s with our client."""
-    found = plain.rendezvous(url, rank, world_size, **options)
+    return _as_pytorchs(plain.rendezvous(url, rank, world_size, **options))
+
+
+def _as_pytorchs(found: Iterator[plain.Found]) -> Iterator[Found]:
     while True:
         try:
             store, found_rank, found_size = next(found)
@@ -93,13 +105,33 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
         if client == "python":
             ours = stores.of(plain.open_store(place, timeout))
             opened.remember(ours)
+            _tell_whose_server(place, seconds)
             return ours
-        native, hosted = open_native(place, timeout)
+        native, server = open_native(place, timeout)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
-    if hosted is not None:
-        opened.remember(native, hosted.release)
+    _tell_whose_server(place, seconds)
+    if server is not None:
+        opened.remember(native, server.release)
     return native
+
+
+def _tell_whose_server(place: plain.Place, seconds: float) -> None:
+    """Say so once in a job if it is PyTorch's, because a launcher hosts it that knows nothing of us."""
+    if place.rank or place.prefix or place.hosts():
+        return
+    try:
+        with tcp.TCPStore(place.host, place.port, timeout=seconds, use_libuv=place.use_libuv) as store:
+            ours = store._connection().extended()
+    except errors.DistError:
+        return  # whoever needs it will say so
+    if not ours:
+        log.warning(
+            "the server at %s, port %d, is PyTorch's, not ours: torchrun's agent hosts it, and was started without "
+            "TCPSTORE_INSTALL=1",
+            place.host,
+            place.port,
+        )
 
 
 def _tcp(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:

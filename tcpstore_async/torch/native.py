@@ -6,6 +6,7 @@ while they wait, and would wait for ever. The C++ client has connected before th
 to the round that it is counted in.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -27,7 +28,12 @@ class _Joining(TCPStore):
     """Hosts and joins, with a C++ client beside its own that is there before it joins."""
 
     _may_be_thread = False
-    native: Any = None
+
+    def __init__(self, make: Callable[..., Any], *given: Any, **named: Any) -> None:
+        """`make` takes the arguments of PyTorch's constructor."""
+        self._make = make
+        self.native: Any = None
+        super().__init__(*given, **named)
 
     def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
         if ranks is None:
@@ -42,7 +48,7 @@ class _Joining(TCPStore):
         return super()._joins(client, rank)
 
     def _connect_native(self) -> None:
-        self.native = _CppTCPStore(
+        self.native = self._make(
             self.host, self.port, None, False, self.timeout, wait_for_workers=False, use_libuv=self.libuvBackend
         )
 
@@ -53,6 +59,7 @@ def open_native(place: Place, timeout: Timeout) -> tuple[dist.Store, Hosted | No
     Raises DistNetworkError and DistStoreError as TCPStore, RuntimeError if the server could be a thread only.
     """
     joining = _Joining(
+        _CppTCPStore,
         place.host,
         place.port,
         None if place.prefix else place.world_size,
@@ -63,3 +70,13 @@ def open_native(place: Place, timeout: Timeout) -> tuple[dist.Store, Hosted | No
     )
     store, joining.native = joining.native, None
     return (_CppPrefixStore(place.prefix, store) if place.prefix else store), joining._leave_server()
+
+
+def host_native(make: Callable[..., Any], *given: Any, **named: Any) -> Hosted | None:
+    """The server of a master, which is the caller's to release, once `make` has connected the C++ client to it.
+
+    The arguments are those of TCPStore, and so are the errors. None if torchrun's agent hosts at this address.
+    """
+    joining = _Joining(make, *given, **named)
+    joining.native = None
+    return joining._leave_server()

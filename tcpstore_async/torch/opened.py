@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import stores
+from . import hosted, stores
 from .held import Hold
 from .replaced import Replaced
 
@@ -102,6 +102,7 @@ def _close(over: Callable[[Opened], bool]) -> None:
     with ExitStack() as closing:  # whatever one of them raises
         closing.callback(_restore)
         closing.callback(stores.close_let_go)
+        closing.callback(hosted.close_let_go)
         with _lock:
             for one in [one for one in _opened if over(one)]:
                 _opened.remove(one)

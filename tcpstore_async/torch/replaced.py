@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Replaced:
-    """Attributes of modules and entries of dicts that are others for a while."""
+    """Attributes of modules and classes, and entries of dicts that are others for a while."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, Any, Any]] = []
@@ -22,7 +22,7 @@ class Replaced:
             self._before.append((owner, name, owner[name]))
             owner[name] = new
         else:
-            self._before.append((owner, name, getattr(owner, name)))
+            self._before.append((owner, name, vars(owner)[name]))  # of a class, not what it makes of a function
             setattr(owner, name, new)
 
     def restore(self) -> None:

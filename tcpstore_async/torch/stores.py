@@ -26,6 +26,11 @@ from .held import Hold, is_held
 
 S = TypeVar("S", bound="Store")
 
+_CPP_CLASSES: Final[dict[str, Any]] = {
+    name: getattr(dist, name) for name in ("TCPStore", "FileStore", "HashStore", "PrefixStore")
+}
+"""As they are now: `install(classes=True)` puts others in their place."""
+
 _open: Final[dict[int, "weakref.ref[Store]"]] = {}
 """By identity. A set of weak references cannot be gone through while another thread makes a store."""
 
@@ -86,7 +91,31 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-class Store(dist.Store):
+class _Kind(type(dist.Store)):  # type: ignore[misc]
+    """Of the classes that stand for PyTorch's: whoever has one of PyTorch's stores has, by type, one of these.
+
+    The other way round it is `_StandsFor` that makes it so. A subclass stands for nothing.
+    """
+
+    _stands_for: type[Any] | None
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return bool(super().__instancecheck__(instance)) or issubclass(type(instance), cls)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        theirs = vars(cls).get("_stands_for")
+        return bool(super().__subclasscheck__(subclass)) or (theirs is not None and issubclass(subclass, theirs))
+
+
+class _StandsFor:
+    """To `isinstance`, a store of these classes is one of the class of PyTorch's that its own stands for."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return vars(type(self)).get("_stands_for") or type(self)
+
+
+class Store(dist.Store, _StandsFor, metaclass=_Kind):
     """A `torch.distributed.Store` whose methods are those of a plain store.
 
     It may be dropped while PyTorch holds it: it, and its clones, live until `close()`, `destroy_process_group` under
@@ -210,6 +239,8 @@ class TCPStore(Store):
     Its server, if it has one, is never a thread of this process: RuntimeError if `TCPSTORE_SERVER=thread` asks for it.
     """
 
+    _stands_for = _CPP_CLASSES["TCPStore"]
+
     def __init__(
         self,
         host_name: str,
@@ -245,6 +276,8 @@ class TCPStore(Store):
 class FileStore(Store):
     """As `tcpstore_async.FileStore`, and a `torch.distributed.Store`."""
 
+    _stands_for = _CPP_CLASSES["FileStore"]
+
     def __init__(self, file_name: str, world_size: int = -1, **ours: Any) -> None:
         super().__init__(_made(file.FileStore, file_name, world_size, **ours))
 
@@ -256,6 +289,8 @@ class FileStore(Store):
 
 class HashStore(Store):
     """As `tcpstore_async.HashStore`, and a `torch.distributed.Store`."""
+
+    _stands_for = _CPP_CLASSES["HashStore"]
 
     def __init__(self) -> None:
         super().__init__(_made(hash.HashStore))
@@ -270,6 +305,8 @@ class PrefixStore(Store):
 
     Closing it leaves the store below open, unless it `owns` that one.
     """
+
+    _stands_for = _CPP_CLASSES["PrefixStore"]
 
     def __init__(self, prefix: str, store: dist.Store, *, owns: bool = False) -> None:
         if store is None:

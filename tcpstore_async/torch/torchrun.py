@@ -6,15 +6,13 @@ name has an epoch, and with it keys, of its own. Workers of one round never see 
 its own, and a name, in their environment, for those who join a server that runs already.
 """
 
-import base64
 import inspect
 import logging
 import math
 import os
-import pickle
 import secrets
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import Any, Final, NamedTuple, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
@@ -32,6 +30,10 @@ DEFAULT_PORT: Final = 29400
 
 _NO_STATE: Final = C10dRendezvousBackend._NULL_SENTINEL.encode()
 
+_BEAT: Final = "tcpstore.beat"
+_CLOSED: Final = "tcpstore.closed"
+"""What an epoch's agents say to those who come later, in keys of ours."""
+
 _ROUND_KEY: Final = "tcpstore.round"
 
 _KEEP_ALIVE: Final = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
@@ -41,11 +43,6 @@ _LOOKS: Final = 20
 """How often an agent that may be dead is looked for within the time that it has to show itself."""
 
 log = logging.getLogger("tcpstore_async.torchrun")
-
-
-def handler() -> Any:
-    """What the entry point `torchrun.handlers` names: the function that makes a handler of parameters."""
-    return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
@@ -77,11 +74,18 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class _Backend(C10dRendezvousBackend):
-    """PyTorch's, under our name, which torchrun compares with what it was asked for."""
+    """PyTorch's, under our name, which torchrun compares with what it was asked for.
+
+    It leaves a heartbeat beside each state that this agent writes, for those who must not unpickle that.
+    """
 
     @property
     def name(self) -> str:
         return BACKEND
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        cast(Any, self)._call_store("set", _BEAT, f"{time.time():.3f}")
+        return super().set_state(state, token)
 
 
 class _Handler(DynamicRendezvousHandler):
@@ -93,14 +97,26 @@ class _Handler(DynamicRendezvousHandler):
         os.environ[ROUND_VARIABLE] = _name_round(found.store, found.rank)  # workers inherit it
         return found
 
+    def set_closed(self) -> None:
+        """As PyTorch's, and whoever looks at this epoch from now on knows."""
+        self._leave_mark()
+        super().set_closed()
+
     def shutdown(self) -> bool:
         """As PyTorch's, and what was opened is closed: the other agents have the server's grace to do the same."""
         try:
+            self._leave_mark()
             return bool(super().shutdown())
         finally:
             os.environ.pop(ROUND_VARIABLE, None)
             self._close_server()
             cast(PrefixStore, self._store).close()
+
+    def _leave_mark(self) -> None:
+        try:
+            cast(PrefixStore, self._store).set(_CLOSED, "1")
+        except errors.DistError as error:  # the host of the store may have gone first: so has the epoch
+            log.info("the epoch could not be marked as closed: %s", error)
 
     def _close_server(self) -> None:
         server, self._shared_tcp_store_server = getattr(self, "_shared_tcp_store_server", None), None
@@ -165,8 +181,11 @@ class _Signs(NamedTuple):
     """What the agents of an epoch have left there."""
 
     closed: bool
-    beats: list[datetime]
-    """When each agent was last alive, by its own clock."""
+    beat: bytes
+    """When, by its own clock, an agent last wrote the state; empty if none has said so."""
+    state: bytes
+    """PyTorch's own, pickled, and never unpickled here: whoever reaches an unauthenticated server may have written it.
+    That it changes is what is seen of it."""
 
 
 def _enter(store: Store, run_id: str, patience: timedelta) -> Store:
@@ -190,7 +209,7 @@ def _is_over(keys: Store, run_id: str, patience: timedelta) -> str:
     first = _signs(keys, run_id)
     if first.closed:
         return "closed"
-    if _are_recent(first.beats, patience):
+    if not first.state or _is_recent(first.beat, patience):
         return ""
     log.info("looking for up to %g s whether the agents of %s are alive", patience.total_seconds(), run_id)
     end = time.monotonic() + patience.total_seconds()
@@ -199,25 +218,24 @@ def _is_over(keys: Store, run_id: str, patience: timedelta) -> str:
         signs = _signs(keys, run_id)
         if signs.closed:
             return "closed"
-        if signs.beats != first.beats:
+        if signs != first:
             return ""
     return "no agent has been heard of lately"
 
 
-def _are_recent(beats: list[datetime], patience: timedelta) -> bool:
-    """Whether one of these heartbeats is fresh if this clock is right, or there is none yet."""
-    now = datetime.now(timezone.utc)
-    return not beats or any(abs(now - beat) <= patience for beat in beats)
+def _is_recent(beat: bytes, patience: timedelta) -> bool:
+    """Whether this heartbeat is fresh if this clock is right."""
+    try:
+        return abs(time.time() - float(beat)) <= patience.total_seconds()
+    except ValueError:
+        return False
 
 
 def _signs(keys: Store, run_id: str) -> _Signs:
-    key = f"torch.rendezvous.{run_id}"
-    raw = keys.get(key) if keys.check([key]) else _NO_STATE
-    if raw == _NO_STATE:
-        return _Signs(False, [])
-    try:
-        state: Any = pickle.loads(base64.b64decode(raw))
-        beats = [beat if beat.tzinfo else beat.replace(tzinfo=timezone.utc) for beat in state.last_heartbeats.values()]
-        return _Signs(bool(state.closed), beats)
-    except Exception:  # whatever a pickle may raise: it is for the rendezvous itself to complain about
-        return _Signs(False, [])
+    state = _left(keys, f"torch.rendezvous.{run_id}")
+    return _Signs(keys.check([_CLOSED]), _left(keys, _BEAT), b"" if state == _NO_STATE else state)
+
+
+def _left(keys: Store, key: str) -> bytes:
+    """The value of a key that may not be there: empty then."""
+    return keys.get(key) if keys.check([key]) else b""

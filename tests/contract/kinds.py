@@ -30,6 +30,8 @@ class Kind:
         self.start: Final = start
         self.shown: Final = shown
         """What stands before a key in texts."""
+        self.wait: Final = "Wait" if name.endswith("hash") else "wait"
+        """How the text of a time-out begins: PyTorch's HashStore has another word than its TCPStore."""
         self.ours: Final = ours
         """False if PyTorch's server keeps the keys, with its own quirks."""
         self.is_remote: Final = name.startswith(("tcp", "torch", "async", "prefix-tcp"))

@@ -114,7 +114,7 @@ def test_timeouts_go_through_a_prefix() -> None:
     view.set_timeout(0.1)
     assert store.timeout == view.timeout == timedelta(seconds=0.1)
     began = time.monotonic()
-    with pytest.raises(StoreTimeoutError, match=r"^wait timeout after 100ms, keys: p/b/last_member$"):
+    with pytest.raises(StoreTimeoutError, match=r"^Wait timeout after 100ms, keys: p/b/last_member$"):
         view.barrier("b", 2)
     assert time.monotonic() - began < 5
 

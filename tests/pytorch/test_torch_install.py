@@ -21,6 +21,8 @@ from versions import QUIET, VERSION, needs, since, unsaid
 
 handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
 
+CPP_STORE: Any = dist.TCPStore
+
 NAMES = ("TCPStore", "FileStore", "HashStore", "PrefixStore", "Store", "destroy_process_group", "init_process_group")
 
 
@@ -29,6 +31,7 @@ def present() -> list[Any]:
     rpc: Any = dist.rpc
     return [
         *(getattr(dist, name) for name in NAMES),
+        vars(CPP_STORE)["__init__"],
         *(handlers[scheme] for scheme in ("tcp", "env", "file")),
         distributed_c10d.destroy_process_group,
         distributed_c10d._unregister_all_process_groups,
@@ -66,6 +69,55 @@ def test_a_client_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="client must be native or python, not 'rust'"):
         ours.install("rust")
     assert present() == before
+
+
+def test_a_rendezvous_judges_its_arguments_when_called() -> None:
+    """As PyTorch's, not when its result is asked for."""
+    with pytest.raises(RuntimeError, match=r"^No rendezvous handler for nowhere://"):
+        ours.rendezvous("nowhere://")
+    for given in ((1, -1), (-1, 2), (1, 2)):
+        with pytest.raises(AssertionError, match="has node-specific arguments"):
+            ours.rendezvous("tcp://127.0.0.1:1?rank=1&world_size=2", *given)
+    with pytest.raises(RuntimeError, match="`rank` must be an integer"):
+        ours.rendezvous("env://", 1.5)  # type: ignore[arg-type]
+
+
+class Strict(dist.Store):
+    """A store of a program's own, that takes values as PyTorch's C++ side hands them on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: Any, value: Any) -> None:
+        assert (type(key), type(value)) == (str, bytes)
+        self.values[key] = value
+
+    def append(self, key: Any, value: Any) -> None:
+        self.set(key, self.values.get(key, b"") + value)
+
+    def compare_set(self, key: Any, expected: Any, desired: Any) -> Any:
+        assert type(expected) is bytes
+        self.set(key, desired)
+        return desired
+
+    def multi_set(self, keys: Any, values: Any) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def queue_push(self, key: Any, value: Any) -> None:
+        self.set(key, value)
+
+
+def test_a_prefix_hands_bytes_to_a_store_made_in_python() -> None:
+    below = Strict()
+    prefix: Any = ours.PrefixStore("p", below)
+    prefix.set("a", "1")
+    prefix.append("a", "2")
+    prefix.compare_set("b", "", "3")
+    prefix.multi_set(["c", "d"], ["4", b"5"])
+    prefix.queue_push("e", "6")
+    assert below.values == {"p/a": b"12", "p/b": b"3", "p/c": b"4", "p/d": b"5", "p/e": b"6"}
 
 
 def test_a_prefix_of_pytorchs_own_store_under_classes() -> None:

@@ -11,16 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from support import tcpstore_server
 from tcpstore_async.torch import HashStore, torchrun
@@ -236,32 +237,85 @@ def test_numbers_that_must_be_positive(port: int, name: str, number: str) -> Non
 class Left(HashStore):
     """An epoch in which an agent's last heartbeat is from then; and at each look, so much newer."""
 
-    def __init__(self, hours: int, step: timedelta) -> None:
+    def __init__(self, seconds: float, step: float) -> None:
         super().__init__()
+        self.set("torch.rendezvous.job", "a state")
         self.step = step
-        self.beat = datetime.now(timezone.utc) + timedelta(hours=hours)
+        self.beat = time.time() + seconds
 
     def check(self, keys: Any) -> bool:
-        return True
-
-    def get(self, key: str) -> bytes:
         self.beat += self.step
-        return base64.b64encode(pickle.dumps(SimpleNamespace(closed=False, last_heartbeats={"agent": self.beat})))
+        self.set(torchrun._BEAT, str(self.beat))
+        return bool(super().check(keys))
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_an_agent_with_another_clock_is_alive(hours: int) -> None:
-    assert not torchrun._is_over(Left(hours, timedelta(seconds=1)), "job", timedelta(seconds=5))
+    assert not torchrun._is_over(Left(hours * 3600, 1), "job", timedelta(seconds=5))
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_an_agent_that_stays_silent_is_dead(hours: int) -> None:
-    assert torchrun._is_over(Left(hours, timedelta(0)), "job", timedelta(seconds=0.1)).startswith("no agent")
+    assert torchrun._is_over(Left(hours * 3600, 0), "job", timedelta(seconds=0.1)).startswith("no agent")
 
 
-@pytest.mark.parametrize("state", [b"cno_such_module\nX\n.", b"I1\n.", b"(lp0\nI1", b"", b"\xff"])
-def test_a_state_that_nobody_can_read_is_joined(state: bytes) -> None:
-    """The rendezvous itself then complains about it."""
+def test_an_agent_of_just_now_is_alive_without_a_second_look() -> None:
+    assert not torchrun._is_over(Left(0, 0), "job", timedelta(hours=1))
+
+
+def test_an_epoch_that_nobody_has_entered_yet() -> None:
     store = HashStore()
-    store.set("torch.rendezvous.job", base64.b64encode(state).decode())
-    assert not torchrun._is_over(store, "job", timedelta(seconds=5))
+    assert not torchrun._is_over(store, "job", timedelta(hours=1))
+    torchrun._Backend(store, "job")
+    assert not torchrun._is_over(store, "job", timedelta(hours=1))
+
+
+def test_an_agent_says_that_it_lives_and_that_it_closes() -> None:
+    store = HashStore()
+    backend = torchrun._Backend(store, "job")
+    handler = cast(Any, torchrun._Handler.from_backend("job", store, backend, 1, 1, "127.0.0.1", RendezvousTimeout()))
+    assert not store.check([torchrun._BEAT])
+    handler.set_closed()
+    assert torchrun._is_recent(store.get(torchrun._BEAT), timedelta(seconds=60))
+    assert torchrun._is_over(store, "job", timedelta(hours=1)) == "closed"
+
+
+class Bomb:
+    """What a stranger leaves in place of a state: a file appears where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("beat", ["", "nan", "-inf", "no number", "1e400"])
+def test_nothing_from_the_store_is_unpickled(tmp_path: Path, beat: str) -> None:
+    """And a state that no agent of ours left keeps nobody: there is another epoch."""
+    bomb = tmp_path / "bomb"
+    store = HashStore()
+    store.set(torchrun._BEAT, beat)
+    store.set("torch.rendezvous.job", base64.b64encode(pickle.dumps(Bomb(bomb))).decode())
+    assert torchrun._is_over(store, "job", timedelta(seconds=0.1)).startswith("no agent")
+    assert not bomb.exists()
+
+
+@pytest.mark.parametrize("first", ["tcpstore_async.torch.torchrun", "torch.distributed.elastic.rendezvous"])
+def test_whichever_is_imported_first_tcpstore_is_a_rendezvous(first: str) -> None:
+    if not hasattr(registry, "_register_out_of_tree_handlers"):
+        pytest.skip(f"torchrun of PyTorch {torch.__version__} knows no handlers but its own")
+    code = f"""
+import {first}
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry as registry
+handler = registry.create_handler(RendezvousParameters("tcpstore", "127.0.0.1:0", "job", 1, 1))
+print(handler.get_backend(), type(handler).__module__)
+handler.shutdown()"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=tempfile.gettempdir(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("tcpstore tcpstore_async.torch.torchrun\n", "")

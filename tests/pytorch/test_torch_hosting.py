@@ -1,0 +1,343 @@
+"""PyTorch's own TCPStore under install(): whoever makes one as a master gets a client of a server of ours."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tcpstore_async
+import tcpstore_async.torch as ours
+from support import LIMIT, free_port
+from tcpstore_async.client import calls
+from tcpstore_async.torch import held, hosted
+from versions import QUIET, since, unsaid
+
+Cpp: Any = dist.TCPStore
+static: Any = importlib.import_module("torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
+
+SECONDS = timedelta(seconds=LIMIT)
+
+follows = pytest.mark.skipif(not held.CAN_TELL, reason="nothing tells who holds a store of this PyTorch")
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> Iterator[None]:
+    ours.install()
+    yield
+    ours.uninstall()
+    gc.collect()
+    hosted.close_let_go()
+
+
+def joined(port: int) -> int | None:
+    """How many have joined our server at this port; None if it is none of ours."""
+    with tcpstore_async.TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        client = store._connection()
+        return int(client.ask(calls.count(0))) if client.extended() else None
+
+
+def taken(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Sub(Cpp):  # type: ignore[misc]
+    """As libraries make them."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+MAKERS: dict[str, Callable[[int], Any]] = {
+    "positions": lambda port: Cpp("127.0.0.1", port, 1, True, SECONDS),
+    "names": lambda port: Cpp(host_name="127.0.0.1", port=port, is_master=True, timeout=SECONDS),
+    "by another name": lambda port: static.TCPStore("127.0.0.1", port, 1, True, SECONDS, multi_tenant=True),
+    "subclass": Sub,
+    "legacy": lambda port: Cpp("127.0.0.1", port, 1, True, SECONDS, use_libuv=False),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_master_is_a_client_of_our_server(make: Callable[[int], Any], fixed: bool) -> None:
+    asked = free_port() if fixed else 0
+    store = make(asked)
+    assert type(store) in (dist.TCPStore, Sub)
+    assert isinstance(store, Cpp)
+    assert store.port == asked or not fixed
+    assert joined(store.port) in (0, 1)
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+
+
+def test_clients_are_pytorchs_and_all_join_once(port: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        master = pool.submit(Cpp, "127.0.0.1", port, 3, True, SECONDS)
+        clients = [pool.submit(Cpp, "127.0.0.1", port, 3, False, SECONDS) for _ in range(2)]
+        stores = [future.result(LIMIT) for future in (master, *clients)]
+    assert joined(port) == 3
+    stores[1].set("k", "v")
+    assert stores[0].get("k") == b"v"
+
+
+def test_a_master_that_waits_for_nobody_does_not_join() -> None:
+    store = Cpp("127.0.0.1", 0, 3, True, SECONDS, wait_for_workers=False)
+    assert joined(store.port) == 0
+
+
+def test_a_socket_that_listens_already() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        store = Cpp("127.0.0.1", port, 1, True, SECONDS, master_listen_fd=os.dup(listener.fileno()))
+    assert joined(store.port) == 1
+
+
+@follows
+def test_tenants_of_one_server(port: int) -> None:
+    first, second = [Cpp("127.0.0.1", port, None, True, SECONDS, multi_tenant=True) for _ in range(2)]
+    first.set("k", "v")
+    del first
+    assert second.get("k") == b"v"
+    del second
+    assert not taken(port)
+
+
+def test_a_tenant_of_pytorchs_server(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Which was there before we were installed."""
+    ours.uninstall()
+    first = Cpp("127.0.0.1", port, None, True, SECONDS, multi_tenant=True)
+    ours.install()
+    second = Cpp("127.0.0.1", port, None, True, SECONDS, multi_tenant=True)
+    first.set("k", "v")
+    assert second.get("k") == b"v"
+    assert joined(port) is None
+    assert f"the server at port {port} is PyTorch's, not ours: " in caplog.text
+
+
+def test_a_port_that_is_taken(port: int) -> None:
+    store = Cpp("127.0.0.1", port, 1, True, SECONDS)
+    for multi_tenant in (False, True):
+        listener = socket.create_server(("", 0))
+        other = port if not multi_tenant else listener.getsockname()[1]
+        with listener, pytest.raises(dist.DistNetworkError, match=r"^The server socket has failed to listen on any"):
+            Cpp("127.0.0.1", other, 1, True, SECONDS, multi_tenant=multi_tenant)
+    assert store.port == port
+
+
+def test_workers_that_do_not_come(port: int) -> None:
+    with pytest.raises(
+        dist.DistStoreError, match=r"^Timed out after 1 seconds waiting for clients. 1/2 clients joined"
+    ):
+        Cpp("127.0.0.1", port, 2, True, timedelta(seconds=1))
+    assert not taken(port)
+
+
+@pytest.mark.parametrize(
+    "given", [("127.0.0.1",), ("127.0.0.1", 0, 1, True, "soon"), (1, 0, 1, True), ("h", 0, 1, True, 1, 2, 3, 4, 5, 6)]
+)
+def test_what_is_wrong_is_pytorchs_to_say(given: Any) -> None:
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
+        Cpp(*given)
+
+
+def test_no_time_at_all(port: int) -> None:
+    """Is for ever to ours, and an error at once to PyTorch's."""
+    with pytest.raises(dist.DistNetworkError):
+        Cpp("127.0.0.1", port, 2, True, timedelta(0))
+
+
+def test_a_server_that_cannot_have_a_process(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("TCPSTORE_SERVER", "thread")
+    store = Cpp("127.0.0.1", 0, 1, True, SECONDS)
+    assert joined(store.port) is None
+    (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert line == (
+        f"the server at port {store.port} is PyTorch's, not ours: "
+        "the server of this store must not be a thread of its own process: unset TCPSTORE_SERVER"
+    )
+
+
+def test_torchruns_agent_hosts_the_server_already(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank 0 that hosts at its address is a client of it, as with PyTorch's."""
+    agent = Cpp("127.0.0.1", port, 1, True, SECONDS)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    rank = Cpp("127.0.0.1", port, 1, True, SECONDS)
+    agent.set("k", "v")
+    assert rank.get("k") == b"v"
+    assert joined(port) == 2
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_agent_that_is_not_ours_is_one_line(
+    client: str, installed: bool, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of rank 0: a program that calls install() itself comes too late for the process that launches it."""
+    if not installed:
+        ours.uninstall()
+    agent = Cpp("127.0.0.1", port, 1, True, SECONDS)
+    ours.install(client)
+    for name, text in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        store, *_ = next(dist.rendezvous("env://"))
+        store.set(rank, "v")
+    lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    expected = [
+        f"the server at 127.0.0.1, port {port}, is PyTorch's, not ours: "
+        "torchrun's agent hosts it, and was started without TCPSTORE_INSTALL=1"
+    ]
+    assert lines == ([] if installed else expected)
+    assert agent.get("1") == b"v"
+
+
+def test_the_parameters_are_pytorchs() -> None:
+    """What is passed by position means the same."""
+    said = str(Cpp.__init__.__doc__).split("(", 1)[1].split(") ->")[0]
+    named = [part.split(":")[0].strip() for part in said.split(",") if ":" in part]
+    assert [name for name in named if name.isidentifier()][1:] == list(inspect.signature(hosted._as_called).parameters)
+
+
+# How long the server lives
+
+
+@follows
+def test_it_goes_with_the_store(port: int) -> None:
+    for _ in range(2):
+        store = Cpp("127.0.0.1", port, 1, True, SECONDS)
+        assert taken(port)
+        del store
+        assert not taken(port)
+
+
+@follows
+def test_it_stays_for_what_c_plus_plus_holds(port: int) -> None:
+    prefix = dist.PrefixStore("p", Cpp("127.0.0.1", port, 1, True, SECONDS))
+    gc.collect()
+    prefix.set("k", "v")
+    assert joined(port) == 1
+    again: Any = prefix.underlying_store
+    del prefix
+    assert again.get("p/k") == b"v"
+    del again
+    other = Cpp("127.0.0.1", 0, 1, True, SECONDS)
+    assert not taken(port)
+    assert taken(other.port)
+
+
+@follows
+def test_it_outlives_uninstall(port: int) -> None:
+    store = Cpp("127.0.0.1", port, 1, True, SECONDS)
+    ours.uninstall()
+    store.set("k", "v")
+    assert joined(port) == 1
+    del store
+    assert not taken(port)
+
+
+def run(code: str, **env: str) -> tuple[str, str]:
+    """A program of its own: what it says on stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, *QUIET, "-c", code],
+        cwd=tempfile.gettempdir(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={**os.environ, **env},
+    )
+    return unsaid(done.stdout).strip(), done.stderr
+
+
+@since(2, 5, "autoload")
+def test_a_group_over_a_store_that_a_program_made(port: int) -> None:
+    """Nobody but PyTorch holds it. A child that is forked meanwhile takes nothing away, and at the end all goes."""
+    code = f"""
+import os, socket, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", {port}, 1, True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+child = os.fork()
+if not child:
+    del store
+    os._exit(0)
+os.waitpid(child, 0)
+del store
+dist.barrier()
+print(type(dist.distributed_c10d._get_default_store().underlying_store) is dist.TCPStore)
+import tcpstore_async
+print(tcpstore_async.TCPStore("127.0.0.1", {port})._connection().extended())"""
+    said, complaints = run(code, TCPSTORE_INSTALL="1", PYTHONWARNINGS="ignore")
+    assert said == "True\nTrue", complaints
+    assert not taken(port)
+
+
+# Types
+
+
+IS_INSTANCE = """
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+store = dist.distributed_c10d._get_default_store()
+assert isinstance(store, dist.PrefixStore) and not isinstance(store, dist.TCPStore)
+while isinstance(store, dist.PrefixStore):
+    store = store.underlying_store
+assert isinstance(store, dist.TCPStore) and not isinstance(store, (dist.FileStore, dist.HashStore)), type(store)
+other = dist.TCPStore(store.host, store.port, timeout=store.timeout, is_master=False, wait_for_workers=False)
+store.set("k", "v")
+print(other.get("k").decode())
+dist.destroy_process_group()"""
+"""What torch_checkpointing does with the store of the default group."""
+
+
+@since(2, 5, "autoload")
+@pytest.mark.parametrize("mode", ["0", "1", "python", "classes", "python,classes"])
+def test_the_store_of_a_group_is_of_pytorchs_types(mode: str, port: int) -> None:
+    said, complaints = run(IS_INSTANCE.format(port=port), TCPSTORE_INSTALL=mode)
+    assert said == "v", complaints
+
+
+@pytest.mark.parametrize("name", ["TCPStore", "FileStore", "HashStore", "PrefixStore"])
+def test_instances_both_ways(name: str, tmp_path: Path) -> None:
+    server = Cpp("127.0.0.1", 0, None, True, SECONDS)
+    make: dict[str, Callable[[Any], Any]] = {
+        "TCPStore": lambda kind: kind("127.0.0.1", server.port, timeout=SECONDS),
+        "FileStore": lambda kind: kind(str(tmp_path / kind.__module__), 1),
+        "HashStore": lambda kind: kind(),
+        "PrefixStore": lambda kind: kind("p", server),
+    }
+    theirs, mine = getattr(dist, name), getattr(ours, name)
+    others = [getattr(dist, other) for other in make if other != name] + [getattr(ours, o) for o in make if o != name]
+
+    Subclass: Any = type("Subclass", (mine,), {})
+    for store in make[name](theirs), make[name](mine):
+        assert isinstance(store, (theirs,))
+        assert isinstance(store, (mine,))
+        assert isinstance(store, dist.Store)
+        assert not isinstance(store, (Subclass, *others))
+    sub = make[name](Subclass)
+    assert isinstance(sub, Subclass)
+    assert isinstance(sub, (mine,))
+    assert sub.__class__ is Subclass
+    assert not isinstance(sub, tuple(others))
+    assert issubclass(theirs, mine)
+    assert issubclass(Subclass, mine)
+    assert not issubclass(theirs, Subclass)
+    assert not issubclass(dist.Store, mine)
+    assert not isinstance(3, (mine, Subclass))

@@ -1,0 +1,351 @@
+"""Runs small jobs of other people's software, on stock PyTorch first and then on ours: `make third-party`.
+
+Everything is installed into a virtual environment under build/third-party, which is kept: PyTorch's CPU build, this
+package as it is in the checkout, and what of accelerate, lightning, torchft and ray can be installed; what cannot is
+skipped, with the reason. Each job says in one line of JSON what came out and how long its group took to form. A mode of
+TCPSTORE_INSTALL passes if the results are those of stock PyTorch and the server is ours.
+
+A job is a function of this file, run as `python tools/third_party.py --job NAME` in every process that its launcher
+starts. None of it is imported by anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+FOLDER: Final = ROOT / "build" / "third-party"
+PYTHON: Final = FOLDER / "bin" / "python"
+
+TORCH: Final = "torch==2.13.0+cpu"
+CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
+
+INSTALL_LIMIT: Final = 1800.0
+JOB_LIMIT: Final = 240.0
+"""Seconds."""
+
+MODES: Final = ("0", "1", "python", "classes", "python,classes")
+"""Of TCPSTORE_INSTALL; the first is stock PyTorch."""
+
+
+# What runs in the processes of a job
+
+
+def report(result: object, began: float, formed: float) -> None:
+    """Rank 0's line: the result, the seconds that the group took, whose server and client there are."""
+    import torch.distributed as dist
+
+    import tcpstore_async
+
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    with tcpstore_async.TCPStore(store.host, store.port, timeout=30) as client:
+        ours = client._connection().extended()
+    print(
+        "REPORT",
+        json.dumps(
+            {
+                "result": result,
+                "seconds": round(formed - began, 3),
+                "server": "ours" if ours else "PyTorch's",
+                "types": isinstance(store, dist.TCPStore),
+            }
+        ),
+        flush=True,
+    )
+
+
+def torchrun_job() -> None:
+    """A group, and a sum over it."""
+    import torch
+    import torch.distributed as dist
+
+    began = time.monotonic()
+    dist.init_process_group("gloo")
+    formed = time.monotonic()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        report(total.item(), began, formed)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def accelerate_job() -> None:
+    """A linear model on a few numbers: the loss is the same whatever carries the group."""
+    import torch
+
+    accelerate: Any = importlib.import_module("accelerate")
+    began = time.monotonic()
+    accelerator = accelerate.Accelerator(cpu=True)
+    formed = time.monotonic()
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(4, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: Any = torch.utils.data.DataLoader(torch.arange(32.0).reshape(8, 4) / 32, batch_size=2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    loss: Any = None
+    for batch in data:
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = accelerator.gather(loss.detach().reshape(1)).tolist()
+    if accelerator.is_main_process:
+        report([accelerator.num_processes, [round(one, 5) for one in losses]], began, formed)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def lightning_job() -> None:
+    """A Trainer that starts its second process itself."""
+    import torch
+
+    lightning: Any = importlib.import_module("lightning")
+    strategy = importlib.import_module("lightning.pytorch.strategies").DDPStrategy(process_group_backend="gloo")
+
+    class Model(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.loss = 0.0
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.layer(batch).square().mean()
+            self.loss = round(float(loss), 5)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def on_train_end(self) -> None:
+            if self.trainer.is_global_zero:
+                report([self.trainer.world_size, self.loss], 0.0, 0.0)
+            self.trainer.strategy.barrier()
+
+    torch.manual_seed(1)
+    data: Any = torch.utils.data.DataLoader(torch.arange(32.0).reshape(8, 4) / 32, batch_size=2)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, enable_model_summary=False, **quiet
+    )
+    trainer.fit(Model(), data)
+
+
+def torchft_job() -> None:
+    """One replica group of one rank: its manager's store is a TCPStore, and a quorum of one commits a step."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"})
+    torchft: Any = importlib.import_module("torchft")
+    coordination: Any = importlib.import_module("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=1)
+    began = time.monotonic()
+    store: Any = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=lambda _: None,
+        state_dict=dict,
+        min_replica_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse.address(),
+    )
+    manager.start_quorum()
+    total = torch.ones(1)
+    manager.allreduce(total).wait()
+    formed = time.monotonic()
+    committed = bool(manager.should_commit())
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    report([committed, total.item(), manager.num_participants()], began, formed)
+    dist.destroy_process_group()
+    manager.shutdown(wait=False)
+    lighthouse.shutdown()
+
+
+def ray_job() -> None:
+    """Two actors that make a group."""
+    ray: Any = importlib.import_module("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+    def join(rank: int, port: int) -> str:
+        import contextlib
+        import io
+
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"})
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            torchrun_job()
+        return said.getvalue()
+
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    task = ray.remote(join)
+    print("".join(ray.get([task.remote(rank, port) for rank in range(2)])), flush=True)
+    ray.shutdown()
+
+
+# What there is to run
+
+
+class Job(NamedTuple):
+    """One program and how it is launched."""
+
+    package: str
+    """What has to be installed for it; empty if nothing."""
+    run: Callable[[], None]
+    launcher: tuple[str, ...] = ()
+    server_is_ours: tuple[str, ...] = MODES[1:]
+
+
+_TORCHRUN: Final = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+_ACCELERATE: Final = ("-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
+
+JOBS: Final = {
+    "torchrun-static": Job("", torchrun_job, (*_TORCHRUN, "--master-port", "{port}")),
+    "torchrun-standalone": Job("", torchrun_job, (*_TORCHRUN, "--standalone")),
+    "accelerate": Job(
+        "accelerate",
+        accelerate_job,
+        (
+            *_ACCELERATE,
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--dynamo_backend",
+            "no",
+            "--main_process_port",
+            "{port}",
+        ),
+    ),
+    "lightning": Job("lightning", lightning_job),
+    "torchft": Job("torchft", torchft_job),
+    "ray": Job("ray", ray_job),
+}
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def pip(*given: str) -> str:
+    """Install; empty if that worked, else its last line."""
+    command = [str(PYTHON), "-m", "pip", "install", "-q", "--disable-pip-version-check", *given]
+    env = {**os.environ, "TCPSTORE_PURE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT, env=env, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+    return "" if done.returncode == 0 else (lines or ["pip failed"])[-1]
+
+
+def prepare() -> None:
+    """The environment, with PyTorch and this package."""
+    if not PYTHON.exists():
+        print(f"making {FOLDER}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
+    why = pip(TORCH) and pip("--index-url", CPU_INDEX, TORCH)
+    why = why or pip("--editable", str(ROOT))
+    if why:
+        sys.exit(f"nothing can be run: {why}")
+
+
+def run(name: str, mode: str) -> dict[str, Any]:
+    """What a job reports, or `error`."""
+    job = JOBS[name]
+    launcher = [part.format(port=free_port()) for part in job.launcher]
+    env = {key: text for key, text in os.environ.items() if not key.startswith(("TCPSTORE_", "PYTHONPATH"))}
+    env |= {"TCPSTORE_INSTALL": mode, "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
+    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(PYTHON), *launcher, str(Path(__file__).resolve()), "--job", name]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=JOB_LIMIT, env=env, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {JOB_LIMIT:g} s"}
+    lines = [line.partition("REPORT ")[2] for line in done.stdout.splitlines() if "REPORT " in line]
+    if done.returncode or len(lines) != 1:
+        return {"error": f"status {done.returncode}: {done.stderr[-1500:]}"}
+    found: dict[str, Any] = json.loads(lines[0])
+    return found
+
+
+def judge(name: str, mode: str, found: dict[str, Any], stock: dict[str, Any]) -> str:
+    """What is wrong; empty if nothing is."""
+    if "error" in found:
+        return str(found["error"])
+    if found["result"] != stock.get("result"):
+        return f"the result is {found['result']}, that of stock PyTorch {stock.get('result')}"
+    if not found["types"]:
+        return "the store is no torch.distributed.TCPStore"
+    expected = "ours" if mode in JOBS[name].server_is_ours else "PyTorch's"
+    return "" if found["server"] == expected else f"the server is {found['server']}"
+
+
+def compare(name: str, modes: list[str], rounds: int) -> int:
+    """Every mode in turn, so often; returns how many runs were wrong, stock's aside."""
+    times: dict[str, list[float]] = {mode: [] for mode in modes}
+    wrong, stock = 0, {}
+    for _ in range(rounds):
+        for mode in modes:
+            found = run(name, mode)
+            stock = found if mode == "0" else stock
+            if "error" in stock:
+                print(f"{name}: skipped: stock PyTorch fails: {stock['error']}", flush=True)
+                return 0
+            why = judge(name, mode, found, stock)
+            wrong += bool(why)
+            times[mode].append(found.get("seconds", float("nan")))
+            text = why or f"{found['result']}, server {found['server']}, group after {found['seconds']} s"
+            print(f"{name}, TCPSTORE_INSTALL={mode}: {'FAILED: ' if why else ''}{text}", flush=True)
+    if rounds > 1:
+        medians = ", ".join(f"{mode}: {statistics.median(seconds):.3f}" for mode, seconds in times.items())
+        print(f"{name}: median seconds until the group is there: {medians}", flush=True)
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(JOBS)}; default: all")
+    parser.add_argument("--modes", nargs="+", default=["1", "python"], choices=MODES, help="besides 0, which is stock")
+    parser.add_argument("--rounds", type=int, default=1, help="more than one: medians of the times, too")
+    parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.job:
+        JOBS[given.job].run()
+        return
+    if unknown := sorted({*given.names} - {*JOBS}):
+        parser.error(f"there is no job {', '.join(unknown)}")
+    prepare()
+    wrong = 0
+    for name in given.names or JOBS:
+        package = JOBS[name].package
+        if package and (why := pip(package, TORCH)):
+            print(f"{name}: skipped: {package} cannot be installed: {why}", flush=True)
+            continue
+        wrong += compare(name, ["0", *dict.fromkeys(mode for mode in given.modes if mode != "0")], given.rounds)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
