@@ -18,6 +18,7 @@ import pytest
 
 from support import LIMIT, free_port, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async.client.deadline import Deadline
 
 
 @pytest.fixture
