@@ -36,6 +36,9 @@ _PROBE_PAUSE: Final = 30
 _UNHEARD: Final = 300
 """Seconds until a peer is given up whose system does not acknowledge what it is sent."""
 
+START_TIMEOUT: Final = 60.0
+"""Seconds that a caller who waits for nobody, whose timeout is 0, waits for a server. Usually it takes 0.1."""
+
 RESERVE: Final = 64
 """File descriptors that connections never get: for the loop, logs, and to be able to refuse."""
 

@@ -26,13 +26,11 @@ from typing import Final
 
 import msgspec
 
+from .base import START_TIMEOUT
 from .childlog import ChildLog, last_words
 from .control import Event, Lines
 from .forks import keep_private
 from .pidfd import Process, open_pidfd
-
-START_TIMEOUT: Final = 60.0
-"""Seconds that a caller who waits for nobody, whose timeout is 0, waits for a server. Usually it takes 0.1."""
 
 STOP_TIMEOUT: Final = 10.0
 """Seconds until a server that does not confirm its stop is killed."""
@@ -186,17 +184,21 @@ def _launch(listener: socket.socket, backend: str, grace: float, timeout: float 
         with theirs, stderr:
             starter = _spawn(listener, theirs, stderr, backend, grace)
         try:
-            ready, fd = _await_ready(control, source, end)
-            process = Process(ready.pid, fd)
-            log = ChildLog(source, process, ready.port)
+            ready, process = _await_ready(control, source, end)
+            starter.wait()
         except BaseException:
             _give_up(starter, control)
             raise
-        starter.wait()
-        return ServerProcess(process, control, log, ready)
     except BaseException:
         control.close()
         source.close()
+        raise
+    try:
+        return ServerProcess(process, control, ChildLog(source, process, ready.port), ready)
+    except BaseException:
+        control.close()  # which is as good as a stop
+        process.kill()
+        process.wait(STOP_TIMEOUT)
         raise
 
 
@@ -226,8 +228,8 @@ def _spawn(
         owner.close()
 
 
-def _await_ready(control: socket.socket, source: socket.socket, end: float | None) -> tuple[Event, int | None]:
-    """What a server says when it serves, and a descriptor of its process. Raises StartError if it comes to nothing."""
+def _await_ready(control: socket.socket, source: socket.socket, end: float | None) -> tuple[Event, Process]:
+    """What a server says when it serves, and its process. Raises StartError if it comes to nothing."""
     said, fds = b"", []
     try:
         while not said.endswith(b"\n"):
@@ -245,11 +247,10 @@ def _await_ready(control: socket.socket, source: socket.socket, end: float | Non
         event = msgspec.json.decode(said, type=Event)
         if event.event != "ready":
             raise StartError(event.error)
-    except BaseException:
+        return event, Process(event.pid, fds.pop() if fds else None)
+    finally:
         for fd in fds:
             os.close(fd)
-        raise
-    return event, (fds[0] if fds else None)
 
 
 def _last_words(source: socket.socket) -> str:

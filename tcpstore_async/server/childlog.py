@@ -34,7 +34,7 @@ class ChildLog:
     """Logs what a server process says, and how it ends."""
 
     def __init__(self, source: socket.socket, process: Process, port: int) -> None:
-        """Listen to `source`, which is closed here. Raises RuntimeError if there can be no thread."""
+        """Listen to `source`, which is closed in any case. Raises RuntimeError if there can be no thread."""
         self._source = source
         self._process = process
         self._port = port
@@ -42,7 +42,11 @@ class ChildLog:
         self._raw: list[str] = []
         """Lines that are not of the server's log."""
         self._thread = threading.Thread(target=self._listen, name="tcpstore server log", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            source.close()
+            raise
 
     def expect_kill(self, why: str) -> None:
         """Say, when the end comes, that the owner has killed the server, and why."""

@@ -10,12 +10,13 @@ import os
 import socket
 import sys
 import threading
+import time
 import warnings
 import weakref
 from typing import Final, Protocol
 
 from ..errors import DistNetworkError, DistStoreError
-from .base import BACKENDS, Address, check_port, listen_at, prepare, resolve, tell_of_short_backlog
+from .base import BACKENDS, START_TIMEOUT, Address, check_port, listen_at, prepare, resolve, tell_of_short_backlog
 from .forks import keep_private
 from .refusals import Tried, Uv, refusals
 
@@ -149,10 +150,14 @@ def host(
     check_port(port)
     if not multi_tenant:
         return Hosted(_open(port, bind_host, listen_fd, where, backend, timeout, shared=False))
-    with _shared_lock:
+    began, lock = time.monotonic(), _shared_lock
+    if not lock.acquire(timeout=-1 if timeout is None else timeout or START_TIMEOUT):
+        raise DistNetworkError(f"another store of this process was still busy with a shared server after {timeout:g} s")
+    try:
         tenancy = _shared.get(port)
         if tenancy is None or not tenancy.server.alive():
-            tenancy = _open(port, bind_host, listen_fd, where, backend, timeout, shared=True)
+            left = timeout and max(1e-3, began + timeout - time.monotonic())
+            tenancy = _open(port, bind_host, listen_fd, where, backend, left, shared=True)
             _shared[tenancy.server.port] = tenancy
         elif listen_fd is not None:
             _take_over(listen_fd, port, backend).close()
@@ -161,6 +166,8 @@ def host(
         if not may_be_thread and tenancy.server.pid == os.getpid():
             raise RuntimeError(f"{_NO_THREAD}, and another store has made it one")
         return Hosted(tenancy)
+    finally:
+        lock.release()
 
 
 def _where() -> str:

@@ -495,6 +495,23 @@ def test_a_start_has_all_the_time_of_its_caller(
     hosted.release()
 
 
+def test_a_wait_for_another_threads_shared_server_ends_in_time() -> None:
+    def hold() -> None:
+        with hosting._shared_lock:
+            held.set()
+            assert over.wait(LIMIT)
+
+    held, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(LIMIT)
+    with pytest.raises(DistNetworkError, match=r"still busy with a shared server after 0\.05 s"):
+        host(0, multi_tenant=True, timeout=0.05)
+    over.set()
+    thread.join()
+    host(0, multi_tenant=True, timeout=LIMIT).release()
+
+
 # Forks
 
 FORKED = """

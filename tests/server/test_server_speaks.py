@@ -97,6 +97,42 @@ def test_a_server_that_dies_is_one_error_line(
     assert not lines(caplog, logging.WARNING)
 
 
+REFUSED = """
+import logging, socket, sys, threading
+from tcpstore_async.server.hosting import host
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        print(record.levelname, record.getMessage())
+        heard.set()
+
+heard = threading.Event()
+logging.getLogger("tcpstore_async.server").addHandler(Handler(logging.WARNING))
+hosted = host(0)
+peers = []
+for _ in range(hosted._tenancy.server.room + 1):
+    peer = socket.create_connection(("127.0.0.1", hosted.port), 60)
+    peer.sendall(bytes.fromhex("00cef7853c 0d01020304"))
+    peers.append(peer)
+    try:
+        answer = peer.recv(4)
+    except ConnectionError:
+        answer = b""
+    if not answer:
+        break
+print(len(peers) - hosted._tenancy.server.room)
+heard.wait(60)
+hosted.release()
+"""
+
+
+def test_a_rank_that_finds_no_place_is_a_line_in_the_log_of_rank_0() -> None:
+    one_too_many, line = sorted(run(REFUSED, prefix=("prlimit", "--nofile=150:150")).splitlines())
+    assert one_too_many == "1"
+    assert line.startswith("WARNING refused the connection of ")
+    assert "are open, the most allowed" in line
+
+
 ADOPTED = """
 import ctypes, logging, os, signal, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: as the first process of a container is
