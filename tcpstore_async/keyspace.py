@@ -165,6 +165,8 @@ class Keyspace:
         """Per key, those who wait until it reaches a number."""
         self.reserved: dict[bytes, Framed] = {}
         """What the server says of itself: there when it is asked for by name, but no key of the store."""
+        self.final: set[bytes] = set()
+        """Those of them that will not change any more, so that nobody waits until they do."""
         self.promises: dict[bytes, int] = {}
         """Per queue, how many woken waiters have not been heard of since."""
         self.joins: dict[bytes, Joins] = {}
@@ -351,6 +353,8 @@ class Keyspace:
     def reserve(self, key: bytes, value: Framed, last: bool = False) -> None:
         """Say something, and tell those who wait until that reaches a number; if it is the last word, all of them."""
         self.reserved[key] = value
+        if last:
+            self.final.add(key)
         counter = self.counters.get(key)
         if counter is None:
             return
@@ -527,7 +531,7 @@ class Keyspace:
         Raises ProtocolError if the value is no number.
         """
         self._demand_idle(waiter)
-        if self._count(key) >= target:
+        if self._count(key) >= target or key in self.final:
             return True
         counter = self.counters.get(key)
         self._grow(self._parking(key) * (2 if counter is None else 1))

@@ -211,11 +211,11 @@ class TCPClient:
                     self._release(channel)
                     raise
 
-    def pop(self, lease: Ask, seconds: float, began: float) -> Framed | None:
+    def pop(self, lease: Ask, seconds: float, began: float) -> bytes | None:
         """Take the item that a server of ours leases; None if there is none.
 
-        It is the caller's from the moment that this is said to the server, which is the last thing that is done. An
-        interrupt that strikes between that and the return has it pushed back, to the end of the queue.
+        It is the caller's from the moment that this is said to the server. An interrupt that strikes between that and
+        the return has it pushed back, to the end of the queue. The caller must not make a call before it returns it.
         """
         taken: list[Framed] = []
         confirmed: list[int] = []
@@ -226,9 +226,7 @@ class TCPClient:
                 self.ask(calls.push_back(lease[1][0], taken[0]))
             raise
 
-    def _pop(
-        self, lease: Ask, seconds: float, began: float, taken: list[Framed], confirmed: list[int]
-    ) -> Framed | None:
+    def _pop(self, lease: Ask, seconds: float, began: float, taken: list[Framed], confirmed: list[int]) -> bytes | None:
         channel = None
         deadline = Deadline.of_a_call(seconds, began)
         try:
@@ -243,8 +241,9 @@ class TCPClient:
                 if item is None:
                     return None
                 taken.append(item)
+                value = unpack(item)
                 channel.confirm(lease, confirmed, deadline)
-                return taken[0]
+                return value
             except BaseException:
                 if not confirmed:
                     channel.give_back(lease)
@@ -261,7 +260,7 @@ class TCPClient:
                     self._release(channel)
                     raise
 
-    def pop_unconfirmed(self, ask: Ask, seconds: float, began: float, wait: Ask | None) -> Framed | None:
+    def pop_unconfirmed(self, ask: Ask, seconds: float, began: float, wait: Ask | None) -> bytes | None:
         """Take an item from a server of PyTorch's, after a wait if that is given; None if there is none.
 
         Whatever keeps it from the caller, it is pushed back, to the end of the queue, when it has come.
@@ -278,7 +277,7 @@ class TCPClient:
                 mine.append(channel.request(ask, deadline))
                 channel.read_until(mine[0], deadline)
                 item: Framed | None = mine[0].result[1]
-                return item
+                return None if item is None else unpack(item)
             except BaseException:
                 channel.stranded += mine or [call for call in channel.session.pending if call.fields is ask[1]]
                 raise

@@ -249,7 +249,7 @@ class TCPStore(Store):
             return self._pop_from_pytorchs(client, name, block, began)
         item = client.pop(calls.lease(name, block and seconds != 0), seconds, began)
         if item is not None:
-            return unpack(item)
+            return item  # without a call, at which an interrupt could strike
         if block and seconds == 0 and (not client.ask(calls.check([name])) or client.ask(calls.queue_len(name))):
             raise StoreTimeoutError(calls.out_of_time(ask, seconds))
         raise QueueEmptyError("queue is empty")
@@ -261,7 +261,7 @@ class TCPStore(Store):
                 calls.queue_pop(name), self._timeout, began, calls.wait([name]) if block else None
             )
             if item is not None:
-                return unpack(item)
+                return item
             doubts += 1
             if not block or self._is_plain(client, name, doubts):
                 raise QueueEmptyError("queue is empty")

@@ -590,6 +590,7 @@ def test_whoever_waits_for_what_the_server_says_is_told(engine: Engine) -> None:
     assert engine.dirty == [few]
     engine.announce(0)
     assert engine.dirty == [few, many]
+    assert engine.keyspace.wait_count(few, JOINS_KEY, 5)
     assert (engine.keyspace.counters, engine.keyspace.waiters, engine.keyspace.size) == ({}, {}, 0)
 
 

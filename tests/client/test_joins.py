@@ -1,0 +1,317 @@
+"""A join counts once, and a rank ends up on the server of its own round."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from client.fakes import PROBE, exactly, fake_server, greet
+from client.test_pops import Link, link_to
+from client.test_sync import until
+from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
+from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async.client import calls
+from tcpstore_async.client.sync import TCPClient
+
+WORKERS = b"init/"
+IDENTITY = b'{"server":"tcpstore_async","version":"0","extension":2,"instance":"%s"}'
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def counted(store: TCPStore) -> int:
+    assert store._client is not None
+    return int(store._client.ask(calls.count(0)))
+
+
+# Once
+
+
+class Cutter(Link):
+    """Cuts the first connections in the midst of the join: before it arrives, or before its answer does."""
+
+    times = 3
+    before = False
+
+    def _pass_on(self, peer: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", self.target), LIMIT) as server:
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            joined = False
+            ends = {server: peer, peer: server}
+            while True:
+                for end in _ready(list(ends)):
+                    data = end.recv(1 << 20)
+                    joined = joined or (end is peer and WORKERS in data)
+                    if not data or (joined and self.times > 0 and (self.before or end is server)):
+                        self.times -= joined
+                        return
+                    ends[end].sendall(data)
+
+
+def _ready(ends: list[socket.socket]) -> list[socket.socket]:
+    return select.select(ends, [], [], LIMIT)[0]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_rank_that_loses_its_connection_is_counted_once(before: bool) -> None:
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as look:
+        cutter = Cutter(server.port, "q")
+        cutter.before = before
+        try:
+            with TCPStore("127.0.0.1", cutter.port, 3, timeout=LIMIT) as store:
+                assert counted(look) == 1
+                assert store.check([]) is True
+            assert cutter.connections == 4
+        finally:
+            cutter.stop()
+
+
+def test_a_master_does_not_return_without_a_rank(port: int) -> None:
+    """Whose place another took that was counted twice."""
+    with ThreadPoolExecutor(1) as threads:
+        master = threads.submit(TCPStore, "127.0.0.1", port, 3, True, 4.0)
+        with TCPStore("127.0.0.1", port, timeout=LIMIT):
+            pass  # it listens
+        cutter = Cutter(port, "q")
+        try:
+            with TCPStore("127.0.0.1", cutter.port, 3, timeout=LIMIT), pytest.raises(DistStoreError, match="2/3"):
+                master.result(LIMIT)
+        finally:
+            cutter.stop()
+
+
+def test_pytorchs_server_is_joined_once() -> None:
+    """It would count a second time; so a connection that is lost in the midst of it is an error, as with PyTorch's."""
+    with torch_server() as server_port, TCPStore("127.0.0.1", server_port, timeout=LIMIT) as look:
+        cutter = Cutter(server_port, "q")
+        try:
+            with pytest.raises(DistNetworkError):
+                TCPStore("127.0.0.1", cutter.port, 3, timeout=LIMIT)
+            assert counted(look) == 1
+            assert cutter.connections == 1
+        finally:
+            cutter.stop()
+
+
+def test_a_server_that_closes_at_every_join_is_an_error() -> None:
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        assert store._client is not None
+        store._client.ask((calls.set_("k", "")[0], (WORKERS, blob(b"no number"))))
+        with pytest.raises(DistNetworkError, match="8 connections were closed when they joined: see the server's log"):
+            TCPStore("127.0.0.1", server.port, 2, timeout=LIMIT)
+        assert "closed the connection of" in server.log()
+
+
+# The round
+
+
+def early(port: int, code: str = "") -> subprocess.Popen[str]:
+    """A rank in a process of its own, which joins a world of two again and again."""
+    script = f"import sys, tcpstore_async as t\nargs = '127.0.0.1', {port}, 2, False, {LIMIT}\n{code}"
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=tempfile.gettempdir(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+ROUNDS = """
+store = None
+for number in range(3):
+    if {close} and store is not None:
+        store.close()
+    store = t.TCPStore(*args)
+    store.set("rank", str(number))
+    assert store.get("master") == b"%d" % number
+"""
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_rank_that_makes_its_next_store_comes_to_the_next_round(port: int, close: bool) -> None:
+    """Also while it has the last one still, as in `store = TCPStore(...)`."""
+    with early(port, ROUNDS.format(close=close)) as rank:
+        try:
+            for number in range(3):
+                with TCPStore("127.0.0.1", port, 2, True, LIMIT) as master:
+                    assert master.get("rank") == b"%d" % number
+                    master.set("master", str(number))
+                    if number < 2:  # it has come too early
+                        while counted(master) < 3:
+                            assert rank.poll() is None
+            assert rank.wait(LIMIT) == 0
+        finally:
+            rank.kill()
+
+
+ONE = "store = t.TCPStore(*args)\nprint('there', flush=True)\nsys.stdin.readline()"
+
+
+def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None:
+    """Told by what the server counts, not by a clock: before 0.2 it held out for 10 s."""
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(TCPStore, "127.0.0.1", port, 2, True, -1)
+        with early(port, ONE) as first:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "there\n"
+            first.kill()
+        with making.result(LIMIT) as master:
+            look = (*calls.join(b""),)
+            assert master._client is not None
+            until(lambda: master._client is not None and master._client.ask(look) == 1)
+            # Without a timeout it would wait for its round for ever, if it took itself for an early one.
+            with early(port, ONE.replace("*args", f"'127.0.0.1', {port}, 2, False, -1")) as again:
+                assert again.stdin is not None
+                assert again.stdout is not None
+                assert again.stdout.readline() == "there\n"
+                print(file=again.stdin, flush=True)
+                assert again.wait(LIMIT) == 0
+            assert counted(master) == 3
+
+
+@pytest.mark.parametrize("why", ["agent", "other world"])
+def test_a_server_of_another_world_is_not_doubted(port: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as torchrun's, which its agents have joined. Nothing announces more, so a doubt would last to the limit."""
+    if why == "agent":
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    nodes = 2 if why == "agent" else 1
+    with ThreadPoolExecutor(3) as threads:
+        agents = [threads.submit(TCPStore, "127.0.0.1", port, nodes, number == 0, LIMIT) for number in range(nodes)]
+        stores = [agent.result(LIMIT) for agent in agents]
+        with link_to(port) as link:
+            ranks = [threads.submit(TCPStore, "127.0.0.1", link.port, 2, False, LIMIT) for _ in range(2)]
+            stores += [rank.result(LIMIT) for rank in ranks]
+        for store in reversed(stores):
+            store.close()
+
+
+def test_an_early_rank_asks_once(port: int) -> None:
+    """And is told: before 0.2 it asked a hundred times a second."""
+    asked: list[bytes] = []
+    over = threading.Event()
+
+    def talk(peer: socket.socket) -> None:
+        greet(peer)
+        assert exactly(peer, len(PROBE)) == PROBE
+        peer.sendall(b"\0")
+        exactly(peer, 9 + len(keys(b"tcpstore_async/server")) - 16)
+        peer.sendall(blob(IDENTITY % b"x"))
+        said = b""
+        while not said.endswith(struct.pack("<q", 3)):
+            part = peer.recv(4096)
+            if not part:
+                return
+            said += part
+            asked.append(part)
+            if b"\x48" in part:
+                peer.sendall(struct.pack("<q", 3))
+            elif part.startswith(b"\x03"):
+                peer.sendall(blob(b"2"))
+        over.set()
+        assert exactly(peer, 1) == b"\x0c"
+        peer.sendall(b"\1")
+
+    with fake_server(talk) as fake, ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(TCPStore, "127.0.0.1", fake.port, 2, False, 2.0)
+        assert over.wait(LIMIT)
+        assert asked[-1].startswith(b"\x42" + blob(b"tcpstore_async/joins"))
+        joining.result(LIMIT).close()
+        assert len(asked) <= 5
+
+
+def test_stores_are_made_by_many_threads(port: int) -> None:
+    """`list()` of a WeakValueDictionary fails when another thread makes one."""
+    before = sys.getswitchinterval()
+    with tcpstore_server() as server, ThreadPoolExecutor(6) as threads:
+        sys.setswitchinterval(1e-6)
+        try:
+
+            def make(_: int) -> None:
+                TCPStore("127.0.0.1", server.port, 1, timeout=LIMIT).close()
+
+            list(threads.map(make, range(300)))
+        finally:
+            sys.setswitchinterval(before)
+
+
+# Who it is
+
+
+def resetting(port: int, times: int) -> Link:
+    """A proxy that closes so many connections when they have said something."""
+    link = Link(port, "q")
+    real = link._talk
+
+    def talk(peer: socket.socket) -> None:
+        if link.connections <= times:
+            peer.recv(1)
+            return
+        real(peer)
+
+    link._talk = talk
+    return link
+
+
+@pytest.mark.parametrize("who", ["reset once", "forked"])
+def test_a_rank_is_known_by_all_its_connections(port: int, who: str) -> None:
+    """So that those it opens later have their grace, when the owner goes, too."""
+    with ThreadPoolExecutor(2) as threads:
+        making = threads.submit(TCPStore, "127.0.0.1", port, 2, True, LIMIT)
+        TCPStore("127.0.0.1", port, timeout=LIMIT).close()  # it listens
+        link = resetting(port, 1 if who == "reset once" else 0)
+        try:
+            store = TCPStore("127.0.0.1", link.port, 2, False, LIMIT)
+            master = making.result(LIMIT)
+            master.set("there", "")
+            assert store.check(["there"])
+            if who == "forked":
+                reading, writing = os.pipe()
+                child = os.fork()
+                if not child:
+                    try:
+                        store.set("child", "")
+                        os.read(reading, 1)
+                        os._exit(0 if store.check(["child"]) else 1)
+                    finally:
+                        os._exit(2)
+                store.wait(["child"])
+                master.close()
+                os.write(writing, b".")
+                assert os.waitpid(child, 0)[1] == 0
+                os.close(reading)
+                os.close(writing)
+            else:
+                waiting = threads.submit(store.wait, ["late"], LIMIT)  # on a second connection
+                until(lambda: link.connections == 3 or store.check(["late"]))
+                master.close()
+                store.set("late", "")
+                waiting.result(LIMIT)
+            assert store.check(["there"])
+            store.close()
+        finally:
+            link.stop()
+
+
+def test_a_server_that_hangs_up_twice_is_greeted_without_ping() -> None:
+    hellos: list[bytes] = []
+
+    def talk(peer: socket.socket) -> None:
+        hellos.append(exactly(peer, 5) + exactly(peer, 1))
+        if len(hellos) < 3:
+            return
+        assert exactly(peer, 8) == bytes(8)
+        peer.sendall(b"\0")
+
+    with fake_server(talk) as fake:
+        TCPClient("127.0.0.1", fake.port, LIMIT).close()
+    assert [hello[5] for hello in hellos] == [0x0D, 0x0D, 0x05]
