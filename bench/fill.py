@@ -72,7 +72,7 @@ class Peers:
     def pour(self, peer: socket.socket, data: bytes) -> None:
         """Send as much as the server takes."""
         peer.setblocking(False)
-        deadline = time.monotonic() + 0.15
+        deadline = time.monotonic() + 0.5
         while data and time.monotonic() < deadline:
             try:
                 data = data[peer.send(data) :]
@@ -132,6 +132,8 @@ def unread(prepare: bytes, make: Callable[[int], bytes]) -> Way:
     return fill
 
 
+SAID = b"".join(blob(b"%02d" % i) + blob(b"\xff\xff") for i in range(90))
+
 WAYS: dict[str, Way] = {
     "half a large value each": told(lambda i: frame(SET, b"k", bytes(LARGE))[:-1]),
     "half a list of short keys each": told(lambda i: keys(CHECK, [b"key"] * 131_072)[:-1]),
@@ -150,7 +152,7 @@ WAYS: dict[str, Way] = {
     "waiting for many keys": stored(lambda i: keys(WAIT, [b"%d" % (1000 * i + j) for j in range(1000)]), 1),
     "many waiting for one key": told(lambda i: keys(WAIT, [b"k"])),
     "many waiting for a number": told(lambda i: bytes([WAIT_COUNT]) + blob(b"n") + number(10**6 + i)),
-    "short replies": unread(b"", lambda i: frame(PING)[:1] + b"1234" + (b"\x0d" + b"1234") * 600_000),
+    "short replies": unread(b"", lambda i: frame(PING)[:1] + b"1234" + (b"\x0d" + b"1234") * 1_500_000),
     "replies of a kilobyte": unread(
         b"", lambda i: b"".join(frame(SET, b"k", b"%1000d" % j) + frame(GET, b"k") for j in range(6000))
     ),
@@ -165,7 +167,7 @@ WAYS: dict[str, Way] = {
         b"".join(frame(SET, b"%d" % i + bytes(1000), b"") for i in range(8000)),
         lambda i: frame(SET, b"new%d" % i, b"") + bytes([LIST_KEYS]),
     ),
-    "introductions": told(lambda i: bytes([INTRODUCE]) + number(90) + b"".join(blob(b"%02d" % j) + blob(b"\xff\xff") for j in range(90))),
+    "introductions": told(lambda i: bytes([INTRODUCE]) + number(90) + SAID),
     "connections": told(lambda i: b"\x0d1234"),
     "connections without VALIDATE": told(lambda i: b"", b""),
 }  # fmt: skip
@@ -201,7 +203,7 @@ async def server(budget: int, backend: str) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     async with serve(limits=Limits(budget_bytes=budget, validate_seconds=600), backend=backend) as served:
-        engine = served.engine
+        engine = served.engine  # type: ignore[attr-defined]
 
         def answer() -> None:
             if not sys.stdin.readline():
@@ -252,7 +254,7 @@ def measure(name: str, budget: int, backend: str, most_peers: int) -> bool:
                 quota = 2 + made * 2 // 3
             elif full:
                 quota -= 1
-            if (full and not quota) or len(peers.all) >= 1.3 * most_peers or time.monotonic() - began > 20:
+            if (full and not quota) or len(peers.all) >= 1.3 * most_peers or time.monotonic() - began > 40:
                 break
         last = settled(child)
     finally:

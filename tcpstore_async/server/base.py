@@ -42,6 +42,11 @@ START_TIMEOUT: Final = 60.0
 RESERVE: Final = 64
 """File descriptors that connections never get: for the loop, logs, and to be able to refuse."""
 
+_M_MMAP_THRESHOLD: Final = -3
+"""From <malloc.h>; where there is no such option, nothing changes."""
+
+_LARGE: Final = 1 << 20
+
 _TABLE: Final = 131_072
 """Open files that the kernel's table is made for in advance, at most: a mebibyte, for 98,304 ranks and more."""
 
@@ -215,6 +220,17 @@ def make_room(listener: socket.socket, host: str, port: int, most: int) -> int:
     if connections == room < _FEW:
         log.warning("the limit of open files leaves room for only %d connections", room)
     return connections
+
+
+def free_large_memory() -> None:
+    """Have malloc give large blocks back to the system when they are freed.
+
+    With a thread for each connection, it would keep tens of mebibytes for each that has ever handled a large value.
+    """
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 class Complaints:

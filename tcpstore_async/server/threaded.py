@@ -26,7 +26,7 @@ from ..limits import Limits
 from ..session.budget import PIECES, SESSION_BYTES
 from ..session.extension import identity
 from ..session.server import Engine, ServerSession, newcomers
-from .base import NEWCOMERS, Complaints, log, make_room
+from .base import NEWCOMERS, Complaints, free_large_memory, log, make_room
 
 _READ: Final = 16 * 1024
 """More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
@@ -326,6 +326,7 @@ class ThreadedServer:
     def start(self) -> None:
         """Accept connections from now on. Raises RuntimeError if the threads for it cannot be had."""
         self.max_connections = make_room(self.listener, self.host, self.port, self.limits.connections)
+        free_large_memory()
         self._start_thread(self.writer.run, "tcpstore writing")
         self._accepting = self._start_thread(self._accept_all, "tcpstore accepting")
 

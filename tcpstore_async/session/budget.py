@@ -19,7 +19,7 @@ from ..blob import Framed
 from ..errors import BudgetError
 from ..keyspace import Keyspace, Waiter
 
-SESSION_BYTES: Final = 1600
+SESSION_BYTES: Final = 1024
 """What one connection of the event-driven server takes, without anything that it asks for."""
 
 _UNSENT_BYTES: Final = 1024

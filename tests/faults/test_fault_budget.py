@@ -1,0 +1,184 @@
+"""Peers that want to hold more than there is, or nothing but a place: what both servers do about them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from faults.watching import Watch, until
+from support import HANDSHAKE, RawPeer, blob, tcpstore_server
+from tcpstore_async import Limits, serve
+from tcpstore_async.server import uv
+from tcpstore_async.server.readiness import READ
+from tcpstore_async.server.uv import UvServer
+
+MIB = 1 << 20
+
+
+def hoarder(port: int) -> RawPeer:
+    """A peer that reads nothing."""
+    peer = RawPeer(port, validate=False)
+    peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    peer.send(HANDSHAKE)
+    return peer
+
+
+def test_pinned_versions_stay_within_the_budget(backend: str) -> None:
+    """r01: each peer appends a byte to a large value, asks for it, and does not read."""
+    with tcpstore_server("--backend", backend, f"--limit=budget_bytes={256 * MIB}") as server:
+        watch = Watch(server.process.pid)
+        with RawPeer(server.port) as other:
+            before = watch.memory()
+            for _ in range(2):
+                other.send(b"\x09" + blob(b"/v") + blob(bytes(8 * MIB)))
+            other.ping()
+            peers = [hoarder(server.port) for _ in range(20)]
+            for peer in peers:
+                with suppress(OSError):
+                    peer.send(b"\x09" + blob(b"/v") + blob(b"x") + b"\x03" + blob(b"/v"))
+                other.ping()
+            until(lambda: "budget_bytes" in server.log(), "somebody had to go")
+            assert watch.memory() - before < 1.5 * 256 * MIB
+            line = next(line for line in server.log().splitlines() if "budget_bytes" in line)
+            assert re.search(r"closed the connection of 127\.0\.0\.1:\d+.* of 268435456; this peer holds", line)
+            other.ping()
+            for peer in peers:
+                peer.close()
+
+
+async def test_a_connection_that_stays_silent_ends(backend: str) -> None:
+    async with serve(limits=Limits(validate_seconds=1), backend=backend) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        good, talking = await asyncio.open_connection("127.0.0.1", server.port)
+        talking.write(HANDSHAKE)
+        assert await reader.read() == b""
+        talking.write(b"\x0dpong")
+        assert await good.readexactly(4) == b"pong"
+        for one in (writer, talking):
+            one.close()
+
+
+async def test_silent_connections_give_way(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    """r18: fifty peers that had not said a word held all places."""
+    async with serve(limits=Limits(connections=5), backend=backend) as server:
+        silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(5)]
+        good, talking = await asyncio.open_connection("127.0.0.1", server.port)
+        talking.write(HANDSHAKE + b"\x0dpong")
+        assert await good.readexactly(4) == b"pong"
+        with suppress(ConnectionError):
+            assert await silent[0][0].read() == b""
+        assert "had not sent VALIDATE" in caplog.text
+        for _, writer in (*silent, (good, talking)):
+            writer.close()
+
+
+async def test_the_kernel_asks_after_silent_peers() -> None:
+    async with serve() as server:
+        assert isinstance(server, UvServer)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(HANDSHAKE + b"\x0dpong")
+        assert await reader.readexactly(4) == b"pong"
+        [connection] = [one for one in server.connections if one is not None]
+        with socket.socket(fileno=os.dup(connection.fd)) as copy:
+            assert copy.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                assert copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 300_000
+        writer.close()
+
+
+class Defect(Exception):
+    """What is injected."""
+
+
+async def test_an_error_of_one_connection_does_not_lose_the_news_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """r33: an edge-triggered set does not tell its news again."""
+    async with serve() as server:
+        assert isinstance(server, UvServer)
+        first = await asyncio.open_connection("127.0.0.1", server.port)
+        second = await asyncio.open_connection("127.0.0.1", server.port)
+        for reader, writer in (first, second):
+            writer.write(HANDSHAKE + b"\x0dpong")
+            assert await reader.readexactly(4) == b"pong"
+        broken, whole = [one for one in server.connections if one is not None]
+        go_on = uv.Connection.go_on
+
+        def fail(connection: Any) -> None:
+            if connection is broken:
+                raise Defect
+            go_on(connection)
+
+        server.connections[broken.fd] = broken
+        try:
+            monkeypatch.setattr(uv.Connection, "go_on", fail)
+        except TypeError:
+            pytest.skip("compiled classes do not change")
+        server.ready([(broken.fd, READ), (whole.fd, READ)])
+        assert broken.fd < 0
+        assert whole.fd >= 0
+        for _, writer in (first, second):
+            writer.close()
+
+
+class Listener:
+    """A listener whose `accept` fails first."""
+
+    def __init__(self, listener: socket.socket, errors: list[int]) -> None:
+        self._listener = listener
+        self._errors = errors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+    def _accept(self) -> Any:
+        if self._errors:
+            number = self._errors.pop()
+            raise OSError(number, os.strerror(number))
+        return self._listener._accept()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["EPROTO", "ENETDOWN", "EHOSTUNREACH", "ECONNABORTED"])
+async def test_an_error_of_one_newcomer_does_not_pause_accepting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve() as server:
+        assert isinstance(server, UvServer)
+        paused: list[int] = []
+        with suppress(TypeError, AttributeError):
+            server.listener = Listener(server.listener, [getattr(errno, name)])  # type: ignore[assignment]
+        if not isinstance(server.listener, Listener):
+            pytest.skip("compiled classes take no stand-in")
+        monkeypatch.setattr(server.complaints, "add", lambda *_: paused.append(1))
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(HANDSHAKE + b"\x0d" + struct.pack("<I", 7))
+        assert await reader.readexactly(4) == struct.pack("<I", 7)
+        assert not paused
+        writer.close()
+
+
+async def test_a_newcomer_that_cannot_be_served_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve() as server:
+        assert isinstance(server, UvServer)
+
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        watched = server.readiness.watch
+        try:
+            monkeypatch.setattr(server.readiness, "watch", fail)
+        except (AttributeError, TypeError):
+            pytest.skip("compiled classes take no stand-in")
+        before = len(os.listdir("/proc/self/fd"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+        monkeypatch.setattr(server.readiness, "watch", watched)
+        assert len(os.listdir("/proc/self/fd")) <= before
+        assert server.count == 0

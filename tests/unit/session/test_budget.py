@@ -1,0 +1,213 @@
+"""What is counted, for whom, and who goes when it is too much."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from properties.fleet import Command
+from properties.talk import greeted
+from tcpstore_async.blob import Framed
+from tcpstore_async.errors import BudgetError
+from tcpstore_async.keyspace import Keyspace
+from tcpstore_async.limits import MIB, QUEUE_BYTES, Limits
+from tcpstore_async.session.budget import SESSION_BYTES, Budget, Unsent
+from tcpstore_async.session.server import Engine, ServerSession
+
+VALUE = 1_000_000
+
+
+def behind(session: ServerSession, taken: int = 0) -> None:
+    """The kernel takes only so much of what the session says."""
+    session.leave_behind(session.out, taken)
+    session.out.clear()
+
+
+def store(engine: Engine, key: bytes, size: int = VALUE) -> ServerSession:
+    session = greeted(engine)
+    session.receive(Command("set", key, bytes(size)).frame)
+    return session
+
+
+def budget() -> Budget:
+    return Budget(100 * MIB, Keyspace(Limits()), lambda: None)
+
+
+def test_a_value_counts_once_however_many_replies_hold_it() -> None:
+    engine = Engine(Limits())
+    store(engine, b"/v")
+    sessions = [greeted(engine) for _ in range(100)]
+    before = engine.budget.used()
+    for session in sessions:
+        session.receive(Command("get", b"/v").frame)
+        behind(session, 10)
+    assert VALUE < engine.budget.used() - before < VALUE + 100 * 2048
+    for session in sessions:
+        session.leave()
+    assert (engine.budget.pins, engine.budget.orphaned) == ({}, 0)
+    assert engine.budget.used() == before - 100 * SESSION_BYTES
+
+
+def test_every_old_version_counts() -> None:
+    """r01: 775 bytes held 624 MiB, of which the server counted 24."""
+    engine = Engine(Limits())
+    first = store(engine, b"/v")
+    sessions = [greeted(engine) for _ in range(10)]
+    for session in sessions:
+        session.receive(Command("append", b"/v", b"x").frame + Command("get", b"/v").frame)
+        behind(session)
+    assert engine.budget.used() > 11 * VALUE
+    for session in sessions:
+        session.leave()
+    first.leave()
+    engine.keyspace.delete_key(b"/v")
+    assert engine.budget.used() == 0
+
+
+def test_short_replies_are_kept_together() -> None:
+    """r01b: an object for each reply of four bytes took 14 MiB for one."""
+    engine = Engine(Limits(unsent_high_water=MIB))
+    session = greeted(engine)
+    before = engine.budget.used()
+    for _ in range(100):
+        session.receive(Command("ping", 7).frame * 1000)
+        behind(session)
+    assert session.backlog is not None
+    assert len(session.backlog.pieces) < 100_000 * 4 // (32 * 1024) + 2
+    assert 400_000 < engine.budget.used() - before < 410_000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_unsent_comes_whole_and_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    counted = budget()
+    unsent = Unsent(counted)
+    pool: list[Framed] = [rng.randbytes(rng.choice([1, 4, 63, 64, 500, 40_000])) for _ in range(20)]
+    expected, got = bytearray(), bytearray()
+    for _ in range(300):
+        if rng.random() < 0.5 or len(got) == len(expected):
+            replies = [rng.choice(pool) for _ in range(rng.randint(1, 8))]
+            taken = rng.randrange(sum(map(len, replies))) if not expected else 0
+            unsent.add(replies, taken)
+            expected += b"".join(replies)[taken:]
+        else:
+            ready = b"".join(unsent.batch())
+            count = rng.randint(1, len(ready))
+            got += ready[:count]
+            assert unsent.took(count) == (len(got) == len(expected))
+            if len(got) == len(expected):
+                assert counted.used() == 0
+                unsent = Unsent(counted)
+    assert expected.startswith(got)
+    unsent.release()
+    assert (counted.used(), counted.pins, counted.orphaned) == (0, {}, 0)
+
+
+def test_a_queue_counts_what_holds_it() -> None:
+    """r14: a queue of one item was counted 144 bytes and took 925."""
+    keyspace = Keyspace(Limits())
+    keyspace.queue_push(b"q", bytes(8))
+    assert keyspace.size > QUEUE_BYTES > 760
+    keyspace.queue_pop(b"q")
+    assert keyspace.size == 0
+
+
+def test_what_a_peer_says_of_itself_counts() -> None:
+    engine = Engine(Limits())
+    session = greeted(engine)
+    before = engine.budget.used()
+    for text in (b"x" * 1000, b"x" * 500):
+        session.receive(Command("introduce", [(b"rank", text)]).frame)
+        assert engine.budget.used() - before > len(text)
+    session.leave()
+    assert engine.budget.used() == 0
+
+
+def test_those_who_ask_for_the_list_at_once_share_it() -> None:
+    engine = Engine(Limits())
+    sessions = [greeted(engine) for _ in range(10)]
+    for number in range(100):
+        sessions[0].receive(Command("set", b"%01000d" % number, b"").frame)
+    before = engine.budget.used()
+    for session in sessions:
+        session.receive(Command("list_keys").frame)
+    assert len({id(session.out[0]) for session in sessions}) == 1
+    for session in sessions:
+        behind(session, 10)
+    assert engine.budget.used() - before < 2 * 102_000 + 10 * 2048
+    sessions[0].receive(Command("set", b"new", b"").frame)
+    sessions[1].leave()
+    other = greeted(engine)
+    other.receive(Command("list_keys").frame)
+    assert b"new" in other.out[0]
+
+
+def test_the_largest_reader_goes_and_lets_go_at_once() -> None:
+    engine = Engine(Limits(budget_bytes=100 * MIB, unsent_high_water=100 * MIB))
+    writer = store(engine, b"/v", 8 * MIB)
+    large, small = greeted(engine), greeted(engine)
+    for number in range(8):
+        large.receive(Command("get", b"/v").frame)
+        behind(large)
+        writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
+    assert not engine.dirty
+    for number in range(2):
+        small.receive(Command("get", b"/v").frame)
+        behind(small)
+        writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
+    assert engine.dirty == [large]
+    assert engine.evicted[large].held > 64 * MIB
+    assert large.backlog is None
+    assert engine.budget.used() < 32 * MIB
+    large.leave()
+    assert not engine.evicted
+    assert small.backlog is not None
+
+
+def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
+    engine = Engine(Limits(budget_bytes=160 * MIB))
+    greedy, honest = greeted(engine), greeted(engine)
+    with pytest.raises(BudgetError) as error:
+        for number in range(100):
+            greedy.receive(Command("set", b"/g/%d" % number, bytes(4 * MIB)).frame)
+    assert error.value.allowed == 140 * MIB
+    assert error.value.held > 130 * MIB
+    greedy.leave()
+    written = 0
+    with pytest.raises(BudgetError) as error:
+        for number in range(10_000):
+            honest.receive(Command("set", b"/h/%d" % number, bytes(1000)).frame)
+            written += 1
+    assert written > 1000  # a holder of 1/128 of the budget is large again
+    assert error.value.size > error.value.allowed
+    assert not engine.dirty
+    reader = greeted(engine)
+    reader.receive(Command("get", b"/h/0").frame)
+    assert len(reader.out[0]) == 1008
+
+
+def test_a_producer_is_not_taken_for_the_holder_of_what_others_have_removed() -> None:
+    engine = Engine(Limits(budget_bytes=160 * MIB))
+    producer, consumer, greedy = greeted(engine), greeted(engine), greeted(engine)
+    for _ in range(300):
+        producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
+        consumer.receive(Command("queue_pop", b"q").frame)
+        consumer.out.clear()
+        consumer.unsent = 0
+    with pytest.raises(BudgetError):
+        for number in range(100):
+            greedy.receive(Command("set", b"/g/%d" % number, bytes(4 * MIB)).frame)
+    assert not engine.dirty
+    producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
+
+
+def test_the_oldest_without_validate_is_known() -> None:
+    engine = Engine(Limits(validate_seconds=30))
+    sessions = [ServerSession(engine, None, "::1", number, float(number)) for number in range(3)]
+    assert engine.overdue(29.9) is None
+    assert engine.overdue(30.0) is sessions[0]
+    sessions[0].receive(Command("validate", 0x3C85F7CE).frame)
+    assert engine.overdue(30.0) is None
+    sessions[1].leave()
+    assert engine.oldest_unvalidated() is sessions[2]
