@@ -21,7 +21,7 @@ import pytest
 
 from client.fakes import Fake, exactly, proxy_to
 from client.test_sync import until
-from support import LIMIT, blob, server_of, tcpstore_server, torch_server
+from support import LIMIT, blob, keys, server_of, tcpstore_server, torch_server
 from tcpstore_async import (
     AsyncTCPStore,
     DistNetworkError,
@@ -44,9 +44,12 @@ class Link(Fake):
         self.target = port
         name = blob(b"/" + queue.encode())
         self.pops = [bytes([opcode]) + name for opcode in (0x0F, 0x44, 0x45)]
+        self.wait = b"\x06" + keys(b"/" + queue.encode())
         self.holds = False
         """Whether what the server says after a pop has been sent is held up."""
         self.asked = threading.Event()
+        """A pop has been sent, or the WAIT that a client without leases sends before."""
+        self.popping = threading.Event()
         """A pop has been sent."""
         self.released = threading.Event()
         self.left: dict[str, int] = {}
@@ -65,6 +68,9 @@ class Link(Fake):
                     who, other = ("client", server) if end is peer else ("server", peer)
                     if who == "client" and data.startswith(tuple(self.pops)):
                         held = self.holds and not self.released.is_set()
+                        self.asked.set()
+                        self.popping.set()
+                    elif who == "client" and data.startswith(self.wait):
                         self.asked.set()
                     cut = who in self.left and len(data) > self.left[who]
                     if who in self.left:
@@ -124,7 +130,7 @@ def test_a_pop_that_is_out_of_time_gives_its_item_back(port: int, other: TCPStor
         if not block:
             other.queue_push("q", "job")
         popping = threads.submit(store.queue_pop, "q", block)
-        assert link.asked.wait(LIMIT) or block
+        assert link.asked.wait(LIMIT)
         if block:
             other.queue_push("q", "job")
         with pytest.raises(StoreTimeoutError):
@@ -144,6 +150,7 @@ def test_ctrl_c_gives_the_item_back(port: int, other: TCPStore) -> None:
         def interrupt() -> None:
             assert link.asked.wait(LIMIT)
             other.queue_push("q", "job")
+            assert link.popping.wait(LIMIT)
             os.kill(os.getpid(), signal.SIGINT)
 
         interrupting = threads.submit(interrupt)
@@ -211,6 +218,7 @@ def test_the_item_of_a_killed_process_goes_back(port: int, other: TCPStore) -> N
         with subprocess.Popen([sys.executable, "-c", CHILD, str(link.port)], cwd=tempfile.gettempdir()) as child:
             assert link.asked.wait(LIMIT)
             other.queue_push("q", "job")
+            assert link.popping.wait(LIMIT)
             child.kill()
         link.released.set()
         assert take_all(other, 1) == [b"job"]
