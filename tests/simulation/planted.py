@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
-from simulation.stage import count_out
 from tcpstore_async.blob import unpack
 from tcpstore_async.client import calls
 from tcpstore_async.client.lane import Lane
+from tcpstore_async.client.sync import TCPClient
 from tcpstore_async.errors import QueueEmptyError
 from tcpstore_async.keyspace import Counter, Keyspace, Promise, Waiter
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
@@ -72,7 +72,7 @@ def _wakes_nobody_else(store: Keyspace, waiter: Waiter) -> bool:
 def _replies_first(session: ServerSession, value: Any) -> None:
     said = b"\0" if value is None else value
     session.out.insert(0, said)
-    count_out(session, len(said))
+    session.unsent += len(said)
     session.engine.dirty.append(session)
 
 
@@ -88,8 +88,6 @@ def _wake_is_the_answer(session: ClientSession, call: Call, byte: int, at: int) 
 def _believes_all(session: ClientSession, call: Call) -> None:
     session.pending.popleft()
     session.confirmed = session.written
-    if call is session.waiting:
-        session.waiting = None
 
 
 def _newest_first(store: Keyspace, key: bytes) -> None:
@@ -220,10 +218,10 @@ PLANTED: dict[str, Plant] = {
         _instead(_wake_is_the_answer),
     ),
     "a client believes writes too early": (ClientSession, "_complete", _instead(_believes_all)),
-    "a client waits on after its wake": (
+    "a client gives two replies to one call": (
         ClientSession,
         "_complete",
-        _instead(lambda session, call: session.pending.popleft()),
+        _instead(lambda session, call: setattr(session, "confirmed", call.written)),
     ),
 }
 
@@ -266,6 +264,9 @@ REAL: dict[str, Real] = {
     ),
     "H5: a pop that was outrun asks for all keys": Real(
         TCPStore, "queue_pop", _instead(_pops_without_lease), "names of all keys"
+    ),
+    "H6: a handler of signals waits for the call that it interrupts": Real(
+        TCPClient, "_within_another", _instead(lambda client, me: False), "a handler of signals timed out"
     ),
     "M13: the item of a cancelled pop stays with its connection": Real(
         Lane, "give_back", _instead(lambda lane, lease: None), "keeps what nobody asked for"

@@ -23,7 +23,6 @@ from simulation.stage import Actor, Choices, Stage, machine, run_on_loop
 from tcpstore_async.blob import unpack
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
-from tcpstore_async.session.client import ClientSession
 from tcpstore_async.stores.tcp import TCPStore
 from tcpstore_async.wire.commands import BY_METHOD, WORKERS_KEY
 
@@ -46,9 +45,6 @@ OPERATIONS = [
 
 QUEUING = 6
 """So many of them are about the queue, whose items wander furthest."""
-
-HANDLERS = hasattr(ClientSession, "prepare_cancel")
-"""Whether handlers of signals may use the store: H6."""
 
 Operation = tuple[str, float]
 
@@ -321,7 +317,7 @@ class SyncActor(Client):
         def strike() -> None:
             raise KeyboardInterrupt
 
-        self.interrupt = self._handle if HANDLERS and how % 2 else strike
+        self.interrupt = self._handle if how % 2 else strike
 
     def _handle(self) -> None:
         """A handler of signals, in the midst of whatever it does."""

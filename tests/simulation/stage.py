@@ -54,12 +54,6 @@ def _engine(portion: int) -> Engine:
 _STEPS: Final = hasattr(Engine(Limits()).keyspace, "work")
 
 
-def count_out(session: ServerSession, size: int) -> None:
-    """So many bytes have come to what the session has to send."""
-    name = "unsent" if hasattr(session, "unsent") else "unread"
-    setattr(session, name, getattr(session, name) + size)
-
-
 class Choices:
     """Numbers that say what happens: given ones first, then random ones, or 0, the quiet choice."""
 
@@ -230,7 +224,7 @@ class Stage:
             if session.out and isinstance(session.owner, Pipe):
                 data = b"".join(session.out)
                 session.out.clear()
-                count_out(session, -len(data))
+                session.unsent -= len(data)
                 if session.owner.open and not session.owner.was_reset:
                     session.owner.down += data
         self.engine.dirty.clear()
