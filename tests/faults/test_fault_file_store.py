@@ -274,6 +274,14 @@ def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path: Path, content: bytes
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("key", [b"refcount/", b"cleanup/"])
+def test_a_count_of_stores_that_is_no_number(tmp_path: Path, key: bytes) -> None:
+    path = tmp_path / "store"
+    path.write_bytes(record(b"refcount/", b"1") + record(key, b"one"))
+    with pytest.raises(DistStoreError, match="its count of stores is no number"):
+        FileStore(path, 2)
+
+
 def test_a_file_of_which_only_the_beginning_was_written(tmp_path: Path) -> None:
     path = tmp_path / "store"
     path.write_bytes(record(b"refcount/", b"1")[:6])

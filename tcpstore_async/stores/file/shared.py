@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 from ...arguments import in_milliseconds
 from ...client.deadline import Deadline
-from ...errors import DistStoreError, StoreTimeoutError
+from ...errors import DistStoreError, ProtocolError, StoreTimeoutError
 from ...keyspace import Keyspace
 from ..hash import Alarm
 from .records import FIRST, is_whole, sign_off_records, sign_on_records
@@ -109,7 +109,7 @@ class SharedFile:
         def act(turn: Turn) -> bool:
             self._let_go()
             self._joined.append(os.open(self.path, os.O_RDONLY))
-            may = self._write(turn, lambda keyspace: sign_on_records(keyspace, round_size))
+            may = self._sign(turn, lambda keyspace: sign_on_records(keyspace, round_size))
             if not may and not turn.lost:
                 _unlink(self.path)
             return may
@@ -137,7 +137,7 @@ class SharedFile:
             if not os.path.samestat(os.fstat(turn.fd), os.fstat(joined)):
                 return
             try:
-                last = self._write(turn, lambda keyspace: sign_off_records(keyspace, world_size))
+                last = self._sign(turn, lambda keyspace: sign_off_records(keyspace, world_size))
             finally:
                 done = turn.written
             if last and not turn.lost:
@@ -277,6 +277,15 @@ class SharedFile:
                         turn.written = True
                         replica.apply(data)
                     return result
+
+    def _sign(self, turn: Turn, decide: Callable[[Keyspace], tuple[bool, bytes]]) -> bool:
+        """As `_write`, for what counts stores: there may be text in place of a number."""
+        try:
+            return self._write(turn, decide)
+        except ProtocolError:
+            raise DistStoreError(
+                f"{self.path} was not written by a FileStore: its count of stores is no number"
+            ) from None
 
     # Damage
 

@@ -1,0 +1,301 @@
+"""What reads the bytes of others beside the server's session: each with its invariant, run on any bytes.
+
+What a function here raises is a finding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tcpstore_async.blob import NO_BLOB, pack
+from tcpstore_async.errors import DistStoreError, ProtocolError
+from tcpstore_async.server import control
+from tcpstore_async.server.control import Event, Lines
+from tcpstore_async.server.owned import Owner
+from tcpstore_async.session.client import Call, ClientSession
+from tcpstore_async.session.extension import Identity, read_identity
+from tcpstore_async.stores.file.records import next_record, record
+from tcpstore_async.stores.file.replica import Replica
+from tcpstore_async.stores.file.store import FileStore
+from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, Command
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+# The client's session
+
+ASKED = [command for command in COMMANDS if command.method != "validate"]
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    "_U32Field": (7,),
+    "_I64Field": (3,),
+    "_Key": (b"/k",),
+    "_KeyI64": (b"/k", 3),
+    "_Nothing": (),
+}
+
+
+def _fields(command: Command, count: int) -> tuple[Any, ...]:
+    keys, values = [b"/k"] * count, [(b"/k", pack(b"v"))] * count
+    by_method: dict[str, tuple[Any, ...]] = {"check": (keys,), "wait": (keys,), "multi_get": (keys,)}
+    by_method |= {"multi_set": (values,), "introduce": (values,), "compare_set": (b"/k", pack(b""), pack(b"v"))}
+    by_method |= dict.fromkeys(("set", "append", "queue_push", "join"), (b"/k", pack(b"v")))
+    return by_method.get(command.method) or _FIELDS[type(command.request).__name__]
+
+
+def client_session(program: bytes) -> None:
+    """Whatever a server answers, calls are done in order, each once, or ProtocolError is raised; no byte is kept twice.
+
+    An instruction is one byte. 0 to 127: the command of that number, modulo how many there are, is sent; 128 to 191:
+    the wait is canceled; from 192: so many bytes, less 192, of what follows arrive, those above 250 as many hundreds
+    of zeros.
+    """
+    session = ClientSession()
+    sent: list[Call] = []
+    done: list[Call] = []
+    heard = at = 0
+    while at < len(program):
+        instruction = program[at]
+        at += 1
+        if instruction < 128:
+            command = ASKED[instruction % len(ASKED)]
+            if session.waiting is None:
+                _, call = session.request(command, _fields(command, instruction // len(ASKED)))
+                if call is not None and not call.done:
+                    sent.append(call)
+        elif instruction < 192:
+            if session.waiting is not None and not session.waiting.canceled:
+                session.cancel(session.waiting)
+        else:
+            count = instruction - 192
+            chunk = program[at : at + count] if instruction <= 250 else bytes(100 * (instruction - 250))
+            at += count if instruction <= 250 else 0
+            heard += len(chunk)
+            try:
+                done += session.receive(chunk)
+            except ProtocolError:
+                return
+        if done != sent[: len(done)] or not all(call.done for call in done):
+            raise Broken("calls are done out of order")
+        if list(session.pending) != sent[len(done) :]:
+            raise Broken("what is pending is not what was sent and is not done")
+        if session.waiting is not None and session.waiting not in session.pending:
+            raise Broken("what waits is not pending")
+        if not 0 <= session.confirmed <= session.written:
+            raise Broken("more writes are confirmed than were sent")
+        kept = getattr(session, "_kept", None)
+        if kept is not None and len(kept) > heard:
+            raise Broken("more is kept than has come")
+
+
+# The file of a FileStore
+
+
+def file_records(data: bytes) -> None:
+    """Whatever stands in a file: a replica takes whole records from its beginning, whatever it is cut into, and a store
+    that opens the file reads what it then writes, or raises DistStoreError and writes nothing to it.
+    """
+    at = 0
+    while (found := next_record(data, at)) is not None:
+        key, value, end = found
+        if not at < end <= len(data) or data[at:end] != record(key, value):
+            raise Broken("a record is not what it was made from")
+        at = end
+    replica = Replica()
+    replica.apply(data)
+    if replica.offset != at:
+        raise Broken(f"a replica has read {replica.offset} bytes, {at} are whole records")
+    pieces = Replica()
+    held = b""
+    for start in range(0, len(data), 7):
+        held += data[start : start + 7]
+        before = pieces.offset
+        pieces.apply(held)
+        held = held[pieces.offset - before :]
+    if pieces.keyspace.values != replica.keyspace.values or pieces.keyspace.queues != replica.keyspace.queues:
+        raise Broken("a replica that reads in pieces holds something else")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "store")
+        path.write_bytes(data)
+        try:
+            store = FileStore(os.fspath(path), -1)
+        except DistStoreError:
+            if len(path.read_bytes()) > len(data):
+                raise Broken("something was written to a file that is no store's") from None
+            return
+        store.set("fuzz", "written")
+        if store.get("fuzz") != b"written" or not store.check(["fuzz"]):
+            raise Broken("a store does not read what it has written")
+        store.close()
+
+
+# The messages between a server's process and its owner
+
+
+class _Socket:
+    """What `Lines` reads from: chunks of lengths that the data itself chooses."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def recv(self, most: int) -> bytes:
+        count = 1 + self.data[0] % 16 if self.data else 0
+        chunk, self.data = self.data[:count], self.data[count:]
+        return chunk
+
+
+class _Server:
+    """What an owner's words are done to."""
+
+    def announce(self, joins: int) -> None:
+        str(joins)
+
+    def all_joined(self) -> bool:
+        return True
+
+
+def control_messages(data: bytes) -> None:
+    """However the bytes are cut, the lines are the same; a line is an event, or msgspec says that it is none; the
+    owner's words are obeyed, or ValueError is raised and the next lines are read as before.
+    """
+    source: Any = _Socket(data)
+    lines = Lines(source)
+    read: list[bytes] = []
+    while (more := lines.read()) is not None:
+        read += more
+    if [*read, lines.rest] != data.split(b"\n"):
+        raise Broken("the lines depend on the cuts")
+    types: list[Any] = [getattr(control, name) for name in ("Event", "Line") if hasattr(control, name)]
+    for line in read:
+        for kind in types:
+            try:
+                event = msgspec.json.decode(line, type=kind)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue
+            if not isinstance(event, kind):
+                raise Broken("an event is something else")
+    owner: Any = Owner.__new__(Owner)
+    owner._joins, owner._complete, owner._over = 0, None, asyncio.Event()
+    owner._unwatch = lambda: None
+    for line in read:
+        try:
+            owner._obey(_Server(), line.decode())
+        except ValueError:
+            pass
+
+
+# Who a server says it is
+
+
+def identity(raw: bytes) -> None:
+    """Whatever a server says of itself, it is one of ours or None; nothing is raised."""
+    found = read_identity(raw)
+    if found is not None and not isinstance(found, Identity):
+        raise Broken("it is something else")
+
+
+DECODERS: dict[str, Callable[[bytes], None]] = {
+    "client_session": client_session,
+    "file_records": file_records,
+    "control_messages": control_messages,
+    "identity": identity,
+}
+
+
+# What the fuzzer begins with, by hand
+
+
+def _number(method: str, count: int = 1) -> int:
+    return ASKED.index(BY_METHOD[method]) + count * len(ASKED)
+
+
+def _hear(*pieces: bytes) -> bytes:
+    return b"".join(bytes([192 + len(piece)]) + piece for piece in pieces)
+
+
+def _session_seeds() -> dict[str, bytes]:
+    cancel = bytes([128])
+    blob = pack(b"value")
+    return {
+        "get": bytes([_number("get")]) + _hear(blob),
+        "get-in-pieces": bytes([_number("get")]) + _hear(blob[:3], blob[3:9], blob[9:]),
+        "wait-woken": bytes([_number("wait")]) + _hear(b"\0"),
+        "wait-canceled": bytes([_number("wait")]) + cancel + _hear(b"\1"),
+        "wait-woken-and-canceled": bytes([_number("wait")]) + cancel + _hear(b"\0", b"\1"),
+        "fetch-canceled": bytes([_number("fetch")]) + cancel + _hear(NO_BLOB),
+        "fetch-woken-and-canceled": bytes([_number("fetch")]) + cancel + _hear(blob, NO_BLOB),
+        "lease": bytes([_number("lease_later")]) + _hear(b"\1" + bytes(7) + blob),
+        "lease-canceled": bytes([_number("lease_later")]) + cancel + _hear(b"\xff" * 8),
+        "popped": bytes([_number("queue_pop")]) + _hear(b"\2" + bytes(7) + blob),
+        "multi-get": bytes([_number("multi_get", 2)]) + _hear(blob, blob),
+        "list": bytes([_number("list_keys")]) + _hear(b"\2" + bytes(7) + blob + blob),
+        "list-endless": bytes([_number("list_keys")]) + _hear(b"\xff" * 8 + blob),
+        "large": bytes([_number("get")]) + _hear(b"\0\2" + bytes(6)) + bytes([255]),
+        "pipelined": bytes([_number("set"), _number("ping"), _number("check"), _number("add")])
+        + _hear(b"\7\0\0\0", b"\0", bytes(8)),
+        "unasked": _hear(b"\0"),
+        "no-wake": bytes([_number("wait")]) + _hear(b"\7"),
+        **{f"answer-{command.method}": bytes([_number(command.method)]) + _hear(bytes(20)) for command in ASKED},
+    }
+
+
+def _file_seeds() -> dict[str, bytes]:
+    first, value = record(b"refcount/", b"1"), record(b"/key", b"value")
+    return {
+        "empty": b"",
+        "one": first + value,
+        "torn": first + value[:-2],
+        "torn-within": first + value[:-2] + value + value,
+        "torn-twice": first + value[:-2] + value + value[:-3] + value,
+        "queue": first + record(b"+/q", b"item") + record(b"</q", b"") + record(b"</q", b""),
+        "gone": first + value + record(b"-/key", b""),
+        "no-number": record(b"refcount/", b"x") + record(b"cleanup/", b"y"),
+        "endless": b"\xff" * 9,
+        "text": b"this is no store\n",
+    }
+
+
+def _line_seeds() -> dict[str, bytes]:
+    ready = msgspec.json.encode(Event("ready", port=29500, pid=7, backend="uv"))
+    return {
+        "empty": b"",
+        "ready": ready + b"\n",
+        "events": ready + b"\n" + msgspec.json.encode(Event("stopped", left=3)) + b'\n{"event":',
+        "words": b"joins 3\njoins -1\ncomplete 12.5\nstop\n",
+        "no-words": b"joins x\njoins\ncomplete nan\n\xff\nstop now\n",
+        "numbers": b"joins " + b"9" * 5000 + b"\ncomplete 1e999\n",
+        "deep": b"[" * 2000 + b"\n",
+    }
+
+
+def _identity_seeds() -> dict[str, bytes]:
+    ours = msgspec.json.encode(Identity("tcpstore_async", "0.1.0", 1, "one", "uv", "compiled"))
+    return {
+        "ours": ours,
+        "older": ours.replace(b'"extension":1', b'"extension":0'),
+        "large": ours.replace(b'"extension":1', b'"extension":1e400'),
+        "more": ours[:-1] + b',"more":[{}]}',
+        "half": ours[:20],
+        "deep": b'{"server":' * 2000,
+        "text": b'"\\ud800"',
+        "bytes": b"\xff\xfe",
+        "empty": b"",
+    }
+
+
+SEEDS: dict[str, dict[str, bytes]] = {
+    "client_session": _session_seeds(),
+    "file_records": _file_seeds(),
+    "control_messages": _line_seeds(),
+    "identity": _identity_seeds(),
+}
+
+assert set(SEEDS) == set(DECODERS)

@@ -1,0 +1,289 @@
+"""Defects, put in one at a time to see whether the simulator notices. Interpreted build only.
+
+Each replaces one method by one that is wrong in the way that its name says. They rely on names, not on source text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+from tcpstore_async.blob import unpack
+from tcpstore_async.client import calls
+from tcpstore_async.client.lane import Lane
+from tcpstore_async.client.sync import TCPClient
+from tcpstore_async.errors import QueueEmptyError
+from tcpstore_async.keyspace import Counter, Keyspace, Promise, Waiter
+from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
+from tcpstore_async.session.client import Call, ClientSession
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.stores.tcp import TCPStore
+
+Method = Callable[..., Any]
+Plant = tuple[type, str, Callable[[Method], Method]]
+
+
+def _before(extra: Method) -> Callable[[Method], Method]:
+    def plant(real: Method) -> Method:
+        def method(*given: Any) -> Any:
+            extra(*given)
+            return real(*given)
+
+        return method
+
+    return plant
+
+
+def _after(extra: Method) -> Callable[[Method], Method]:
+    def plant(real: Method) -> Method:
+        def method(*given: Any) -> Any:
+            result = real(*given)
+            extra(*given)
+            return result
+
+        return method
+
+    return plant
+
+
+def _instead(wrong: Method) -> Callable[[Method], Method]:
+    return lambda real: wrong
+
+
+def _keeps_promise(store: Keyspace, waiter: Waiter, promise: Promise) -> None:
+    if waiter.promise is promise:
+        waiter.promise = None
+    store.promises[promise.queue] -= 1
+    if not store.promises[promise.queue]:
+        del store.promises[promise.queue]
+
+
+def _wakes_nobody_else(store: Keyspace, waiter: Waiter) -> bool:
+    for key in waiter.parked or ():
+        store.waiters[key].clear()
+        store.waiters[key][waiter] = 1
+    store._unpark(waiter)
+    return True
+
+
+def _replies_first(session: ServerSession, value: Any) -> None:
+    said = b"\0" if value is None else value
+    session.out.insert(0, said)
+    session.unsent += len(said)
+    session.engine.dirty.append(session)
+
+
+def _fires_again(store: Keyspace, waiter: Waiter) -> None:
+    waiter.fire(None)
+
+
+def _wake_is_the_answer(session: ClientSession, call: Call, byte: int, at: int) -> int:
+    call.done = True
+    return at + 1
+
+
+def _believes_all(session: ClientSession, call: Call) -> None:
+    session.pending.popleft()
+    session.confirmed = session.written
+
+
+def _newest_first(store: Keyspace, key: bytes) -> None:
+    if key in store.queues:
+        store.queues[key].rotate(1)
+
+
+def _pops_and_keeps(store: Keyspace, key: bytes) -> Any:
+    queue = store.queues.get(key)
+    return (0, None) if queue is None else (len(queue), queue[0])
+
+
+def _one_too_few(counter: Counter, total: int) -> None:
+    counter.targets = [target + 1 for target in counter.targets]
+    counter.awaiting = {target + 1: crowd for target, crowd in counter.awaiting.items()}
+    for crowd in counter.awaiting.values():
+        for waiter in crowd:
+            waiter.target += 1
+
+
+def _does_it_again(session: ServerSession, chunk: bytes, at: int) -> None:
+    session._keep(chunk, 0, 0)
+
+
+def _begins_again(session: ServerSession, rest: Any, chunk: bytes, at: int, need: int) -> None:
+    if rest is not None:
+        session.rest = rest
+    session._keep(chunk, at, need - at)
+
+
+def _fetch_eats(store: Keyspace, waiter: Waiter) -> None:
+    if waiter.fetching in store.queues:
+        store.queue_pop(waiter.fetching)
+
+
+def _is_no_more_promised(store: Keyspace, key: bytes, handed_on: bool = False) -> None:
+    line = store.waiters[key]
+    for waiter in [waiter for waiter, times in line.items() if times > 0]:
+        if store._count_down(waiter, key, line.pop(waiter)):
+            store._fire(waiter)
+    if not line and key not in store.passed:
+        del store.waiters[key]
+
+
+def _drops_leases(store: Keyspace, waiter: Waiter) -> None:
+    for key, item in (waiter.leases or {}).values():
+        store.size -= len(key) + ENTRY_BYTES + len(item) + PARKED_BYTES
+    waiter.leases = None
+
+
+_serial = count()
+
+
+def _ignores_token(real: Method) -> Method:
+    def join(store: Keyspace, waiter: Waiter, key: bytes, token: bytes) -> int:
+        total: int = real(store, waiter, key, token and b"%d" % next(_serial))
+        return total
+
+    return join
+
+
+def _drops_leases_of(store: Keyspace, waiter: Waiter, ticket: int) -> None:
+    for key in list(store.queues):
+        if key.startswith(b"/l"):
+            store.queue_pop(key)
+
+
+def _wakes_for_pushes_only(real: Method) -> Method:
+    def wake_next(store: Keyspace, key: bytes, handed_on: bool = False) -> None:
+        if not handed_on:
+            real(store, key)
+
+    return wake_next
+
+
+def _to_the_end(store: Keyspace, leased: list[tuple[bytes, bytes]]) -> None:
+    store.size -= len(leased) * PARKED_BYTES
+    for key, item in leased:
+        store.size -= len(key) + ENTRY_BYTES + len(item)
+        store.queue_push(key, item)
+
+
+PLANTED: dict[str, Plant] = {
+    "a lease goes with its holder": (Keyspace, "leave", _before(_drops_leases)),
+    "a lease stays with who has left": (
+        Keyspace,
+        "leave",
+        _before(lambda store, waiter: setattr(waiter, "leases", None)),
+    ),
+    "an item that is returned is dropped": (Keyspace, "give_back", _after(_drops_leases_of)),
+    "an item that is returned goes to the end": (Keyspace, "_restore", _instead(_to_the_end)),
+    "an item that is returned wakes nobody": (Keyspace, "_wake_next", _wakes_for_pushes_only),
+    "a confirmed item comes again": (
+        Keyspace,
+        "confirm",
+        _instead(lambda store, waiter, ticket: store.give_back(waiter, ticket) and None),
+    ),
+    "a rank that joins again counts twice": (Keyspace, "join", _ignores_token),
+    "a promise is not handed on": (Keyspace, "settle", _instead(_keeps_promise)),
+    "a queue wakes everybody and promises nothing": (Keyspace, "_wake_next", _instead(_is_no_more_promised)),
+    "who leaves stays in line": (Keyspace, "leave", _instead(lambda store, waiter: None)),
+    "who leaves keeps its promise": (Keyspace, "leave", _instead(lambda store, waiter: store._unpark(waiter))),
+    "a cancel takes the others out of line": (Keyspace, "cancel_wait", _instead(_wakes_nobody_else)),
+    "a cancel takes nobody out of line": (Keyspace, "cancel_wait", _instead(lambda store, waiter: True)),
+    "a waiter is fired twice": (Keyspace, "_fire", _after(_fires_again)),
+    "a waiter is not fired": (Keyspace, "_fire", _instead(lambda store, waiter: None)),
+    "a wake overtakes earlier replies": (ServerSession, "fire", _instead(_replies_first)),
+    "a wake is not to be flushed": (ServerSession, "fire", _after(lambda session, value: session.engine.dirty.pop())),
+    "the newest item comes first": (Keyspace, "queue_pop", _before(_newest_first)),
+    "an item is popped twice": (Keyspace, "queue_pop", _instead(_pops_and_keeps)),
+    "a fetch takes an item": (Keyspace, "_fire", _before(_fetch_eats)),
+    "a counter is reached one too late": (Counter, "reached", _before(_one_too_few)),
+    "a delete leaves its size": (
+        Keyspace,
+        "delete_key",
+        _instead(lambda store, key: 0 if store.values.pop(key, None) is None else 1),
+    ),
+    "bytes of who leaves stay counted": (
+        ServerSession,
+        "leave",
+        _before(lambda session: setattr(session, "held", 0)),
+    ),
+    "a command is done again after a stall": (ServerSession, "_stall", _instead(_does_it_again)),
+    "a frame cut in two is read on from its beginning": (ServerSession, "_suspend", _instead(_begins_again)),
+    "a client takes a wake for the answer to its cancel": (
+        ClientSession,
+        "_answer_canceled",
+        _instead(_wake_is_the_answer),
+    ),
+    "a client believes writes too early": (ClientSession, "_complete", _instead(_believes_all)),
+    "a client gives two replies to one call": (
+        ClientSession,
+        "_complete",
+        _instead(lambda session, call: setattr(session, "confirmed", call.written)),
+    ),
+}
+
+
+# What the real clients did in 0.1.0, for `real`
+
+
+def _pops_without_lease(store: TCPStore, key: str, block: bool = True) -> bytes:
+    name = calls.key_of(key)
+    pop, wait = calls.queue_pop(name), calls.wait([name])
+    began = time.monotonic()
+    client = store._queues(wait if block else pop, began)
+    while True:
+        _, item = store._park(wait, store._timeout, pop, began) if block else client.ask(pop)
+        if item is not None:
+            return unpack(item)
+        if not block or (
+            client.ask(calls.check([name]))
+            and not client.ask(calls.queue_len(name))
+            and name in client.ask(calls.LIST_KEYS)
+        ):
+            raise QueueEmptyError("queue is empty")
+
+
+class Real(NamedTuple):
+    """A defect of the clients, and what is said when it is found."""
+
+    owner: Any
+    method: str
+    plant: Callable[[Method], Method]
+    finding: str
+
+
+REAL: dict[str, Real] = {
+    "H1: the answer to a pop that comes late is dropped": Real(
+        TCPStore, "queue_pop", _instead(_pops_without_lease), "is lost"
+    ),
+    "H2: a join is sent again without a token": Real(
+        calls, "join", _instead(lambda token: calls.count(1 if token else 0)), "are counted"
+    ),
+    "H5: a pop that was outrun asks for all keys": Real(
+        TCPStore, "queue_pop", _instead(_pops_without_lease), "names of all keys"
+    ),
+    "H6: a handler of signals waits for the call that it interrupts": Real(
+        TCPClient, "_within_another", _instead(lambda client, me: False), "a handler of signals timed out"
+    ),
+    "M13: the item of a cancelled pop stays with its connection": Real(
+        Lane, "give_back", _instead(lambda lane, lease: None), "keeps what nobody asked for"
+    ),
+    "a pop is confirmed before it has come": Real(
+        ServerSession, "grant", _after(lambda session, length, item: session.leases.clear()), "is lost"
+    ),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The package with this defect."""
+    owner, method, plant = (PLANTED.get(name) or REAL[name])[:3]
+    real = getattr(owner, method)
+    setattr(owner, method, plant(real))
+    try:
+        yield
+    finally:
+        setattr(owner, method, real)

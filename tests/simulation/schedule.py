@@ -1,0 +1,177 @@
+"""Schedules: chosen by a seed, run, and cut down to what still fails.
+
+A schedule is the size of its world and a list of steps, see `world`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from simulation.world import LEASED, Step, World
+
+KEYS = [b"/a", b"/b", b"/n"]
+QUEUES = [b"/q", b"/r"]
+VALUES = [b"", b"1", b"x" * 9]
+
+CALLS: list[tuple[int, str, str]] = [
+    # weight, program, fields: k key, K keys, v value, n number, q queue, l queue of leases, w world size
+    (4, "set", "kv"),
+    (2, "add", "cn"),
+    (2, "compare_set", "kvv"),
+    (1, "append", "kv"),
+    (1, "check", "K"),
+    (4, "wait", "K"),
+    (2, "delete_key", "k"),
+    (1, "delete_key", "c"),
+    (1, "multi_set", "P"),
+    (1, "multi_get_when_there", "K"),
+    (3, "get_when_there", "k"),
+    (2, "fetch", "k"),
+    (1, "fetch", "q"),
+    (2, "wait_count", "cn"),
+    (2, "barrier", "bw"),
+    (8, "push", "q"),
+    (2, "pop", "q"),
+    (8, "pop_when_there", "q"),
+    (8, "push", "l"),
+    (3, "lease", "l"),
+    (10, "lease_later", "l"),
+    (1, "wait", "L"),
+    (2, "join", ""),
+    (1, "depart", ""),
+    (1, "queue_len", "q"),
+    (1, "wait", "Q"),
+    (1, "num_keys", ""),
+    (1, "list_keys", ""),
+    (1, "ping", "n"),
+]
+
+WEIGHTS = {
+    "call": 30,
+    "go": 30,
+    "up": 10,
+    "down": 8,
+    "quit": 8,
+    "close": 2,
+    "reset": 2,
+    "drop": 2,
+    "old": 5,
+    "doze": 3,
+    "read": 3,
+}
+
+
+class Schedule(NamedTuple):
+    """What happens."""
+
+    clients: int
+    soft: int
+    """The server's limit of unread bytes."""
+    pipelines: int
+    """One bit a client."""
+    steps: list[Step]
+
+
+_NAMES = [name for _, name, _ in CALLS]
+_FIELDS = [fields for _, _, fields in CALLS]
+_CALL_WEIGHTS = [weight for weight, _, _ in CALLS]
+
+
+def chosen(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    rng = random.Random(seed)
+    clients = rng.choice((2, 2, 3, 3, 4, 5))
+    soft = rng.choice((0, 20, 1 << 20, 1 << 20))
+    pipelines = rng.randrange(1 << clients)
+    weights = [weight * rng.choice((0, 1, 1, 3)) for weight in WEIGHTS.values()]
+    weights[0], weights[1] = 30, rng.choice((10, 30))
+    calls = [weight * rng.choice((0, 0, 1, 4)) for weight in _CALL_WEIGHTS]
+    if rng.random() < 0.4:  # mostly about a queue, whose items wander furthest
+        queue = rng.choice("ql")
+        calls = [10 * weight * (fields == queue) + weight % 2 for weight, _, fields in CALLS]
+    calls[0] += 1
+    count = rng.randrange(10, 41)
+    random_ = rng.random
+    steps: list[Step] = []
+    which = iter(rng.choices(range(len(CALLS)), calls, k=count))
+    for at, kind in enumerate(rng.choices(list(WEIGHTS), weights, k=count)):
+        number = int(random_() * clients)
+        if kind == "call" or at < clients:  # before that there is nothing to carry or to cut
+            row = next(which)
+            steps.append(("call", number, _NAMES[row], *[_field(rng, one) for one in _FIELDS[row]]))
+        elif kind in ("up", "down", "quit"):
+            steps.append((kind, number, int(random_() * 24)))
+        elif kind == "old":
+            steps.append((kind, number, int(random_() * 60)))
+        else:
+            steps.append((kind, number))
+    return Schedule(clients, soft, pipelines, steps)
+
+
+def _field(rng: random.Random, kind: str) -> Any:
+    at = int(rng.random() * 6)
+    match kind:
+        case "k":
+            return KEYS[at % 2]
+        case "c":
+            return KEYS[2]
+        case "v":
+            return VALUES[at % 3]
+        case "n":
+            return at % 4
+        case "b":
+            return b"/barrier"
+        case "w":
+            return 1 + at % 3
+        case "q":
+            return QUEUES[at // 5]
+        case "l":
+            return LEASED[0]
+        case "L":
+            return [*LEASED, *QUEUES][: 1 + at % 2]
+        case "K":
+            return (KEYS[:1], KEYS[1:2], KEYS[:2], [KEYS[0], KEYS[0], KEYS[1]], [], KEYS)[at]
+        case "Q":
+            return (QUEUES[:1], QUEUES, [QUEUES[0], KEYS[0]])[at % 3]
+        case _:
+            return [(KEYS[0], VALUES[at % 3]), (KEYS[1], b"2")]
+
+
+def run(schedule: Schedule, every: int = 16) -> World:
+    """Run it, with a look at all invariants after every so many steps. Raises what is wrong."""
+    world = World(schedule.clients, schedule.soft, schedule.pipelines)
+    for count, step in enumerate(schedule.steps):
+        world.do(step)
+        if count % every == every - 1:
+            world.check()
+    world.finish()
+    return world
+
+
+def fault(schedule: Schedule) -> Exception | None:
+    """What is wrong, if anything, with a look after every step."""
+    try:
+        run(schedule, 1)
+    except Exception as error:  # the package's own, too
+        return error
+    return None
+
+
+def shrink(schedule: Schedule) -> Schedule:
+    """A part of the schedule that still fails, from which no step can be left out."""
+    steps = schedule.steps
+    size = max(1, len(steps) // 2)
+    while fault(schedule._replace(steps=steps)) is not None:
+        at = 0
+        before = len(steps)
+        while at < len(steps):
+            shorter = steps[:at] + steps[at + size :]
+            if fault(schedule._replace(steps=shorter)) is not None:
+                steps = shorter
+            else:
+                at += size
+        if size == 1 and len(steps) == before:
+            break
+        size = max(1, size // 2)
+    return schedule._replace(steps=steps)
