@@ -16,6 +16,7 @@ import pytest
 from faults.watching import Watch, until
 from support import HANDSHAKE, RawPeer, blob, tcpstore_server
 from tcpstore_async import Limits, serve
+from tcpstore_async.daemon import build
 from tcpstore_async.server import uv
 from tcpstore_async.server.readiness import READ
 from tcpstore_async.server.uv import UvServer
@@ -98,6 +99,7 @@ class Defect(Exception):
     """What is injected."""
 
 
+@pytest.mark.skipif(build() == "compiled", reason="compiled methods are not looked up")
 async def test_an_error_of_one_connection_does_not_lose_the_news_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """r33: an edge-triggered set does not tell its news again."""
     async with serve() as server:
@@ -116,10 +118,7 @@ async def test_an_error_of_one_connection_does_not_lose_the_news_of_others(monke
             go_on(connection)
 
         server.connections[broken.fd] = broken
-        try:
-            monkeypatch.setattr(uv.Connection, "go_on", fail)
-        except TypeError:
-            pytest.skip("compiled classes do not change")
+        monkeypatch.setattr(uv.Connection, "go_on", fail)
         server.ready([(broken.fd, READ), (whole.fd, READ)])
         assert broken.fd < 0
         assert whole.fd >= 0

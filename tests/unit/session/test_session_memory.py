@@ -7,7 +7,7 @@ from tcpstore_async import Limits
 from tcpstore_async.daemon import build
 from tcpstore_async.session.server import Engine, ServerSession
 
-BUDGET = {"compiled": 420, "interpreted": 760}
+BUDGET = {"compiled": 440, "interpreted": 760}
 """Bytes of one session with all that is known of its peer, after the start of a rank."""
 
 SESSIONS = 2_000
