@@ -265,9 +265,17 @@ class TCPStore(Store):
         client = self._queues(ask, began)
         if not client.extended(ask, seconds, began):
             return self._pop_from_pytorchs(client, name, block, began)
-        item = client.pop(calls.lease(name, block and seconds != 0), seconds, began)
-        if item is not None:
-            return item  # without a call, at which an interrupt could strike
+        lease = calls.lease(name, block and seconds != 0)
+        popped: list[bytes | None] = []
+        try:
+            # When a call returns an interrupt may strike before its result is anywhere; not before it is in a list.
+            popped += map(client.pop, (lease,), (seconds,), (began,))
+            if popped[0] is not None:
+                return popped[0]
+        except BaseException:
+            if popped and popped[0] is not None:
+                client.ask(calls.queue_push(key, popped[0]))
+            raise
         if block and seconds == 0 and (not client.ask(calls.check([name])) or client.ask(calls.queue_len(name))):
             raise StoreTimeoutError(calls.out_of_time(ask, seconds))
         raise QueueEmptyError("queue is empty")
