@@ -102,17 +102,19 @@ class Crowd:
 
     def _flush(self) -> None:
         """As a server does: close those who were evicted, hand on what was said."""
-        dirty, self.engine.dirty = list(self.engine.dirty), []
-        for session in dirty:
-            if session in self.engine.evicted:
-                if session in self.honest:
-                    raise Difference(f"an honest peer has to go: {self.engine.evicted[session]}")
-                if session in self.hogs:
+        engine, rounds = self.engine, 0
+        while engine.dirty:
+            dirty, engine.dirty = list(engine.dirty), []
+            for session in dirty:
+                if session in engine.evicted and session in self.honest:
+                    raise Difference(f"an honest peer has to go: {engine.evicted[session]}")
+                if session in engine.evicted and session in self.hogs:
                     self._remove(self.hogs.index(session))
-            elif session in self.hogs:
-                self._leave_unread(session)
-        if self.engine.dirty:
-            self._flush()
+                elif session in self.hogs:
+                    self._leave_unread(session)
+            rounds += 1
+            if rounds > 100:
+                raise Difference("one peer after the other has to go")
 
     def _remove(self, number: int) -> None:
         self.removed += 1
