@@ -210,6 +210,7 @@ class Fleet:
         refusal: PeerError | None = None
         try:
             line.session.receive(chunk)
+            self._finish_steps(line.session)
         except PeerError as error:
             refusal = error
         if (refusal is not None) != expect_close:
@@ -221,6 +222,14 @@ class Fleet:
         self._compare(line)
         if expect_close:
             self._leave(slot, line)
+
+    def _finish_steps(self, session: ServerSession) -> None:
+        """Where commands are done in steps: all of them, for the model does a command at once."""
+        keyspace: Any = self.engine.keyspace
+        while getattr(session, "job", None) is not None:
+            session.receive(b"")
+        while getattr(keyspace, "work", None):
+            keyspace.step()
 
     def _compare(self, line: Line | None) -> None:
         """What was said to whom since the last comparison."""

@@ -15,9 +15,10 @@ from tcpstore_async.blob import unpack
 from tcpstore_async.client import calls
 from tcpstore_async.client.lane import Lane
 from tcpstore_async.client.sync import TCPClient
-from tcpstore_async.errors import QueueEmptyError
+from tcpstore_async.errors import BudgetError, QueueEmptyError
 from tcpstore_async.keyspace import Counter, Keyspace, Promise, Waiter
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
+from tcpstore_async.session.budget import Budget, Holder, Unsent
 from tcpstore_async.session.client import Call, ClientSession
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.stores.tcp import TCPStore
@@ -277,10 +278,37 @@ REAL: dict[str, Real] = {
 }
 
 
+# What the server's budget is for, for `hogs`
+
+
+def _counts_nothing(unsent: Unsent, replies: list[Any], taken: int = 0) -> None:
+    unsent._chunk = None
+    unsent.pieces.extend(replies)
+
+
+def _last_one_goes(real: Method) -> Method:
+    def relieve(budget: Budget, holder: Holder) -> None:
+        if budget.used() > budget._next:
+            raise BudgetError(budget.used(), budget.limit, budget.limit, 0)
+
+    return relieve
+
+
+HOGGED: dict[str, Plant] = {
+    "H3: replies that nobody reads are counted for nothing": (Unsent, "add", _instead(_counts_nothing)),
+    "who comes last has to go": (Budget, "relieve", _last_one_goes),
+    "a session that goes stays counted": (
+        Budget,
+        "forget",
+        _instead(lambda budget, holder, size: budget.holders.pop(holder, True) is None),
+    ),
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The package with this defect."""
-    owner, method, plant = (PLANTED.get(name) or REAL[name])[:3]
+    owner, method, plant = (PLANTED.get(name) or HOGGED.get(name) or REAL[name])[:3]
     real = getattr(owner, method)
     setattr(owner, method, plant(real))
     try:

@@ -2,6 +2,7 @@
 
     python tests/simulation/run.py --schedules 1000000 --jobs 2     sessions in memory, seeds 0 to 999,999
     python tests/simulation/run.py --kind real --schedules 10000    the real clients on a stage
+    python tests/simulation/run.py --kind hogs --schedules 1000     peers that want all the memory there is
     python tests/simulation/run.py --kind proxied --schedules 1000  and real servers, through a proxy
     python tests/simulation/run.py --kind real --seed 4711          one of them: what happens, and what is wrong
     python tests/simulation/run.py --plant "a waiter is not fired"  with a defect, to see how soon it is found
@@ -22,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from simulation import real
+from simulation.hogs import perform as perform_hogs
 from simulation.planted import PLANTED, REAL, planted
 from simulation.proxied import perform as perform_proxied
 from simulation.schedule import chosen, fault, run, shrink
@@ -30,7 +32,7 @@ from support import tcpstore_server
 from tcpstore_async.daemon import build
 
 Failure = tuple[int, str]
-PORTIONS = {"sessions": 1000, "real": 100, "proxied": 20}
+PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20}
 """Seeds that a process runs before it reports."""
 
 
@@ -44,6 +46,8 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
             try:
                 if server is not None:
                     moves += perform_proxied(server.port, seed).losses
+                elif kind == "hogs":
+                    moves += perform_hogs(seed)
                 elif kind == "real":
                     moves += real.perform(Choices([], seed)).moved
                 else:
@@ -55,7 +59,7 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
 
 def explain(kind: str, seed: int) -> int:
     """Show one schedule, cut down if it fails; the status to exit with."""
-    if kind == "proxied":
+    if kind in ("proxied", "hogs"):
         print(portion(kind, range(seed, seed + 1))[2])
         return 0
     if kind == "real":
@@ -109,7 +113,7 @@ def many(kind: str, first: int, count: int, jobs: int, most: int) -> int:
             if len(failures) >= most:
                 break
     seconds = time.monotonic() - began
-    what = {"sessions": "commands", "real": "moves", "proxied": "connections cut"}[kind]
+    what = {"sessions": "commands", "real": "moves", "hogs": "peers removed", "proxied": "connections cut"}[kind]
     print(
         f"{done:,} schedules, {moves:,} {what}, {len(failures)} findings; "
         f"{build()} build, {jobs} processes, {seconds:,.0f} s"

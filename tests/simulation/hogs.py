@@ -1,0 +1,165 @@
+"""Peers that make a server hold all they can, in every way there is, beside honest ones, on a small budget.
+
+Checked after each step: what is really held, counted here from the objects themselves, stays within the budget; an
+honest peer is answered, rightly, and never closed; at the end everything is given back.
+"""
+
+from __future__ import annotations
+
+import random
+
+from properties.fleet import HANDSHAKE, Command, Difference
+from tcpstore_async.blob import size
+from tcpstore_async.errors import PeerError
+from tcpstore_async.limits import MIB, Limits
+from tcpstore_async.session.server import Engine, ServerSession
+
+BUDGET = 2 * MIB
+SLACK = 200_000
+"""One reply, and one value, that are under way."""
+HONEST, HOGS = 3, 3
+
+
+class Crowd:
+    """The server and its peers."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.engine = Engine(Limits(budget_bytes=BUDGET, value_bytes=100_000))
+        self.honest = [self.come() for _ in range(HONEST)]
+        self.hogs = [self.come() for _ in range(HOGS)]
+        self.sums = [0] * HONEST
+        self.removed = 0
+        for number, session in enumerate(self.honest):
+            self.ask(session, Command("add", b"/mine%d" % number, 0))
+
+    def come(self) -> ServerSession:
+        session = ServerSession(self.engine, object(), "::1", 1, 0.0)
+        session.receive(HANDSHAKE.frame)
+        return session
+
+    def ask(self, session: ServerSession, command: Command) -> bytes:
+        """What a peer that reads at once is answered."""
+        try:
+            session.receive(command.frame)
+        except PeerError as error:
+            raise Difference(f"an honest peer is refused: {error}") from error
+        said = b"".join(session.out)
+        session.unsent -= len(said)
+        session.out.clear()
+        return said
+
+    def step(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.3:
+            number = rng.randrange(HONEST)
+            self.sums[number] += 1
+            said = self.ask(self.honest[number], Command("add", b"/mine%d" % number, 1))
+            if said != self.sums[number].to_bytes(8, "little"):
+                raise Difference(f"an honest peer is answered {said!r}, not {self.sums[number]}")
+        else:
+            number = rng.randrange(HOGS)
+            session = self.hogs[number]
+            try:
+                if not session.stalled():
+                    self._hog(session)
+                self._leave_unread(session)
+            except PeerError:
+                self._remove(number)
+        self._flush()
+        self._check()
+
+    def _hog(self, session: ServerSession) -> None:
+        rng = self.rng
+        key, large = b"/large%d" % rng.randrange(4), bytes(rng.choice((10, 1000, 60_000)))
+        match rng.randrange(9):
+            case 0 | 1:  # 0.1.0 counted a value once that each of these pinned in a version of its own: H3
+                for _ in range(rng.randrange(1, 9)):
+                    session.receive(Command("append", key, b"x").frame + Command("get", key).frame)
+                    self._leave_unread(session)
+            case 2:
+                session.receive(Command("set", key, large).frame)
+            case 3:
+                session.receive(Command("set", key, large).frame[: rng.randrange(1, 40)])
+            case 4:
+                names = [b"/%d/%d" % (rng.randrange(100), name) for name in range(rng.choice((1, 500, 2000)))]
+                session.receive(Command("wait", names).frame)
+            case 5:
+                for _ in range(rng.choice((1, 500))):
+                    session.receive(Command("queue_push", b"/q%d" % rng.randrange(2000), b"").frame)
+            case 6:
+                session.receive(Command("ping", 7).frame * rng.choice((1, 2000)))
+            case 7:
+                session.receive(Command("introduce", [(b"a%d" % at, b"") for at in range(100)]).frame)
+            case _:
+                session.receive(b"".join(Command("delete_key", b"/large%d" % at).frame for at in range(4)))
+
+    def _leave_unread(self, session: ServerSession) -> None:
+        if session.out and session not in self.engine.evicted:
+            said = list(session.out)
+            session.out.clear()
+            session.leave_behind(said, 0)
+
+    def _flush(self) -> None:
+        """As a server does: close those who were evicted, hand on what was said."""
+        engine, rounds = self.engine, 0
+        while engine.dirty:
+            dirty, engine.dirty = list(engine.dirty), []
+            for session in dirty:
+                if session in engine.evicted and session in self.honest:
+                    raise Difference(f"an honest peer has to go: {engine.evicted[session]}")
+                if session in engine.evicted and session in self.hogs:
+                    self._remove(self.hogs.index(session))
+                elif session in self.hogs:
+                    self._leave_unread(session)
+            rounds += 1
+            if rounds > 100:
+                raise Difference("one peer after the other has to go")
+
+    def _remove(self, number: int) -> None:
+        self.removed += 1
+        self.hogs[number].leave()
+        self.hogs[number] = self.come()
+
+    def held(self) -> int:
+        """Bytes that are held, each piece once; without overheads."""
+        keyspace = self.engine.keyspace
+        pieces = {id(value): size(value) for value in keyspace.values.values()}
+        pieces.update((id(item), len(item)) for items in keyspace.queues.values() for item in items)
+        for session in [*self.honest, *self.hogs]:
+            pieces.update((id(piece), len(piece)) for piece in session.out)
+            if session.backlog is not None:
+                pieces.update((id(piece), len(piece)) for piece in session.backlog.pieces)
+            if session.kept is not None:
+                pieces[id(session.kept)] = len(session.kept)
+        return sum(pieces.values())
+
+    def _check(self) -> None:
+        held, used = self.held(), self.engine.budget.used()
+        if held > BUDGET + SLACK or used > BUDGET + SLACK:
+            raise Difference(f"{held} bytes are held, {used} are counted, {BUDGET} are allowed")
+        if held > used + SLACK:
+            raise Difference(f"{held} bytes are held, {used} are counted")
+
+    def finish(self) -> None:
+        for session in [*self.honest, *self.hogs]:
+            session.leave()
+        budget, keyspace = self.engine.budget, self.engine.keyspace
+        if budget.others or keyspace.parked or budget.holders or budget.pins:
+            raise Difference(f"{budget.others} bytes are counted for nobody, {keyspace.parked} for who waits")
+        for key in list(keyspace.values):
+            keyspace.delete_key(key)
+        for key in list(keyspace.queues):
+            while keyspace.queue_len(key):
+                keyspace.queue_pop(key)
+        if budget.used():
+            raise Difference(f"{budget.used()} bytes of an empty store")
+
+
+def perform(seed: int, steps: int = 150) -> int:
+    """One run; how many hogs were removed. Raises Difference."""
+    crowd = Crowd(seed)
+    for _ in range(steps):
+        crowd.step()
+    crowd.finish()
+    return crowd.removed
