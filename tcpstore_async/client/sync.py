@@ -595,7 +595,7 @@ class TCPClient:
     def _open(self, deadline: Deadline, me: int, within: bool) -> None:
         """Open one more, if nobody else does."""
         mine = False
-        channel = None
+        opened: list[Channel] = []  # not a name that may be None: in `finally` mypyc takes it for a Channel
         try:
             with self._lock:
                 if self._opening and not within:
@@ -604,6 +604,7 @@ class TCPClient:
                 if mine:
                     self._opening = me
             channel = self._dial(deadline)
+            opened.append(channel)
             channel.user = me
             with self._lock:
                 if self._lost:
@@ -616,13 +617,14 @@ class TCPClient:
                     raise DistNetworkError(self._lost)
                 self._channels.append(channel)
         except BaseException:
-            if channel is not None:
-                channel.peer.close()
+            for one in opened:
+                one.peer.close()
             raise
         finally:
             with self._lock:
-                if channel in self._tries:
-                    self._tries.remove(channel)
+                for one in opened:
+                    if one in self._tries:
+                        self._tries.remove(one)
                 if mine:
                     self._opening = NOBODY
                 self._line.tell_all()
