@@ -20,6 +20,7 @@ from setuptools.command.build_ext import build_ext
 COMPILED = [
     "tcpstore_async/arguments.py",
     "tcpstore_async/blob.py",
+    "tcpstore_async/jobs.py",
     "tcpstore_async/limits.py",
     "tcpstore_async/keyspace.py",
     "tcpstore_async/wire/shapes.py",

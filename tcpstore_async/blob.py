@@ -7,7 +7,8 @@ exception and never leaves the keyspace.
 
 * `bytes` or `bytearray`: the value with its u64 length before it, ready to be sent.
 * `int`: a counter, rendered as decimal text when it is read.
-* `Growing`: a value that was appended to and not read since, so that n appends do not cost n copies of all before.
+* `Growing`: a value that was appended to and is small or was not read since, so that n appends do not cost n copies of
+  all before. One of `CHUNKED_BYTES` or more is read in pieces, and stays what it is.
 """
 
 import re
@@ -34,14 +35,62 @@ NO_BLOB: Final = b"\xff" * PREFIX
 """What stands for a blob that there is not: a length that no value has."""
 
 
-class Growing:
-    """A value under APPEND: its plain bytes, in a buffer with room at the end."""
+NUMBER_BYTES: Final = 4096
+"""A number has to end within so many bytes of its value, white space and zeros before it included.
 
-    def __init__(self, first: bytes) -> None:
-        self.data = bytearray(first)
+However large a value is, looking for its number costs no more than that.
+"""
 
+CHUNKED_BYTES: Final = 64 * 1024
+"""A value under APPEND is read in pieces from this size on: neither GET nor the APPEND after it copies it all."""
+
+_PIECE: Final = 256 * 1024
+"""Length of those pieces, about."""
 
 Framed = bytes | bytearray
+
+
+class Growing:
+    """A value under APPEND: pieces that do not change any more, and a buffer with room at the end."""
+
+    def __init__(self, first: bytes) -> None:
+        self.pieces: list[Framed] = []
+        """Shared with replies that were not sent yet."""
+        self.tail = bytearray(first)
+        self.size: int = len(first)
+
+    def append(self, piece: bytes) -> None:
+        self.tail += piece
+        self.size += len(piece)
+        if len(self.tail) >= _PIECE:
+            self._close_tail()
+
+    def read(self) -> list[Framed]:
+        """The value, its length first, in pieces that later appends leave alone."""
+        if self.tail:
+            self._close_tail()
+        return [_U64.pack(self.size), *self.pieces]
+
+    def start(self) -> Framed:
+        """The first of its bytes: `NUMBER_BYTES` at least, or all."""
+        pieces = self.pieces
+        if not pieces:
+            return self.tail
+        first = pieces[0]
+        if len(first) >= NUMBER_BYTES:
+            return first
+        return first + (pieces[1] if len(pieces) > 1 else self.tail)[:NUMBER_BYTES]
+
+    def _close_tail(self) -> None:
+        """Add the tail to the pieces, or to the last one while that is short: reading often leaves no crumbs."""
+        pieces = self.pieces
+        if pieces and len(pieces[-1]) + len(self.tail) <= _PIECE:
+            pieces[-1] = pieces[-1] + self.tail
+        else:
+            pieces.append(self.tail)
+        self.tail = bytearray()
+
+
 Blob = bytes | bytearray | int | Growing
 
 
@@ -63,7 +112,7 @@ def framed(blob: Blob) -> Framed:
     if isinstance(blob, int):
         return pack(b"%d" % blob)
     if isinstance(blob, Growing):
-        return _U64.pack(len(blob.data)) + blob.data
+        return b"".join(blob.read())
     return blob
 
 
@@ -82,7 +131,7 @@ def size(blob: Blob) -> int:
     if isinstance(blob, int):
         return COUNTER_SIZE
     if isinstance(blob, Growing):
-        return PREFIX + len(blob.data)
+        return PREFIX + blob.size
     return len(blob)
 
 
@@ -98,20 +147,23 @@ INT64_MAX: Final = 2**63 - 1
 def number(blob: Blob) -> int:
     """The number a blob's text starts with, read as PyTorch's servers do (C's `stoll`, base 10).
 
-    White space, one sign, digits; what follows is ignored. Raises ProtocolError if there is no digit or the number does
-    not fit int64.
+    White space, one sign, digits; what follows is ignored. Raises ProtocolError if there is no digit, the number does
+    not fit int64, or it does not end within `NUMBER_BYTES`.
     """
     if isinstance(blob, int):
         return blob
-    text, start = (blob.data, 0) if isinstance(blob, Growing) else (blob, PREFIX)
-    found = _NUMBER.match(text, start)
+    text, start = (blob.start(), 0) if isinstance(blob, Growing) else (blob, PREFIX)
+    stop = start + NUMBER_BYTES
+    found = _NUMBER.match(text, start, stop)
     assert found is not None
+    if found.end() == stop and size(blob) > PREFIX + NUMBER_BYTES:
+        raise ProtocolError(f"the value is not a number within its first {NUMBER_BYTES} bytes")
     sign, digits = found.groups()
     if digits:
         value = -int(digits) if sign == b"-" else int(digits)
         if INT64_MIN <= value <= INT64_MAX:
             return value
-    elif _ZERO.match(text, start):
+    elif _ZERO.match(text, start, stop):
         return 0
     raise ProtocolError("the value is not a 64-bit number")
 

@@ -10,12 +10,13 @@ back, or left behind, it is at the front again.
 The counting is PyTorch's libuv server's to the byte, except for the queue defects listed in `docs/quirks.md`.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Final
 
 from .blob import (
+    CHUNKED_BYTES,
     COUNTER_SIZE,
     EMPTY,
     NO_BLOB,
@@ -29,12 +30,37 @@ from .blob import (
     wrap,
 )
 from .errors import LimitError, ProtocolError
+from .jobs import (
+    Discarding,
+    Dropping,
+    Job,
+    Leaving,
+    Marking,
+    Parking,
+    Pieces,
+    Postponed,
+    Reaching,
+    Reading,
+    Unparking,
+    Value,
+    Waking,
+    Work,
+)
 from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
 
 KeySet = set[bytes]
 
 _LONG_LINE: Final = 16
-"""Waiters in line for one queue from which a plain dict would pay for its holes at the front."""
+"""Waiters in line for one key from which the holes of those who left it are counted."""
+
+_HOLES: Final = 16
+"""A line of n is made anew once it has more than the root of this times n holes: the copy and skipping them balance."""
+
+_UNCUT: Final = 2**62
+"""A portion that holds everything."""
+
+_LARGE: Final = 4 * 1024 * 1024
+"""A value under APPEND of so many bytes is not freed at once."""
 
 
 class Promise:
@@ -71,7 +97,7 @@ class Waiter:
         self.weight: int = 0
         """What its registrations count."""
 
-    def fire(self, value: Framed | None) -> None:
+    def fire(self, value: Value | None) -> None:
         """Tell the waiter that its wait is over, and the value if it is fetching one. Must not call back."""
         raise NotImplementedError
 
@@ -87,7 +113,7 @@ class Bell(Waiter):
         super().__init__()
         self.ring = ring
 
-    def fire(self, value: Framed | None) -> None:
+    def fire(self, value: Value | None) -> None:
         self.ring()
 
 
@@ -104,8 +130,10 @@ class Counter(Waiter):
         self.targets: list[int] = []
         """A heap; of those whom nobody awaits any more, some are left."""
         self.awaiting: dict[int, dict[Waiter, None]] = {}
+        self.reaching: Reaching | None = None
+        """What tells those who need not wait any longer, if they are many."""
 
-    def fire(self, value: Framed | None) -> None:
+    def fire(self, value: Value | None) -> None:
         self.keyspace.count(self)
 
     def enter(self, waiter: Waiter, target: int) -> None:
@@ -130,15 +158,18 @@ class Counter(Waiter):
             self.targets = list(self.awaiting)
             heapify(self.targets)
 
-    def reached(self, total: int) -> list[Waiter]:
-        """Those who need not wait any longer; they are out of here."""
-        done: list[Waiter] = []
+    def next_reached(self, total: int) -> Waiter | None:
+        """One of those who need not wait any longer, if there is any."""
         while self.targets and self.targets[0] <= total:
-            for waiter in self.awaiting.pop(heappop(self.targets), {}):
-                waiter.counter = None
-                waiter.left = 0
-                done.append(waiter)
-        return done
+            crowd = self.awaiting.get(self.targets[0])
+            if crowd is None:
+                heappop(self.targets)
+                continue
+            waiter = crowd.popitem()[0]
+            if not crowd:
+                del self.awaiting[heappop(self.targets)]
+            return waiter
+        return None
 
 
 class Joins:
@@ -154,19 +185,33 @@ class Joins:
 class Keyspace:
     """One store. Keys and values are opaque; values are blobs (see `blob`)."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, portion: int = _UNCUT) -> None:
+        self.portion = portion
+        """Keys, or waiters, of a command that are dealt with at once; with more than that it is done in steps."""
+        self.job: Job | None = None
+        """What the command that was just called has left to do. Whoever called takes it, and its result is that."""
+        self.reading: Reading | None = None
+        """The one that is told before anything changes."""
+        self.work: deque[Work] = deque()
+        """What commands that are over have left to do; see `step`."""
+        self.on_work: Callable[[], object] | None = None
+        """Called when there is work, and was none."""
         self.values: dict[bytes, Blob] = {}
         self.queues: dict[bytes, deque[Framed]] = {}
         self.waiters: dict[bytes, dict[Waiter, int]] = {}
         """Per key, who is registered how often, in order of arrival; negative: left over from a wait that is done."""
         self.passed: dict[bytes, dict[Waiter, int]] = {}
         """Per key, the negative ones that a queue has passed over: they come before the line, which may be empty."""
+        self.unmarked: set[Waiter] = set()
+        """Those who have registrations left over that do not say so yet: they must not be parked before those do."""
         self.counters: dict[bytes, Counter] = {}
         """Per key, those who wait until it reaches a number."""
         self.reserved: dict[bytes, Framed] = {}
         """What the server says of itself: there when it is asked for by name, but no key of the store."""
         self.final: set[bytes] = set()
         """Those of them that will not change any more, so that nobody waits until they do."""
+        self.holes: dict[bytes, int] = {}
+        """Per key with a long line, how many have left it since it was made."""
         self.promises: dict[bytes, int] = {}
         """Per queue, how many woken waiters have not been heard of since."""
         self.joins: dict[bytes, Joins] = {}
@@ -179,12 +224,35 @@ class Keyspace:
         """How often a value's key has come or gone."""
         self.max_size: int = limits.budget_bytes
         """The size above which growing needs leave."""
+        self.max_reply: int = limits.budget_bytes
+        """More than that is not put together for a reply."""
         self.full: Callable[[int], None] | None = None
         """Gives leave to grow above `max_size` by so many bytes, or raises LimitError."""
+
+    # Work
+
+    def defer(self, work: Work) -> None:
+        """Leave work for `step`."""
+        self.work.append(work)
+        if len(self.work) == 1 and self.on_work is not None:
+            self.on_work()
+
+    def step(self) -> None:
+        """Do a portion of the work. There must be some."""
+        work = self.work[0]
+        if work.step(self.portion):
+            self.work.popleft()
+
+    def resolve(self, waiter: Waiter) -> None:
+        """Do the work that concerns a waiter, before it says anything else."""
+        for work in self.work:
+            work.resolve(waiter)
 
     # Values
 
     def set(self, key: bytes, value: Framed) -> None:
+        if self.reading is not None:
+            self.reading.note(key)
         old = self.values.get(key)
         # The common case, without a call.
         if isinstance(old, bytes) and (grown := self.size + len(value) - len(old)) <= self.max_size:
@@ -202,7 +270,27 @@ class Keyspace:
             return blob
         if blob is None:
             return self.reserved.get(key, EMPTY)
+        if self._chunked(blob):
+            self.job = Pieces(self.read(key, whole=True) or [])
+            return EMPTY
         return self._flatten(key, blob)
+
+    def there(self, key: bytes) -> bool:
+        """Whether a key is there, as a value, as a queue that holds items or as what the server says of itself."""
+        return key in self.values or key in self.queues or key in self.reserved
+
+    def read(self, key: bytes, whole: bool) -> list[Framed] | None:
+        """The value in pieces, the empty one if it is missing; or, if that is not asked for, none at all if it is."""
+        if not whole:
+            return [] if self.there(key) else None
+        blob = self.values.get(key)
+        if blob is None:
+            return [self.reserved.get(key, EMPTY)]
+        return blob.read() if isinstance(blob, Growing) else [framed(blob)]
+
+    def _chunked(self, blob: Blob) -> bool:
+        """Whether a value is too large to be copied for a reply."""
+        return isinstance(blob, Growing) and blob.size >= CHUNKED_BYTES and self.portion != _UNCUT
 
     def _flatten(self, key: bytes, blob: Blob) -> Framed:
         """The blob of a key as it goes into a reply; one that was appended to is kept so."""
@@ -211,6 +299,13 @@ class Keyspace:
             self._put(key, blob, flat, len(flat))
         return flat
 
+    def _value(self, key: bytes) -> Value:
+        """The value of a key for those who fetch it."""
+        blob = self.values.get(key)
+        if blob is None:
+            return EMPTY
+        return blob.read() if isinstance(blob, Growing) and self._chunked(blob) else self._flatten(key, blob)
+
     def add(self, key: bytes, amount: int) -> int:
         """Add to a counter and return the sum. Raises ProtocolError if the value is no number."""
         old = self.values.get(key)
@@ -218,6 +313,8 @@ class Keyspace:
             total = amount
             self._put(key, None, total, COUNTER_SIZE)
         elif isinstance(old, int):
+            if self.reading is not None:
+                self.reading.note(key)
             total = wrap(old + amount)
             self.values[key] = total
         else:
@@ -236,9 +333,15 @@ class Keyspace:
             if len(expected) != len(EMPTY):
                 return expected
         else:
-            current = self.get(key)
-            if current != expected:
-                return current
+            blob = self.values[key]
+            if self._chunked(blob) and size(blob) == len(expected):
+                current = framed(blob)
+                if current != expected:
+                    return self.get(key)
+            else:
+                current = self.get(key)
+                if self.job is not None or current != expected:
+                    return current
         self.set(key, desired)
         return desired
 
@@ -247,6 +350,8 @@ class Keyspace:
         if old is None:
             self._put(key, None, value, len(value))
         else:
+            if self.reading is not None:
+                self.reading.note(key)
             piece = unpack(value)
             if isinstance(old, Growing):
                 growing = old
@@ -258,13 +363,16 @@ class Keyspace:
                 self._grow(growth)
                 growing = Growing(unpack(flat))
                 self.values[key] = growing
-            growing.data += piece
+            growing.append(piece)
             self.size += growth
         if key in self.waiters:
             self._wake_all(key)
 
     def check(self, keys: list[bytes]) -> bool:
         """Whether every key is there, a queue that holds items included."""
+        if len(keys) > self.portion:
+            self.job = Reading(self, keys, whole=False)
+            return False
         values = self.values
         for key in keys:
             if key not in values and key not in self.queues and key not in self.reserved:
@@ -277,6 +385,8 @@ class Keyspace:
 
     def delete_key(self, key: bytes) -> int:
         """Remove a value, never a queue; 1 if it was there, else 0. Wakes nobody."""
+        if self.reading is not None:
+            self.reading.note(key)
         old = self.values.pop(key, None)
         if old is None:
             return 0
@@ -285,7 +395,14 @@ class Keyspace:
             for token in self.joins.pop(key).connections:
                 self.size -= self._parking(token)
         self.changes += 1
+        if isinstance(old, Growing):
+            self._drop(old)
         return 1
+
+    def _drop(self, growing: Growing) -> None:
+        """Nobody will ask for this value again: one that is large is freed in steps."""
+        if growing.size >= _LARGE and self.portion != _UNCUT:
+            self.defer(Dropping(growing))
 
     def num_keys(self) -> int:
         return len(self.values)
@@ -294,24 +411,58 @@ class Keyspace:
         return list(self.values)
 
     def multi_get(self, keys: list[bytes]) -> list[Framed]:
-        values = []
+        values: list[Framed] = []
+        if len(keys) > self.portion:
+            self.job = Reading(self, keys, whole=True)
+            return values
+        large = 0
         for key in keys:
             blob = self.values.get(key)
-            values.append(blob if isinstance(blob, bytes) else self.get(key))
+            if isinstance(blob, bytes):
+                values.append(blob)
+            elif isinstance(blob, Growing) and self._chunked(blob):
+                large += size(blob)
+                if large <= self.max_reply:
+                    values.extend(blob.read())
+            else:
+                values.append(self.get(key))
+        if large > self.max_reply:
+            raise LimitError("budget_bytes", large, self.max_reply)
         return values
 
     def multi_set(self, items: list[tuple[bytes, Framed]]) -> None:
         """Set every pair in order, or none if the store would grow too large."""
         growth = 0
-        for key, value in dict(items).items():
-            growth += self._growth(key, self.values.get(key), len(value))
-        self._grow(growth)
-        self.changes += 1
         for key, value in items:
-            self.size += self._growth(key, self.values.get(key), len(value))
-            self.values[key] = value
+            if key in self.reserved:
+                self._growth(key, None, 0)
+            growth += len(key) + ENTRY_BYTES + len(value)
+        values = self.values
+        if self.size + growth > self.max_size:  # if none of them is there yet
+            growth = 0
+            for key, value in dict(items).items():
+                growth += self._growth(key, values.get(key), len(value))
+            self._grow(growth)
+        grown = 0
+        for key, value in items:
+            if self.reading is not None:
+                self.reading.note(key)
+            old = values.get(key)
+            if isinstance(old, bytes):
+                grown += len(value) - len(old)
+            elif old is None:
+                grown += len(key) + ENTRY_BYTES + len(value)
+                self.changes += 1
+            else:
+                grown += len(value) - size(old)
+                if isinstance(old, Growing):
+                    self._drop(old)
+            values[key] = value
             if key in self.waiters:
                 self._wake_all(key)
+        self.size += grown
+        if len(items) > self.portion:
+            self.defer(Discarding(items))
 
     # Queues
 
@@ -325,6 +476,8 @@ class Keyspace:
         if queue is None:
             if key in self.reserved:
                 raise ProtocolError(f"{key.decode()} is not to be written")
+            if self.reading is not None:
+                self.reading.note(key)
             queue = self.queues[key] = deque()
         queue.append(value)
         self.size += growth
@@ -339,6 +492,8 @@ class Keyspace:
         length = len(queue)
         item = queue.popleft()
         if not queue:
+            if self.reading is not None:
+                self.reading.note(key)
             del self.queues[key]
             self.size -= len(key) + QUEUE_BYTES
         self.size -= ENTRY_BYTES + len(item)
@@ -383,6 +538,8 @@ class Keyspace:
         length = len(queue)
         item = queue.popleft()
         if not queue:
+            if self.reading is not None:
+                self.reading.note(key)
             del self.queues[key]
             self.size -= len(key) + QUEUE_BYTES
         if leases is None:
@@ -397,9 +554,12 @@ class Keyspace:
         if popped[0] or key in self.values or key in self.reserved:
             return popped
         self._demand_idle(waiter)
+        if self._many_parked(waiter):
+            self.job = Unparking(self, waiter, lambda: self.lease_later(waiter, key, ticket))
+            return None
         self._grow(self._parking(key))
         self._unpark(waiter)
-        self._park(waiter, [key])
+        self.park(waiter, [key])
         waiter.popping = (key, ticket)
         return None
 
@@ -432,6 +592,8 @@ class Keyspace:
         for key, item in reversed(leased):
             queue = self.queues.get(key)
             if queue is None:
+                if self.reading is not None:
+                    self.reading.note(key)
                 queue = self.queues[key] = deque()
                 self.size += len(key) + QUEUE_BYTES
             queue.appendleft(item)
@@ -497,13 +659,19 @@ class Keyspace:
 
     def wait(self, waiter: Waiter, keys: list[bytes]) -> bool:
         """True if every key is there (as `check` sees it); else the waiter is parked on the missing ones."""
+        if self.unmarked and waiter in self.unmarked:
+            self.job = Marking(self, waiter, lambda: self.wait(waiter, keys))
+            return False
+        if len(keys) > self.portion:
+            self.job = Parking(self, waiter, keys)
+            return False
         if self.check(keys):
             promise = waiter.promise
             if promise is not None and promise.queue in keys:
-                waiter.promise = self._promise(promise.queue)
+                waiter.promise = self.promise(promise.queue)
             return True
         missing = [key for key in keys if key not in self.values and not self._elsewhere(key)]
-        self._park(waiter, missing)
+        self.park(waiter, missing)
         return False
 
     def fetch(self, waiter: Waiter, key: bytes) -> Framed | None:
@@ -514,15 +682,22 @@ class Keyspace:
         if value is not None or self._elsewhere(key):
             return self.get(key)
         self._demand_idle(waiter)
+        if self._many_parked(waiter):
+            self.job = Unparking(self, waiter, lambda: self.fetch(waiter, key))
+            return None
         self._grow(self._parking(key))
         self._unpark(waiter)
-        self._park(waiter, [key])
+        self.park(waiter, [key])
         waiter.fetching = key
         return None
 
     def cancel_fetch(self, waiter: Waiter) -> Framed:
         """As `cancel_wait`; it returns what stands for no value."""
-        self._unpark(waiter)
+        if self._many_parked(waiter):
+            self._end_waits(waiter)
+            self.job = Unparking(self, waiter, lambda: NO_BLOB)
+        else:
+            self._unpark(waiter)
         return NO_BLOB
 
     def wait_count(self, waiter: Waiter, key: bytes, target: int) -> bool:
@@ -533,7 +708,13 @@ class Keyspace:
         self._demand_idle(waiter)
         if self._count(key) >= target or key in self.final:
             return True
+        if self._many_parked(waiter):
+            self.job = Unparking(self, waiter, lambda: self.wait_count(waiter, key, target))
+            return False
         counter = self.counters.get(key)
+        if counter is not None and counter.reaching is not None and target <= counter.reaching.total:
+            self.job = Postponed(counter, target, lambda: self.wait_count(waiter, key, target))
+            return False
         self._grow(self._parking(key) * (2 if counter is None else 1))
         self._unpark(waiter)
         if counter is None:
@@ -551,19 +732,50 @@ class Keyspace:
         except ProtocolError:
             self._register(counter)  # it is no number: that ends nobody's wait
             return
-        for waiter in counter.reached(total):
-            self._weigh(waiter, -self._parking(key))
-            waiter.fire(None)
+        if counter.reaching is not None:
+            counter.reaching.total = max(counter.reaching.total, total)
+        else:
+            for _ in range(self.portion):
+                waiter = counter.next_reached(total)
+                if waiter is None:
+                    break
+                self.reach(waiter, key)
+            else:
+                counter.reaching = Reaching(self, counter, total)
+                self.defer(counter.reaching)
         if counter.awaiting:
             self._register(counter)
         else:
             del self.counters[key]
+
+    def reach(self, waiter: Waiter, key: bytes) -> None:
+        """The number that a waiter waits for has been reached."""
+        waiter.counter = None
+        waiter.left = 0
+        self._weigh(waiter, -self._parking(key))
+        waiter.fire(None)
+
+    def reach_some(self, counter: Counter, total: int, most: int) -> bool:
+        """Tell some of those whose number has been reached; True if those were all."""
+        for _ in range(most):
+            waiter = counter.next_reached(total)
+            if waiter is None:
+                counter.reaching = None
+                if not counter.awaiting and self.counters.get(counter.key) is counter:
+                    del self.counters[counter.key]
+                    self._unpark(counter)
+                return True
+            self.reach(waiter, counter.key)
+        return False
 
     def barrier(self, waiter: Waiter, key: bytes, world_size: int) -> bool:
         """Count an arrival. True if the world is complete; else the waiter is parked until someone completes it.
 
         The count stays when a waiter leaves, and is never reset. Raises ProtocolError if the value is no number.
         """
+        if self.unmarked and waiter in self.unmarked:
+            self.job = Marking(self, waiter, lambda: self.barrier(waiter, key, world_size))
+            return False
         old = self.values.get(key)
         count = 1 if old is None else wrap(number(old) + 1)
         if count < world_size:
@@ -574,7 +786,7 @@ class Keyspace:
             if counter is not None:
                 self._unpark(counter)
                 self.count(counter)
-            self._park(waiter, [key])
+            self.park(waiter, [key])
             waiter.barrier = key
             return False
         if key in self.waiters:
@@ -583,12 +795,22 @@ class Keyspace:
 
     def cancel_wait(self, waiter: Waiter) -> bool:
         """Drop every registration of the waiter; True whether there was one or not."""
-        self._unpark(waiter)
+        if self._many_parked(waiter):
+            self._end_waits(waiter)
+            self.job = Unparking(self, waiter, lambda: True)
+        else:
+            self._unpark(waiter)
         return True
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that has gone, and hand on what it was promised, and what it was leased."""
-        self._unpark(waiter)
+        if self.work:
+            self.resolve(waiter)
+        if self._many_parked(waiter):
+            self._end_waits(waiter)
+            self.defer(Leaving(self, waiter))
+        else:
+            self._unpark(waiter)
         if waiter.joined is not None:
             self._lose(waiter, waiter.joined[0], waiter.joined[1])
         if waiter.promise is not None:
@@ -665,12 +887,16 @@ class Keyspace:
             self.full(growth)
 
     def _put(self, key: bytes, old: Blob | None, blob: Blob, length: int) -> None:
+        if self.reading is not None:
+            self.reading.note(key)
         growth = self._growth(key, old, length)
         self._grow(growth)
         self.size += growth
         if old is None:
             self.changes += 1
         self.values[key] = blob
+        if isinstance(old, Growing):
+            self._drop(old)
 
     # Registrations
 
@@ -683,7 +909,7 @@ class Keyspace:
         self.parked += amount
         self.size += amount
 
-    def _park(self, waiter: Waiter, keys: list[bytes]) -> None:
+    def park(self, waiter: Waiter, keys: list[bytes]) -> None:
         growth = 0
         for key in keys:
             growth += self._parking(key)
@@ -708,25 +934,62 @@ class Keyspace:
             else:  # left over: it comes to the end of the line
                 line[waiter] = 1 - self._withdraw(waiter, key)
 
-    def _unpark(self, waiter: Waiter) -> None:
+    def _many_parked(self, waiter: Waiter) -> bool:
+        """Whether forgetting the waiter's registrations takes more than one portion."""
+        return waiter.parked is not None and len(waiter.parked) > self.portion
+
+    def _end_waits(self, waiter: Waiter) -> None:
+        """Nothing fires the waiter any more, but it stands in its lines still."""
         if waiter.counter is not None:
             self._leave_counter(waiter, waiter.counter)
         waiter.left = 0
         waiter.barrier = None
         waiter.fetching = None
         waiter.popping = None
+
+    def _unpark(self, waiter: Waiter) -> None:
+        self._end_waits(waiter)
         parked = waiter.parked
         if parked is None:
             return
         waiter.parked = None
+        if self.unmarked:
+            self.unmarked.discard(waiter)
         for key in parked:
-            self._withdraw(waiter, key)
-            self._weigh(waiter, -self._parking(key))
-            line = self.waiters[key]
-            if not line and key not in self.passed:
-                del self.waiters[key]
-            elif len(line) == _LONG_LINE - 1:  # without the holes of those who left while it was long
-                self.waiters[key] = dict(line)
+            self._forget(waiter, key)
+
+    def unpark_some(self, waiter: Waiter, most: int) -> bool:
+        """Drop some of the registrations of a waiter that awaits nothing; True if those were all."""
+        if self.work:
+            self.resolve(waiter)  # those in lines that are being woken
+        parked = waiter.parked
+        if parked is not None:
+            for _ in range(min(most, len(parked))):
+                self._forget(waiter, parked.pop())
+            if parked:
+                return False
+            waiter.parked = None
+        self.unmarked.discard(waiter)
+        return True
+
+    def _forget(self, waiter: Waiter, key: bytes) -> None:
+        """Drop one registration, and the line if it was the last."""
+        self._withdraw(waiter, key)
+        self._weigh(waiter, -self._parking(key))
+        line = self.waiters[key]
+        if not line and key not in self.passed:
+            del self.waiters[key]
+        elif len(line) >= _LONG_LINE - 1:
+            self._count_holes(key, line, 1)
+
+    def _count_holes(self, key: bytes, line: dict[Waiter, int], more: int) -> None:
+        """Some have left a long line. Their places would be looked at again and again, so it is made anew at times."""
+        holes = self.holes.get(key, 0) + more
+        if len(line) < _LONG_LINE or holes * holes > _HOLES * len(line):
+            self.holes.pop(key, None)
+            self.waiters[key] = dict(line)
+        else:
+            self.holes[key] = holes
 
     def _withdraw(self, waiter: Waiter, key: bytes) -> int:
         """Take a waiter out of the line, or from among those passed over; how often it was registered."""
@@ -749,29 +1012,68 @@ class Keyspace:
         waiter.left = left - count
         if left <= 0 or left > count:
             return False
-        waiter.barrier = None
-        if parked:
-            self._mark_done(waiter, parked)
-        else:
-            waiter.parked = None
+        self.end(waiter)
         return True
 
-    def _mark_done(self, waiter: Waiter, keys: KeySet) -> None:
-        """Registrations of a wait that a second WAIT overwrote outlive it, as in PyTorch; a queue passes them over."""
+    def end(self, waiter: Waiter) -> None:
+        """The wait is over.
+
+        Registrations of a wait that a second WAIT overwrote outlive it, as in PyTorch; a queue passes them over.
+        """
+        waiter.barrier = None
+        keys = waiter.parked
+        if not keys:
+            waiter.parked = None
+            return
+        if len(keys) > self.portion:
+            self.unmarked.add(waiter)
+        else:
+            self.mark(waiter, list(keys))
+
+    def mark(self, waiter: Waiter, keys: list[bytes]) -> None:
+        """Have registrations say that they are left over."""
         for key in keys:
-            line = self.waiters[key]
+            line = self.waiters.get(key)
+            if line is None:
+                continue  # it is being woken, or has been
             count = line.get(waiter, 0)
             if count > 0:
                 line[waiter] = -count
 
     def _wake_all(self, key: bytes) -> None:
         line = self.waiters.pop(key)
+        if self.holes:
+            self.holes.pop(key, None)
         if key in self.passed:
             passed = self.passed.pop(key)
             passed.update(line)
             line = passed
+        if len(line) > self.portion:
+            self._wake_many(key, line)
+            return
         for waiter, count in line.items():
             if self._count_down(waiter, key, abs(count)):
+                self._fire(waiter)
+
+    def _wake_many(self, key: bytes, line: dict[Waiter, int]) -> None:
+        """Have a long line woken later: for what is written now, whatever comes after it."""
+        counter = self.counters.get(key)
+        count = 0 if counter is None else line.pop(counter, 0)
+        self.defer(Waking(self, key, line, self._value(key)))
+        if counter is not None and count:
+            self._count_down(counter, key, 1)
+            self.count(counter)
+
+    def wake(self, waiter: Waiter, key: bytes, count: int, value: Value, empty: bool) -> None:
+        """A key was written that the waiter, out of its line now, was registered under; what was there then."""
+        if self._count_down(waiter, key, abs(count)):
+            if waiter.fetching is not None:
+                waiter.fetching = None
+                waiter.fire(value)
+            elif waiter.popping is not None and empty:
+                waiter.popping = None
+                waiter.grant(0, None)
+            else:
                 self._fire(waiter)
 
     def _wake_next(self, key: bytes, handed_on: bool = False) -> None:
@@ -780,33 +1082,52 @@ class Keyspace:
         A FETCH takes no item: it ends, and those behind it have their turn.
         """
         line = self.waiters[key]
-        if len(line) >= _LONG_LINE and not isinstance(line, OrderedDict):
-            line = self.waiters[key] = OrderedDict(line)
         passed = []
-        counted = []
+        counted: list[Waiter] = []
+        last: Waiter | None = None
         for waiter, count in line.items():
-            if count < 0:
+            if self.work:
+                self.resolve(waiter)
+                count = line[waiter]
+            if count < 0 or waiter.left <= 0:
                 passed.append(waiter)
             elif not (handed_on and waiter.barrier == key):
                 counted.append(waiter)
                 if waiter.left <= count and waiter.fetching is None:
+                    last = waiter
                     break
         if passed:
             self._pass_over(key, passed)
+        gone = len(passed) + len(counted)
+        if len(counted) > self.portion:
+            self._wake_later(key, line, counted, last)
+            counted = [] if last is None else [last]
         for waiter in counted:
             if self._count_down(waiter, key, line.pop(waiter)):
                 if waiter.fetching is None and waiter.popping is None:
-                    waiter.promise = self._promise(key)
+                    waiter.promise = self.promise(key)
                 self._fire(waiter)
         if not line and key not in self.passed:
             del self.waiters[key]
+            self.holes.pop(key, None)
+        elif len(line) >= _LONG_LINE - gone:
+            self._count_holes(key, line, gone)
+
+    def _wake_later(self, key: bytes, line: dict[Waiter, int], counted: list[Waiter], last: Waiter | None) -> None:
+        """Have many whom an item is counted down for, but the one who is to take it, hear of it later."""
+        if last is None and len(counted) == len(line):
+            crowd = dict(line)
+            line.clear()
+        else:
+            crowd = {waiter: line.pop(waiter) for waiter in counted if waiter is not last}
+        self.defer(Waking(self, key, crowd, self._value(key)))
 
     def _pass_over(self, key: bytes, waiters: list[Waiter]) -> None:
         """Take those who want nothing of a queue out of its line, so that the next push does not look at them again."""
         line = self.waiters[key]
         passed = self.passed.setdefault(key, {})
         for waiter in waiters:
-            passed[waiter] = line.pop(waiter)
+            passed[waiter] = -abs(line.pop(waiter))
 
     def _fire(self, waiter: Waiter) -> None:
         popping = waiter.popping
@@ -820,9 +1141,9 @@ class Keyspace:
             waiter.fire(None)
         else:
             waiter.fetching = None
-            blob = self.values.get(key)
-            waiter.fire(EMPTY if blob is None else self._flatten(key, blob))
+            waiter.fire(self._value(key))
 
-    def _promise(self, queue: bytes) -> Promise:
+    def promise(self, queue: bytes) -> Promise:
+        """Note that a woken waiter is expected to take an item."""
         self.promises[queue] = self.promises.get(queue, 0) + 1
         return Promise(queue)

@@ -34,6 +34,9 @@ _READ: Final = 16 * 1024
 _SESSION_BYTES: Final = SESSION_BYTES + 64 * 1024
 """What one connection takes, its thread included."""
 
+_FLUSHES_PER_TURN: Final = 512
+"""Peers with something to hear that are written to while the lock is held; a herd is told in several turns."""
+
 _PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor, memory or a thread."""
 
@@ -142,8 +145,12 @@ class Connection:
         return not self.closed and (session.stalled() or session.unsent > self.server.limits.unsent_high_water)
 
     def _catch_up(self) -> None:
-        """Wait until the peer has been sent everything, and go on with requests that were kept back for that."""
-        self.caught_up.wait()
+        """Wait until the peer has been sent everything, and go on with requests that were kept back for that.
+
+        A command that is done in steps goes on at once: others may wait for its end.
+        """
+        if self.session.job is None:
+            self.caught_up.wait()
         with self.server.lock:
             if self.session.stalled():
                 self._execute(b"")
@@ -292,7 +299,7 @@ class ThreadedServer:
     def __init__(self, listener: socket.socket, limits: Limits) -> None:
         self.listener = listener
         self.limits = limits
-        self.engine = Engine(limits, _SESSION_BYTES)
+        self.engine = Engine(limits, session_bytes=_SESSION_BYTES)
         self.engine.identify(identity(secrets.token_hex(8), "threaded"))
         self.lock = Turns()
         self.writer = Writer(self.lock)
@@ -317,6 +324,9 @@ class ThreadedServer:
         self._ended: deque[Worker] = deque()
         """Those of them that are ending."""
         self._flushing = False
+        self._to_flush: deque[Connection] = deque()
+        """Those that were woken with more others than one turn can tell."""
+        self.engine.keyspace.on_work = self._work_later
 
     @property
     def count(self) -> int:
@@ -404,6 +414,14 @@ class ThreadedServer:
         self._flushing = True
         try:
             dirty = self.engine.dirty
+            if len(dirty) > _FLUSHES_PER_TURN:
+                if not self._to_flush:
+                    self._tell_loop(self._flush_more)
+                evicted = self.engine.evicted
+                self._to_flush.extend(
+                    one.owner for one in dirty if one not in evicted and isinstance(one.owner, Connection)
+                )
+                dirty[:] = [one for one in dirty if one in evicted]
             while dirty:
                 session = dirty.pop()
                 connection = session.owner
@@ -419,6 +437,9 @@ class ThreadedServer:
                         connection.give_up()
         finally:
             self._flushing = False
+
+    def _work_later(self) -> None:
+        self._tell_loop(self._work)
 
     def refuse(self, connection: Connection, error: PeerError) -> None:
         """Say why a connection closes."""
@@ -439,6 +460,28 @@ class ThreadedServer:
             self._tell_loop(self._count_later)
 
     # On the loop
+
+    def _flush_more(self) -> None:
+        with self.lock:
+            for _ in range(min(_FLUSHES_PER_TURN, len(self._to_flush))):
+                connection = self._to_flush.popleft()
+                try:
+                    connection.flush()
+                except Exception:
+                    connection.give_up()
+            if self._to_flush:
+                self._loop.call_soon(self._flush_more)
+
+    def _work(self) -> None:
+        """Do a portion of what commands have left to do."""
+        with self.lock:
+            keyspace = self.engine.keyspace
+            if self.stopped or not keyspace.work:
+                return
+            keyspace.step()
+            self.flush_dirty()
+            if keyspace.work:
+                self._loop.call_soon(self._work)
 
     def _tell_loop(self, what: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # it is closed

@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import time
+from collections import deque
 from typing import Any, Final
 
 from ..blob import Framed, length
@@ -36,6 +37,15 @@ _READ_ON: Final = 128 * 1024
 
 _READS_PER_TURN: Final = 2
 """After that many reads, up to 33,000 of the shortest commands, a peer that sends on waits for the others."""
+
+_FLUSHES_PER_TURN: Final = 512
+"""Peers with something to hear that are written to in one turn, at some 4 µs each; a herd is told in several."""
+
+_WRITTEN_PER_TURN: Final = 4 * 1024 * 1024
+"""Bytes that one peer is sent in one turn, however fast it reads."""
+
+_GOING_ON: Final = 0.002
+"""Seconds of one turn in which connections that have more to do go on; the rest of them do so in the next."""
 
 _JOINED: Final = 256 * 1024
 """Replies up to this size are joined for one write; larger ones go out without a copy."""
@@ -78,7 +88,7 @@ class Connection:
         for _ in range(_READS_PER_TURN):
             if self.fd < 0 or self.ended:
                 return
-            if session.unsent > self.server.high_water:
+            if session.unsent > self.server.high_water and session.job is None:
                 self._pause()
                 return
             try:
@@ -234,7 +244,11 @@ class Connection:
     def _write_unsent(self) -> None:
         session = self.session
         backlog = session.backlog
+        written = 0
         while backlog is not None:
+            if written >= _WRITTEN_PER_TURN:
+                self.server.write_later(self)
+                return
             batch = backlog.batch()
             count = self._hand_over(batch)
             if count <= 0:
@@ -242,6 +256,7 @@ class Connection:
             if backlog.took(count):
                 session.backlog = None
                 return
+            written += count
 
 
 class UvServer:
@@ -263,6 +278,11 @@ class UvServer:
         self.port: int = listener.getsockname()[1]
         self.max_connections = 0
         self._later: list[Connection] = []
+        self._to_write: dict[Connection, None] = {}
+        """Those that the kernel may take more from at once."""
+        self._to_flush: deque[Connection] = deque()
+        """Those that were woken with more others than one turn can tell."""
+        self.engine.keyspace.on_work = self._work_later
         self._loop = asyncio.get_running_loop()
         self.readiness = watch_with(self._loop, self.ready)
         self._accepting = False
@@ -392,6 +412,8 @@ class UvServer:
         self._flushing = True
         try:
             dirty = self.engine.dirty
+            if len(dirty) > _FLUSHES_PER_TURN:
+                self._flush_in_turns(dirty)
             while dirty:
                 session = dirty.pop()
                 connection = session.owner
@@ -406,6 +428,57 @@ class UvServer:
                         self._give_up(connection)
         finally:
             self._flushing = False
+
+    def _flush_in_turns(self, dirty: list[ServerSession]) -> None:
+        """Take a herd over, so that those who come next need not wait for all of it."""
+        if not self._to_flush:
+            self._loop.call_soon(self._flush_more)
+        evicted = self.engine.evicted
+        for session in dirty:
+            if session not in evicted and isinstance(session.owner, Connection):
+                self._to_flush.append(session.owner)
+        dirty[:] = [session for session in dirty if session in evicted]
+
+    def _flush_more(self) -> None:
+        to_flush = self._to_flush
+        for _ in range(min(_FLUSHES_PER_TURN, len(to_flush))):
+            connection = to_flush.popleft()
+            if connection.session.out and connection.fd >= 0:
+                try:
+                    connection.flush()
+                except Exception:
+                    self._give_up(connection)
+        if to_flush:
+            self._loop.call_soon(self._flush_more)
+
+    def _work_later(self) -> None:
+        self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        """Do a portion of what commands have left to do."""
+        keyspace = self.engine.keyspace
+        if self.stopped or not keyspace.work:
+            return
+        keyspace.step()
+        if self.engine.dirty:
+            self.flush_dirty()
+        if keyspace.work:
+            self._loop.call_soon(self._work)
+
+    def write_later(self, connection: Connection) -> None:
+        """Go on writing when the others have had their turn."""
+        if not self._to_write:
+            self._loop.call_soon(self._write_more)
+        self._to_write[connection] = None
+
+    def _write_more(self) -> None:
+        to_write = self._to_write
+        self._to_write = {}
+        for connection in to_write:
+            try:
+                connection.writable()
+            except Exception:
+                self._give_up(connection)
 
     def refuse(self, connection: Connection, error: PeerError) -> None:
         """Close a connection for what its peer did."""
@@ -443,7 +516,13 @@ class UvServer:
     def _go_on(self) -> None:
         later = self._later
         self._later = []
-        for connection in later:
+        end = time.perf_counter() + _GOING_ON
+        for at, connection in enumerate(later):
+            if time.perf_counter() > end:
+                if not self._later:
+                    self._loop.call_soon(self._go_on)
+                self._later = later[at:] + self._later
+                return
             connection.queued = False
             try:
                 connection.go_on()

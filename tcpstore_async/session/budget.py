@@ -17,6 +17,7 @@ from typing import Final
 
 from ..blob import Framed
 from ..errors import BudgetError
+from ..jobs import Names
 from ..keyspace import Keyspace, Waiter
 
 SESSION_BYTES: Final = 1024
@@ -210,10 +211,8 @@ class Budget:
         """The size of the store when it was last looked at."""
         self._stored: int = 0
         """The same without waiters."""
-        self._listing: bytes | None = None
+        self._listing: Names | None = None
         """The last long list of keys that somebody was sent, for whoever asks for it next."""
-        self._listed: int = 0
-        """`Keyspace.changes` of that time."""
         self._scale: float = 1.0
         """What one unit of `Holder.stored` is now, in bytes."""
         self._next: int = 0
@@ -259,7 +258,7 @@ class Budget:
         """Note who has made the store larger, or that it is smaller."""
         keyspace = self.keyspace
         self.seen = keyspace.size
-        if self._listed != keyspace.changes:
+        if self._listing is not None and self._listing.changes != keyspace.changes:
             self._drop_listing()
         before = self._stored
         stored = self._stored = keyspace.size - keyspace.parked
@@ -274,9 +273,10 @@ class Budget:
                     holder.stored *= self._scale
                 self._scale = 1.0
 
-    def listing(self) -> bytes | None:
+    def listing(self) -> Names | None:
         """The list of keys as it is sent, if it is still at hand."""
-        return self._listing if self._listed == self.keyspace.changes else None
+        listing = self._listing
+        return listing if listing is not None and listing.changes == self.keyspace.changes else None
 
     def expect_listing(self, size: int, holder: Holder) -> None:
         """Make room for a list of so many bytes. Raises BudgetError if there is none."""
@@ -287,18 +287,18 @@ class Budget:
         finally:
             self.charge(-size)
 
-    def keep_listing(self, listing: bytes) -> None:
+    def keep_listing(self, listing: Names) -> None:
         """Have the list at hand until it changes: those who ask for it at once must not get a copy each."""
-        if len(listing) > _CHUNK:
+        if listing.size > _CHUNK and listing.changes == self.keyspace.changes:
+            self._drop_listing()
             self._listing = listing
-            self._listed = self.keyspace.changes
-            self.charge(len(listing))
+            self.charge(listing.size)
 
     def _drop_listing(self) -> None:
         listing = self._listing
         if listing is not None:
             self._listing = None
-            self.charge(-len(listing))
+            self.charge(-listing.size)
 
     def relieve(self, holder: Holder) -> None:
         """Have somebody go if too much is used now that `holder` holds more. Raises BudgetError if that is `holder`."""

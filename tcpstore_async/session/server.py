@@ -12,6 +12,7 @@ from typing import Final
 
 from ..blob import Framed, length, pack, unpack
 from ..errors import BudgetError, LimitError, ProtocolError
+from ..jobs import Job, Listing, Names, Value
 from ..keyspace import Keyspace
 from ..limits import Limits
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
@@ -24,6 +25,9 @@ _WOKEN: Final = bytes([STOP_WAITING])
 
 _KEPT_BYTES: Final = 64
 """What holds bytes that are not decoded yet."""
+
+PORTION: Final = 1000
+"""Keys, or waiters, of a command that are dealt with in one turn: half a millisecond at most, compiled."""
 
 _MOST_SAID: Final = 2048
 """Bytes that a peer may say of itself: names and framed values, so that their number has a limit too."""
@@ -45,15 +49,15 @@ class _Slot:
         self.request: Request = command.request
         self.call = call
         self.encode = command.reply.encode if command.reply.measure is None else None
-        self.in_pieces = command.reply.in_pieces
+        self.in_pieces = command.reply.in_pieces or command.reply.measure is not None
 
 
 class Engine:
     """One server: its keyspace, its limits, and the sessions that have something to send."""
 
-    def __init__(self, limits: Limits, session_bytes: int = SESSION_BYTES) -> None:
+    def __init__(self, limits: Limits, portion: int = PORTION, session_bytes: int = SESSION_BYTES) -> None:
         self.limits = limits
-        self.keyspace = Keyspace(limits)
+        self.keyspace = Keyspace(limits, portion)
         self.budget = Budget(limits.budget_bytes, self.keyspace, lambda: self.serving)
         self.session_bytes = session_bytes
         """What one connection of the server takes."""
@@ -63,6 +67,8 @@ class Engine:
         """Those whose connections are to be closed, and why."""
         self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
         """Those that have not sent VALIDATE, oldest first."""
+        self.listing: Names | None = None
+        """The list of keys that is being put together."""
         self.joins: int = 0
         """How many ranks the owner of this server expects to join, if it has one."""
         self.unfinished: int = 0
@@ -122,19 +128,36 @@ class Engine:
             return lambda field: method(self.serving, field)
         return lambda first, second: method(self.serving, first, second)
 
-    def _list_keys(self) -> bytes:
+    def _list_keys(self) -> list[Framed]:
         """The reply to LIST_KEYS: one copy for all who ask while the keys are the same."""
-        listing = self.budget.listing()
-        if listing is None:
-            keys = self.keyspace.list_keys()
-            reply = COUNTED_KEYS
-            assert reply.measure is not None
-            assert reply.encode is not None
-            assert self.serving is not None
-            self.budget.expect_listing(reply.measure(keys), self.serving)
-            listing = reply.encode(keys)
-            self.budget.keep_listing(listing)
-        return listing
+        names = self.budget.listing()
+        if names is not None:
+            return names.pieces
+        keyspace = self.keyspace
+        serving = self.serving
+        assert serving is not None
+        names = self.listing
+        size = 0
+        if names is None or names.changes != keyspace.changes:
+            keys = keyspace.list_keys()
+            assert COUNTED_KEYS.measure is not None
+            size = COUNTED_KEYS.measure(keys)
+            self.budget.expect_listing(size, serving)
+            names = Names(keys, size, keyspace.changes)
+            if len(keys) <= keyspace.portion:
+                names.step(len(keys))
+                self._keep_listing(names)
+                return names.pieces
+            self.listing = names
+        keyspace.job = Listing(names, self._keep_listing)
+        keyspace.job.held = size
+        return []
+
+    def _keep_listing(self, names: Names) -> None:
+        """A list is complete."""
+        if self.listing is names:
+            self.listing = None
+        self.budget.keep_listing(names)
 
 
 class ServerSession(Holder):
@@ -163,10 +186,12 @@ class ServerSession(Holder):
         """What the peer has said of itself, in its own words."""
         self.slot: _Slot = engine.first
         """Its last command, the one that `rest` is for included. What it waits for is `parked`, or `counter`."""
+        self.job: Job | None = None
+        """What its last command has left to do; `receive(b"")` goes on with it."""
         self.kept: bytearray | None = None
         """Bytes not decoded yet."""
         self.need: int = 0
-        """The length that `kept` must have before decoding can go on; 0 if it waits for the peer to read."""
+        """The length that `kept` must have before decoding can go on; 0 if it waits for its turn, or the peer."""
         engine.unvalidated[self] = None
         engine.budget.enter(self, engine.session_bytes)
         self._relieve()
@@ -182,7 +207,8 @@ class ServerSession(Holder):
     def receive(self, chunk: bytes) -> None:
         """Take bytes in, execute what is complete, put the replies into `out`.
 
-        Stops while more than `Limits.unsent_high_water` bytes of replies are unsent; see `stalled`. Raises PeerError.
+        Stops while more than `Limits.unsent_high_water` bytes of replies are unsent, and after each portion of a long
+        command; see `stalled`. Raises PeerError.
         """
         kept = self.kept
         if kept is not None:
@@ -196,11 +222,17 @@ class ServerSession(Holder):
         if engine.keyspace.size != engine.budget.seen:
             engine.budget.attribute()
         engine.serving = self
+        keyspace = engine.keyspace
         limits = engine.limits
         high_water = limits.unsent_high_water
         out = self.out
         end = len(chunk)
-        at = 0
+        at = held = 0
+        if keyspace.work:
+            keyspace.resolve(self)
+        if self.job is not None and not self._go_on():
+            self._keep_for_job(chunk, 0)
+            return
         if self.unsent > high_water:
             self._stall(chunk, 0)
             return
@@ -215,7 +247,8 @@ class ServerSession(Holder):
                 result, stop = slot.request.decode(slot.call, chunk, at + 1, end, limits)
             else:
                 slot = self.slot
-                if self.held:
+                held = self.held
+                if held:
                     self._count_held(0)  # what it holds may be in the store when this is done
                 result, stop = rest.decode(slot.call, chunk, at, end, limits)
                 self.rest = None
@@ -223,6 +256,14 @@ class ServerSession(Holder):
                 self._suspend(result, chunk, at, -stop)
                 return
             at = stop
+            if keyspace.work:  # it may have woken itself
+                keyspace.resolve(self)
+            if keyspace.job is not None:
+                self._take_job(at if rest is None else max(held, at))
+                if promise is not None:
+                    keyspace.settle(self, promise)
+                self._keep_for_job(chunk, at)
+                return
             if slot.encode is not None:
                 result = slot.encode(result)
             if result:
@@ -248,7 +289,10 @@ class ServerSession(Holder):
         return rest if isinstance(rest, Bulk) and self.kept is None else None
 
     def stalled(self) -> bool:
-        """Whether requests are kept back until the peer reads its replies; `receive(b"")` goes on with them."""
+        """Whether requests are kept back until the peer reads its replies; `receive(b"")` goes on with them.
+
+        So it does, whatever is unsent, if there is a `job`.
+        """
         return self.kept is not None and self.need == 0
 
     def leave(self) -> None:
@@ -280,6 +324,9 @@ class ServerSession(Holder):
         self.rest = None
         self.kept = None
         self.out.clear()
+        if self.job is not None:
+            self.job.abandon()
+            self.job = None
 
     def _relieve(self) -> None:
         """It has been given something to hold: somebody may have to go for that."""
@@ -287,6 +334,48 @@ class ServerSession(Holder):
             self.engine.budget.relieve(self)
         except BudgetError as error:
             self.evict(error)
+
+    def _take_job(self, size: int) -> None:
+        """What was just decoded, and took so many bytes, has a job to do."""
+        keyspace = self.engine.keyspace
+        job = keyspace.job
+        keyspace.job = None
+        self.job = job
+        if job is not None and job.keeps:
+            job.held = size
+
+    def _keep_for_job(self, chunk: bytes, at: int) -> None:
+        """The last command is not done: what was sent behind it waits."""
+        self.need = 0
+        self.kept = bytearray(memoryview(chunk)[at:])
+        self._account()
+
+    def _go_on(self) -> bool:
+        """Do the next portion of the last command, and say its result if that was all."""
+        job = self.job
+        assert job is not None
+        keyspace = self.engine.keyspace
+        if not job.step(keyspace.portion):
+            return False
+        if keyspace.job is not None:
+            self._take_job(0)
+            return False
+        self.job = None
+        slot = self.slot
+        result = job.result
+        if slot.encode is not None and not isinstance(result, list):
+            result = slot.encode(result)
+        if isinstance(result, list):
+            size = length(result)
+            self.check_room(size)
+            self.out.extend(result)
+            self.unsent += size
+        elif result:
+            self.out.append(result)
+            self.unsent += len(result)
+        self.out.extend(job.said)
+        self.unsent += length(job.said)
+        return True
 
     def _stall(self, chunk: bytes, at: int) -> None:
         """The peer is behind with reading: its further requests wait."""
@@ -316,6 +405,8 @@ class ServerSession(Holder):
         held = 0 if self.kept is None else _KEPT_BYTES + len(self.kept)
         if self.rest is not None:
             held += self.rest.held()
+        if self.job is not None:
+            held += self.job.held
         if held != self.held:
             self._count_held(held)
             self.engine.budget.relieve(self)
@@ -347,7 +438,7 @@ class ServerSession(Holder):
 
     def introduce(self, items: list[tuple[bytes, Framed]]) -> None:
         """Keep what the peer says of itself, for logs. Raises ProtocolError if that is no short text."""
-        if sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
+        if len(items) > _MOST_SAID or sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
             raise ProtocolError(f"it introduces itself with more than {_MOST_SAID} bytes")
         before = self.introduction()
         self.peer = {_readable(name): _readable(unpack(blob)) for name, blob in items}
@@ -369,17 +460,28 @@ class ServerSession(Holder):
 
     # Out
 
-    def fire(self, value: Framed | None) -> None:
-        """Say it, whatever is unread: a peer has one value at most to come, which others' commands must not refuse."""
+    def fire(self, value: Value | None) -> None:
+        """Say it, whatever is unsent: a peer has one value at most to come, which others' commands must not refuse."""
+        if self.job is not None and self.job.settled:
+            self.job.said.extend([_WOKEN] if value is None else value if isinstance(value, list) else [value])
+            return
         if value is None:
-            value = _WOKEN
-        self.out.append(value)
-        self.unsent += len(value)
+            self.out.append(_WOKEN)
+            self.unsent += 1
+        elif isinstance(value, list):
+            self.out.extend(value)
+            self.unsent += length(value)
+        else:
+            self.out.append(value)
+            self.unsent += len(value)
         self.engine.dirty.append(self)
 
     def grant(self, length: int, item: Framed | None) -> None:
         """The same for an item."""
         pieces = encode_popped((length, item))
+        if self.job is not None and self.job.settled:
+            self.job.said.extend(pieces)
+            return
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))
         self.engine.dirty.append(self)

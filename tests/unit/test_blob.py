@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tcpstore_async.blob import COUNTER_SIZE, EMPTY, Growing, framed, number, pack, size, unpack, wrap
+from tcpstore_async.blob import COUNTER_SIZE, EMPTY, NUMBER_BYTES, Growing, framed, number, pack, size, unpack, wrap
 from tcpstore_async.errors import ProtocolError
 
 
@@ -21,7 +21,7 @@ def test_the_empty_value() -> None:
 
 def test_framed_gives_every_form_its_length() -> None:
     growing = Growing(b"ab")
-    growing.data += b"cd"
+    growing.append(b"cd")
     assert framed(growing) == pack(b"abcd")
     assert framed(-12) == pack(b"-12")
     assert framed(pack(b"x")) == pack(b"x")
@@ -37,7 +37,7 @@ def test_a_framed_value_is_not_copied() -> None:
 def test_what_is_framed_does_not_grow_with_its_source() -> None:
     growing = Growing(b"a")
     flat = framed(growing)
-    growing.data += b"b"
+    growing.append(b"b")
     assert flat == pack(b"a")
 
 
@@ -73,6 +73,40 @@ def test_number(text: bytes, expected: int) -> None:
 def test_no_number(text: bytes) -> None:
     with pytest.raises(ProtocolError):
         number(pack(text))
+
+
+@pytest.mark.parametrize("filler", [b" ", b"0"])
+def test_a_number_ends_within_its_first_bytes(filler: bytes) -> None:
+    """Looking for it costs no more than that, however long the value is (finding H4)."""
+    most = filler * (NUMBER_BYTES - 1) + b"5"
+    assert number(pack(most)) == number(Growing(most)) == 5
+    for text in (filler * NUMBER_BYTES + b"5", most + b" ", filler * 2**21 + b"5"):
+        for blob in (pack(text), bytearray(pack(text)), Growing(text)):
+            with pytest.raises(ProtocolError):
+                number(blob)
+
+
+def test_a_number_is_found_in_the_pieces_of_a_growing_value() -> None:
+    growing = Growing(b"  ")
+    growing.read()
+    growing.append(b"12" + bytes(300_000))
+    assert number(growing) == 12
+
+
+def test_reading_often_leaves_no_crumbs_and_no_copies() -> None:
+    growing = Growing(bytes(100_000))
+    for _ in range(10):
+        growing.append(bytes(100_000))
+        growing.read()
+    seen = growing.read()
+    for _ in range(1000):
+        growing.append(b"x")
+        growing.read()
+    after = growing.read()
+    assert len(after) == len(seen)
+    assert all(one is other for one, other in zip(seen[1:-1], after[1:-1], strict=True))
+    assert b"".join(after) == pack(bytes(1_100_000) + b"x" * 1000)
+    assert b"".join(seen) == pack(bytes(1_100_000))
 
 
 def test_a_counter_is_its_number() -> None:
