@@ -12,7 +12,7 @@ from typing import Final
 
 from ..blob import Framed, length, pack, unpack
 from ..errors import BudgetError, LimitError, ProtocolError
-from ..jobs import Job, Listing, Names, Value
+from ..jobs import Job, Listing, Names, Pieces, Value
 from ..keyspace import Keyspace
 from ..limits import Limits
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
@@ -262,8 +262,13 @@ class ServerSession(Holder):
                 self._take_job(at if rest is None else max(held, at))
                 if promise is not None:
                     keyspace.settle(self, promise)
-                self._keep_for_job(chunk, at)
-                return
+                if not isinstance(self.job, Pieces) or not self._go_on():
+                    self._keep_for_job(chunk, at)
+                    return
+                if self.unsent > high_water:
+                    self._stall(chunk, at)
+                    return
+                continue
             if slot.encode is not None:
                 result = slot.encode(result)
             if result:
