@@ -522,7 +522,13 @@ class TCPClient:
                     if channel is not None:
                         channel.user = me
                         self._leave(turn)
-                if may_open:
+                if channel is not None and self._unconfirmed_beside(channel):
+                    if channel.session.pending:
+                        channel.settle(deadline)
+                    channel.read_until(channel.request(calls.NO_KEY, deadline), deadline)
+                    self._release(channel)
+                    channel = None
+                elif may_open:
                     self._open(deadline, me, within)
                 elif channel is None:
                     self._wait(turn, deadline, behind or within)
@@ -585,6 +591,14 @@ class TCPClient:
             elif free is None or channel.session.unconfirmed():
                 free = channel
         return free
+
+    def _unconfirmed_beside(self, channel: Channel) -> bool:
+        """Whether a free connection and another one both have writes that are not confirmed: two threads have written
+        at the same time. What is asked on one of them could overtake the other's, so one is confirmed first.
+        """
+        return channel.session.unconfirmed() and any(
+            other is not channel and not other.user and other.session.unconfirmed() for other in list(self._channels)
+        )
 
     def _may_open(self, me: int, within: bool) -> bool:
         """Whether none is to be had, and nobody else opens one. A handler of signals waits for others' writes only."""
