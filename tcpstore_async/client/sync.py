@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ..blob import Framed, unpack
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
+from ..limits import Limits
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls, older
@@ -40,6 +41,11 @@ _MOMENT: Final = 0.01
 what it is told may go to the call that it has interrupted, or be held up by a lock that this one holds."""
 
 _FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
+
+_TOO_LONG: Final = (
+    " (a request of %d bytes was sent before: a server closes the connection for a value over its limit,"
+    f" which is {Limits.value_bytes} bytes unless it was set)"
+)
 
 _FORKED: Final = "the process was forked in the midst of this call, whose outcome only the parent hears"
 
@@ -702,7 +708,10 @@ class TCPClient:
         """What a call says whose connection has failed: that the store is lost."""
         if channel is not None and channel.gone:
             return DistNetworkError(_FORKED)
-        return self._lose(_said(error))
+        said = _said(error)
+        if channel is not None and channel.longest > Limits.value_bytes and isinstance(error, OSError):
+            said += _TOO_LONG % channel.longest
+        return self._lose(said)
 
     def _lose(self, reason: str) -> DistNetworkError:
         """The store is lost, as PyTorch's is when its connection goes. The error says why it was lost first."""
