@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from typing import Final
 
 from .limits import Limits
@@ -52,6 +52,9 @@ async def serve(
                 yield server
             finally:
                 if os.getpid() == pid:
+                    if listener is None:  # a child that was forked just now may not have closed its copy yet
+                        with suppress(OSError):
+                            listening.shutdown(socket.SHUT_RDWR)
                     server.stop()
 
 

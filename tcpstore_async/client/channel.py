@@ -79,6 +79,8 @@ class Channel:
         """What that came to, once it has been looked at."""
         self.stranded: list[Call] = []
         """Pops that were answered, or will be, for callers who have gone, where they need not be confirmed."""
+        self.longest: int = 0
+        """Bytes of the longest request that the kernel did not take at once."""
         self.used = time.monotonic()
         """When it was given back; kept only while it is one of several."""
 
@@ -124,6 +126,7 @@ class Channel:
     ) -> None:
         """Hand over what `put` has left. Raises OSError, or OutOfTime when some is left still."""
         whole = False
+        self.longest = max(self.longest, len(data))
         while not whole:
             self._poll(select.POLLOUT, deadline)
             begun = sum(self.sent) if self.frame else 0

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ..blob import Framed, unpack
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
+from ..limits import Limits
 from ..session.client import Call
 from ..session.extension import Identity, read_identity
 from . import calls, older
@@ -40,6 +41,11 @@ _MOMENT: Final = 0.01
 what it is told may go to the call that it has interrupted, or be held up by a lock that this one holds."""
 
 _FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
+
+_TOO_LONG: Final = (
+    " (a request of %d bytes was sent before: a server closes the connection for a value over its limit,"
+    f" which is {Limits.value_bytes} bytes unless it was set)"
+)
 
 _FORKED: Final = "the process was forked in the midst of this call, whose outcome only the parent hears"
 
@@ -522,7 +528,13 @@ class TCPClient:
                     if channel is not None:
                         channel.user = me
                         self._leave(turn)
-                if may_open:
+                if channel is not None and self._unconfirmed_beside(channel):
+                    if channel.session.pending:
+                        channel.settle(deadline)
+                    channel.read_until(channel.request(calls.NO_KEY, deadline), deadline)
+                    self._release(channel)
+                    channel = None
+                elif may_open:
                     self._open(deadline, me, within)
                 elif channel is None:
                     self._wait(turn, deadline, behind or within)
@@ -585,6 +597,14 @@ class TCPClient:
             elif free is None or channel.session.unconfirmed():
                 free = channel
         return free
+
+    def _unconfirmed_beside(self, channel: Channel) -> bool:
+        """Whether a free connection and another one both have writes that are not confirmed: two threads have written
+        at the same time. What is asked on one of them could overtake the other's, so one is confirmed first.
+        """
+        return channel.session.unconfirmed() and any(
+            other is not channel and not other.user and other.session.unconfirmed() for other in list(self._channels)
+        )
 
     def _may_open(self, me: int, within: bool) -> bool:
         """Whether none is to be had, and nobody else opens one. A handler of signals waits for others' writes only."""
@@ -688,7 +708,10 @@ class TCPClient:
         """What a call says whose connection has failed: that the store is lost."""
         if channel is not None and channel.gone:
             return DistNetworkError(_FORKED)
-        return self._lose(_said(error))
+        said = _said(error)
+        if channel is not None and channel.longest > Limits.value_bytes and isinstance(error, OSError):
+            said += _TOO_LONG % channel.longest
+        return self._lose(said)
 
     def _lose(self, reason: str) -> DistNetworkError:
         """The store is lost, as PyTorch's is when its connection goes. The error says why it was lost first."""

@@ -98,13 +98,20 @@ class Hosted:
 
     def announce(self, joins: int) -> None:
         """So many more ranks are expected to join. Raises DistStoreError if they cannot all be connected."""
+        text = self.tell_of_room(joins)
+        if text:
+            raise DistStoreError(text)
+        self._tenancy.server.announce(joins)
+
+    def tell_of_room(self, joins: int) -> str:
+        """Log what keeps so many ranks from being connected at once, or makes that slow; the former is the result."""
         server = self._tenancy.server
         if joins > server.room:
             text = _no_room(joins, server)
             log.error("%s", text)
-            raise DistStoreError(text)
+            return text
         tell_of_short_backlog(joins)
-        server.announce(joins)
+        return ""
 
     def complete(self) -> None:
         """All have joined: connections that come from now on belong to a next round."""

@@ -89,8 +89,11 @@ class TCPStore(Store):
             hosted = self._hosted
             self.host = host_name
             self.port = port if hosted is None else hosted.port
-            if hosted is not None and ranks is not None and wait_for_workers:
-                hosted.announce(ranks)
+            if hosted is not None and ranks is not None:
+                if wait_for_workers:
+                    hosted.announce(ranks)
+                else:  # perhaps not all come, or not at once: what keeps them out is logged only
+                    hosted.tell_of_room(ranks)
             self._client = self._connect(ranks if wait_for_workers else None, deadline)
             if hosted is not None and ranks is not None and wait_for_workers:
                 _wait_for_workers(self._client, ranks, deadline)

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from client.fakes import fake_server, freezable, proxy_to, silent
+from client.fakes import Proxy, fake_server, freezable, proxy_to, silent
 from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
-from tcpstore_async.client import sync
+from tcpstore_async.client import calls, sync
 from tcpstore_async.daemon import build
 
 
@@ -117,6 +117,58 @@ def test_what_a_thread_wrote_is_there_for_every_thread(store: TCPStore, key: str
             stop.set()
         for one in parking:
             one.result(LIMIT)
+
+
+class _Held(Proxy):
+    """Keeps back what clients say on one connection, while it is held."""
+
+    def __init__(self, port: int) -> None:
+        self.held = -1
+        """The number of that connection."""
+        self.go_on = threading.Event()
+        self.spoken = threading.Event()
+        """Something was answered on another one meanwhile."""
+        super().__init__(port)
+
+    def _note(self, number: int, who: str) -> None:
+        if who == "c" and self.held == number:
+            self.go_on.wait(LIMIT)
+        elif who == "s" and self.held >= 0:
+            self.spoken.set()
+        super()._note(number, who)
+
+    def let_go(self) -> None:
+        self.spoken.wait(LIMIT)
+        self.go_on.set()
+
+
+def test_what_two_threads_wrote_at_once_is_there_for_both(ours: int, key: str) -> None:
+    """Each has a connection before either has written: a read on one must not overtake a write on the other."""
+    proxy = _Held(ours)
+    try:
+        with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store, ThreadPoolExecutor(2) as threads:
+            store.set(key, "old")
+            parked = threads.submit(store.wait, [key + "go"])
+            until(lambda: any(channel.parked for channel in channels(store)))
+            assert store.get(key) == b"old"  # on a second connection
+            store.set(key + "go", "")
+            parked.result(LIMIT)
+            assert store.check([key])
+            first, second = channels(store)
+            client: Any = store._client
+            for channel in (first, second):
+                channel.user = threading.get_ident()
+            proxy.held = 0  # the first
+            for channel, name in ((first, key), (second, key + "other")):
+                data, call = channel.session.prepare(*calls.set_(name, "new"))
+                assert channel.put(data, call, True)
+            for channel in (first, second):
+                client._release(channel)
+            threads.submit(proxy.let_go)
+            assert store.get(key) == b"new"
+    finally:
+        proxy.go_on.set()
+        proxy.stop()
 
 
 def test_a_thread_that_waits_for_a_connection_hears_of_it(ours: int, key: str) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import tempfile
+from typing import Any, cast
 
 import pytest
 
 from support import LIMIT
+from tcpstore_async import serve
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 
@@ -76,3 +80,16 @@ def test_forked_children_hold_nothing_of_the_server(backend: str, loop: str) -> 
     )
     assert done.stdout == "free\ngood\n"
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("backend", ["uv", "threaded"])
+async def test_a_child_that_has_not_closed_its_copy_yet_does_not_keep_the_port(backend: str) -> None:
+    """It is forked, and has run nothing yet, when the server ends."""
+    async with serve(backend=backend) as server:
+        copy = os.dup(cast(Any, server).listener.fileno())
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), LIMIT)
+        socket.create_server(("127.0.0.1", server.port)).close()
+    finally:
+        os.close(copy)

@@ -193,6 +193,21 @@ def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
     assert soon == "soon"
 
 
+def test_a_world_that_is_not_waited_for_is_told_of_too() -> None:
+    said = run(NOT_WAITED_FOR, "100", prefix=("prlimit", "--nofile=150:150")).splitlines()
+    assert said[0].startswith("ERROR a world of 100 ranks does not fit: the server of port ")
+    assert said[1:] == ["made"]
+
+
+NOT_WAITED_FOR = """
+import logging, sys
+from tcpstore_async import TCPStore
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level=logging.ERROR)
+with TCPStore("127.0.0.1", 0, int(sys.argv[1]), True, 60, wait_for_workers=False):
+    print("made")
+"""
+
+
 def test_with_the_limit_that_it_names_the_world_fits() -> None:
     said = run(ANNOUNCES, "100", prefix=("prlimit", "--nofile=150:150"))
     needed = re.search(r"a limit of (\d+) or more", said)
