@@ -5,6 +5,7 @@ wire, sockets.
 Invariant: a store that has been made has joined the server of its own round; one that could not be made holds nothing.
 """
 
+import functools
 import logging
 import os
 import re
@@ -366,8 +367,9 @@ _stores: Final[dict[int, "weakref.ref[TCPStore]"]] = {}
 
 
 def _remember(store: TCPStore) -> None:
+    # A C function forgets it, in which no interrupt can strike: what a callback raises is lost.
     me = id(store)
-    _stores[me] = weakref.ref(store, lambda gone: _stores.get(me) is gone and _stores.pop(me))
+    _stores[me] = weakref.ref(store, functools.partial(_stores.pop, me))
 
 
 def _forked() -> None:

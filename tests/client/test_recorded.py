@@ -265,6 +265,8 @@ def test_a_clone_says_no_more_than_the_constructor() -> None:
         peer.sendall(hello[6:])
         if len(hellos) == 0:
             hellos.append(hello)
+            assert exactly(peer, len(PROBE)) == PROBE
+            peer.sendall(STOCK)  # so it joins by ADD
             assert exactly(peer, 22)[:1] == b"\x04"
             peer.sendall((1).to_bytes(8, "little"))
             over.wait(LIMIT)

@@ -103,7 +103,7 @@ from tcpstore_async.server.hosting import host
 
 class Handler(logging.Handler):
     def emit(self, record):
-        print(record.levelname, record.getMessage())
+        sys.stdout.write(f"{record.levelname} {record.getMessage()}\\n")
         heard.set()
 
 heard = threading.Event()
@@ -120,8 +120,8 @@ for _ in range(hosted._tenancy.server.room + 1):
         answer = b""
     if not answer:
         break
-print(len(peers) - hosted._tenancy.server.room)
 heard.wait(60)
+print(len(peers) - hosted._tenancy.server.room)
 hosted.release()
 """
 

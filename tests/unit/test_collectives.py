@@ -265,7 +265,7 @@ def test_in_a_large_world_one_looks_for_all(there: range, rank: int, ranks: list
     store.multi_set([f"b/{number}" for number in there], ["joined"] * len(there))
     error = failed_barrier(store, rank, 400)
     assert error.ranks == ranks
-    assert f"missing ranks: {said}, wait timeout" in str(error)
+    assert f"missing ranks: {said}, Wait timeout" in str(error)
     assert rank == 8 or store.looked <= 2 * 16 * 5
 
 
@@ -279,7 +279,7 @@ def test_a_look_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("tcpstore_async.collectives._LOOK_SECONDS", 0.0)
     error = failed_barrier(Shared(), 0, 3)
     assert error.ranks == []
-    assert "missing ranks: and perhaps others, wait timeout" in str(error)
+    assert "missing ranks: and perhaps others, Wait timeout" in str(error)
 
 
 def test_a_store_that_no_longer_answers_says_so_itself(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
