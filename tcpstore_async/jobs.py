@@ -34,6 +34,8 @@ class Job:
         """Whether the result is as of now: what its session hears from now on is said after it."""
         self.said: list[Framed] = []
         """That."""
+        self.parts: list[Framed] = []
+        """What comes of it already, before its result. Whoever calls `step` takes it."""
 
     def step(self, most: int) -> bool:
         """Do the next `most` keys, or as many registrations; True once all is done. Raises PeerError."""
@@ -67,7 +69,6 @@ class Reading(Job):
         self.at = 0
         self.before: dict[bytes, list[Framed] | None] = {}
         """What was changed since it began: the value then, if it was there."""
-        self.values: list[Framed] = []
         self.size: int = 0
         self.keeps = True
         self.step(0)
@@ -84,12 +85,15 @@ class Reading(Job):
                 return False
             keyspace.reading = self
             self.settled = True
-        stop = min(self.at + most, len(self.keys))
-        portion = self.keys[self.at : stop]
-        self.keys[self.at : stop] = [b""] * len(portion)  # so that not all are freed at once
-        self.at = stop
+        keys = self.keys
+        at = self.at
+        stop = min(at + most, len(keys))
         before = self.before
-        for key in portion:
+        parts = self.parts
+        while at < stop and len(parts) < most:
+            key = keys[at]
+            keys[at] = b""  # so that not all are freed at once
+            at += 1
             pieces = before[key] if key in before else keyspace.read(key, self.whole)
             if pieces is None:
                 if not self.whole:
@@ -97,13 +101,14 @@ class Reading(Job):
                     self.abandon()
                     return True
                 continue
-            self.values.extend(pieces)
+            parts.extend(pieces)
             self.size += length(pieces)
+        self.at = at
         if self.size > keyspace.max_reply:
             raise LimitError("budget_bytes", self.size, keyspace.max_reply)
-        if stop < len(self.keys):
+        if at < len(keys):
             return False
-        self.result = self.values if self.whole else True
+        self.result = [] if self.whole else True
         self.abandon()
         return True
 
@@ -347,6 +352,19 @@ class Dropping(Work):
         while self.pieces and dropped < _DROPPED:
             dropped += len(self.pieces.pop())
         return not self.pieces
+
+
+class Forgetting(Work):
+    """The tokens of ranks that had joined a counter that is gone."""
+
+    def __init__(self, connections: dict[bytes, int]) -> None:
+        self.connections = connections
+
+    def step(self, most: int) -> bool:
+        connections = self.connections
+        for _ in range(min(most, len(connections))):
+            connections.popitem()
+        return not connections
 
 
 class Discarding(Work):

@@ -33,6 +33,7 @@ from .errors import LimitError, ProtocolError
 from .jobs import (
     Discarding,
     Dropping,
+    Forgetting,
     Job,
     Leaving,
     Marking,
@@ -180,6 +181,8 @@ class Joins:
         """Per token, how many waiters stand for that rank; negative if one of them has said that it leaves."""
         self.lost: int = 0
         """Tokens for which nobody stands any more, though nobody said so."""
+        self.size: int = 0
+        """What the tokens count."""
 
 
 class Keyspace:
@@ -194,6 +197,8 @@ class Keyspace:
         """The one that is told before anything changes."""
         self.work: deque[Work] = deque()
         """What commands that are over have left to do; see `step`."""
+        self.working = False
+        """Whether there is any: asking a deque takes longer."""
         self.on_work: Callable[[], object] | None = None
         """Called when there is work, and was none."""
         self.values: dict[bytes, Blob] = {}
@@ -234,6 +239,7 @@ class Keyspace:
     def defer(self, work: Work) -> None:
         """Leave work for `step`."""
         self.work.append(work)
+        self.working = True
         if len(self.work) == 1 and self.on_work is not None:
             self.on_work()
 
@@ -242,6 +248,7 @@ class Keyspace:
         work = self.work[0]
         if work.step(self.portion):
             self.work.popleft()
+            self.working = len(self.work) > 0
 
     def resolve(self, waiter: Waiter) -> None:
         """Do the work that concerns a waiter, before it says anything else."""
@@ -392,8 +399,10 @@ class Keyspace:
             return 0
         self.size -= len(key) + ENTRY_BYTES + size(old)
         if key in self.joins:
-            for token in self.joins.pop(key).connections:
-                self.size -= self._parking(token)
+            joins = self.joins.pop(key)
+            self.size -= joins.size
+            if len(joins.connections) > self.portion:
+                self.defer(Forgetting(joins.connections))
         self.changes += 1
         if isinstance(old, Growing):
             self._drop(old)
@@ -627,6 +636,7 @@ class Keyspace:
             joins.connections[token] = 0
             joins.lost += 1
             self.size += self._parking(token)
+            joins.size += self._parking(token)
             total = self.add(key, 1)
         if waiter.joined != (key, token):
             self.depart(waiter)
@@ -804,7 +814,7 @@ class Keyspace:
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that has gone, and hand on what it was promised, and what it was leased."""
-        if self.work:
+        if self.working:
             self.resolve(waiter)
         if self._many_parked(waiter):
             self._end_waits(waiter)
@@ -960,7 +970,7 @@ class Keyspace:
 
     def unpark_some(self, waiter: Waiter, most: int) -> bool:
         """Drop some of the registrations of a waiter that awaits nothing; True if those were all."""
-        if self.work:
+        if self.working:
             self.resolve(waiter)  # those in lines that are being woken
         parked = waiter.parked
         if parked is not None:
@@ -1086,7 +1096,7 @@ class Keyspace:
         counted: list[Waiter] = []
         last: Waiter | None = None
         for waiter, count in line.items():
-            if self.work:
+            if self.working:
                 self.resolve(waiter)
                 count = line[waiter]
             if count < 0 or waiter.left <= 0:

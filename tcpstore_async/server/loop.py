@@ -23,8 +23,10 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 def spare_the_collector() -> None:
     """Nothing the server makes for a connection is part of a cycle once it is closed: collect seldom.
 
-    With the defaults, collections that find nothing cost 4 % of a job's start, and more the more ranks there are.
+    With the defaults, collections that find nothing cost 4 % of a job's start, and more the more ranks there are. The
+    youngest are collected more often than that calls for, lest a collection of them takes 30 ms: a WAIT for 131,072
+    keys makes a dict for each.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(10_000, 500, 100)

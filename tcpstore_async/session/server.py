@@ -228,7 +228,7 @@ class ServerSession(Holder):
         out = self.out
         end = len(chunk)
         at = held = 0
-        if keyspace.work:
+        if keyspace.working:
             keyspace.resolve(self)
         if self.job is not None and not self._go_on():
             self._keep_for_job(chunk, 0)
@@ -256,7 +256,7 @@ class ServerSession(Holder):
                 self._suspend(result, chunk, at, -stop)
                 return
             at = stop
-            if keyspace.work:  # it may have woken itself
+            if keyspace.working:  # it may have woken itself
                 keyspace.resolve(self)
             if keyspace.job is not None:
                 self._take_job(at if rest is None else max(held, at))
@@ -360,7 +360,12 @@ class ServerSession(Holder):
         job = self.job
         assert job is not None
         keyspace = self.engine.keyspace
-        if not job.step(keyspace.portion):
+        done = job.step(keyspace.portion)
+        if job.parts:
+            self.out.extend(job.parts)
+            self.unsent += length(job.parts)
+            job.parts = []
+        if not done:
             return False
         if keyspace.job is not None:
             self._take_job(0)
