@@ -42,11 +42,11 @@ what it is told may go to the call that it has interrupted, or be held up by a l
 
 _FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
 
-_LONGEST_VALUE: Final = Limits().value_bytes
+_VALUE_BYTES: Final = Limits().value_bytes
 
 _TOO_LONG: Final = (
     " (a request of %d bytes was sent before: a server closes the connection for a value over its limit,"
-    f" which is {_LONGEST_VALUE} bytes unless it was set)"
+    f" which is {_VALUE_BYTES} bytes unless it was set)"
 )
 
 _FORKED: Final = "the process was forked in the midst of this call, whose outcome only the parent hears"
@@ -711,7 +711,7 @@ class TCPClient:
         if channel is not None and channel.gone:
             return DistNetworkError(_FORKED)
         said = _said(error)
-        if channel is not None and channel.longest > _LONGEST_VALUE and isinstance(error, OSError):
+        if channel is not None and channel.longest > _VALUE_BYTES and isinstance(error, OSError):
             said += _TOO_LONG % channel.longest
         return self._lose(said)
 

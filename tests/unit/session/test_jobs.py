@@ -1,0 +1,138 @@
+"""Commands that are done in steps: what a session hears when something happens between two steps, and what is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from properties.fleet import Command
+from properties.talk import greeted
+from tcpstore_async.jobs import Parking, Reading
+from tcpstore_async.limits import Limits
+from tcpstore_async.session.server import Engine, ServerSession
+
+KEYS = [b"k%d" % number for number in range(10)]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(Limits(), portion=3)
+
+
+def ask(session: ServerSession, name: str, *fields: object) -> None:
+    session.receive(Command(name, *fields).frame)
+
+
+def finish(*sessions: ServerSession) -> None:
+    for session in sessions:
+        while session.job is not None:
+            session.receive(b"")
+        while session.engine.keyspace.work:
+            session.engine.keyspace.step()
+
+
+def heard(session: ServerSession) -> bytes:
+    said = b"".join(session.out)
+    session.out.clear()
+    session.unsent = 0
+    return said
+
+
+def nothing_is_left(engine: Engine) -> bool:
+    keyspace = engine.keyspace
+    lines = keyspace.waiters, keyspace.passed, keyspace.unmarked, keyspace.holes
+    return not any(lines) and keyspace.parked == 0 and not keyspace.work and keyspace.reading is None
+
+
+def test_who_dies_while_it_is_parked_leaves_nothing(engine: Engine) -> None:
+    session = greeted(engine)
+    ask(session, "wait", KEYS)
+    session.receive(b"")
+    assert isinstance(session.job, Parking)
+    assert engine.keyspace.waiters
+    session.leave()
+    while engine.keyspace.work:
+        engine.keyspace.step()
+    assert nothing_is_left(engine)
+
+
+def test_a_cancel_behind_a_wait_is_done_after_it(engine: Engine) -> None:
+    session = greeted(engine)
+    session.receive(Command("wait", KEYS).frame + Command("cancel_wait").frame + Command("ping", 7).frame)
+    assert session.stalled()
+    finish(session)
+    assert heard(session) == b"\x01" + (7).to_bytes(4, "little")
+    assert nothing_is_left(engine)
+
+
+def test_a_key_that_comes_and_goes_while_it_is_parked_counts_from_its_turn_on(engine: Engine) -> None:
+    """Keys that were not looked at yet are as they are then; those that were are counted down once they come."""
+    session, other = greeted(engine), greeted(engine)
+    ask(session, "wait", KEYS)
+    session.receive(b"")
+    ask(other, "set", KEYS[9], b"")
+    ask(other, "delete_key", KEYS[9])
+    ask(other, "set", KEYS[0], b"")
+    ask(other, "delete_key", KEYS[0])
+    finish(session)
+    for key in KEYS[1:9]:
+        ask(other, "set", key, b"")
+    assert heard(session) == b""
+    ask(other, "set", KEYS[9], b"")
+    assert heard(session) == b"\0"
+    assert nothing_is_left(engine)
+
+
+def test_a_second_wait_comes_after_the_first_was_parked(engine: Engine) -> None:
+    session, other = greeted(engine), greeted(engine)
+    session.receive(Command("wait", KEYS).frame + Command("wait", [b"x"]).frame)
+    finish(session)
+    ask(other, "set", b"x", b"")
+    assert heard(session) == b"\0"
+    ask(session, "cancel_wait")
+    finish(session)
+    assert heard(session) == b"\x01"
+    assert nothing_is_left(engine)
+
+
+def test_what_is_read_is_of_the_moment_it_was_asked_for(engine: Engine) -> None:
+    session, late, other = greeted(engine), greeted(engine), greeted(engine)
+    for key in KEYS:
+        ask(other, "set", key, b"1")
+    ask(session, "multi_get", KEYS)
+    ask(late, "multi_get", KEYS)
+    for key in KEYS:
+        ask(other, "set", key, b"2")
+    ask(other, "delete_key", KEYS[9])
+    finish(session, late)
+    assert heard(session) == b"".join([(1).to_bytes(8, "little") + b"1"] * 10)
+    assert heard(late) == b"".join([(1).to_bytes(8, "little") + b"2"] * 9) + bytes(8)
+    assert nothing_is_left(engine)
+
+
+def test_who_dies_reading_lets_the_next_one_read(engine: Engine) -> None:
+    session, late = greeted(engine), greeted(engine)
+    ask(session, "check", KEYS)
+    ask(late, "check", KEYS)
+    assert isinstance(late.job, Reading)
+    late.receive(b"")
+    assert engine.keyspace.reading is session.job
+    session.leave()
+    finish(late)
+    assert heard(late) == b"\x01"
+    assert nothing_is_left(engine)
+
+
+def test_those_who_die_while_a_line_is_woken_hear_nothing_and_the_others_do(engine: Engine) -> None:
+    waiting = [greeted(engine) for _ in range(10)]
+    other = greeted(engine)
+    for session in waiting:
+        ask(session, "wait", [b"k"])
+    ask(other, "set", b"k", b"")
+    assert engine.keyspace.work
+    for session in waiting[::2]:
+        session.leave()
+    ask(waiting[1], "ping", 7)
+    assert heard(waiting[1]) == b"\0" + (7).to_bytes(4, "little")
+    finish(other)
+    assert [heard(session) for session in waiting[3::2]] == [b"\0"] * 4
+    assert nothing_is_left(engine)
