@@ -288,6 +288,44 @@ print(tcpstore_async.TCPStore("127.0.0.1", {port})._connection().extended())"""
     assert not taken(port)
 
 
+ENDS = """
+import builtins, torch.distributed as dist, tcpstore_async.torch as ours
+theirs = dist.TCPStore("127.0.0.1", 0, 1, True)
+ours.install({client!r}, classes={classes})
+
+class Cycle:
+    def __init__(self, *held):
+        self.held = held, self
+
+def make():
+    return dist.TCPStore("127.0.0.1", 0, 1, True)
+
+server = make()
+builtins.last = make()
+builtins.over = dist.PrefixStore("p", builtins.last)
+Cycle(make(), dist.PrefixStore("p", server))
+Cycle(dist.PrefixStore("only", dist.PrefixStore("above", make())))
+Cycle(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), dist.HashStore())
+dist.init_process_group("gloo", store=make(), rank=0, world_size=1)
+dist.barrier()
+over.set("k", "v")
+print(over.get("k").decode())"""
+"""Leaves stores to the end of the interpreter, in every way there is to hold one."""
+
+
+@pytest.mark.parametrize(("client", "classes"), [("native", False), ("python", True)])
+def test_the_end_waits_for_no_store(client: str, classes: bool) -> None:
+    """Neither a destructor of C++'s nor the end of a server keeps the interpreter from ending, or crashes it."""
+    done = subprocess.run(
+        [sys.executable, *QUIET, "-c", ENDS.format(client=client, classes=classes)],
+        cwd=tempfile.gettempdir(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.returncode, unsaid(done.stdout).strip()) == (0, "v"), done.stderr
+
+
 # Types
 
 
