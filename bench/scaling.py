@@ -31,7 +31,7 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).parent.parent))
 
 from bench import builds
-from bench.memory import Sessions
+from bench.in_memory import Sessions
 from tcpstore_async.blob import pack
 from tcpstore_async.daemon import build, spare_the_collector
 from tcpstore_async.load.requests import said
@@ -74,7 +74,7 @@ def many_ranks(ranks: int) -> dict[str, float]:
     }
     wait = said("wait", [b"/never"])
     for session in job.sessions:
-        job.tell(session, wait)
+        job.send(session, wait)
 
     def leave() -> None:
         for session in job.sessions:
@@ -92,16 +92,16 @@ def many_keys(count: int) -> dict[str, float]:
     sets = [said("set", name, pack(b"")) for name in names]
 
     def run() -> None:
-        job.tell(waiter, wait)
+        job.send(waiter, wait)
         for request in sets:
-            job.tell(setter, request)
+            job.send(setter, request)
 
     def give_up() -> None:
-        job.tell(leaver, others)
+        job.send(leaver, others)
         leaver.leave()
 
     found = spent(run)
-    job.demand(1)
+    job.flush_woken(1)
     return {"wait_for_so_many_keys": found, "give_up_so_many_keys": spent(give_up)}
 
 
