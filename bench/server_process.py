@@ -5,8 +5,9 @@
     python -m bench.server_process --pytorch    each line of standard input, `libuv`, `legacy` or empty, replaces the
                                                 server: importing torch takes seconds
 
-A server is announced by the line of `tcpstore serve` or by `PORT PID`. A process that has served before favours
-PyTorch, but for its table of open files, which is shrunk: rank 0 of a job begins with a small one.
+A server is announced by the line of `tcpstore serve` or by `PORT PID`, the process that serves. Serving in a process
+that has served before favours PyTorch, except for its table of open files, which is shrunk: rank 0 of a job begins with
+a small one.
 Invariant: the process ends with its standard input, which its parent holds open, so none outlives the benchmark.
 """
 
@@ -44,25 +45,22 @@ def pytorch_server(kind: str) -> Any:
     return TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False, use_libuv=kind == "libuv")
 
 
-def our_server(kind: str) -> Any:
-    """Return our store, with the server process that `is_master=True` starts by default."""
-    from tcpstore_async import TCPStore
-
-    return TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, bind_host="127.0.0.1", use_libuv=kind == "uvloop"
-    )
-
-
 def serve(kind: str, busy: bool) -> None:
     """Serve until standard input ends."""
     die_with_parent()
-    ours = kind in ("uvloop", "threaded")
-    if ours and not busy:
+    backend = {"uvloop": "uv"}.get(kind, kind)
+    if kind in ("libuv", "legacy"):
+        store = pytorch_server(kind)
+        print(store.port, os.getpid(), flush=True)
+    elif busy:
+        from tcpstore_async.server.hosting import host  # what TCPStore(is_master=True) calls
+
+        hosted = host(0, bind_host="127.0.0.1", backend=backend)
+        print(hosted.port, hosted.pid, flush=True)
+    else:
         from tcpstore_async.cli import main as tcpstore
 
-        tcpstore(["serve", "--port", "0", "--backend", "uv" if kind == "uvloop" else kind])
-    store = our_server(kind) if ours else pytorch_server(kind)
-    print(store.port, os.getpid(), flush=True)
+        tcpstore(["serve", "--port", "0", "--backend", backend])
     if busy:
         compute()
     threading.Event().wait()

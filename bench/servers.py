@@ -56,18 +56,19 @@ class Died(LoadError):
 class Server:
     """A running server, on 127.0.0.1."""
 
-    def __init__(self, port: int, pid: int, trainer: bool = False) -> None:
+    def __init__(self, port: int, pid: int, in_trainer: bool = False) -> None:
+        """`in_trainer`: the process has a main thread that computes."""
         self.port = port
         self.pid = pid
-        self._trainer = trainer
+        self._in_trainer = in_trainer
 
     def cpu(self) -> float:
         """Return CPU seconds so far, of all threads but a trainer's main thread."""
         try:
-            if not self._trainer:
-                return _process_cpu(self.pid)
-            main = int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0]) / 1e9
-            return _process_cpu(self.pid) - main + sum(map(_process_cpu, _children(self.pid)))
+            total = time.clock_gettime(process_clock(self.pid))
+            if not self._in_trainer:
+                return total
+            return total - int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0]) / 1e9
         except (OSError, ValueError):
             raise Died("the server has exited") from None
 
@@ -78,15 +79,6 @@ class Server:
             return int(status.split("VmRSS:")[1].split()[0]) * 1024
         except (OSError, IndexError):
             raise Died("the server has exited") from None
-
-
-def _process_cpu(pid: int) -> float:
-    return time.clock_gettime(process_clock(pid))
-
-
-def _children(pid: int) -> list[int]:
-    mine = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*mine, *(below for child in mine for below in _children(child))]
 
 
 def server_cores() -> set[int]:
@@ -249,7 +241,7 @@ def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
         if not line:
             raise LoadError(f"the server did not start: {' '.join(command)} exited with status {process.wait(TIMEOUT)}")
         port, pid = _ready(line)
-        yield Server(port, pid, trainer)
+        yield Server(port, pid, in_trainer=trainer and pid == process.pid)
     except LoadError as error:
         raise _why(error, process) from None
     finally:

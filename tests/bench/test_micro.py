@@ -81,5 +81,5 @@ def test_a_tree_that_cannot_be_measured_is_one_line(tmp_path: Path, broken: bool
         copied(tmp_path, "blob.py", "raise ImportError('on purpose')\n")
     done = micro("--tree", str(ROOT), "--tree", str(tmp_path))
     assert done.returncode == 2
-    why = "ImportError: on purpose" if broken else "no tcpstore_async is in it"
+    why = "ImportError: on purpose" if broken else "contains no tcpstore_async package"
     assert done.stderr == f"{tmp_path}: {why}\n"
