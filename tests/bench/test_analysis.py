@@ -37,9 +37,9 @@ ONE = [1.0, 1.0, 1.0]
         (servers([0.9] * 3, ONE, [1.3] * 3), "No difference beyond the noise: ours on uvloop 0.90× (0.69–1.17) the"),
         (
             servers([0.1] * 3, ONE),
-            "No control, noise unknown: ours on uvloop 0.10× the time of PyTorch libuv at 1,024 ranks, sockets, no interval",
+            "No control, noise unknown: ours on uvloop 0.10× the time of PyTorch libuv at 1,024 ranks, sockets, no",
         ),
-        (servers([1.04], [1.0]), "One round: ours on uvloop 1.04× the time of PyTorch libuv at 1,024 ranks, sockets, no"),
+        (servers([1.04], [1.0]), "One round: ours on uvloop 1.04× the time of PyTorch libuv at 1,024 ranks"),
         (servers([1.04] * 2, [1.0] * 2), "2 rounds: ours on uvloop 1.04× the time of PyTorch libuv at 1,024 ranks"),
         (samples("uvloop", [1.0]), "Nothing to compare: only ours on uvloop, sockets"),
         (

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import stats
-from bench.labels import Box, Point, beside, spread_out
 
 POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
 ROUNDS = st.dictionaries(st.integers(0, 20), POSITIVE, min_size=1, max_size=15)
@@ -176,56 +175,3 @@ def test_unpaired_is_as_wide_as_both(subject: list[float], reference: list[float
 def test_unpaired_of_known_rounds() -> None:
     found = stats.unpaired([2.0, 3.0, 4.0], [1.0, 1.0, 2.0])
     assert found == stats.Ratio(3.0, 1.0, 4.0, 3, None)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 0.2)), min_size=1, max_size=6).filter(
-        lambda labels: sum(height for _, height in labels) <= 0.99
-    )
-)
-def test_labels_do_not_overlap(labels: list[tuple[float, float]]) -> None:
-    wanted, heights = [at for at, _ in labels], [height for _, height in labels]
-    placed = spread_out(wanted, heights, 0.0, 1.0)
-    spans = sorted((at - height / 2, at + height / 2) for at, height in zip(placed, heights, strict=True))
-    assert spans[0][0] >= -1e-9
-    assert spans[-1][1] <= 1 + 1e-9
-    assert all(below[1] <= above[0] + 1e-9 for below, above in itertools.pairwise(spans))
-    order = sorted(range(len(labels)), key=lambda index: wanted[index])
-    assert sorted(range(len(labels)), key=lambda index: placed[index]) == order
-
-
-def test_a_label_with_room_stays_where_it_belongs() -> None:
-    assert spread_out([0.2, 0.8], [0.1, 0.1], 0.0, 1.0) == [0.2, 0.8]
-
-
-LABEL = Box(0.2, 0.4, 0.4, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "crossed"),
-    [
-        ((0.0, 0.0), (1.0, 1.1), True),
-        ((1.0, 1.1), (0.0, 0.0), True),
-        ((0.0, 0.2), (1.0, 1.2), True),
-        ((0.0, 0.4), (1.0, 1.4), False),
-        ((0.0, 0.45), (0.2, 0.45), False),
-        ((0.4, 0.45), (1.0, 0.45), False),
-        ((0.3, 0.0), (0.3, 1.0), True),
-        ((0.3, 0.6), (0.3, 1.0), False),
-    ],
-)
-def test_whether_a_line_crosses_a_label(one: Point, other: Point, crossed: bool) -> None:
-    assert LABEL.crossed_by(one, other) is crossed
-
-
-def test_a_label_stands_beside_lines_and_other_labels() -> None:
-    line = ((0.0, 0.48), (1.0, 0.48))
-    moved = beside(LABEL, [line], [], 0.0, 1.0)
-    assert moved == pytest.approx(LABEL.raised(-0.025))
-    assert beside(LABEL, [line], [moved], 0.0, 1.0).low == pytest.approx(0.5)
-    assert beside(LABEL, [], [], 0.0, 1.0) == LABEL
-
-
-def test_a_label_without_room_stays() -> None:
-    lines = [((0.0, at / 20), (1.0, at / 20)) for at in range(21)]
-    assert beside(LABEL, lines, [], 0.0, 1.0) == LABEL
