@@ -35,7 +35,7 @@ def drawn(what: Run) -> Figure:
 
 
 def texts(figure: Figure) -> list[str]:
-    return [" ".join(text.get_text().split()) for text in figure.findobj(Text) if isinstance(text, Text)]
+    return [" ".join(text.get_text().split()) for text in figure.findobj(Text)]
 
 
 def words(what: Run) -> str:
@@ -45,14 +45,13 @@ def words(what: Run) -> str:
 def boxes(figure: Figure) -> list[tuple[str, Bbox]]:
     """Where everything is written, in pixels."""
     figure.draw_without_rendering()
-    found = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_visible()]
+    found = [text for text in figure.findobj(Text) if text.get_visible()]
     return [(text.get_text(), text.get_window_extent()) for text in found if text.get_text()]
 
 
 def named(figure: Figure) -> dict[str, Line2D]:
     """The points and ends that have a name in the SVG file."""
-    lines = [line for line in figure.findobj(Line2D) if isinstance(line, Line2D)]
-    return {str(line.get_gid()): line for line in lines if line.get_gid()}
+    return {str(line.get_gid()): line for line in figure.findobj(Line2D) if line.get_gid()}
 
 
 def markers(figure: Figure) -> list[Bbox]:

@@ -34,6 +34,7 @@ def test_nothing_is_quadratic() -> None:
         assert all(f" {name} " in row for row in rows)
 
 
+@pytest.mark.slow
 def test_a_row_that_grows_too_much_is_named() -> None:
     done = scaling("interpreted", "--ranks", "2000", "1000", "--runs", "1", "--max-growth", "0.01")
     assert done.returncode == 1
