@@ -191,6 +191,7 @@ def _measure(plan: Plan, file: RunFile) -> tuple[Run, str]:
             failure = _failure(runner)
         finally:
             ignore_signals()
+            _overwrite("")
             file.write(so_far(not failure))
     for note in runner.notes:
         if note != failure:
@@ -245,10 +246,14 @@ def _interrupted_once() -> Iterator[Callable[[], None]]:
 
 
 def _show_progress(done: float, text: str) -> None:
-    """Replace the last line of a terminal; print nothing elsewhere."""
+    """Overwrite the last line of a terminal; print nothing elsewhere."""
+    _overwrite(f"{done:4.0%} of the time: {text}")
+
+
+def _overwrite(text: str) -> None:
     with suppress(OSError):
         if sys.stderr.isatty():
-            click.echo(f"\r\x1b[K{done:4.0%} of the time: {text}", err=True, nl=done >= 1)
+            click.echo(f"\r\x1b[K{text}", err=True, nl=False)
 
 
 if __name__ == "__main__":
