@@ -1,1 +1,15 @@
-"""The benchmarks: `python -m bench scale`, and scripts that each measure one thing."""
+"""Benchmarks.
+
+`python -m bench scale` measures thousands of ranks on every server (docs/benchmark.md):
+
+    scenarios                   every scenario: its name, sizes, metrics and texts
+    workloads, in_memory        what ranks do and what is timed, over sockets and without them
+    servers, server_process     start the servers under test; what runs in their processes
+    runner                      which points are measured, in which order, within which time
+    environment, run_file       the machine; the JSON file of a run
+    stats, analysis             medians and intervals; who is ahead
+    formatting, figures, report, compare    what readers see
+
+Scripts that measure one thing each: clients, micro, scaling, server_ready, stress, fill, loadgen/compare. `builds`
+chooses the build.
+"""

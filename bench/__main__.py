@@ -1,16 +1,260 @@
-"""`python -m bench`: `scale` measures, `compare` compares two runs.
+"""`python -m bench`: `scale` measures, `compare` compares two runs, `report` redraws one.
 
-Knows options, exit codes and where results go. Must not know how anything is measured or drawn.
-Invariant: whatever ends a run, its JSON file is written; exit status 0 only for a complete run.
+Must not know how anything is measured or drawn.
+Invariant: results are on disk before anything is drawn from them, whatever ends a run; exit status 0 only if the run is
+complete.
 """
 
 from __future__ import annotations
 
+import math
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+
+import click
+from msgspec.structs import replace
+
 from bench import builds
 
-builds.use()
+if __name__ == "__main__":
+    builds.use()  # before the package is imported
 
-from bench.command import main  # noqa: E402  (the path comes first)
+from bench.compare import compare_files
+from bench.environment import machine, open_files, versions
+from bench.report import write_report, write_report_of
+from bench.run_file import Ending, Run, RunFile, Transport
+from bench.runner import Plan, Runner
+from bench.scenarios import SCENARIOS
+from bench.servers import SERVERS, hosting, reference_of
+from tcpstore_async.daemon import build
+from tcpstore_async.load.generator import LoadError
+from tcpstore_async.server.base import raise_file_limit
+
+FULL_SECONDS = 3200.0
+QUICK_SECONDS = 170.0
+TRANSPORTS = ("sockets", "memory")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def main() -> None:
+    """Compare our servers with PyTorch's, or two runs with each other."""
+
+
+@main.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+def compare(a: Path, b: Path) -> None:
+    """Print the ratios of two runs, B over A, and which differences exceed the noise."""
+    sys.exit(compare_files(a, b))
+
+
+@main.command("report")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="The folder.  [default: the run's]")
+def redraw(run: Path, out: Path | None) -> None:
+    """Write the report and the figures of a run anew."""
+    sys.exit(write_report_of(run, out or run.parent))
+
+
+def _sizes(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    words = text.split(",")
+    if not all(word.isdecimal() and 0 < int(word) <= 1_000_000 for word in words):
+        raise click.BadParameter(f"{text!r} is not a list of numbers up to 1000000, such as 1024,2048", ctx, param)
+    return tuple(sorted(set(map(int, words))))
+
+
+def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("not a number", ctx, param)
+    return value
+
+
+@main.command()
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Under three minutes: init and barrier at 1K to 8K ranks, most others at one size.",
+)
+@click.option(
+    "--scenario", "names", multiple=True, type=click.Choice(list(SCENARIOS)), help="Measure only this; repeatable."
+)
+@click.option("--server", "servers", multiple=True, type=click.Choice(SERVERS), help="Measure only this; repeatable.")
+@click.option("--sizes", callback=_sizes, metavar="N,N,…", help="Replace each scenario's sizes.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 100),
+    help="Rounds per point.  [default: init and barrier 5, others 3; with --quick 3, slow ones 1]",
+)
+@click.option(
+    "--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS), help="Measure only this; repeatable."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 86_400),
+    callback=_number,
+    help="Time budget; each scenario's smallest size is always measured.  "
+    f"[default: {FULL_SECONDS:.0f}, with --quick {QUICK_SECONDS:.0f}]",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-results"), show_default=True
+)
+def scale(
+    quick: bool, names: tuple[str, ...], servers: tuple[str, ...], sizes: tuple[int, ...], rounds: int | None,
+    transports: tuple[Transport, ...], seconds: float | None, out: Path,
+) -> None:  # fmt: skip
+    """Measure every server with thousands of ranks; write run.json, report.md and figures to --out."""
+    raise_file_limit()
+    file = _run_file(out)
+    plan = Plan(
+        [SCENARIOS[name] for name in names or SCENARIOS],
+        list(servers),
+        sizes,
+        rounds or 0,
+        quick,
+        seconds or (QUICK_SECONDS if quick else FULL_SECONDS),
+        open_files(),
+        transports,
+    )
+    _print(f"{build()} build; limit of open files: {plan.open_files:,}")
+    try:
+        run, failure = _measure(plan, file)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {file.path}: {error.strerror}") from None
+    if run.samples:
+        _print(f"{len(run.samples)} samples in {run.seconds:.0f} s: {file.path}")
+        try:
+            for path in write_report(run, out):
+                click.echo(path)
+        except OSError as error:
+            where = error.filename or "standard output"
+            text = f"no report, but {file.path} is complete: {where}: {error.strerror}"
+            raise click.ClickException(text) from None
+    if failure:
+        raise click.ClickException(failure)
+
+
+def _run_file(out: Path) -> RunFile:
+    file = RunFile(out)
+    try:
+        file.check()
+    except OSError as error:
+        raise click.BadParameter(f"cannot write {file.path}: {error.strerror}", param_hint="'--out'") from None
+    return file
+
+
+def _print(text: str) -> None:
+    """Print to standard error; a closed one does not end the run."""
+    with suppress(OSError):
+        click.echo(text, err=True)
+
+
+def _measure(plan: Plan, file: RunFile) -> tuple[Run, str]:
+    """Run the plan; return the run and why it is not complete (empty if it is). The file is written in any case.
+
+    Raises OSError if it cannot be written.
+    """
+    clock = time.monotonic()
+    reference = reference_of(plan.servers or SERVERS)
+    run = Run(
+        began=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        seconds=0.0,
+        command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        machine=machine(plan.measures_torch),
+        versions=versions(),
+        samples=[],
+        endings=[],
+        complete=False,
+        reference=reference,
+    )
+
+    if run.machine.names == "this machine's":
+        _print("Warning: PyTorch's servers query this machine's name server for every peer; preventing that needs root")
+
+    def so_far(complete: bool = False) -> Run:
+        seconds = time.monotonic() - clock
+        return replace(run, seconds=seconds, samples=runner.samples, endings=runner.endings, complete=complete)
+
+    failure = "not finished"
+    with _interrupted_once() as ignore_signals, hosting(reference) as host:
+        runner = Runner(plan, host, _show_progress, lambda: file.write(so_far()))
+        try:
+            failure = _failure(runner)
+        finally:
+            ignore_signals()
+            _overwrite("")
+            file.write(so_far(not failure))
+    for note in runner.notes:
+        if note != failure:
+            _print(f"Note: {note}")
+    return so_far(not failure), failure
+
+
+def _failure(runner: Runner) -> str:
+    """Run it; return why it is not complete, or an empty string."""
+    try:
+        runner.run()
+    except KeyboardInterrupt:
+        return "interrupted; what was measured so far is kept"
+    except (LoadError, OSError) as error:
+        return str(error)
+    if runner.failures:
+        return runner.failures[0]
+    return "" if runner.samples else _why_nothing(runner.endings)
+
+
+def _why_nothing(endings: Sequence[Ending]) -> str:
+    for one in endings:
+        at = f" at {one.size:,}" if one.size else ""
+        return f"nothing was measured: {one.scenario}, {one.server}{at}: {one.reason}"
+    return "nothing was measured: no chosen scenario has these sizes, servers and transports"
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[Callable[[], None]]:
+    """Let SIGINT, SIGTERM and SIGHUP end the run once; ignore them while servers stop and results are written.
+
+    Yields a function that ignores them from then on. A signal that was ignored before, as under nohup, stays so.
+    """
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+
+    def ignore() -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        ignore()
+        raise KeyboardInterrupt
+
+    for number in before:
+        signal.signal(number, interrupt)
+    try:
+        yield ignore
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show_progress(done: float, text: str) -> None:
+    """Overwrite the last line of a terminal; print nothing elsewhere."""
+    _overwrite(f"{done:4.0%} of the time: {text}")
+
+
+def _overwrite(text: str) -> None:
+    with suppress(OSError):
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K{text}", err=True, nl=False)
+
 
 if __name__ == "__main__":
     main(prog_name="python -m bench")

@@ -1,9 +1,7 @@
-"""Which package is measured: that of the compiled build, if `make compile` has made it and no source is newer.
+"""Choose the build to measure: `build/compiled` if it is up to date, otherwise the checkout.
 
-Knows folders, and which of them a process looks into first. Must not import the package: whoever asks has not done so
-yet.
-Invariant: the package of the folder that was chosen is the one that is imported, here after `use` and in every process
-that is started with `environment`, wherever either runs.
+Must not import the package: callers import it afterwards.
+Invariant: after `use`, this process and every process started with `environment` import the same package.
 """
 
 from __future__ import annotations
@@ -18,19 +16,19 @@ COMPILED = ROOT / "build" / "compiled"
 
 
 def chosen() -> Path:
-    """`build/compiled`, or the checkout: with BENCH_BUILD=interpreted, and where there is no build of its sources."""
+    """Return `build/compiled`, or the checkout if BENCH_BUILD=interpreted or the build is missing or stale."""
     if os.environ.get("BENCH_BUILD") == "interpreted" or not list(COMPILED.glob("*.so")):
         return ROOT
     if _up_to_date():
         return COMPILED
-    text = f"{COMPILED} is not made of these sources, which run interpreted: `make compile` makes it"
-    with suppress(OSError):  # nobody may read standard error any more
+    text = f"{COMPILED} is older than the sources; measuring the interpreted checkout (`make compile` rebuilds it)"
+    with suppress(OSError):  # standard error may be closed
         print(text, file=sys.stderr)
     return ROOT
 
 
 def _up_to_date() -> bool:
-    """As Make sees it: the mark that it leaves is as new as every source."""
+    """Apply Make's rule: no source is newer than the build's stamp."""
     sources = [*(ROOT / "tcpstore_async").rglob("*.py"), ROOT / "pyproject.toml", ROOT / "setup.py"]
     try:
         made = (COMPILED / ".made").stat().st_mtime
@@ -40,16 +38,16 @@ def _up_to_date() -> bool:
 
 
 def use() -> None:
-    """Import the package that is to be measured, here and in all processes started here."""
+    """Import the chosen package from now on, here and in child processes."""
     tree = chosen()
     sys.path.insert(0, str(tree))
     os.environ["PYTHONPATH"] = environment(tree)["PYTHONPATH"]
 
 
 def environment(tree: Path | None = None) -> dict[str, str]:
-    """For processes that import `bench`, and the package of this folder or, without one, what this process imports.
+    """Return the environment for a process that imports `bench` and the package in `tree` (default: this process's).
 
-    The checkout comes last: its plain sources must not hide a compiled build.
+    The checkout comes last: its sources must not hide a compiled build.
     """
     first = [str(tree.absolute())] if tree else []
     path = [*first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]

@@ -1,16 +1,15 @@
-"""Our clients against PyTorch's C++ client, on one and the same server process: latency in pairs, with intervals.
+"""Compare our clients with PyTorch's C++ client on the same server process: latency in pairs, with intervals.
 
     python bench/clients.py                    nothing pinned, our server
     python bench/clients.py --pin              client on core 0, server on core 1
     python bench/clients.py --server libuv     PyTorch's server
 
-Every row is the median of paired batches, the order of the two alternating, so that what else the machine does hits
-both; the interval is that of the ratios' medians (90 %, from the order statistics). Of a batch the median call counts,
-but for `set`, which takes no longer than to read the clock, and for many calls in flight: there a batch is timed as a
-whole and divided. Needs PyTorch.
+A row is the median of paired batches in alternating order, so that other load hits both, with the 90 % interval of the
+median ratio (from order statistics). A batch counts with its median call; `set`, which takes no longer than reading the
+clock, and calls in flight are timed by the batch and divided. Needs PyTorch.
 
-The compiled build is measured, client and server, if `make compile` has made it of these sources; otherwise, and with
-BENCH_BUILD=interpreted, the checkout. A server of another build than the client's is refused, exit status 2.
+The compiled build is measured, client and server, if it is up to date; otherwise, and with BENCH_BUILD=interpreted, the
+checkout. A server of another build than the client's is refused with exit status 2.
 """
 
 from __future__ import annotations
@@ -66,16 +65,16 @@ print(store.port, flush=True)
 while True:
     sum(range(1000))
 """
-"""A trainer whose main thread runs Python without a pause, with the store it has made."""
+"""A trainer that owns the store and whose main thread runs Python without pause."""
 
 
-class OtherBuild(Exception):
-    """A server does not run as the clients do that would be measured on it."""
+class BuildMismatch(Exception):
+    """Client and server run different builds."""
 
 
 @contextmanager
 def process(command: list[str], core: int | None = None) -> Iterator[str]:
-    """A process that says one line when it is ready."""
+    """Start a process; yield the line that it prints when it is ready."""
     pin = ["taskset", "-c", str(core)] if core is not None else []
     child = subprocess.Popen(
         [*pin, *command],
@@ -101,12 +100,12 @@ def server(kind: str, core: int | None) -> Iterator[int]:
     else:
         with process([sys.executable, "-m", "tcpstore_async", "serve", "--port", "0"], core) as line:
             port = json.loads(line)["port"]
-            demand_our_build(port)
+            check_build(port)
             yield port
 
 
-def demand_our_build(port: int) -> None:
-    """Raises OtherBuild. The server is one of ours, and says itself which it is."""
+def check_build(port: int) -> None:
+    """Ask one of our servers for its build. Raises BuildMismatch."""
 
     async def ask() -> str:
         async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=TIMEOUT) as store:
@@ -115,11 +114,11 @@ def demand_our_build(port: int) -> None:
 
     theirs = asyncio.run(ask())
     if theirs != build():
-        raise OtherBuild(f"the clients are {build()} and the server on port {port} is {theirs}: nothing is measured")
+        raise BuildMismatch(f"the clients are {build()} and the server on port {port} is {theirs}: nothing is measured")
 
 
 def p50(do: Callable[[], object], count: int) -> float:
-    """The median time of a call, in microseconds."""
+    """Return the median time of a call, in microseconds."""
     clock = time.perf_counter_ns
     times = []
     for _ in range(count):
@@ -139,14 +138,14 @@ def repeated(do: Callable[[], object], count: int) -> None:
 
 
 def divided(batch: Callable[[], object], count: int) -> float:
-    """The mean time of so many calls, in microseconds, which is what the batch is."""
+    """Return the mean time of a call of a batch, in microseconds."""
     began = time.perf_counter()
     batch()
     return (time.perf_counter() - began) / count * 1e6
 
 
 def pairs(ours: Callable[[], float], theirs: Callable[[], float], count: int) -> list[tuple[float, float]]:
-    """Measure both so many times, taking turns at going first."""
+    """Measure both so many times, in alternating order."""
     found = []
     for number in range(count):
         if number % 2:
@@ -159,7 +158,7 @@ def pairs(ours: Callable[[], float], theirs: Callable[[], float], count: int) ->
 
 
 def report(name: str, found: list[tuple[float, float]], unit: str = "µs") -> None:
-    """One row: both medians, the median ratio, and its interval."""
+    """Print a row: both medians, the median ratio and its interval."""
     ratios = [ours / theirs for ours, theirs in found]
     interval = stats.interval(ratios)
     medians = [statistics.median(side) for side in zip(*found, strict=True)]
@@ -171,7 +170,7 @@ def report(name: str, found: list[tuple[float, float]], unit: str = "µs") -> No
 
 
 def calls(port: int, count: int) -> None:
-    """The ordinary calls, one outstanding."""
+    """Measure ordinary calls, one at a time."""
     import torch.distributed as dist
 
     theirs: Any = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT, wait_for_workers=False)
@@ -191,14 +190,14 @@ def calls(port: int, count: int) -> None:
 
 
 def sets(store: Any) -> float:
-    """The mean `set` of a batch, in microseconds. The next batch finds a server that has done them all."""
+    """Return the mean `set` of a batch, in microseconds, and wait until the server has done them all."""
     took = divided(functools.partial(repeated, functools.partial(store.set, "s", "v"), BATCH), BATCH)
     store.check(["s"])
     return took
 
 
 def creating(port: int, count: int) -> None:
-    """Making and closing a client at a literal address."""
+    """Measure making and closing a client at a literal address."""
     import torch.distributed as dist
 
     def ours() -> None:
@@ -211,17 +210,17 @@ def creating(port: int, count: int) -> None:
 
 
 def in_flight(port: int, count: int) -> None:
-    """The async client with many calls in flight against one C++ client, in microseconds per operation.
+    """Compare the async client with many calls in flight with one C++ client, in microseconds per operation.
 
-    Every batch of either ends with one `check`, before which no `set` is known to be done. Ours is a new one for each
-    row: the connections that one kind of call has opened would be used by the next.
+    Every batch ends with a `check`: before its reply no `set` is known to be done. Each row has a new async client,
+    which does not inherit connections from the row before.
     """
     import torch.distributed as dist
 
     theirs: Any = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT, wait_for_workers=False)
     theirs.set("k", "v" * 100)
 
-    def in_turn(call: Callable[[], object]) -> None:
+    def one_by_one(call: Callable[[], object]) -> None:
         repeated(call, ASYNC_BATCH)
         theirs.check(["k"])
 
@@ -232,15 +231,15 @@ def in_flight(port: int, count: int) -> None:
         "set, and one check": lambda store: functools.partial(store.set, "s", "v"),
     }
     for name, call in kinds.items():
-        one = functools.partial(divided, functools.partial(in_turn, call(theirs)), ASYNC_BATCH)
-        with crowd(port, call) as at_once:
+        one = functools.partial(divided, functools.partial(one_by_one, call(theirs)), ASYNC_BATCH)
+        with concurrent(port, call) as at_once:
             many = functools.partial(divided, at_once, ASYNC_BATCH)
             report(f"async {name}, {ASYNC_IN_FLIGHT} in flight", pairs(many, one, count))
 
 
 @contextmanager
-def crowd(port: int, call: Callable[[Any], Callable[[], Awaitable[object]]]) -> Iterator[Callable[[], None]]:
-    """A batch of calls of one async client, so many of them in flight."""
+def concurrent(port: int, call: Callable[[Any], Callable[[], Awaitable[object]]]) -> Iterator[Callable[[], None]]:
+    """Yield a function that makes a batch of calls of one async client, many of them in flight."""
     loop = uvloop.new_event_loop()
     store = loop.run_until_complete(tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=TIMEOUT))
     do = call(store)
@@ -261,12 +260,12 @@ def crowd(port: int, call: Callable[[Any], Callable[[], Awaitable[object]]]) -> 
 
 
 def busy_master(count: int) -> None:
-    """What another process sees of a store whose owner's main thread never pauses: the C++ client on both."""
+    """Measure stores whose owner's main thread never pauses, with the C++ client on both."""
     import torch.distributed as dist
 
     command = [sys.executable, "-W", "ignore", "-c", BUSY]
     with process([*command, "ours"]) as ours, process([*command, "theirs"]) as theirs:
-        demand_our_build(int(ours))
+        check_build(int(ours))
         stores: list[Any] = [
             dist.TCPStore("127.0.0.1", int(line), None, False, TIMEOUT, wait_for_workers=False)
             for line in (ours, theirs)
@@ -276,7 +275,7 @@ def busy_master(count: int) -> None:
 
 
 def measure(kind: str, pin: bool, count: int) -> None:
-    """All rows. Raises OtherBuild."""
+    """Print all rows. Raises BuildMismatch."""
     with server(kind, 1 if pin else None) as port:
         print(f"server: {kind}; package: {build()}; {'pinned apart' if pin else 'nothing pinned'}", flush=True)
         calls(port, count)
@@ -296,7 +295,7 @@ def main() -> None:
         os.sched_setaffinity(0, {0})
     try:
         measure(options.server, options.pin, options.pairs)
-    except OtherBuild as error:
+    except BuildMismatch as error:
         parser.exit(2, f"{error}\n")
 
 

@@ -1,9 +1,8 @@
-"""Two runs side by side: what changed from one to the other, and by more than noise.
+"""Compare two runs: what changed, and by more than noise.
 
-Knows two files and how their ratios are told. Must not know how anything is measured.
-Invariant: a change is called beyond the noise only if it is more than the spread of the rounds of both runs and more
-than the same server differed from itself (the control) in either. Where neither has a control, as in memory, nothing
-says what noise is, and no change is called more than it.
+Must not know how anything is measured.
+Invariant: a change is beyond the noise only if it exceeds the spread of both runs' rounds and the difference between
+the reference and the control in either. Without a control, as in memory, no change is.
 """
 
 from __future__ import annotations
@@ -13,48 +12,48 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import records, results, stats, wording
-from bench.records import Run
-from bench.results import Line, Part
-from bench.scenes import Measure
+from bench import analysis, formatting, run_file, stats
+from bench.analysis import Result, Series
+from bench.run_file import Run
+from bench.scenarios import Metric
 
 
 class Change(NamedTuple):
     """One server at one size, in both runs."""
 
     scenario: str
-    line: Line
+    series: Series
     size: int
     time: stats.Ratio
-    """B over A: of what the scene measures."""
+    """B over A, of the scenario's metric."""
     cpu: stats.Ratio | None
     before: stats.Ratio | None
-    """To the reference of its own run, in A and in B; none in B where that is another one."""
+    """To the reference in A; `after` in B, None if its reference is another one."""
     after: stats.Ratio | None
 
     @property
     def reproduced(self) -> bool | None:
-        """Whether B's ratio to the reference is within the interval that A reports; None where there is none."""
+        """Whether B's ratio to the reference is within A's interval; None without one."""
         if self.before is None or self.after is None or not self.before.judged:
             return None
         return self.before.low <= self.after.median <= self.before.high
 
 
-def compare(a: Path, b: Path) -> int:
+def compare_files(a: Path, b: Path) -> int:
     """Print B over A for everything that both measured.
 
-    The exit status: 0, 1 if there is no such thing, 2 for a file that cannot be read.
+    Returns the exit status: 1 if they have nothing in common, 2 if a file cannot be read.
     """
     try:
         before, after = _read(a), _read(b)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    for said in differences(before, after):
-        print(said)
+    for difference in differences(before, after):
+        print(difference)
     found = list(changes(before, after))
     if not found:
-        print("The two runs have no measurement in common.", file=sys.stderr)
+        print("The runs have no measurement in common.", file=sys.stderr)
         return 1
     print(_table(found))
     print(_summary(found))
@@ -63,59 +62,61 @@ def compare(a: Path, b: Path) -> int:
 
 def _read(path: Path) -> Run:
     try:
-        return records.read(path)
+        return run_file.read(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
 
 
 def differences(a: Run, b: Run) -> Iterator[str]:
-    """What else than the servers may explain a change, a line each."""
+    """Yield what else may explain a change, a line each."""
     for what, one, other in (("machine", a.machine, b.machine), ("versions", a.versions, b.versions)):
         for field in one.__struct_fields__:
             was, is_now = getattr(one, field), getattr(other, field)
             if was != is_now and field != "load_average":  # which is never the same
-                yield f"different {what}: {field} {_told(was)} in A, {_told(is_now)} in B"
+                yield f"different {what}: {field} {_shown(was)} in A, {_shown(is_now)} in B"
     if a.reference != b.reference:
-        yield f"different reference: {_told(a.reference)} in A, {_told(b.reference)} in B"
+        yield f"different reference: {_shown(a.reference)} in A, {_shown(b.reference)} in B"
     for name, run in (("A", a), ("B", b)):
         if not run.complete:
             yield f"{name} is not complete"
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value) or "none"
 
 
 def changes(a: Run, b: Run) -> Iterator[Change]:
-    """In the order of the report."""
-    others = {(part.scene.name, part.detail): part for part in results.parts(b)}
-    for part in results.parts(a):
-        other = others.get((part.scene.name, part.detail))
+    """Yield the changes in the order of the report."""
+    others = {(result.scenario.name, result.detail): result for result in analysis.results(b)}
+    for result in analysis.results(a):
+        other = others.get((result.scenario.name, result.detail))
         if other is None:
             continue
-        for line in part.lines:
-            again = other.find(line.server, line.transport)
+        for series in result.series:
+            again = other.find(series.server, series.transport)
             if again is not None:
-                yield from _changes(part, line, other, again)
+                yield from _changes(result, series, other, again)
 
 
-def _changes(part: Part, line: Line, other: Part, again: Line) -> Iterator[Change]:
-    name = f"{part.scene.name} {part.detail}".strip()
-    for size in line.sizes:
-        time = _ratio(part, line, other, again, size, part.scene.measure)
+def _changes(result: Result, series: Series, other: Result, again: Series) -> Iterator[Change]:
+    name = f"{result.scenario.name} {result.detail}".strip()
+    metric = result.scenario.metric
+    for size in series.sizes:
+        time = _ratio(result, series, other, again, size, metric)
         if time is None:
             continue
-        cpu = _ratio(part, line, other, again, size, part.scene.cpu)
-        measure = part.scene.measure
-        after = other.ratio(again, size, measure) if part.compared_with == other.compared_with else None
-        yield Change(name, line, size, time, cpu, part.ratio(line, size, measure), after)
+        cpu = _ratio(result, series, other, again, size, result.scenario.cpu)
+        after = other.ratio(again, size, metric) if result.reference_name == other.reference_name else None
+        yield Change(name, series, size, time, cpu, result.ratio(series, size, metric), after)
 
 
-def _ratio(part: Part, line: Line, other: Part, again: Line, size: int, measure: Measure) -> stats.Ratio | None:
-    noises = [one.noise(line.transport, size, measure) for one in (part, other)]
+def _ratio(
+    result: Result, series: Series, other: Result, again: Series, size: int, metric: Metric
+) -> stats.Ratio | None:
+    noises = [one.noise(series.transport, size, metric) for one in (result, other)]
     return stats.unpaired(
-        list(again.values(size, measure).values()),
-        list(line.values(size, measure).values()),
+        list(again.values(size, metric).values()),
+        list(series.values(size, metric).values()),
         max((noise for noise in noises if noise is not None), default=None),
     )
 
@@ -133,26 +134,26 @@ def _row(change: Change) -> list[str]:
     cpu = change.cpu
     return [
         change.scenario,
-        change.line.label,
+        change.series.label,
         f"{change.size:,}",
-        wording.ratio(change.time),
+        formatting.ratio(change.time),
         change.time.verdict,
-        wording.ratio(cpu) if cpu else "–",
+        formatting.ratio(cpu) if cpu else "–",
         cpu.verdict if cpu else "",
-        wording.ratio(change.before) if change.before else "–",
-        wording.ratio(change.after) if change.after else "–",
+        formatting.ratio(change.before) if change.before else "–",
+        formatting.ratio(change.after) if change.after else "–",
         {True: "yes", False: "no", None: "–"}[change.reproduced],
     ]
 
 
 def _summary(found: Sequence[Change]) -> str:
     beyond = sum(change.time.verdict == "beyond the noise" for change in found)
-    told = [change for change in found if change.reproduced is not None and change.line.server != "control"]
-    again = sum(bool(change.reproduced) for change in told)
     unknown = sum(change.time.verdict == "noise unknown" for change in found)
-    said = f"{beyond} of {len(found)} differ from A by more than the noise."
+    judged = [change for change in found if change.reproduced is not None and change.series.server != "control"]
+    reproduced = sum(bool(change.reproduced) for change in judged)
+    text = f"{beyond} of {len(found)} differ from A by more than the noise."
     if unknown:
-        said += f" Of {unknown} the noise is unknown: neither run has a control there."
-    if not told:
-        return f"{said} No ratio to a reference with an interval is in both."
-    return f"{said} {again} of {len(told)} ratios to the reference are within the interval that A reports."
+        text += f" For {unknown} the noise is unknown: neither run has a control."
+    if not judged:
+        return f"{text} No ratio to a reference is in both runs with an interval."
+    return f"{text} {reproduced} of {len(judged)} ratios to the reference are within A's interval."

@@ -1,18 +1,16 @@
-"""What one command costs in our own code, without system calls.
+"""Measure what one command costs in our own code, without system calls.
 
-    python bench/micro.py                            the compiled build, if `make compile` has made it of these sources
+    python bench/micro.py                            the compiled build if it is up to date, otherwise the checkout
     BENCH_BUILD=interpreted python bench/micro.py    the checkout
-    python bench/micro.py --tree OLD --tree NEW      for a change that is to be judged: the ratios, NEW over OLD
+    python bench/micro.py --tree OLD --tree NEW      judge a change: the ratios, NEW over OLD
 
-A tree is a checkout, which runs interpreted, or what `make compile` has made of one, its `build/compiled`; its package
-is measured by the rows that stand here. Every figure is of processor time, the median of so many rounds, in each of
-which a new process for each tree takes the least of so many runs: what else the machine does only ever adds. The trees
-take turns, also at going first. A ratio is the median of the rounds' ratios; in brackets is where it lies with at least
-99 % confidence, by which at most one row in a hundred differs where nothing does.
+A tree is a checkout, which runs interpreted, or a `build/compiled`; its package is measured by the rows defined here. A
+figure is CPU time: the median over the rounds, in each of which a new process for each tree takes the minimum of
+several runs, because other load only ever adds. The trees alternate. A ratio is the median of the rounds' ratios; in
+brackets is its interval of at least 99 % confidence.
 
-`shapes` decodes the fields of one request, `session` takes one request in and makes its reply, `client` makes one
-request and decodes its reply, `calls` makes what is asked from what a user passes. Whole calls are measured by
-`bench/clients.py`.
+`shapes` decodes the fields of a request, `session` receives a request and encodes its reply, `client` encodes a request
+and decodes its reply, `calls` prepares a request from a user's arguments. `bench/clients.py` measures whole calls.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from tcpstore_async.wire.commands import BY_METHOD
 CONFIDENCE = 0.99
 """More than elsewhere: a table has some twenty rows."""
 RUN = 0.002
-"""Seconds that a run takes at least, which is long enough for the clock."""
+"""Minimum duration of a run in seconds, for the clock's resolution."""
 
 KEY = b"/default_pg/0//key"
 VALUE = pack(bytes(100))
@@ -66,15 +64,15 @@ REPLIES = {
 }
 
 Row = Callable[[int], float]
-"""Does something so many times and returns the seconds of processor time that it took."""
+"""Repeats something so many times and returns the CPU seconds."""
 
 
 class Impossible(Exception):
-    """What was asked for cannot be measured, or not be compared."""
+    """What was asked for cannot be measured or compared."""
 
 
 class Found(NamedTuple):
-    """What one process has measured."""
+    """What one process measured."""
 
     build: str
     nanoseconds: dict[str, float]
@@ -102,7 +100,7 @@ def shape(method: str) -> Row:
 
 
 def session(method: str, cut: int = 0) -> Row:
-    """With `cut`, the request comes in pieces of so many bytes."""
+    """`cut`: bytes of each chunk of the request; 0: one chunk."""
     engine = Engine(LIMITS)
     one = ServerSession(engine, None, "host", 1, 0.0)
     one.receive(ClientSession().hello(1)[0] + request("multi_set") + request("set"))
@@ -159,7 +157,7 @@ ROWS: dict[str, Row] = {
 
 
 def nanoseconds(row: Row, runs: int) -> float:
-    """The least of the runs."""
+    """Return the minimum of the runs, per call."""
     count = 1
     while (spent := row(count)) < RUN:
         count *= 4
@@ -173,9 +171,9 @@ def one(words: list[str], runs: int) -> None:
 
 
 def measured(tree: Path, words: list[str], runs: int) -> Found:
-    """In a process of its own. Raises Impossible."""
+    """Measure a tree in a new process. Raises Impossible."""
     if not (tree / "tcpstore_async" / "__init__.py").is_file():
-        raise Impossible(f"{tree}: no tcpstore_async is in it")
+        raise Impossible(f"{tree}: contains no tcpstore_async package")
     done = subprocess.run(
         [sys.executable, __file__, *words, "--one", "--runs", str(runs)],
         capture_output=True,
@@ -189,19 +187,18 @@ def measured(tree: Path, words: list[str], runs: int) -> Found:
 
 
 def interleaved(trees: list[Path], rounds: int, words: list[str], runs: int) -> Iterator[list[Found]]:
-    """What each round has found of each tree; odd rounds begin with the last. Raises Impossible."""
+    """Yield what each round measured of each tree; odd rounds begin with the last. Raises Impossible."""
     for number in range(rounds):
-        turn = trees if number % 2 == 0 else trees[::-1]
-        found = [measured(tree, words, runs) for tree in turn]
-        yield found if turn is trees else found[::-1]
+        order = -1 if number % 2 else 1
+        yield [measured(tree, words, runs) for tree in trees[::order]][::order]
 
 
 def by_round(found: list[list[Found]], tree: int, name: str) -> dict[int, float]:
     return {number: each[tree].nanoseconds[name] for number, each in enumerate(found)}
 
 
-def told(found: list[list[Found]], name: str) -> str:
-    """One row: a median for each tree and, of two, the ratio."""
+def row_text(found: list[list[Found]], name: str) -> str:
+    """Format a row: the median of each tree and the ratio of two."""
     sides = [by_round(found, tree, name) for tree in range(len(found[0]))]
     row = f"{name:42} " + " ".join(f"{stats.median(list(side.values())):10.0f} ns" for side in sides)
     if len(sides) < 2:
@@ -225,7 +222,7 @@ def compare(trees: list[Path], rounds: int, words: list[str], runs: int, across_
     confidence = stats.interval(range(rounds), CONFIDENCE).confidence
     print(f"medians of {rounds} rounds" + (f", intervals of {confidence:.1%}" if len(trees) > 1 else ""))
     for name in found[0][0].nanoseconds:
-        print(told(found, name))
+        print(row_text(found, name))
 
 
 def main() -> None:
@@ -242,7 +239,7 @@ def main() -> None:
         return
     trees = options.tree or [builds.chosen()]
     if len(trees) > 2:
-        parser.error("two trees at most are compared")
+        parser.error("at most two trees can be compared")
     try:
         compare(trees, options.rounds, options.rows, options.runs, options.across_builds)
     except Impossible as impossible:

@@ -1,7 +1,7 @@
-"""How long a master waits for its server: `python bench/server_ready.py --starts 60`.
+"""Measure how long `is_master=True` waits for its server process: `python bench/server_ready.py --starts 60`.
 
-A start is from the call to the first answer that is possible: bind, listen, start the process, hear that it is ready.
-Run it on an otherwise idle machine; `PYTHONPATH=build/compiled` measures the compiled build, from another directory.
+A start is what a master does before its first request: bind, listen, start the process, wait until it is ready. Run it
+on an idle machine. `PYTHONPATH=build/compiled`, from another directory, measures the compiled build.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def main() -> None:
         stops.append(time.perf_counter() - ready)
     print(f"{build()} build, {options.starts} starts, server in a {os.environ.get('TCPSTORE_SERVER') or 'process'}")
     print(f"machine: {os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}")
-    print(f"first start and stop, which imports what is needed here: {first * 1000:.1f} ms")
-    _tell("start to ready", starts)
-    _tell("stop to port free", stops)
+    print(f"first start and stop, imports included: {first * 1000:.1f} ms")
+    _print("start to ready", starts)
+    _print("stop to port free", stops)
 
 
-def _tell(what: str, seconds: list[float]) -> None:
+def _print(what: str, seconds: list[float]) -> None:
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
     print(f"{what:>18}: " + ", ".join(f"p{cut} {cuts[cut - 1] * 1000:.1f} ms" for cut in (50, 95, 99)))
 

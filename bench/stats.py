@@ -1,13 +1,13 @@
-"""What several rounds of one measurement say: medians, ratios, and how far either may be trusted.
+"""Medians, intervals and ratios of repeated measurements.
 
-Knows numbers, their rounds and sizes. Must not know servers, scenarios or files. Not called `statistics`: the
-other scripts of this folder import Python's module of that name, with this folder first on their path.
-Invariant: nothing here is drawn at random, so the same rounds always give the same answer; every interval consists of
-values that were measured, and says with what confidence it holds.
+Must not know servers, scenarios or files. Not called `statistics`, which scripts of this folder import from Python's
+library with this folder first on their path.
+Invariant: nothing is random, so the same rounds give the same answer; an interval consists of measured values and has a
+known confidence.
 
-The interval of a median is between two order statistics: the median of whatever the rounds were drawn from is below the
-least of n values with probability 2**-n, whatever its distribution. Few rounds give little confidence, and say so:
-min to max of three rounds is 75 %, of five 94 %.
+The interval of a median lies between two order statistics: whatever the distribution, all of n values are above its
+median with probability 2**-n, and all below it with the same. Min to max of three rounds has 75 % confidence, of five
+94 %.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 CONFIDENCE = 0.9
-"""What an interval has at least, if there are rounds enough (five)."""
+"""Minimum of an interval from five rounds on."""
 
 LEAST_ROUNDS = 3
-"""Rounds below which nobody is said to be ahead: two agree by chance every second time."""
+"""With fewer, nobody is said to be ahead: two agree by chance every second time."""
 
 Verdict = Literal["beyond the noise", "within the noise", "too few rounds", "noise unknown"]
 
 
 class Interval(NamedTuple):
-    """Where a median lies."""
+    """Bounds of a median."""
 
     low: float
     high: float
     confidence: float
-    """From 0, which is that of a single value, to 1."""
+    """0 (a single value) to 1."""
 
 
 class Ratio(NamedTuple):
-    """How many times the other one takes what one takes, lower being better."""
+    """Subject over reference; lower is better."""
 
     median: float
     low: float
-    """Of the interval, the noise included where it is known."""
+    """The interval, widened by the noise if that is known."""
     high: float
     rounds: int
     noise: float | None
-    """The factor, at least 1, by which the same server measured twice may differ; None where there was no control."""
+    """The factor, at least 1, by which two measurements of one server may differ; None without a control."""
 
     @property
     def verdict(self) -> Verdict:
@@ -56,19 +56,19 @@ class Ratio(NamedTuple):
 
     @property
     def judged(self) -> bool:
-        """Whether there is an interval that the noise is in, so that somebody may be said to be ahead."""
+        """Whether the interval includes the noise, so that somebody may be said to be ahead."""
         return self.verdict in ("within the noise", "beyond the noise")
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; of an even number the mean of the two in the middle. Raises StatisticsError for none."""
+    """Return the median. Raises StatisticsError without values."""
     return statistics.median(values)
 
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """The narrowest interval between order statistics that holds the median with the confidence wanted.
+    """Return the narrowest interval between order statistics with at least this confidence, or min to max.
 
-    All of them, with what confidence that has, where they are too few. Raises ValueError for no values.
+    Raises ValueError without values.
     """
     if not values:
         raise ValueError("no values")
@@ -81,7 +81,7 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
 
 
 def _holds(count: int, left_out: int) -> float:
-    """The probability that the median is between the values left when so many were taken from either end."""
+    """Return the confidence of the interval that leaves out so many values at either end."""
     if count == 1:
         return 0.0
     tail = sum(math.comb(count, number) for number in range(left_out + 1))
@@ -89,21 +89,19 @@ def _holds(count: int, left_out: int) -> float:
 
 
 def paired(subject: Mapping[int, float], reference: Mapping[int, float]) -> list[float]:
-    """Subject over reference in every round that measured both: what changes from round to round falls out.
+    """Return subject over reference for every round that measured both, which cancels drift between rounds.
 
-    Both map a round to a value. A round with a value that is not positive (less CPU than the clock can tell) is left
-    out.
+    Both map a round to a value. Rounds with a value that is not positive (below the clock's resolution) are left out.
     """
     rounds = sorted(subject.keys() & reference.keys())
     return [subject[number] / reference[number] for number in rounds if subject[number] > 0 and reference[number] > 0]
 
 
 def noise_of(reference: Mapping[int, float], control: Mapping[int, float]) -> float | None:
-    """The factor, at least 1, by which the same server's two measurements may differ; None without a common round.
+    """Return the factor, at least 1, by which two measurements of one server may differ; None without a common round.
 
-    It is the end of their ratio's interval that is farther from 1, not the median, because of few rounds the median is
-    no better known than what it is to judge: with its median as the noise, three rounds would call 8 to 13 in a
-    hundred equal servers different (rounds scattered by 5 %), with this 1 to 3.
+    It is the end of the ratio's interval that is farther from 1. With the median instead, three rounds would call 8 to
+    13 % of equal servers different (rounds scattered by 5 %); with this, 1 to 3 %.
     """
     ratios = paired(control, reference)
     if not ratios:
@@ -113,10 +111,9 @@ def noise_of(reference: Mapping[int, float], control: Mapping[int, float]) -> fl
 
 
 def noise_at(size: int, noises: Mapping[int, float]) -> float | None:
-    """The noise at a size, from what the control says there and at the other sizes; None where it was not measured.
+    """Return the noise at a size, at least the upper quartile of all sizes; None if it was not measured there.
 
-    It is no less than the upper quartile of all, of three sizes or fewer the greatest: in three rounds at one size the
-    same server agrees with itself by chance, and the next run would not be within so narrow an interval.
+    Three rounds of one server may agree by chance, and the next run would fall outside so narrow an interval.
     """
     if size not in noises:
         return None
@@ -125,10 +122,7 @@ def noise_at(size: int, noises: Mapping[int, float]) -> float | None:
 
 
 def ratio(subject: Mapping[int, float], reference: Mapping[int, float], noise: float | None = None) -> Ratio | None:
-    """The median of the ratios of interleaved rounds, and its interval widened by the noise (a factor, if known).
-
-    Subject and reference map a round to a value. None without a common round.
-    """
+    """Return the median ratio of interleaved rounds, its interval widened by the noise; None without a common round."""
     ratios = paired(subject, reference)
     if not ratios:
         return None
@@ -137,11 +131,10 @@ def ratio(subject: Mapping[int, float], reference: Mapping[int, float], noise: f
 
 
 def unpaired(subject: Sequence[float], reference: Sequence[float], noise: float | None = None) -> Ratio | None:
-    """Median over median of rounds that were not interleaved, such as those of two runs.
+    """Return median over median of rounds that were not interleaved, such as those of two runs.
 
-    The interval goes from the low end of one over the high end of the other to the opposite, widened by the noise (a
-    factor): it holds at least as often as both intervals do. Values that are not positive are left out; None if
-    nothing else is there.
+    The interval combines the opposite ends of both, widened by the noise. Values that are not positive are left out;
+    None if no others remain.
     """
     above = [value for value in subject if value > 0]
     below = [value for value in reference if value > 0]

@@ -1,4 +1,4 @@
-"""Medians, intervals and ratios: what they are for known numbers, and what holds for all."""
+"""Medians, intervals and ratios of known numbers, and what holds for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import stats
-from bench.labels import Box, Point, beside, spread_out
 
 POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
 ROUNDS = st.dictionaries(st.integers(0, 20), POSITIVE, min_size=1, max_size=15)
@@ -29,11 +28,6 @@ def test_between_which_values_the_median_lies(count: int, low: float, high: floa
     """The probabilities are those of so many throws of a coin."""
     shuffled = random.Random(1).sample(range(1, count + 1), count)
     assert stats.interval([float(value) for value in shuffled]) == (low, high, confidence)
-
-
-def test_no_values_have_no_interval() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        stats.interval([])
 
 
 @given(st.lists(POSITIVE, min_size=1, max_size=40), st.sampled_from([0.5, 0.9, 0.99]))
@@ -78,10 +72,6 @@ def test_the_control_widens_the_interval() -> None:
     assert found.median == 0.85
     assert (found.low, found.high) == pytest.approx((0.8 / 1.3, 0.9 * 1.3))
     assert found.verdict == "within the noise"
-
-
-def test_a_control_that_was_faster_is_noise_as_well() -> None:
-    assert stats.noise_of(by_round([1.0]), by_round([0.5])) == 2.0
 
 
 def test_a_control_that_agrees_by_chance_says_little() -> None:
@@ -141,19 +131,6 @@ def test_without_a_control_there_is_no_verdict(control: dict[int, float]) -> Non
     assert not found.judged
 
 
-@given(ROUNDS, ROUNDS, st.sampled_from([0.5, 2.0, 8.0]))
-def test_a_ratio_scales(subject: dict[int, float], reference: dict[int, float], factor: float) -> None:
-    """By a power of two, so that nothing is rounded."""
-    found = stats.ratio(subject, reference)
-    scaled = stats.ratio({number: value * factor for number, value in subject.items()}, reference)
-    if found is None or scaled is None:
-        assert not subject.keys() & reference.keys()
-        assert found is scaled
-        return
-    assert scaled[:3] == tuple(value * factor for value in found[:3])
-    assert found.low <= found.median <= found.high
-
-
 @given(ROUNDS, ROUNDS)
 def test_turned_round_an_interval_is_the_reciprocal(subject: dict[int, float], reference: dict[int, float]) -> None:
     found, turned = stats.ratio(subject, reference), stats.ratio(reference, subject)
@@ -171,61 +148,3 @@ def test_unpaired_is_as_wide_as_both(subject: list[float], reference: list[float
     assert found.median == pytest.approx(middle)
     assert found.low <= middle / 1.5 * 1.000001
     assert found.high >= middle * 1.5 * 0.999999
-
-
-def test_unpaired_of_known_rounds() -> None:
-    found = stats.unpaired([2.0, 3.0, 4.0], [1.0, 1.0, 2.0])
-    assert found == stats.Ratio(3.0, 1.0, 4.0, 3, None)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 0.2)), min_size=1, max_size=6).filter(
-        lambda labels: sum(height for _, height in labels) <= 0.99
-    )
-)
-def test_labels_do_not_overlap(labels: list[tuple[float, float]]) -> None:
-    wanted, heights = [at for at, _ in labels], [height for _, height in labels]
-    placed = spread_out(wanted, heights, 0.0, 1.0)
-    spans = sorted((at - height / 2, at + height / 2) for at, height in zip(placed, heights, strict=True))
-    assert spans[0][0] >= -1e-9
-    assert spans[-1][1] <= 1 + 1e-9
-    assert all(below[1] <= above[0] + 1e-9 for below, above in itertools.pairwise(spans))
-    order = sorted(range(len(labels)), key=lambda index: wanted[index])
-    assert sorted(range(len(labels)), key=lambda index: placed[index]) == order
-
-
-def test_a_label_with_room_stays_where_it_belongs() -> None:
-    assert spread_out([0.2, 0.8], [0.1, 0.1], 0.0, 1.0) == [0.2, 0.8]
-
-
-LABEL = Box(0.2, 0.4, 0.4, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "crossed"),
-    [
-        ((0.0, 0.0), (1.0, 1.1), True),
-        ((1.0, 1.1), (0.0, 0.0), True),
-        ((0.0, 0.2), (1.0, 1.2), True),
-        ((0.0, 0.4), (1.0, 1.4), False),
-        ((0.0, 0.45), (0.2, 0.45), False),
-        ((0.4, 0.45), (1.0, 0.45), False),
-        ((0.3, 0.0), (0.3, 1.0), True),
-        ((0.3, 0.6), (0.3, 1.0), False),
-    ],
-)
-def test_whether_a_line_crosses_a_label(one: Point, other: Point, crossed: bool) -> None:
-    assert LABEL.crossed_by(one, other) is crossed
-
-
-def test_a_label_stands_beside_lines_and_other_labels() -> None:
-    line = ((0.0, 0.48), (1.0, 0.48))
-    moved = beside(LABEL, [line], [], 0.0, 1.0)
-    assert moved == pytest.approx(LABEL.raised(-0.025))
-    assert beside(LABEL, [line], [moved], 0.0, 1.0).low == pytest.approx(0.5)
-    assert beside(LABEL, [], [], 0.0, 1.0) == LABEL
-
-
-def test_a_label_without_room_stays() -> None:
-    lines = [((0.0, at / 20), (1.0, at / 20)) for at in range(21)]
-    assert beside(LABEL, lines, [], 0.0, 1.0) == LABEL

@@ -1,17 +1,16 @@
-"""What a rank costs as a job grows: the server's own sessions in memory, no sockets.
+"""What a rank costs as the job grows: our server's sessions, driven in memory without sockets.
 
-    python bench/growth.py [--ranks 1000 19000 98304 1000000] [--runs 3]
-    python bench/growth.py --ranks 1000 16000 --demand 6        exit status 1 if a row grows by more than that
+    python bench/scaling.py [--ranks 1000 19000 98304 1000000] [--runs 3]
+    python bench/scaling.py --ranks 1000 16000 --max-growth 6      exit status 1 if a row grows by more than that
 
-Every row is the processor's time of the engine for one rank, in microseconds, and how that compares with the smallest
-size. Each run has a process of its own, in which the first pass does not count and small sizes are measured as often as
-it takes to serve some 20,000 ranks, each time by a new engine: the median of the passes counts, and the least of the
-runs. `collector` says what the garbage collector is told: as the server tells it (`tuned`), or what Python does by
-itself (`default`). `leave_waiting` is only the leaving of all, each of which waits for one key; `give_up_so_many_keys`
-is one client that begins to wait for so many and leaves.
+A row is the CPU time of the engine per rank, in microseconds, and its ratio to the smallest size. Each run has a
+process of its own; its first pass does not count, and small sizes are repeated on new engines until some 20,000 ranks
+have been served. Shown is the minimum over the runs of the median over the passes. `collector` says how the garbage
+collector is set: as the server sets it (`tuned`) or as Python does (`default`). `leave_waiting` is the disconnection of
+all ranks while each waits for a key; `give_up_so_many_keys` is one client that waits for so many keys and disconnects.
 
-The compiled build is measured if `make compile` has made it from these sources, otherwise, and with
-BENCH_BUILD=interpreted, the checkout. Which one it was is said by the process that measured.
+The compiled build is measured if it is up to date, otherwise, and with BENCH_BUILD=interpreted, the checkout; the
+output says which.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).parent.parent))
 
 from bench import builds
-from bench.memory import Sessions
+from bench.in_memory import Sessions
 from tcpstore_async.blob import pack
 from tcpstore_async.daemon import build, spare_the_collector
 from tcpstore_async.load.requests import said
@@ -43,15 +42,15 @@ COLLECTORS = ("tuned", "default")
 
 
 class Found(NamedTuple):
-    """What one process has measured."""
+    """What one process measured."""
 
     build: str
     seconds: dict[str, float]
-    """Of processor time, for all ranks together."""
+    """CPU seconds by row, for all ranks together."""
 
 
 class Growth(NamedTuple):
-    """How many times what a rank takes at the smallest size it takes in this row."""
+    """A row's cost per rank, as a multiple of that at the smallest size."""
 
     factor: float
     row: str
@@ -64,7 +63,7 @@ def spent(do: Callable[[], object]) -> float:
 
 
 def many_ranks(ranks: int) -> dict[str, float]:
-    """Seconds of processor time of each scenario, for all ranks together."""
+    """Return CPU seconds by row, for all ranks together."""
     job = Sessions(ranks)
     found = {
         "init": spent(job.init),
@@ -74,7 +73,7 @@ def many_ranks(ranks: int) -> dict[str, float]:
     }
     wait = said("wait", [b"/never"])
     for session in job.sessions:
-        job.tell(session, wait)
+        job.send(session, wait)
 
     def leave() -> None:
         for session in job.sessions:
@@ -84,7 +83,7 @@ def many_ranks(ranks: int) -> dict[str, float]:
 
 
 def many_keys(count: int) -> dict[str, float]:
-    """Processor time for one client that waits for so many keys, which come one by one, or that leaves before."""
+    """Return the CPU seconds of one client that waits for so many keys, which come one by one, or that disconnects."""
     job = Sessions(0)
     waiter, leaver, setter = job.connected(1), job.connected(2), job.connected(3)
     names = [b"/key/%d" % number for number in range(count)]
@@ -92,21 +91,21 @@ def many_keys(count: int) -> dict[str, float]:
     sets = [said("set", name, pack(b"")) for name in names]
 
     def run() -> None:
-        job.tell(waiter, wait)
+        job.send(waiter, wait)
         for request in sets:
-            job.tell(setter, request)
+            job.send(setter, request)
 
     def give_up() -> None:
-        job.tell(leaver, others)
+        job.send(leaver, others)
         leaver.leave()
 
     found = spent(run)
-    job.demand(1)
+    job.flush_woken(1)
     return {"wait_for_so_many_keys": found, "give_up_so_many_keys": spent(give_up)}
 
 
 def one_pass(ranks: int) -> dict[str, float]:
-    """By engines of its own; what the pass before has left is gone."""
+    """Measure on new engines, without the garbage of the pass before."""
     gc.collect()
     return {**many_ranks(ranks), **(many_keys(ranks) if ranks <= KEYS_AT_ONCE else {})}
 
@@ -115,14 +114,14 @@ def one(ranks: int, collector: str) -> None:
     """The child's part: measure and print."""
     if collector == "tuned":
         spare_the_collector()
-    one_pass(ranks)  # what only a new process has to do
+    one_pass(ranks)  # warm up
     passes = [one_pass(ranks) for _ in range(max(1, RANKS_SERVED // ranks))]
     seconds = {name: statistics.median(found[name] for found in passes) for name in passes[0]}
     print(json.dumps(Found(build(), seconds)))
 
 
 def least(tree: Path, ranks: int, collector: str, runs: int) -> tuple[str, dict[str, float]]:
-    """Which build was measured, and the least of several runs of each row, in microseconds a rank."""
+    """Return the build that was measured and the minimum of each row over the runs, in microseconds per rank."""
     found = []
     for _ in range(runs):
         done = subprocess.run(
@@ -138,7 +137,7 @@ def least(tree: Path, ranks: int, collector: str, runs: int) -> tuple[str, dict[
 
 
 def measure(sizes: list[int], runs: int) -> Growth:
-    """Print every row; the one that has grown the most."""
+    """Print every row; return the one that grew most."""
     tree = builds.chosen()
     worst = Growth(0.0, "")
     for collector in COLLECTORS:
@@ -149,8 +148,8 @@ def measure(sizes: list[int], runs: int) -> Growth:
             grown = {name: us / base[name] for name, us in found.items()}
             row = "  ".join(f"{name} {us:6.2f} ({grown[name]:.2f}×)" for name, us in found.items())
             print(f"{package} {collector:8} {ranks:9,} ranks: {row}", flush=True)
-            said_of = f"{{}} of {ranks:,} ranks, collector {collector}"
-            worst = max(worst, *(Growth(factor, said_of.format(name)) for name, factor in grown.items()))
+            where = f"{ranks:,} ranks, collector {collector}"
+            worst = max(worst, *(Growth(factor, f"{name}, {where}") for name, factor in grown.items()))
     return worst
 
 
@@ -158,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1000, 19_000, 98_304, 1_000_000])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--demand", type=float, metavar="FACTOR", help="how much any row may grow")
+    parser.add_argument("--max-growth", type=float, metavar="FACTOR", help="highest growth of any row")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--collector", choices=COLLECTORS, default="tuned", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -167,8 +166,8 @@ def main() -> None:
         return
     print(f"gc thresholds of Python: {gc.get_threshold()}", flush=True)
     worst = measure(sorted(set(options.ranks)), options.runs)
-    if options.demand is not None and worst.factor > options.demand:
-        parser.exit(1, f"{worst.row}: {worst.factor:.2f} times the smallest size's, {options.demand:g} are allowed\n")
+    if options.max_growth is not None and worst.factor > options.max_growth:
+        parser.exit(1, f"{worst.row}: {worst.factor:.2f} times the smallest size's (max {options.max_growth:g})\n")
 
 
 if __name__ == "__main__":

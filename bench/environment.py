@@ -1,7 +1,4 @@
-"""What a run says of the machine that it was on, and of what it has measured.
-
-Knows where the system says so. Must not know what is measured. What is not known is empty.
-"""
+"""Describe the machine and the versions of a run. What is unknown is empty."""
 
 from __future__ import annotations
 
@@ -14,19 +11,20 @@ from pathlib import Path
 from typing import Literal
 
 from bench.builds import ROOT
-from bench.records import Machine, Versions
-from bench.servers import CORES, can_mount, core_of_server, cores_of_load
+from bench.run_file import Machine, Versions
+from bench.servers import CORES, can_mount, load_cores, server_cores
 from tcpstore_async.daemon import build
 from tcpstore_async.version import VERSION
 
 
 def open_files() -> int:
-    """How many one process may have."""
+    """Return this process's limit of open files."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def machine(asks_for_names: bool) -> Machine:
-    """`asks_for_names`: whether a server is measured that looks up its peers."""
+def machine(resolves_names: bool) -> Machine:
+    """Describe this machine; `resolves_names`: whether a server under test resolves the names of its peers."""
+    names: Literal["files only", "this machine's"] = "files only" if can_mount() else "this machine's"
     return Machine(
         processor=_processor(),
         cores=len(CORES),
@@ -35,18 +33,10 @@ def machine(asks_for_names: bool) -> Machine:
         open_files=open_files(),
         backlog=_backlog(),
         load_average=os.getloadavg()[0],
-        server_cores=_listed(core_of_server()),
-        load_cores=_listed(cores_of_load()),
-        names=_names() if asks_for_names else "",
+        server_cores=",".join(map(str, sorted(server_cores()))),
+        load_cores=",".join(map(str, sorted(load_cores()))),
+        names=names if resolves_names else "",
     )
-
-
-def _names() -> Literal["files only", "this machine's"]:
-    return "files only" if can_mount() else "this machine's"
-
-
-def _listed(cores: set[int]) -> str:
-    return ",".join(map(str, sorted(cores)))
 
 
 def _backlog() -> int:
@@ -77,10 +67,9 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, timeout=10, check=False
-        )
+        done = subprocess.run(command, capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode().strip()

@@ -1,7 +1,7 @@
-"""Our server's sessions driven without sockets, once, in a process of its own: `python -m bench.memory SCENARIO RANKS`.
+"""Drive our server's sessions without sockets: `python -m bench.in_memory SCENARIO RANKS` prints what it took.
 
-Knows the engine and what ranks say. Must not know the other servers, which cannot be driven so.
-Invariant: what is measured is what the server computes, and nothing of the kernel's part.
+Must not know the other servers, which cannot be driven so.
+Invariant: what is measured is what the server computes, without the kernel's part.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 
-from bench.leash import end_with_parent
+from bench.server_process import die_with_parent
 from tcpstore_async.blob import pack
 from tcpstore_async.daemon import spare_the_collector
 from tcpstore_async.limits import Limits
@@ -19,12 +18,12 @@ from tcpstore_async.load.requests import join, one_message_barrier, said, store_
 from tcpstore_async.session.server import Engine, ServerSession
 
 BARRIERS = 10
-"""Of a run, as over sockets."""
+"""Of a measurement, as over sockets."""
 HELLO = join()[0].request
 
 
 class Sessions:
-    """So many ranks of one server."""
+    """The ranks of one job and the engine that serves them."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -32,84 +31,75 @@ class Sessions:
         self.sessions: list[ServerSession] = []
 
     def connected(self, number: int) -> ServerSession:
-        """A connection that has shaken hands."""
+        """Return a session that has shaken hands."""
         session = ServerSession(self.engine, None, "10.0.0.1", number % 65536, 0.0)
-        self.tell(session, HELLO)
+        self.send(session, HELLO)
         return session
 
-    def tell(self, session: ServerSession, data: bytes) -> None:
+    def send(self, session: ServerSession, data: bytes) -> None:
         session.receive(data)
         session.unsent = 0
         session.out.clear()
 
-    def woken(self) -> int:
-        """What the door does with those who were woken; how many there were."""
-        count = len(self.engine.dirty)
+    def flush_woken(self, expected: int) -> None:
+        """Take what was written to woken sessions, as a server does; exit if not so many were woken."""
+        woken = len(self.engine.dirty)
         for session in self.engine.dirty:
             session.unsent = 0
             session.out.clear()
         self.engine.dirty.clear()
-        return count
+        if woken != expected:
+            raise SystemExit(f"{woken} ranks were woken instead of {expected}")
 
     def init(self) -> int:
-        """All ranks join; how many requests that were."""
+        """Let all ranks join; return the number of operations, as the other scenarios do."""
         _, added = join()
         for number in range(self.ranks):
             session = self.connected(number)
-            self.tell(session, added.request)
+            self.send(session, added.request)
             self.sessions.append(session)
         return self.ranks
 
     def barrier(self, times: int = BARRIERS) -> int:
         for number in range(times):
-            add, look, wait = store_based_barrier(b"/barrier:%d" % number, self.ranks)
+            add, check, wait = store_based_barrier(b"/barrier:%d" % number, self.ranks)
             for session in self.sessions:
-                self.tell(session, add.request)
-                self.tell(session, look.request)
-                self.tell(session, wait.request)
-            self.tell(self.sessions[-1], look.then)
-            self.demand(self.ranks)
+                self.send(session, add.request)
+                self.send(session, check.request)
+                self.send(session, wait.request)
+            self.send(self.sessions[-1], check.then)
+            self.flush_woken(self.ranks)
         return times * self.ranks * 3
 
     def barrier_opcode(self, times: int = BARRIERS) -> int:
         for number in range(times):
             [enter] = one_message_barrier(b"/entered:%d" % number, self.ranks)
             for session in self.sessions:
-                self.tell(session, enter.request)
-            self.demand(self.ranks - 1)
+                self.send(session, enter.request)
+            self.flush_woken(self.ranks - 1)
         return times * self.ranks
 
     def fanout(self) -> int:
         wait = said("wait", [b"/late"])
         for session in self.sessions:
-            self.tell(session, wait)
-        self.tell(self.sessions[0], said("set", b"/late", pack(b"1")))
-        self.demand(self.ranks)
+            self.send(session, wait)
+        self.send(self.sessions[0], said("set", b"/late", pack(b"1")))
+        self.flush_woken(self.ranks)
         return self.ranks
-
-    def demand(self, count: int) -> None:
-        woken = self.woken()
-        if woken != count:
-            raise SystemExit(f"{woken} ranks were woken, not {count}")
 
 
 def measure(scenario: str, ranks: int) -> dict[str, float]:
-    """Seconds of wall and processor time, and how many operations they are for."""
+    """Return seconds of wall time and CPU, and the number of operations they are for."""
     spare_the_collector()
-    sessions = Sessions(ranks)
-    deeds: dict[str, Callable[[], int]] = {
-        "init": sessions.init,
-        "barrier": sessions.barrier,
-        "barrier-opcode": sessions.barrier_opcode,
-        "fanout": sessions.fanout,
-    }
+    job = Sessions(ranks)
+    run = {"init": job.init, "barrier": job.barrier, "barrier-opcode": job.barrier_opcode, "fanout": job.fanout}
     if scenario != "init":
-        sessions.init()
+        job.init()
     wall, cpu = time.perf_counter(), time.process_time()
-    operations = deeds[scenario]()
+    operations = run[scenario]()
     return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "operations": operations}
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    die_with_parent()
     print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))

@@ -1,7 +1,7 @@
-"""A fleet of sessions against the model, for long: `python bench/fleet.py --commands 10000000 --seed 1`.
+"""Compare sessions with the model for long: `python tests/properties/soak.py --commands 10000000 --seed 1`.
 
-Every number of seeded epochs is one fleet of its own; a difference is shrunk and printed with the seed of its epoch,
-which alone reproduces it (`--epoch`).
+Commands are made in seeded epochs. A difference is shrunk and printed with the seed of its epoch, which `--epoch`
+reproduces.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from properties.fleet import Difference, Driver, Step, run_epoch, shrink
 
@@ -25,7 +25,7 @@ def main() -> int:
     if options.epoch is not None:
         return _epoch(options.epoch)
     began = time.monotonic()
-    told = began
+    reported = began
     done = epochs = 0
     while done < options.commands:
         seed = options.seed * 1_000_000_000 + epochs
@@ -34,10 +34,10 @@ def main() -> int:
         except Exception:
             return _epoch(seed)
         epochs += 1
-        if time.monotonic() > told + 30:
-            told = time.monotonic()
-            print(f"{done:,} commands, {(told - began) / done * 1e6:.1f} µs each", file=sys.stderr, flush=True)
-    print(f"seed {options.seed}: {done:,} commands, {epochs:,} fleets, {time.monotonic() - began:.0f} s, no difference")
+        if time.monotonic() > reported + 30:
+            reported = time.monotonic()
+            print(f"{done:,} commands, {(reported - began) / done * 1e6:.1f} µs each", file=sys.stderr, flush=True)
+    print(f"seed {options.seed}: {done:,} commands, {epochs:,} epochs, {time.monotonic() - began:.0f} s, no difference")
     return 0
 
 

@@ -1,0 +1,167 @@
+"""The JSON file of a run: its schema, and how it is read and written.
+
+Must not know how anything is measured or drawn.
+Invariant: the file is always absent or complete, another run's samples are never overwritten, and a number that was not
+measured is not in it; where a series stops, an `Ending` says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from tcpstore_async.load.short import SATURATED as SATURATED
+
+FORMAT = 1
+
+Transport = Literal["sockets", "memory"]
+"""Connections over loopback, or the server's sessions driven in memory without sockets."""
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where the run was measured."""
+
+    processor: str
+    cores: int
+    memory_bytes: int
+    kernel: str
+    open_files: int
+    """Limit of one process, after raising it."""
+    backlog: int = 0
+    """net.core.somaxconn; 0: unknown, as in older files."""
+    load_average: float = 0.0
+    """Of the minute before the run."""
+    server_cores: str = ""
+    """Cores that the servers were pinned to, such as `1`."""
+    load_cores: str = ""
+    """Cores of the load generators; the same as `server_cores` on a machine with one core."""
+    names: Literal["", "files only", "this machine's"] = ""
+    """How PyTorch's servers resolved the names of peers; empty if none was measured."""
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """What was measured."""
+
+    tcpstore_async: str
+    build: Literal["compiled", "interpreted"]
+    commit: str
+    python: str
+    uvloop: str
+    torch: str
+    """Empty without PyTorch."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One measurement: one server at one size in one round."""
+
+    scenario: str
+    """A name of `bench/scenarios.py`, or that and an operation: `operations-set`."""
+    server: str
+    """`uvloop`, `threaded`, `libuv`, `legacy`, or `control` (the reference a second time)."""
+    transport: Transport
+    size: Annotated[int, msgspec.Meta(ge=1)]
+    """Usually the number of ranks; `Scenario.sizes_are` says what."""
+    round: int
+    wall_seconds: float
+    operations: int
+    """Requests or ranks that the times are for."""
+    server_cpu_seconds: float
+    generator_cpu_seconds: float
+    generator_share: float
+    """Fraction of the time in which the busiest generator ran or waited for a core; from `SATURATED` on, the generator
+    may have limited the result."""
+    p50_seconds: float | None = None
+    p95_seconds: float | None = None
+    p99_seconds: float | None = None
+    server_memory_bytes: int | None = None
+    """Growth of the server's resident memory since it was idle, where the scenario measures it."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """Why a series stops."""
+
+    scenario: str
+    server: str
+    transport: Transport
+    size: int
+    """The first size that was not measured."""
+    reason: str
+    """One sentence, shown in the figure."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One run of the benchmark."""
+
+    began: str
+    """ISO 8601, UTC."""
+    seconds: float
+    command: str
+    machine: Machine
+    versions: Versions
+    samples: list[Sample]
+    endings: list[Ending]
+    complete: bool
+    """False if the run was interrupted or failed."""
+    reference: str = "libuv"
+    """The server that the others are compared with; `control` is the same one again."""
+    format: int = FORMAT
+
+
+def write(run: Run, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+
+
+def read(path: Path) -> Run:
+    """Read a run. Raises ValueError, in one line, if the file is not one or has another format."""
+    try:
+        run = msgspec.json.decode(path.read_bytes(), type=Run)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: not a benchmark run: {error}") from None
+    if run.format != FORMAT:
+        raise ValueError(f"{path}: written in format {run.format}; this version reads format {FORMAT}")
+    return run
+
+
+class RunFile:
+    """`run.json` in a folder, rewritten as the run proceeds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "run.json"
+        self._part = folder / "run.json.part"
+        self._ours = False
+
+    def check(self) -> None:
+        """Make the folder. Raises OSError if the file cannot be written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        self._part.touch()
+        self._part.unlink()
+
+    def write(self, run: Run) -> None:
+        """Replace the file; rename another run's file first, or leave it alone if this run has no samples yet.
+
+        Raises OSError.
+        """
+        if not self._ours and self.path.exists():
+            if not run.samples:
+                return
+            self.path.rename(_backup_name(self.path))
+        write(run, self._part)
+        self._part.replace(self.path)
+        self._ours = True
+
+
+def _backup_name(path: Path) -> Path:
+    """Return an unused name with the time at which that run began, or the file's modification time if it is no run."""
+    try:
+        began = datetime.fromisoformat(read(path).began)
+    except ValueError:
+        began = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+    names = (f"run-{began:%Y%m%dT%H%M%S}{suffix}.json" for suffix in ("", *map("-{}".format, range(2, 99))))
+    return next(found for name in names if not (found := path.with_name(name)).exists())

@@ -1,0 +1,355 @@
+"""What the ranks of each scenario do, and what of it is timed.
+
+Must not know rounds, time budgets or files.
+Invariant: each measurement has a new server; preparation is not in its times; a failure is a LoadError of one line, and
+nothing waits longer than the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from bench.builds import environment
+from bench.in_memory import BARRIERS
+from bench.servers import FOREIGN, Host, Impossible, Server, load_cores
+from tcpstore_async.blob import pack
+from tcpstore_async.load.generator import Act, Late, LoadError, Unreachable, late
+from tcpstore_async.load.process import Fleet, Pace, Play, Took, busy, fleet
+from tcpstore_async.load.requests import (
+    OPERATIONS,
+    RANK,
+    act,
+    confirmed,
+    hello,
+    join,
+    one_message_barrier,
+    operation,
+    said,
+    store_based_barrier,
+)
+
+WINDOW = 512
+"""Ranks that connect concurrently, where not all do."""
+READERS = 64
+"""Ranks that read all values concurrently: each has megabytes in flight."""
+BACKGROUND = 64
+"""Connections of each generator that keep a server busy while ranks join."""
+SECONDS = 4.0
+"""Duration of the steady load."""
+BUSY_REQUESTS = 20
+"""Requests of each rank to a busy trainer's server."""
+REQUESTS = 10_000
+"""Of each operation, over all clients."""
+REQUESTS_OF_ONE = 2_000
+"""Of each operation, for one client at most: it takes about as long."""
+VALUE_BYTES = 64
+EXCHANGED_BYTES = 1024
+POLL_SECONDS = 0.01
+"""Between two looks at the number of ranks, as in PyTorch's `waitForWorkers`."""
+
+
+class Measured(NamedTuple):
+    """One measurement; seconds and bytes."""
+
+    wall: float
+    operations: int
+    """What the server's CPU is for: answered requests, or ranks."""
+    server_cpu: float
+    generator_cpu: float
+    share: float
+    quantiles: tuple[float | None, float | None, float | None] = (None, None, None)
+    memory: int | None = None
+    part: str = ""
+    """The operation, if the scenario has several."""
+
+
+class Connection:
+    """A blocking connection to a server under test. `limit`: seconds for each reply. Raises LoadError."""
+
+    def __init__(self, port: int, limit: float, *, name: str = "a connection", source: str = "") -> None:
+        self._name = name
+        self._limit = limit
+        try:
+            self._socket = socket.create_connection(("127.0.0.1", port), limit, (source, 0) if source else None)
+        except TimeoutError:
+            raise self._late() from None
+        except OSError as error:
+            raise Unreachable(f"{name} cannot be made: {error.strerror or error}") from None
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._socket.close()
+
+    def ask(self, request: bytes, reply: int) -> bytes:
+        """Send a request; return its reply, of `reply` bytes."""
+        answer = b""
+        try:
+            self._socket.sendall(request)
+            while len(answer) < reply:
+                piece = self._socket.recv(reply - len(answer))
+                if not piece:
+                    raise Unreachable(f"{self._name} was closed by the server")
+                answer += piece
+        except TimeoutError:
+            raise self._late() from None
+        except OSError as error:
+            raise Unreachable(f"{self._name} was lost: {error.strerror or error}") from None
+        return answer
+
+    def _late(self) -> Late:
+        return late(self._limit, f"{self._name} was not answered")
+
+
+def wait_for_ranks(rank0: Connection, ranks: int, limit: float) -> float:
+    """Poll as PyTorch's constructor does until all ranks have joined; return that time. Raises LoadError."""
+    deadline = time.monotonic() + limit
+    wait, get = said("wait", [b"init/"]), said("get", b"init/")
+    while time.monotonic() < deadline:
+        rank0.ask(wait, 1)
+        size = int.from_bytes(rank0.ask(get, 8), "little")
+        if int(rank0.ask(b"", size)) >= ranks:
+            return time.perf_counter()
+        time.sleep(POLL_SECONDS)
+    raise late(limit, "rank 0 has not seen all others")
+
+
+class TestBed:
+    """A server under test and the generators' connections to it."""
+
+    __test__ = False
+
+    def __init__(self, server: Server, load: Fleet, limit: float) -> None:
+        self.server = server
+        self.load = load
+        self.limit = limit
+
+    def connect(self, **how: str) -> Connection:
+        return Connection(self.server.port, self.limit, **how)
+
+    def prepare(self, acts: list[Act]) -> None:
+        """Play without measuring."""
+        self.load.tell(Play(acts, self.limit, window=WINDOW))
+
+    def play(
+        self, acts: list[Act], *, repeat: int = 1, window: int = 0, background: int = 0, behind: list[Act] | None = None
+    ) -> Measured:
+        before = self.server.cpu()
+        order = Play(acts, self.limit, repeat=repeat, window=window, background=background, behind=behind)
+        return measured(self.load.tell(order), self.server.cpu() - before)
+
+    def join(self, ranks: int, window: int, source: str = "") -> Measured:
+        """Let rank 0 join, then the others, until rank 0 has seen all; operations are ranks."""
+        cpu, began = self.server.cpu(), time.perf_counter()
+        with self.connect(name="rank 0's connection", source=source) as rank0:
+            for step in join():
+                rank0.ask(step.request, step.reply)
+            self.load.send(Play(join(), self.limit, window=window))
+            ended = wait_for_ranks(rank0, ranks, self.limit)
+            took = self.load.collect()
+        return measured(took, self.server.cpu() - cpu)._replace(wall=ended - began, operations=ranks)
+
+
+def measured(took: Took, cpu: float) -> Measured:
+    quantiles = (took.quantile(0.5), took.quantile(0.95), took.quantile(0.99))
+    return Measured(took.wall, took.operations + took.behind, cpu, took.cpu, took.share, quantiles)
+
+
+class Point(NamedTuple):
+    """What to measure: a server at a size, within a limit of seconds for each step."""
+
+    host: Host
+    server: str
+    size: int
+    limit: float
+
+    @contextmanager
+    def started(
+        self, connections: int, *, source: str = "", busy: bool = False, silent_resolver: bool = False,
+        new: bool = False,
+    ) -> Iterator[TestBed]:  # fmt: skip
+        """Start the server and the generators; the options are those of `Host.running`."""
+        cores = load_cores()
+        with (
+            self.host.running(self.server, busy=busy, silent_resolver=silent_resolver, new=new) as server,
+            fleet(
+                "127.0.0.1", server.port, connections, generators=min(4, len(cores)), source=source,
+                cores=None if busy else cores,
+            ) as load,
+        ):  # fmt: skip
+            yield TestBed(server, load, self.limit)
+
+    @contextmanager
+    def connected(self) -> Iterator[TestBed]:
+        """Start the server and connect `size` clients."""
+        with self.started(self.size) as bed:
+            bed.prepare(hello())
+            yield bed
+
+    @property
+    def others(self) -> int:
+        """Ranks besides rank 0. Raises Impossible if there are none."""
+        if self.size < 2:
+            raise Impossible("rank 0 has no other ranks to wait for")
+        return self.size - 1
+
+
+def init(point: Point) -> list[Measured]:
+    with point.started(point.others) as bed:
+        return [bed.join(point.size, WINDOW)]
+
+
+def thundering_herd(point: Point) -> list[Measured]:
+    with point.started(point.others) as bed:
+        return [bed.join(point.size, window=0)]
+
+
+def memory(point: Point) -> list[Measured]:
+    with point.started(point.others, new=True) as bed:
+        before = bed.server.memory()
+        found = bed.join(point.size, WINDOW)
+        return [found._replace(memory=max(0, bed.server.memory() - before))]
+
+
+def resolver(point: Point) -> list[Measured]:
+    with point.started(point.others, source=FOREIGN, silent_resolver=True) as bed:
+        return [bed.join(point.size, window=0, source=FOREIGN)]
+
+
+def barrier(point: Point) -> list[Measured]:
+    acts = [step for number in range(BARRIERS) for step in store_based_barrier(b"/barrier:%d" % number, point.size)]
+    with point.started(point.size) as bed:
+        bed.prepare(join())
+        return [bed.play(acts)]
+
+
+def barrier_opcode(point: Point) -> list[Measured]:
+    acts = [step for number in range(BARRIERS) for step in one_message_barrier(b"/barrier:%d" % number, point.size)]
+    with point.started(point.size) as bed:
+        if not knows_barrier(bed.server.port, point.limit):
+            raise Impossible("does not know BARRIER")
+        bed.prepare(join())
+        return [bed.play(acts)]
+
+
+def knows_barrier(port: int, limit: float) -> bool:
+    """Try a barrier of one rank: older PyTorch servers close the connection."""
+    with Connection(port, limit) as one:
+        try:
+            for step in [*hello(), *one_message_barrier(b"/probe", 1)]:
+                one.ask(step.request, step.reply)
+        except Unreachable:
+            return False
+    return True
+
+
+def join_under_load(point: Point) -> list[Measured]:
+    """Operations are answered requests: two of each joining rank, and the background's."""
+    with point.started(BACKGROUND * min(4, len(load_cores()))) as bed:
+        bed.prepare(hello())
+        bed.load.open(point.size)
+        behind = [act(said("add", b"/busy", 1), 8)]
+        return [bed.play(join(), window=WINDOW, background=BACKGROUND, behind=behind)]
+
+
+def steady(point: Point) -> list[Measured]:
+    check = act(said("check", [b"/abort"]), 1, b"\1")
+    with point.connected() as bed:
+        before = bed.server.cpu()
+        took = bed.load.tell(Pace(check, SECONDS, 1.0, SECONDS + point.limit))
+        return [measured(took, bed.server.cpu() - before)]
+
+
+def fanout(point: Point) -> list[Measured]:
+    waiting = act(said("add", b"/waiting", 1) + said("wait", [b"/late"]), 9)
+    with point.connected() as bed, bed.connect() as setter:
+        setter.ask(hello()[0].request, hello()[0].reply)
+        bed.load.send(Play([waiting], point.limit))
+        _until_all_wait(setter, point)
+        cpu, before, began = bed.server.cpu(), bed.load.clocks(), time.perf_counter()
+        setter.ask(said("set", b"/late", pack(b"1")), 0)
+        took = bed.load.collect()
+        wall = took.ended - began
+        clocks = list(zip(before, took.clocks, strict=True))
+        generator_cpu = sum(end.cpu - start.cpu for start, end in clocks)
+        share = max(busy(start, end) for start, end in clocks) / wall
+        return [Measured(wall, point.size, bed.server.cpu() - cpu, generator_cpu, share)]
+
+
+def _until_all_wait(setter: Connection, point: Point) -> None:
+    deadline = time.monotonic() + point.limit
+    while int.from_bytes(setter.ask(said("add", b"/waiting", 0), 8), "little") < point.size:
+        if time.monotonic() > deadline:
+            raise late(point.limit, "some ranks do not wait yet")
+        time.sleep(0.01)
+    time.sleep(0.1)  # let the last replies reach the generators, which have to be idle
+
+
+def exchange(point: Point) -> list[Measured]:
+    write = confirmed(said("set", b"/exchange/" + RANK, pack(bytes(EXCHANGED_BYTES))))
+    # All ranks ask for the same keys, so these are spelled out instead of using the placeholder RANK.
+    names = [b"/exchange/%08d" % rank for rank in range(point.size)]
+    read = Act(said("multi_get", names), point.size * (8 + EXCHANGED_BYTES))
+    with point.connected() as bed:
+        return [total(bed.play([write]), bed.play([read], window=READERS))]
+
+
+def total(one: Measured, other: Measured) -> Measured:
+    """Add up two phases; the busier one says whether the generators were saturated."""
+    return Measured(
+        one.wall + other.wall,
+        one.operations + other.operations,
+        one.server_cpu + other.server_cpu,
+        one.generator_cpu + other.generator_cpu,
+        max(one.share, other.share),
+    )
+
+
+def operations(point: Point) -> list[Measured]:
+    found = []
+    with point.connected() as bed:
+        for name in OPERATIONS:
+            one = operation(name, b"/operations/", VALUE_BYTES)
+            if one.before:
+                bed.prepare(one.before)
+            repeat = max(1, min(REQUESTS // point.size, REQUESTS_OF_ONE))
+            found.append(bed.play([one.request], repeat=repeat)._replace(part=name))
+    return found
+
+
+def busy_trainer(point: Point) -> list[Measured]:
+    with point.started(point.size, busy=True) as bed:
+        bed.prepare(hello())
+        return [bed.play([act(said("add", b"/sum", 1), 8)], repeat=BUSY_REQUESTS)]
+
+
+def without_sockets(scenario: str, size: int, limit: float) -> Measured:
+    """Drive our sessions in memory, in a child process. Raises LoadError."""
+    command = [sys.executable, "-m", "bench.in_memory", scenario, str(size)]
+    stdin, ours = os.pipe()  # open as long as this process lives: the child exits when it ends
+    try:
+        done = subprocess.run(
+            command, stdin=stdin, capture_output=True, timeout=limit, check=False,
+            cwd=tempfile.gettempdir(), env=environment(),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise late(limit, "the in-memory sessions were not done") from None
+    finally:
+        os.close(ours)
+        os.close(stdin)
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise LoadError(f"the in-memory sessions failed with status {done.returncode}: {''.join(last)}")
+    found = json.loads(done.stdout)
+    return Measured(found["wall"], found["operations"], found["cpu"], 0.0, 0.0)

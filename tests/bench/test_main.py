@@ -1,0 +1,152 @@
+"""`python -m bench`: what is left of a run, however it ends, and its errors in one line."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench import run_file
+from faults.watching import gone
+from support import LIMIT
+
+ROOT = Path(__file__).parents[2]
+INIT_THEN_STEADY = ["--scenario", "init", "--scenario", "steady", "--server", "uvloop", "--sizes", "4"]
+
+
+def bench(*words: str) -> list[str]:
+    return [sys.executable, "-m", "bench", *words]
+
+
+def scale(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(bench("scale", *words), capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, check=False)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_file_and_a_report(tmp_path: Path) -> None:
+    done = scale("--scenario", "init", "--server", "uvloop", "--sizes", "8", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    run = run_file.read(tmp_path / "run.json")
+    assert run.complete
+    assert [(one.scenario, one.transport, one.size) for one in run.samples] == [("init", "sockets", 8)]
+    assert done.stdout.splitlines()[0] == str(tmp_path / "report.md")
+
+
+def test_a_run_that_measures_nothing_fails(tmp_path: Path) -> None:
+    done = scale("--scenario", "init", "--server", "uvloop", "--sizes", "1", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "Error: nothing was measured: init, uvloop at 1: rank 0 has no other ranks to wait for"
+    )
+
+
+@contextmanager
+def at_steady(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that has the samples of `init` and is busy with `steady`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and so by what is started here
+    process = subprocess.Popen(
+        bench("scale", *INIT_THEN_STEADY, "--rounds", "3", "--out", str(tmp_path)),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    signal.signal(signal.SIGHUP, before)
+    try:
+        until(lambda: (tmp_path / "run.json").exists() and len(children(process.pid)) == 2)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    """The server and the generator, at one time."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def has_init_only(folder: Path) -> bool:
+    run = run_file.read(folder / "run.json")
+    return not run.complete and any(one.scenario == "init" for one in run.samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
+    with at_steady(tmp_path) as process:
+        for _ in range(3):
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert errors.decode().splitlines()[-1] == "Error: interrupted; what was measured so far is kept"
+    assert has_init_only(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_kill_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) -> None:
+    with at_steady(tmp_path) as process:
+        started = children(process.pid)
+        process.kill()
+        until(lambda: all(map(gone, started)))
+    assert has_init_only(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_closed_standard_error_does_not_end_the_run(tmp_path: Path) -> None:
+    words = bench("scale", *INIT_THEN_STEADY, "--rounds", "1", "--out", str(tmp_path))
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stderr is not None
+    process.stderr.close()
+    process.wait(LIMIT)
+    assert run_file.read(tmp_path / "run.json").complete
+
+
+@pytest.mark.slow
+def test_the_file_limit_ends_the_series(tmp_path: Path) -> None:
+    words = ["--scenario", "init", "--server", "uvloop", "--sizes", "8,500", "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        bench("scale", *words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700)),
+    )  # fmt: skip
+    run = run_file.read(tmp_path / "run.json")
+    assert [one.size for one in run.samples] == [8]
+    assert "files open" in run.endings[0].reason
+    assert done.returncode == 1
+    assert b"files open" in done.stderr.splitlines()[-1]
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--sizes", "0,4"], "Invalid value for '--sizes': '0,4' is not a list of numbers"),
+        (["--sizes", "4,"], "Invalid value for '--sizes': '4,' is not a list of numbers"),
+        (["--seconds", "nan"], "Invalid value for '--seconds': not a number"),
+        (["--scenario", "nix"], "Invalid value for '--scenario': 'nix' is not one of 'init', "),
+        (["--out", "/proc/nix"], "Invalid value for '--out': cannot write /proc/nix/run.json: "),
+    ],
+)
+def test_a_wrong_argument_is_one_line(words: list[str], error: str) -> None:
+    done = scale(*words)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"Error: {error}")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_in_place_of_the_file_is_found_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "run.json").mkdir()
+    done = scale("--out", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(f"cannot write {tmp_path}/run.json: Is a directory")

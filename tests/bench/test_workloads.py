@@ -1,0 +1,143 @@
+"""Every scenario at a tiny size, and what goes wrong in one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from bench.scenarios import SCENARIOS
+from bench.servers import Died, Host, Impossible, Server, can_mount, hosting
+from bench.workloads import Connection, Measured, Point, knows_barrier, measured, total, wait_for_ranks, without_sockets
+from support import LIMIT, free_port
+from tcpstore_async.load.generator import Late, Unreachable
+from tcpstore_async.load.process import Play, fleet
+from tcpstore_async.load.requests import act, hello, join, said
+
+TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    with hosting() as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["uvloop", "libuv"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
+    if server == "libuv":
+        pytest.importorskip("torch")
+    if name == "resolver" and not can_mount():
+        pytest.skip("unshare -m is not allowed")
+    found = SCENARIOS[name].measure(Point(host, server, TINY.get(name, 20), LIMIT))
+    for one in found:
+        assert one.wall > 0
+        assert one.operations > 0
+        assert one.server_cpu > 0
+    assert (found[0].memory is not None) == (name == "memory")
+    assert len(found) == (1 if name != "operations" else len({one.part for one in found}))
+
+
+@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.memory])
+def test_a_scenario_measures_in_memory(name: str) -> None:
+    found = without_sockets(name, 50, LIMIT)
+    assert found.wall > 0
+    assert found.operations >= 50
+
+
+def test_in_memory_sessions_have_a_time_limit() -> None:
+    with pytest.raises(Late, match=r"not done after 0\.01 s: the in-memory sessions were not done"):
+        without_sockets("init", 1_000_000, 0.01)
+
+
+def test_one_rank_cannot_wait_for_others(host: Host) -> None:
+    with pytest.raises(Impossible, match="rank 0 has no other ranks to wait for"):
+        SCENARIOS["init"].measure(Point(host, "uvloop", 1, LIMIT))
+
+
+def test_a_server_that_does_not_know_barrier_is_detected(host: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def close_at_barrier() -> None:
+            one, _ = listening.accept()
+            with one:
+                one.recv(len(hello()[0].request), socket.MSG_WAITALL)
+                one.sendall(hello()[0].expect)
+                one.recv(1)
+
+        thread = threading.Thread(target=close_at_barrier)
+        thread.start()
+        assert not knows_barrier(listening.getsockname()[1], LIMIT)
+        thread.join()
+    with host.running("uvloop") as server:
+        assert knows_barrier(server.port, LIMIT)
+
+
+def test_rank_0_waits_for_all_ranks(host: Host) -> None:
+    with host.running("uvloop") as server, Connection(server.port, LIMIT) as rank0:
+        for step in join():
+            rank0.ask(step.request, step.reply)
+        assert wait_for_ranks(rank0, 1, LIMIT) > 0
+        with pytest.raises(Late, match="rank 0 has not seen all others"):
+            wait_for_ranks(rank0, 2, 0.05)
+
+
+def test_joining_under_load_counts_the_background(host: Host) -> None:
+    """Operations are two of each joining rank, and as many ADDs as the server's counter says."""
+    with host.running("uvloop") as server, fleet("127.0.0.1", server.port, 8) as load:
+        load.tell(Play(hello(), LIMIT))
+        load.open(20)
+        took = load.tell(Play(join(), LIMIT, background=8, behind=[act(said("add", b"/busy", 1), 8)]))
+        with Connection(server.port, LIMIT) as one:
+            one.ask(hello()[0].request, hello()[0].reply)
+            count = int.from_bytes(one.ask(said("add", b"/busy", 0), 8), "little")
+    assert took.operations == 40
+    assert took.behind == count > 0
+    assert measured(took, 1.0).operations == 40 + count
+
+
+def test_the_busier_phase_says_whether_generators_were_saturated() -> None:
+    quiet, loaded = Measured(9.0, 5, 1.0, 1.0, 0.1), Measured(1.0, 6, 2.0, 3.0, 0.95)
+    assert total(quiet, loaded)[:5] == (10.0, 11, 3.0, 4.0, 0.95)
+
+
+@pytest.mark.parametrize("name", ["fanout", "barrier-opcode", "init"])
+def test_a_server_that_exits_is_called_dead(host: Host, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim: list[int] = []
+    running, ask = Host.running, Connection.ask
+
+    @contextmanager
+    def noting_pid(self: Host, server: str, **options: bool) -> Iterator[Server]:
+        with running(self, server, **options) as one:
+            victim[:] = [one.pid]
+            yield one
+
+    def killing(self: Connection, request: bytes, reply: int) -> bytes:
+        os.kill(victim[0], signal.SIGKILL)
+        return ask(self, request, reply)
+
+    monkeypatch.setattr(Host, "running", noting_pid)
+    monkeypatch.setattr(Connection, "ask", killing)
+    with pytest.raises(Died, match="the server has exited: "):
+        SCENARIOS[name].measure(Point(host, "uvloop", 4, LIMIT))
+
+
+def test_a_refused_connection() -> None:
+    with pytest.raises(Unreachable, match="a connection cannot be made: Connection refused"):
+        Connection(free_port(), LIMIT)
+
+
+def test_a_connection_that_is_not_answered() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Connection(silent.getsockname()[1], 0.05) as one,
+        pytest.raises(Late, match=r"not done after 0\.05 s: a connection was not answered"),
+    ):
+        one.ask(b"?", 1)
