@@ -338,11 +338,10 @@ class Budget:
         self.charge(0)
 
     def _remove(self, victim: Holder, serving: Holder | None, held: int, used: int, allowed: int) -> None:
-        error = BudgetError(used, allowed, self.limit, held)
         if victim is serving:
-            self.charge(0)
-            raise error
-        victim.evict(error)
+            self.charge(0)  # what is raised has no name here: its frames, and the request in them, would be in a cycle
+            raise BudgetError(used, allowed, self.limit, held)
+        victim.evict(BudgetError(used, allowed, self.limit, held))
 
     def _mark(self, parts: int) -> int:
         return self.limit - parts * (self.limit // _SHARES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -231,6 +232,24 @@ def test_a_producer_is_not_taken_for_the_holder_of_what_others_have_removed() ->
             greedy.receive(Command("set", b"/g/%d" % number, bytes(4 * MIB)).frame)
     assert not engine.dirty
     producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
+
+
+def test_one_that_has_to_go_leaves_no_cycle() -> None:
+    """The server collects seldom: requests of megabytes would stay in the frames of what was raised."""
+    engine = Engine(Limits(budget_bytes=9 * MIB))
+    session = greeted(engine)
+    gc.collect()
+    gc.disable()
+    try:
+        raised = False
+        try:
+            session.receive(Command("set", b"/k", bytes(8 * MIB)).frame[:-1])
+        except BudgetError:
+            raised = True
+        assert raised
+        assert not [found for found in gc.get_objects() if isinstance(found, BudgetError)]
+    finally:
+        gc.enable()
 
 
 def test_the_oldest_without_validate_is_known() -> None:
