@@ -232,12 +232,28 @@ def test_items_come_back_in_their_order(port: int, other: TCPStore) -> None:
     """
     for item in ("1", "2", "3", "4"):
         other.queue_push("row", item)
+    assert other.queue_len("row") == 4  # they are there before another connection asks
     lease = bytes([BY_METHOD["lease"].opcode]) + blob(b"/row")
     with socket.create_connection(("127.0.0.1", port), LIMIT) as peer:
         peer.sendall(bytes.fromhex("00cef7853c") + b"".join(lease + bytes([n, *[0] * 7]) for n in range(3)))
         assert exactly(peer, 3 * (8 + 8 + 1))[16::17] == b"123"
         assert other.queue_pop("row") == b"4"
     assert [other.queue_pop("row") for _ in range(3)] == [b"1", b"2", b"3"]
+
+
+def test_an_item_stays_with_whom_it_was_lent_to(port: int, other: TCPStore) -> None:
+    """However long that one says nothing: it may be at work. It goes back with the connection."""
+    other.queue_push("lent", "job")
+    assert other.queue_len("lent") == 1  # it is there before another connection asks
+    lease = bytes([BY_METHOD["lease"].opcode]) + blob(b"/lent") + bytes(8)
+    with socket.create_connection(("127.0.0.1", port), LIMIT) as peer:
+        peer.sendall(bytes.fromhex("00cef7853c") + lease)
+        assert exactly(peer, 8 + 8 + 3)[16:] == b"job"
+        other.set_timeout(SHORT)
+        with pytest.raises(StoreTimeoutError):
+            other.queue_pop("lent")
+        other.set_timeout(LIMIT)
+    assert other.queue_pop("lent") == b"job"
 
 
 # The connection is cut
