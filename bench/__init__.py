@@ -10,6 +10,6 @@
     stats, analysis             medians and intervals; who is ahead
     formatting, figures, report, compare    what readers see
 
-Scripts that measure one thing each: clients, micro, scaling, server_ready, stress, fill, loadgen/compare. `builds`
-chooses the build.
+Scripts that measure one thing each: clients, micro, scaling, server_ready, stress, fill, turns, loadgen/compare.
+`builds` chooses the build.
 """

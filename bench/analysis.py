@@ -204,9 +204,9 @@ def verdict(result: Result) -> str:
     where = f"at {found.size:,} {result.scenario.sizes_are}, {formatting.TRANSPORTS[found.subject.transport]}"
     judged = found.time.judged
     ratio = formatting.ratio(found.time) if judged else formatting.times(found.time.median)
-    said = f"{ratio} the {result.scenario.metric.name} of {reference} {where}{'' if judged else ', no interval'}"
+    text = f"{ratio} the {result.scenario.metric.name} of {reference} {where}{'' if judged else ', no interval'}"
     cpu = f" ({result.scenario.cpu.axis}: {formatting.times(found.cpu.median)})" if found.cpu else ""
-    return f"{_ahead(found)} {said}{cpu}{'; the generator was saturated there' if found.saturated else ''}"
+    return f"{_ahead(found)} {text}{cpu}{'; the generator was saturated there' if found.saturated else ''}"
 
 
 def _ahead(found: Comparison) -> str:
@@ -250,7 +250,7 @@ def verdict_of_all(results: Sequence[Result]) -> str:
     comparisons = [comparison for _, comparison in found]
     subject, reference = (formatting.server(one.server) for one in (comparisons[0].subject, comparisons[0].reference))
     ratios = [comparison.time.median for comparison in comparisons]
-    said = (
+    text = (
         f"{subject} takes {formatting.times(stats.median(ratios))} the time per operation of {reference} "
         f"{_where_all(results[0].scenario, comparisons)} (median of {len(ratios)} operations, "
         f"{formatting.interval(min(ratios), max(ratios))})"
@@ -258,12 +258,12 @@ def verdict_of_all(results: Sequence[Result]) -> str:
     saturated = sum(comparison.saturated for comparison in comparisons)
     marked = f"; the generator was saturated in {saturated} of {len(ratios)}" if saturated else ""
     if not any(comparison.time.judged for comparison in comparisons):
-        return f"{_why_unjudged(comparisons[0].time)}: {said}, no interval{marked}"
+        return f"{_why_unjudged(comparisons[0].time)}: {text}, no interval{marked}"
     beyond = [(name, c.time.median < 1) for name, c in found if c.time.verdict == "beyond the noise"]
     ours, theirs = ([name for name, ahead in beyond if ahead is wanted] for wanted in (True, False))
     leader = _leader(subject, reference, ours, theirs, len(found))
     return (
-        f"{leader}: {said}; beyond the noise {subject} leads in {_listed(ours)}, "
+        f"{leader}: {text}; beyond the noise {subject} leads in {_listed(ours)}, "
         f"{reference} in {_listed(theirs)}{marked}"
     )
 
@@ -281,8 +281,8 @@ def _leader(subject: str, reference: str, ours: Sequence[str], theirs: Sequence[
 
 def _where_all(scenario: Scenario, comparisons: Sequence[Comparison]) -> str:
     sizes = sorted({comparison.size for comparison in comparisons})
-    said = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    return f"at {said} {scenario.sizes_are}, {formatting.TRANSPORTS[comparisons[0].subject.transport]}"
+    text = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    return f"at {text} {scenario.sizes_are}, {formatting.TRANSPORTS[comparisons[0].subject.transport]}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -298,17 +298,17 @@ def headline(run: Run) -> str | None:
     if measured is None:
         return None
     values = list(measured.values(TUTORIAL_RANKS, init.scenario.metric).values())
-    said = (
+    text = (
         f"{formatting.capitalized(formatting.server(measured.server))} initialized {TUTORIAL_RANKS:,} ranks in "
         f"{stats.median(values):,.2f} s {_how(measured.transport)} "
-        f"({_rounds_told(values)}), "
+        f"({_rounds_shown(values)}), "
         f"against the {TUTORIAL_SECONDS:.0f} s in the tutorial of PyTorch's libuv server "
         "(over sockets, on hardware that it does not name)"
     )
-    return f"{said}; {_estimate(init, measured.server)}."
+    return f"{text}; {_estimate(init, measured.server)}."
 
 
-def _rounds_told(values: Sequence[float]) -> str:
+def _rounds_shown(values: Sequence[float]) -> str:
     if len(values) == 1:
         return formatting.rounds(1)
     return f"median of {formatting.rounds(len(values))}, {min(values):,.2f}–{max(values):,.2f}"

@@ -41,8 +41,16 @@ class Sessions:
         session.unsent = 0
         session.out.clear()
 
+    def finish(self, session: ServerSession | None = None) -> None:
+        """Finish what the engine does in steps, and a long command of this session."""
+        while session is not None and session.job is not None:
+            session.receive(b"")
+        while self.engine.keyspace.work:
+            self.engine.keyspace.step()
+
     def flush_woken(self, expected: int) -> None:
         """Take what was written to woken sessions, as a server does; exit if not so many were woken."""
+        self.finish()
         woken = len(self.engine.dirty)
         for session in self.engine.dirty:
             session.unsent = 0

@@ -115,7 +115,7 @@ def _duration(seconds: float) -> str:
 
 
 def _glance(scenarios: dict[str, list[Result]]) -> str:
-    rows = [(results[0].scenario.title, _rounds(results), _said(results)) for results in scenarios.values()]
+    rows = [(results[0].scenario.title, _rounds(results), _verdict(results)) for results in scenarios.values()]
     if not rows:
         return ""
     return "\n".join(["## At a glance", "", _table(["scenario", "rounds", "who is ahead"], rows), ""])
@@ -125,7 +125,7 @@ def _rounds(results: Sequence[Result]) -> str:
     return analysis.rounds(one for result in results for one in result.series)
 
 
-def _said(results: Sequence[Result]) -> str:
+def _verdict(results: Sequence[Result]) -> str:
     return (
         analysis.verdict_of_all(results) if any(result.detail for result in results) else analysis.verdict(results[0])
     )
@@ -165,7 +165,7 @@ def _section(results: Sequence[Result], image: str | None) -> str:
     text = [f"## {scenario.title}", ""]
     if scenario.description:
         text += [scenario.description, ""]
-    text += [f"{_said(results)}.", ""]
+    text += [f"{_verdict(results)}.", ""]
     if image:
         text += [f"![{scenario.title}]({image})", ""]
     for result in results:

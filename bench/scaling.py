@@ -78,6 +78,7 @@ def many_ranks(ranks: int) -> dict[str, float]:
     def leave() -> None:
         for session in job.sessions:
             session.leave()
+        job.finish()
 
     return {**found, "leave_waiting": spent(leave)}
 
@@ -92,12 +93,16 @@ def many_keys(count: int) -> dict[str, float]:
 
     def run() -> None:
         job.send(waiter, wait)
+        job.finish(waiter)
         for request in sets:
             job.send(setter, request)
+        job.finish()
 
     def give_up() -> None:
         job.send(leaver, others)
+        job.finish(leaver)
         leaver.leave()
+        job.finish()
 
     found = spent(run)
     job.flush_woken(1)

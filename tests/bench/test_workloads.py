@@ -47,9 +47,9 @@ def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.memory])
 def test_a_scenario_measures_in_memory(name: str) -> None:
-    found = without_sockets(name, 50, LIMIT)
+    found = without_sockets(name, 4000, LIMIT)  # more than the engine wakes in one step
     assert found.wall > 0
-    assert found.operations >= 50
+    assert found.operations >= 4000
 
 
 def test_in_memory_sessions_have_a_time_limit() -> None:
