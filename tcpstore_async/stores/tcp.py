@@ -269,7 +269,7 @@ class TCPStore(Store):
         client = self._queues(ask, began)
         if not client.extended(ask, seconds, began):
             return self._pop_from_pytorchs(client, name, block, began)
-        lease = calls.lease(name, block and seconds != 0)
+        lease = calls.lease(name, bool(block) and seconds != 0)
         popped: list[bytes | None] = []
         try:
             # When a call returns an interrupt may strike before its result is anywhere; not before it is in a list.
