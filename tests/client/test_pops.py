@@ -66,11 +66,12 @@ class Link(Fake):
                 for end in ready:
                     data = end.recv(1 << 20)
                     who, other = ("client", server) if end is peer else ("server", peer)
-                    if who == "client" and data.startswith(tuple(self.pops)):
+                    # What is silent, an introduction say, may come together with it.
+                    if who == "client" and any(pop in data for pop in self.pops):
                         held = self.holds and not self.released.is_set()
                         self.asked.set()
                         self.popping.set()
-                    elif who == "client" and data.startswith(self.wait):
+                    elif who == "client" and self.wait in data:
                         self.asked.set()
                     cut = who in self.left and len(data) > self.left[who]
                     if who in self.left:
