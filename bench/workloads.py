@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -244,14 +244,19 @@ def barrier_opcode(point: Point) -> list[Measured]:
 
 
 def knows_barrier(port: int, limit: float) -> bool:
-    """Try a barrier of one rank: older PyTorch servers close the connection."""
+    """Try a barrier of one rank: older PyTorch servers close the connection. Raises Unreachable if nobody answers."""
     with Connection(port, limit) as one:
+        _ask_all(one, hello())
         try:
-            for step in [*hello(), *one_message_barrier(b"/probe", 1)]:
-                one.ask(step.request, step.reply)
+            _ask_all(one, one_message_barrier(b"/probe", 1))
         except Unreachable:
             return False
     return True
+
+
+def _ask_all(connection: Connection, steps: Iterable[Act]) -> None:
+    for step in steps:
+        connection.ask(step.request, step.reply)
 
 
 def join_under_load(point: Point) -> list[Measured]:

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import struct
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -33,26 +33,37 @@ def hoarder(port: int) -> RawPeer:
 
 
 def test_pinned_versions_stay_within_the_budget(backend: str) -> None:
-    """r01: each peer appends a byte to a large value, asks for it, and does not read."""
-    with tcpstore_server("--backend", backend, f"--limit=budget_bytes={256 * MIB}") as server:
+    """Each peer replaces a large value, asks for it, and does not read."""
+    with tcpstore_server("--backend", backend, f"--limit=budget_bytes={256 * MIB}") as server, ExitStack() as stack:
         watch = Watch(server.process.pid)
-        with RawPeer(server.port) as other:
-            before = watch.memory()
-            for _ in range(2):
-                other.send(b"\x09" + blob(b"/v") + blob(bytes(8 * MIB)))
+        other = stack.enter_context(RawPeer(server.port))
+        before = watch.memory()
+        for number in range(40):
+            peer = stack.enter_context(hoarder(server.port))
+            with suppress(OSError):
+                peer.send(b"\x01" + blob(b"/v") + blob(bytes([number]) * (8 * MIB)) + b"\x03" + blob(b"/v"))
             other.ping()
-            peers = [hoarder(server.port) for _ in range(20)]
-            for peer in peers:
-                with suppress(OSError):
-                    peer.send(b"\x09" + blob(b"/v") + blob(b"x") + b"\x03" + blob(b"/v"))
-                other.ping()
-            until(lambda: "budget_bytes" in server.log(), "somebody had to go")
-            assert watch.memory() - before < 1.5 * 256 * MIB
-            line = next(line for line in server.log().splitlines() if "budget_bytes" in line)
-            assert re.search(r"closed the connection of 127\.0\.0\.1:\d+.* of 268435456; this peer holds", line)
+        until(lambda: "budget_bytes" in server.log(), "somebody had to go")
+        assert watch.memory() - before < 1.5 * 256 * MIB
+        line = next(line for line in server.log().splitlines() if "budget_bytes" in line)
+        assert re.search(r"closed the connection of 127\.0\.0\.1:\d+.* of 268435456; this peer holds", line)
+        other.ping()
+
+
+def test_versions_of_a_value_that_grows_share_what_they_have_in_common(backend: str) -> None:
+    """r01: each peer appends a byte to a large value, asks for it, and does not read."""
+    with tcpstore_server("--backend", backend) as server, ExitStack() as stack:
+        watch = Watch(server.process.pid)
+        other = stack.enter_context(RawPeer(server.port))
+        before = watch.memory()
+        for _ in range(2):
+            other.send(b"\x09" + blob(b"/v") + blob(bytes(8 * MIB)))
+        other.ping()
+        for _ in range(20):
+            peer = stack.enter_context(hoarder(server.port))
+            peer.send(b"\x09" + blob(b"/v") + blob(b"x") + b"\x03" + blob(b"/v"))
             other.ping()
-            for peer in peers:
-                peer.close()
+        assert watch.memory() - before < 100 * MIB
 
 
 async def test_a_connection_that_stays_silent_ends(backend: str) -> None:

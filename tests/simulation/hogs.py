@@ -145,6 +145,8 @@ class Crowd:
         for session in [*self.honest, *self.hogs]:
             session.leave()
         budget, keyspace = self.engine.budget, self.engine.keyspace
+        while keyspace.work:
+            keyspace.step()
         if budget.others or keyspace.parked or budget.holders or budget.pins:
             raise Difference(f"{budget.others} bytes are counted for nobody, {keyspace.parked} for who waits")
         for key in list(keyspace.values):

@@ -200,7 +200,7 @@ PLANTED: dict[str, Plant] = {
     "the newest item comes first": (Keyspace, "queue_pop", _before(_newest_first)),
     "an item is popped twice": (Keyspace, "queue_pop", _instead(_pops_and_keeps)),
     "a fetch takes an item": (Keyspace, "_fire", _before(_fetch_eats)),
-    "a counter is reached one too late": (Counter, "reached", _before(_one_too_few)),
+    "a counter is reached one too late": (Counter, "next_reached", _before(_one_too_few)),
     "a delete leaves its size": (
         Keyspace,
         "delete_key",

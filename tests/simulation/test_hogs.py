@@ -19,5 +19,5 @@ def test_runs_have_no_finding(first: int) -> None:
 @pytest.mark.parametrize("name", HOGGED)
 def test_a_planted_defect_is_found(name: str) -> None:
     with planted(name), pytest.raises(Difference):
-        for seed in range(30):
+        for seed in range(100):
             perform(seed)

@@ -247,7 +247,7 @@ def test_one_that_has_to_go_leaves_no_cycle() -> None:
         except BudgetError:
             raised = True
         assert raised
-        assert not [found for found in gc.get_objects() if isinstance(found, BudgetError)]
+        assert not [found for found in gc.get_objects() if type(found) is BudgetError]
     finally:
         gc.enable()
 
