@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..blob import NO_BLOB, PREFIX
 from ..errors import ProtocolError
-from ..wire.commands import BY_METHOD, MAGIC, Command, Flag
+from ..wire.commands import BY_METHOD, MAGIC, Command
 from ..wire.shapes import BLOBS, SILENCE, STOP_WAITING, VALUE_LATER, WAIT_CANCELED, Fields, RestOfReply
 
 LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
@@ -83,7 +83,7 @@ class ClientSession:
         """
         data, call = self.prepare(command, fields)
         if call is None:
-            if command.mutates and not command.flags & Flag.HOLDS:  # what is given back was not written by this client
+            if command.mutates and not command.holds:  # what is given back was not written by this client
                 self.written += 1
         elif not call.done:
             self.pending.append(call)
@@ -95,7 +95,7 @@ class ClientSession:
         Whoever sends it adds the call to `pending` unless it is done, or the silent write to `written`.
         """
         waiting = self.waiting
-        if waiting is not None and not (command.reply is SILENCE and command.flags & Flag.HOLDS):
+        if waiting is not None and not (command.reply is SILENCE and command.holds):
             raise RuntimeError(f"{command.name} cannot be sent behind a {waiting.command.name} that waits")
         data = command.prefix + command.request.encode(fields)
         if command.reply is SILENCE:

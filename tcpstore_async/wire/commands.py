@@ -87,6 +87,7 @@ class Command:
         self.flags = flags
         self.mutates: bool = bool(flags & Flag.MUTATES)
         self.parks: bool = bool(flags & Flag.PARKS)
+        self.holds: bool = bool(flags & Flag.HOLDS)
 
 
 COMMANDS: Final = (
