@@ -18,22 +18,22 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 COMPILED = [
-    "tcpstore_async/arguments.py",
-    "tcpstore_async/blob.py",
-    "tcpstore_async/jobs.py",
+    "tcpstore_async/coercion.py",
+    "tcpstore_async/values.py",
+    "tcpstore_async/incremental.py",
     "tcpstore_async/limits.py",
     "tcpstore_async/keyspace.py",
-    "tcpstore_async/wire/shapes.py",
+    "tcpstore_async/wire/codecs.py",
     "tcpstore_async/wire/commands.py",
     "tcpstore_async/session/budget.py",
     "tcpstore_async/session/client.py",
     "tcpstore_async/session/server.py",
-    "tcpstore_async/client/calls.py",
-    "tcpstore_async/client/channel.py",
-    "tcpstore_async/client/line.py",
-    "tcpstore_async/client/sync.py",
+    "tcpstore_async/client/requests.py",
+    "tcpstore_async/client/sync_connection.py",
+    "tcpstore_async/client/wait_queue.py",
+    "tcpstore_async/client/pool.py",
     "tcpstore_async/server/uv.py",
-    "tcpstore_async/server/readiness.py",
+    "tcpstore_async/server/poller.py",
     "tcpstore_async/load/generator.py",
 ]
 """The tests read this list without running anything here."""

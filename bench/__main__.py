@@ -33,9 +33,9 @@ from bench.run_file import Ending, Run, RunFile, Transport
 from bench.runner import Plan, Runner
 from bench.scenarios import SCENARIOS
 from bench.servers import SERVERS, hosting, reference_of
-from tcpstore_async.daemon import build
 from tcpstore_async.load.generator import LoadError
-from tcpstore_async.server.base import raise_file_limit
+from tcpstore_async.server.listening import raise_file_limit
+from tcpstore_async.serving import build
 
 FULL_SECONDS = 3200.0
 QUICK_SECONDS = 170.0

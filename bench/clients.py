@@ -39,7 +39,7 @@ from bench import builds, stats
 builds.use()
 
 import tcpstore_async  # noqa: E402  (the path comes first)
-from tcpstore_async.daemon import build  # noqa: E402
+from tcpstore_async.serving import build  # noqa: E402
 
 BATCH = 500
 ASYNC_IN_FLIGHT = 64

@@ -13,7 +13,7 @@ from typing import Literal
 from bench.builds import ROOT
 from bench.run_file import Machine, Versions
 from bench.servers import CORES, can_mount, load_cores, server_cores
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 from tcpstore_async.version import VERSION
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tcpstore_async import Limits, serve
-from tcpstore_async.daemon import build, spare_the_collector
+from tcpstore_async.serving import build, tune_gc
 
 MIB = 1 << 20
 MOST = 1.5
@@ -199,7 +199,7 @@ class Child:
 
 
 async def server(budget: int, backend: str) -> None:
-    spare_the_collector()
+    tune_gc()
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     async with serve(limits=Limits(budget_bytes=budget, validate_seconds=600), backend=backend) as served:

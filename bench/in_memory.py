@@ -11,11 +11,11 @@ import sys
 import time
 
 from bench.server_process import die_with_parent
-from tcpstore_async.blob import pack
-from tcpstore_async.daemon import spare_the_collector
 from tcpstore_async.limits import Limits
-from tcpstore_async.load.requests import join, one_message_barrier, said, store_based_barrier
+from tcpstore_async.load.scripts import encode_request, join, one_message_barrier, store_based_barrier
+from tcpstore_async.serving import tune_gc
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import pack
 
 BARRIERS = 10
 """Of a measurement, as over sockets."""
@@ -51,11 +51,11 @@ class Sessions:
     def flush_woken(self, expected: int) -> None:
         """Take what was written to woken sessions, as a server does; exit if not so many were woken."""
         self.finish()
-        woken = len(self.engine.dirty)
-        for session in self.engine.dirty:
+        woken = len(self.engine.pending_flush)
+        for session in self.engine.pending_flush:
             session.unsent = 0
             session.out.clear()
-        self.engine.dirty.clear()
+        self.engine.pending_flush.clear()
         if woken != expected:
             raise SystemExit(f"{woken} ranks were woken instead of {expected}")
 
@@ -88,17 +88,17 @@ class Sessions:
         return times * self.ranks
 
     def fanout(self) -> int:
-        wait = said("wait", [b"/late"])
+        wait = encode_request("wait", [b"/late"])
         for session in self.sessions:
             self.send(session, wait)
-        self.send(self.sessions[0], said("set", b"/late", pack(b"1")))
+        self.send(self.sessions[0], encode_request("set", b"/late", pack(b"1")))
         self.flush_woken(self.ranks)
         return self.ranks
 
 
 def measure(scenario: str, ranks: int) -> dict[str, float]:
     """Return seconds of wall time and CPU, and the number of operations they are for."""
-    spare_the_collector()
+    tune_gc()
     job = Sessions(ranks)
     run = {"init": job.init, "barrier": job.barrier, "barrier-opcode": job.barrier_opcode, "fanout": job.fanout}
     if scenario != "init":

@@ -29,12 +29,12 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).parent.parent))
 
 from bench import builds, stats
-from tcpstore_async.blob import pack
-from tcpstore_async.client import calls
-from tcpstore_async.daemon import build
+from tcpstore_async.client import requests
 from tcpstore_async.limits import Limits
+from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import BY_METHOD
 
 CONFIDENCE = 0.99
@@ -141,7 +141,7 @@ def call() -> Row:
     def run(count: int) -> float:
         began = time.process_time()
         for _ in range(count):
-            calls.add("counter", 1)
+            requests.add("counter", 1)
         return time.process_time() - began
 
     return run

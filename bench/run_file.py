@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tcpstore_async.load.short import SATURATED as SATURATED
+from tcpstore_async.load.quick_bench import SATURATED as SATURATED
 
 FORMAT = 1
 

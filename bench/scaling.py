@@ -31,9 +31,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 from bench import builds
 from bench.in_memory import Sessions
-from tcpstore_async.blob import pack
-from tcpstore_async.daemon import build, spare_the_collector
-from tcpstore_async.load.requests import said
+from tcpstore_async.load.scripts import encode_request
+from tcpstore_async.serving import build, tune_gc
+from tcpstore_async.values import pack
 
 KEYS_AT_ONCE = 100_000
 RANKS_SERVED = 20_000
@@ -71,7 +71,7 @@ def many_ranks(ranks: int) -> dict[str, float]:
         "one_message_barrier": spent(lambda: job.barrier_opcode(times=1)),
         "fan_out": spent(job.fanout),
     }
-    wait = said("wait", [b"/never"])
+    wait = encode_request("wait", [b"/never"])
     for session in job.sessions:
         job.send(session, wait)
 
@@ -88,8 +88,8 @@ def many_keys(count: int) -> dict[str, float]:
     job = Sessions(0)
     waiter, leaver, setter = job.connected(1), job.connected(2), job.connected(3)
     names = [b"/key/%d" % number for number in range(count)]
-    wait, others = said("wait", names), said("wait", [b"/never" + name for name in names])
-    sets = [said("set", name, pack(b"")) for name in names]
+    wait, others = encode_request("wait", names), encode_request("wait", [b"/never" + name for name in names])
+    sets = [encode_request("set", name, pack(b"")) for name in names]
 
     def run() -> None:
         job.send(waiter, wait)
@@ -118,7 +118,7 @@ def one_pass(ranks: int) -> dict[str, float]:
 def one(ranks: int, collector: str) -> None:
     """The child's part: measure and print."""
     if collector == "tuned":
-        spare_the_collector()
+        tune_gc()
     one_pass(ranks)  # warm up
     passes = [one_pass(ranks) for _ in range(max(1, RANKS_SERVED // ranks))]
     seconds = {name: statistics.median(found[name] for found in passes) for name in passes[0]}

@@ -53,7 +53,7 @@ def serve(kind: str, busy: bool) -> None:
         store = pytorch_server(kind)
         print(store.port, os.getpid(), flush=True)
     elif busy:
-        from tcpstore_async.server.hosting import host  # what TCPStore(is_master=True) calls
+        from tcpstore_async.server.master import host  # what TCPStore(is_master=True) calls
 
         hosted = host(0, bind_host="127.0.0.1", backend=backend)
         print(hosted.port, hosted.pid, flush=True)

@@ -12,8 +12,8 @@ import platform
 import statistics
 import time
 
-from tcpstore_async.daemon import build
-from tcpstore_async.server.hosting import host
+from tcpstore_async.server.master import host
+from tcpstore_async.serving import build
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from typing import IO
 
 from bench.builds import environment
 from tcpstore_async.load.generator import Late, LoadError, Unreachable
-from tcpstore_async.load.process import Play, fleet, process_clock
-from tcpstore_async.load.requests import join
+from tcpstore_async.load.scripts import join
+from tcpstore_async.load.workers import ClosedLoop, process_clock, worker_pool
 
 SERVERS = ("uvloop", "threaded", "libuv", "legacy", "control")
 PYTORCH = ("libuv", "legacy")
@@ -260,8 +260,8 @@ def _replace(process: subprocess.Popen[bytes], kind: str) -> Server:
 
 
 def _warm_up(server: Server) -> None:
-    with fleet("127.0.0.1", server.port, WARM_UP_RANKS, cores=load_cores()) as load:
-        load.tell(Play(join(), TIMEOUT))
+    with worker_pool("127.0.0.1", server.port, WARM_UP_RANKS, cores=load_cores()) as load:
+        load.tell(ClosedLoop(join(), TIMEOUT))
 
 
 def _why(error: LoadError, process: subprocess.Popen[bytes]) -> LoadError:

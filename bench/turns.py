@@ -25,7 +25,7 @@ from typing import Any
 
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
-from tcpstore_async.session.extension import build
+from tcpstore_async.session.identity import build
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
 
@@ -85,7 +85,7 @@ class Loop:
         at = 0
         try:
             while at < len(data):
-                size = _READ if session.rest is None and session.kept is None else _READ_ON
+                size = _READ if session.rest is None and session.input_buffer is None else _READ_ON
                 bulk = session.bulk()
                 if bulk is None:
                     self.timed(session.receive, data[at : at + size])
@@ -103,16 +103,16 @@ class Loop:
             self.leave(session)
 
     def go_on(self, session: ServerSession) -> None:
-        while session.stalled() or self.engine.keyspace.work or self.engine.dirty:
+        while session.stalled() or self.engine.keyspace.work or self.engine.pending_flush:
             if session.stalled():
                 self.timed(session.receive, b"")
             if self.engine.keyspace.work:
                 self.timed(self.engine.keyspace.step)
             self.flush([session])
-            dirty = self.engine.dirty
-            while dirty:
-                bunch = dirty[-_BUNCH:]
-                del dirty[-_BUNCH:]
+            pending_flush = self.engine.pending_flush
+            while pending_flush:
+                bunch = pending_flush[-_BUNCH:]
+                del pending_flush[-_BUNCH:]
                 self.flush(bunch)
 
     def flush(self, sessions: Sequence[ServerSession]) -> None:

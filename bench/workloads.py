@@ -21,21 +21,21 @@ from typing import NamedTuple
 from bench.builds import environment
 from bench.in_memory import BARRIERS
 from bench.servers import FOREIGN, Host, Impossible, Server, load_cores
-from tcpstore_async.blob import pack
 from tcpstore_async.load.generator import Act, Late, LoadError, Unreachable, late
-from tcpstore_async.load.process import Fleet, Pace, Play, Took, busy, fleet
-from tcpstore_async.load.requests import (
+from tcpstore_async.load.scripts import (
     OPERATIONS,
     RANK,
     act,
     confirmed,
+    encode_request,
     hello,
     join,
     one_message_barrier,
     operation,
-    said,
     store_based_barrier,
 )
+from tcpstore_async.load.workers import ClosedLoop, OpenLoop, Took, WorkerPool, busy, worker_pool
+from tcpstore_async.values import pack
 
 WINDOW = 512
 """Ranks that connect concurrently, where not all do."""
@@ -115,7 +115,7 @@ class Connection:
 def wait_for_ranks(rank0: Connection, ranks: int, limit: float) -> float:
     """Poll as PyTorch's constructor does until all ranks have joined; return that time. Raises LoadError."""
     deadline = time.monotonic() + limit
-    wait, get = said("wait", [b"init/"]), said("get", b"init/")
+    wait, get = encode_request("wait", [b"init/"]), encode_request("get", b"init/")
     while time.monotonic() < deadline:
         rank0.ask(wait, 1)
         size = int.from_bytes(rank0.ask(get, 8), "little")
@@ -130,7 +130,7 @@ class TestBed:
 
     __test__ = False
 
-    def __init__(self, server: Server, load: Fleet, limit: float) -> None:
+    def __init__(self, server: Server, load: WorkerPool, limit: float) -> None:
         self.server = server
         self.load = load
         self.limit = limit
@@ -140,13 +140,13 @@ class TestBed:
 
     def prepare(self, acts: list[Act]) -> None:
         """Play without measuring."""
-        self.load.tell(Play(acts, self.limit, window=WINDOW))
+        self.load.tell(ClosedLoop(acts, self.limit, window=WINDOW))
 
     def play(
         self, acts: list[Act], *, repeat: int = 1, window: int = 0, background: int = 0, behind: list[Act] | None = None
     ) -> Measured:
         before = self.server.cpu()
-        order = Play(acts, self.limit, repeat=repeat, window=window, background=background, behind=behind)
+        order = ClosedLoop(acts, self.limit, repeat=repeat, window=window, background=background, behind=behind)
         return measured(self.load.tell(order), self.server.cpu() - before)
 
     def join(self, ranks: int, window: int, source: str = "") -> Measured:
@@ -155,7 +155,7 @@ class TestBed:
         with self.connect(name="rank 0's connection", source=source) as rank0:
             for step in join():
                 rank0.ask(step.request, step.reply)
-            self.load.send(Play(join(), self.limit, window=window))
+            self.load.send(ClosedLoop(join(), self.limit, window=window))
             ended = wait_for_ranks(rank0, ranks, self.limit)
             took = self.load.collect()
         return measured(took, self.server.cpu() - cpu)._replace(wall=ended - began, operations=ranks)
@@ -183,7 +183,7 @@ class Point(NamedTuple):
         cores = load_cores()
         with (
             self.host.running(self.server, busy=busy, silent_resolver=silent_resolver, new=new) as server,
-            fleet(
+            worker_pool(
                 "127.0.0.1", server.port, connections, generators=min(4, len(cores)), source=source,
                 cores=None if busy else cores,
             ) as load,
@@ -264,26 +264,26 @@ def join_under_load(point: Point) -> list[Measured]:
     with point.started(BACKGROUND * min(4, len(load_cores()))) as bed:
         bed.prepare(hello())
         bed.load.open(point.size)
-        behind = [act(said("add", b"/busy", 1), 8)]
+        behind = [act(encode_request("add", b"/busy", 1), 8)]
         return [bed.play(join(), window=WINDOW, background=BACKGROUND, behind=behind)]
 
 
 def steady(point: Point) -> list[Measured]:
-    check = act(said("check", [b"/abort"]), 1, b"\1")
+    check = act(encode_request("check", [b"/abort"]), 1, b"\1")
     with point.connected() as bed:
         before = bed.server.cpu()
-        took = bed.load.tell(Pace(check, SECONDS, 1.0, SECONDS + point.limit))
+        took = bed.load.tell(OpenLoop(check, SECONDS, 1.0, SECONDS + point.limit))
         return [measured(took, bed.server.cpu() - before)]
 
 
 def fanout(point: Point) -> list[Measured]:
-    waiting = act(said("add", b"/waiting", 1) + said("wait", [b"/late"]), 9)
+    waiting = act(encode_request("add", b"/waiting", 1) + encode_request("wait", [b"/late"]), 9)
     with point.connected() as bed, bed.connect() as setter:
         setter.ask(hello()[0].request, hello()[0].reply)
-        bed.load.send(Play([waiting], point.limit))
+        bed.load.send(ClosedLoop([waiting], point.limit))
         _until_all_wait(setter, point)
         cpu, before, began = bed.server.cpu(), bed.load.clocks(), time.perf_counter()
-        setter.ask(said("set", b"/late", pack(b"1")), 0)
+        setter.ask(encode_request("set", b"/late", pack(b"1")), 0)
         took = bed.load.collect()
         wall = took.ended - began
         clocks = list(zip(before, took.clocks, strict=True))
@@ -294,7 +294,7 @@ def fanout(point: Point) -> list[Measured]:
 
 def _until_all_wait(setter: Connection, point: Point) -> None:
     deadline = time.monotonic() + point.limit
-    while int.from_bytes(setter.ask(said("add", b"/waiting", 0), 8), "little") < point.size:
+    while int.from_bytes(setter.ask(encode_request("add", b"/waiting", 0), 8), "little") < point.size:
         if time.monotonic() > deadline:
             raise late(point.limit, "some ranks do not wait yet")
         time.sleep(0.01)
@@ -302,10 +302,10 @@ def _until_all_wait(setter: Connection, point: Point) -> None:
 
 
 def exchange(point: Point) -> list[Measured]:
-    write = confirmed(said("set", b"/exchange/" + RANK, pack(bytes(EXCHANGED_BYTES))))
+    write = confirmed(encode_request("set", b"/exchange/" + RANK, pack(bytes(EXCHANGED_BYTES))))
     # All ranks ask for the same keys, so these are spelled out instead of using the placeholder RANK.
     names = [b"/exchange/%08d" % rank for rank in range(point.size)]
-    read = Act(said("multi_get", names), point.size * (8 + EXCHANGED_BYTES))
+    read = Act(encode_request("multi_get", names), point.size * (8 + EXCHANGED_BYTES))
     with point.connected() as bed:
         return [total(bed.play([write]), bed.play([read], window=READERS))]
 
@@ -336,7 +336,7 @@ def operations(point: Point) -> list[Measured]:
 def busy_trainer(point: Point) -> list[Measured]:
     with point.started(point.size, busy=True) as bed:
         bed.prepare(hello())
-        return [bed.play([act(said("add", b"/sum", 1), 8)], repeat=BUSY_REQUESTS)]
+        return [bed.play([act(encode_request("add", b"/sum", 1), 8)], repeat=BUSY_REQUESTS)]
 
 
 def without_sockets(scenario: str, size: int, limit: float) -> Measured:

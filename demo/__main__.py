@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from simulated import Failed, Rank, connect
-from tcpstore_async.daemon import run_loop
-from tcpstore_async.server.base import raise_file_limit, room_for_connections
+from tcpstore_async.server.listening import max_connections_by_files, raise_file_limit
+from tcpstore_async.serving import run_loop
 
 START_SECONDS = 30.0
 STEP_SECONDS = 60.0
@@ -204,7 +204,7 @@ async def demo(ranks: int, torch: int, plain: int) -> None:
     assert main_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
     raise_file_limit()
-    if room_for_connections() < ranks:
+    if max_connections_by_files() < ranks:
         raise Failed(f"this process may open too few files for {ranks:,} ranks (ulimit -n)")
     start = time.monotonic()
     async with server() as ready:

@@ -5,7 +5,7 @@ import os
 import socket
 from typing import Any
 
-from tcpstore_async.blob import pack
+from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import COMMANDS, MAGIC
 
 _BY_NAME = {command.name: command for command in COMMANDS}

@@ -10,7 +10,6 @@ from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .client.aio import AsyncTCPStore
-    from .daemon import serve
     from .errors import (
         DistError,
         DistNetworkError,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     )
     from .limits import Limits
     from .rendezvous_url import register_rendezvous_handler, rendezvous
+    from .serving import serve
     from .stores.base import Store
     from .stores.file import FileStore
     from .stores.hash import HashStore
@@ -47,7 +47,7 @@ __all__ = [
     "serve",
 ]
 
-_ROOMS = {
+_MODULES = {
     "client.aio": ["AsyncTCPStore"],
     "daemon": ["serve"],
     "errors": [name for name in __all__ if name.endswith("Error")],
@@ -59,13 +59,13 @@ _ROOMS = {
     "stores.prefix": ["PrefixStore"],
     "stores.tcp": ["TCPStore"],
 }
-_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+_MODULE_OF = {name: room for room, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    found = globals()[name] = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     return found
 
 

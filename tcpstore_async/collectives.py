@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
-from .arguments import Text, Timeout, to_bytes, to_int64, to_seconds
-from .client.deadline import DEFAULT_TIMEOUT, Deadline
+from .coercion import Text, Timeout, to_bytes, to_int64, to_seconds
+from .deadline import DEFAULT_TIMEOUT, Deadline
 from .errors import DistStoreError, MissingRanksError
 from .stores.base import Store
 

@@ -15,7 +15,26 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from .blob import (
+from .errors import LimitError, ProtocolError
+from .incremental import (
+    DeferredWork,
+    FreeItems,
+    FreeTokens,
+    FreeValue,
+    IncrementalCommand,
+    MarkStale,
+    ParkOnKeys,
+    PostponedWaitCount,
+    ReadKeys,
+    ReplyInPieces,
+    UnparkDeparted,
+    UnparkFirst,
+    Value,
+    WakeAtCount,
+    WakeMany,
+)
+from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
+from .values import (
     CHUNKED_BYTES,
     COUNTER_SIZE,
     EMPTY,
@@ -29,29 +48,10 @@ from .blob import (
     unpack,
     wrap,
 )
-from .errors import LimitError, ProtocolError
-from .jobs import (
-    Discarding,
-    Dropping,
-    Forgetting,
-    Job,
-    Leaving,
-    Marking,
-    Parking,
-    Pieces,
-    Postponed,
-    Reaching,
-    Reading,
-    Unparking,
-    Value,
-    Waking,
-    Work,
-)
-from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
 
 KeySet = set[bytes]
 
-_LONG_LINE: Final = 16
+_LONG_QUEUE: Final = 16
 """Waiters in line for one key from which the holes of those who left it are counted."""
 
 _HOLES: Final = 16
@@ -64,7 +64,7 @@ _LARGE: Final = 4 * 1024 * 1024
 """A value under APPEND of so many bytes is not freed at once."""
 
 
-class Promise:
+class Handoff:
     """An item of a queue that a woken waiter is expected to take with its next command."""
 
     def __init__(self, queue: bytes) -> None:
@@ -75,13 +75,13 @@ class Waiter:
     """Someone who may be parked on keys. The owner overrides `fire`."""
 
     def __init__(self) -> None:
-        self.left: int = 0
+        self.remaining: int = 0
         """Registrations to come before the waiter fires; 0 or less: nothing is awaited."""
         self.parked: KeySet | None = None
         """Keys under which the waiter is registered."""
         self.barrier: bytes | None = None
         """The barrier it is in: an item of a queue of that name must not be handed on to it."""
-        self.promise: Promise | None = None
+        self.handoff: Handoff | None = None
         """What the waiter was woken for, until its next command."""
         self.fetching: bytes | None = None
         """The key whose value it is to be told when it fires."""
@@ -107,7 +107,7 @@ class Waiter:
         raise NotImplementedError
 
 
-class Bell(Waiter):
+class CallbackWaiter(Waiter):
     """A waiter that calls somebody, who must not call back into the keyspace."""
 
     def __init__(self, ring: Callable[[], object]) -> None:
@@ -131,7 +131,7 @@ class Counter(Waiter):
         self.targets: list[int] = []
         """A heap; of those whom nobody awaits any more, some are left."""
         self.awaiting: dict[int, dict[Waiter, None]] = {}
-        self.reaching: Reaching | None = None
+        self.reaching: WakeAtCount | None = None
         """What tells those who need not wait any longer, if they are many."""
 
     def fire(self, value: Value | None) -> None:
@@ -140,7 +140,7 @@ class Counter(Waiter):
     def enter(self, waiter: Waiter, target: int) -> None:
         waiter.counter = self
         waiter.target = target
-        waiter.left = 1
+        waiter.remaining = 1
         crowd = self.awaiting.get(target)
         if crowd is None:
             crowd = self.awaiting[target] = {}
@@ -149,13 +149,13 @@ class Counter(Waiter):
 
     def leave(self, waiter: Waiter) -> None:
         waiter.counter = None
-        waiter.left = 0
+        waiter.remaining = 0
         crowd = self.awaiting[waiter.target]
         del crowd[waiter]
         if crowd:
             return
         del self.awaiting[waiter.target]
-        if len(self.targets) > 2 * len(self.awaiting) + _LONG_LINE:
+        if len(self.targets) > 2 * len(self.awaiting) + _LONG_QUEUE:
             self.targets = list(self.awaiting)
             heapify(self.targets)
 
@@ -191,11 +191,11 @@ class Keyspace:
     def __init__(self, limits: Limits, portion: int = _UNCUT) -> None:
         self.portion = portion
         """Keys, or waiters, of a command that are dealt with at once; with more than that it is done in steps."""
-        self.job: Job | None = None
+        self.job: IncrementalCommand | None = None
         """What the command that was just called has left to do. Whoever called takes it, and its result is that."""
-        self.reading: Reading | None = None
+        self.reading: ReadKeys | None = None
         """The one that is told before anything changes."""
-        self.work: deque[Work] = deque()
+        self.work: deque[DeferredWork] = deque()
         """What commands that are over have left to do; see `step`."""
         self.working = False
         """Whether there is any: asking a deque takes longer."""
@@ -205,7 +205,7 @@ class Keyspace:
         self.queues: dict[bytes, deque[Framed]] = {}
         self.waiters: dict[bytes, dict[Waiter, int]] = {}
         """Per key, who is registered how often, in order of arrival; negative: left over from a wait that is done."""
-        self.passed: dict[bytes, dict[Waiter, int]] = {}
+        self.stale: dict[bytes, dict[Waiter, int]] = {}
         """Per key, the negative ones that a queue has passed over: they come before the line, which may be empty."""
         self.unmarked: set[Waiter] = set()
         """Those who have registrations left over that do not say so yet: they must not be parked before those do."""
@@ -217,7 +217,7 @@ class Keyspace:
         """Those of them that will not change any more, so that nobody waits until they do."""
         self.holes: dict[bytes, int] = {}
         """Per key with a long line, how many have left it since it was made."""
-        self.promises: dict[bytes, int] = {}
+        self.handoffs: dict[bytes, int] = {}
         """Per queue, how many woken waiters have not been heard of since."""
         self.joins: dict[bytes, Joins] = {}
         """Per counter, who has joined it."""
@@ -236,7 +236,7 @@ class Keyspace:
 
     # Work
 
-    def defer(self, work: Work) -> None:
+    def defer(self, work: DeferredWork) -> None:
         """Leave work for `step`."""
         self.work.append(work)
         self.working = True
@@ -278,7 +278,7 @@ class Keyspace:
         if blob is None:
             return self.reserved.get(key, EMPTY)
         if self._chunked(blob):
-            self.job = Pieces(self.read(key, whole=True) or [])
+            self.job = ReplyInPieces(self.read(key, whole=True) or [])
             return EMPTY
         return self._flatten(key, blob)
 
@@ -378,7 +378,7 @@ class Keyspace:
     def check(self, keys: list[bytes]) -> bool:
         """Whether every key is there, a queue that holds items included."""
         if len(keys) > self.portion:
-            self.job = Reading(self, keys, whole=False)
+            self.job = ReadKeys(self, keys, whole=False)
             return False
         values = self.values
         for key in keys:
@@ -402,7 +402,7 @@ class Keyspace:
             joins = self.joins.pop(key)
             self.size -= joins.size
             if len(joins.connections) > self.portion:
-                self.defer(Forgetting(joins.connections))
+                self.defer(FreeTokens(joins.connections))
         self.changes += 1
         if isinstance(old, Growing):
             self._drop(old)
@@ -411,7 +411,7 @@ class Keyspace:
     def _drop(self, growing: Growing) -> None:
         """Nobody will ask for this value again: one that is large is freed in steps."""
         if growing.size >= _LARGE and self.portion != _UNCUT:
-            self.defer(Dropping(growing))
+            self.defer(FreeValue(growing))
 
     def num_keys(self) -> int:
         return len(self.values)
@@ -422,7 +422,7 @@ class Keyspace:
     def multi_get(self, keys: list[bytes]) -> list[Framed]:
         values: list[Framed] = []
         if len(keys) > self.portion:
-            self.job = Reading(self, keys, whole=True)
+            self.job = ReadKeys(self, keys, whole=True)
             return values
         large = 0
         for key in keys:
@@ -471,7 +471,7 @@ class Keyspace:
                 self._wake_all(key)
         self.size += grown
         if len(items) > self.portion:
-            self.defer(Discarding(items))
+            self.defer(FreeItems(items))
 
     # Queues
 
@@ -564,7 +564,7 @@ class Keyspace:
             return popped
         self._demand_idle(waiter)
         if self._many_parked(waiter):
-            self.job = Unparking(self, waiter, lambda: self.lease_later(waiter, key, ticket))
+            self.job = UnparkFirst(self, waiter, lambda: self.lease_later(waiter, key, ticket))
             return None
         self._grow(self._parking(key))
         self._unpark(waiter)
@@ -670,15 +670,15 @@ class Keyspace:
     def wait(self, waiter: Waiter, keys: list[bytes]) -> bool:
         """True if every key is there (as `check` sees it); else the waiter is parked on the missing ones."""
         if self.unmarked and waiter in self.unmarked:
-            self.job = Marking(self, waiter, lambda: self.wait(waiter, keys))
+            self.job = MarkStale(self, waiter, lambda: self.wait(waiter, keys))
             return False
         if len(keys) > self.portion:
-            self.job = Parking(self, waiter, keys)
+            self.job = ParkOnKeys(self, waiter, keys)
             return False
         if self.check(keys):
-            promise = waiter.promise
-            if promise is not None and promise.queue in keys:
-                waiter.promise = self.promise(promise.queue)
+            handoff = waiter.handoff
+            if handoff is not None and handoff.queue in keys:
+                waiter.handoff = self.handoff(handoff.queue)
             return True
         missing = [key for key in keys if key not in self.values and not self._elsewhere(key)]
         self.park(waiter, missing)
@@ -693,7 +693,7 @@ class Keyspace:
             return self.get(key)
         self._demand_idle(waiter)
         if self._many_parked(waiter):
-            self.job = Unparking(self, waiter, lambda: self.fetch(waiter, key))
+            self.job = UnparkFirst(self, waiter, lambda: self.fetch(waiter, key))
             return None
         self._grow(self._parking(key))
         self._unpark(waiter)
@@ -705,7 +705,7 @@ class Keyspace:
         """As `cancel_wait`; it returns what stands for no value."""
         if self._many_parked(waiter):
             self._end_waits(waiter)
-            self.job = Unparking(self, waiter, lambda: NO_BLOB)
+            self.job = UnparkFirst(self, waiter, lambda: NO_BLOB)
         else:
             self._unpark(waiter)
         return NO_BLOB
@@ -719,11 +719,11 @@ class Keyspace:
         if self._count(key) >= target or key in self.final:
             return True
         if self._many_parked(waiter):
-            self.job = Unparking(self, waiter, lambda: self.wait_count(waiter, key, target))
+            self.job = UnparkFirst(self, waiter, lambda: self.wait_count(waiter, key, target))
             return False
         counter = self.counters.get(key)
         if counter is not None and counter.reaching is not None and target <= counter.reaching.total:
-            self.job = Postponed(counter, target, lambda: self.wait_count(waiter, key, target))
+            self.job = PostponedWaitCount(counter, target, lambda: self.wait_count(waiter, key, target))
             return False
         self._grow(self._parking(key) * (2 if counter is None else 1))
         self._unpark(waiter)
@@ -751,7 +751,7 @@ class Keyspace:
                     break
                 self.reach(waiter, key)
             else:
-                counter.reaching = Reaching(self, counter, total)
+                counter.reaching = WakeAtCount(self, counter, total)
                 self.defer(counter.reaching)
         if counter.awaiting:
             self._register(counter)
@@ -761,7 +761,7 @@ class Keyspace:
     def reach(self, waiter: Waiter, key: bytes) -> None:
         """The number that a waiter waits for has been reached."""
         waiter.counter = None
-        waiter.left = 0
+        waiter.remaining = 0
         self._weigh(waiter, -self._parking(key))
         waiter.fire(None)
 
@@ -784,7 +784,7 @@ class Keyspace:
         The count stays when a waiter leaves, and is never reset. Raises ProtocolError if the value is no number.
         """
         if self.unmarked and waiter in self.unmarked:
-            self.job = Marking(self, waiter, lambda: self.barrier(waiter, key, world_size))
+            self.job = MarkStale(self, waiter, lambda: self.barrier(waiter, key, world_size))
             return False
         old = self.values.get(key)
         count = 1 if old is None else wrap(number(old) + 1)
@@ -807,7 +807,7 @@ class Keyspace:
         """Drop every registration of the waiter; True whether there was one or not."""
         if self._many_parked(waiter):
             self._end_waits(waiter)
-            self.job = Unparking(self, waiter, lambda: True)
+            self.job = UnparkFirst(self, waiter, lambda: True)
         else:
             self._unpark(waiter)
         return True
@@ -818,28 +818,28 @@ class Keyspace:
             self.resolve(waiter)
         if self._many_parked(waiter):
             self._end_waits(waiter)
-            self.defer(Leaving(self, waiter))
+            self.defer(UnparkDeparted(self, waiter))
         else:
             self._unpark(waiter)
         if waiter.joined is not None:
             self._lose(waiter, waiter.joined[0], waiter.joined[1])
-        if waiter.promise is not None:
-            self.settle(waiter, waiter.promise)
+        if waiter.handoff is not None:
+            self.settle(waiter, waiter.handoff)
         if waiter.leases is not None:
             leased = list(waiter.leases.values())
             waiter.leases = None
             self._restore(leased)
 
-    def settle(self, waiter: Waiter, promise: Promise) -> None:
+    def settle(self, waiter: Waiter, handoff: Handoff) -> None:
         """The waiter has spoken or gone since it was woken: an item it did not take goes to the next in line."""
-        if waiter.promise is promise:
-            waiter.promise = None
-        key = promise.queue
-        promised = self.promises[key] - 1
+        if waiter.handoff is handoff:
+            waiter.handoff = None
+        key = handoff.queue
+        promised = self.handoffs[key] - 1
         if promised:
-            self.promises[key] = promised
+            self.handoffs[key] = promised
         else:
-            del self.promises[key]
+            del self.handoffs[key]
         if key in self.waiters and self.queue_len(key) > promised:
             self._wake_next(key, handed_on=True)
 
@@ -854,7 +854,7 @@ class Keyspace:
     def _register(self, counter: Counter) -> None:
         """Have a counter fired at the next write to its key; queues pass it over."""
         key = counter.key
-        counter.left = 1
+        counter.remaining = 1
         counter.parked = {key}
         line = self.waiters.get(key)
         if line is None:
@@ -874,7 +874,7 @@ class Keyspace:
 
         What is left over of former waits must go then, lest it ends this one.
         """
-        if waiter.left > 0:
+        if waiter.remaining > 0:
             raise ProtocolError("it waits already")
 
     # Size
@@ -928,7 +928,7 @@ class Keyspace:
             self._leave_counter(waiter, waiter.counter)
         waiter.fetching = None
         waiter.popping = None
-        waiter.left = len(keys)
+        waiter.remaining = len(keys)
         if waiter.parked is None:
             waiter.parked = set()
         for key in keys:
@@ -952,7 +952,7 @@ class Keyspace:
         """Nothing fires the waiter any more, but it stands in its lines still."""
         if waiter.counter is not None:
             self._leave_counter(waiter, waiter.counter)
-        waiter.left = 0
+        waiter.remaining = 0
         waiter.barrier = None
         waiter.fetching = None
         waiter.popping = None
@@ -987,15 +987,15 @@ class Keyspace:
         self._withdraw(waiter, key)
         self._weigh(waiter, -self._parking(key))
         line = self.waiters[key]
-        if not line and key not in self.passed:
+        if not line and key not in self.stale:
             del self.waiters[key]
-        elif len(line) >= _LONG_LINE - 1:
+        elif len(line) >= _LONG_QUEUE - 1:
             self._count_holes(key, line, 1)
 
     def _count_holes(self, key: bytes, line: dict[Waiter, int], more: int) -> None:
         """Some have left a long line. Their places would be looked at again and again, so it is made anew at times."""
         holes = self.holes.get(key, 0) + more
-        if len(line) < _LONG_LINE or holes * holes > _HOLES * len(line):
+        if len(line) < _LONG_QUEUE or holes * holes > _HOLES * len(line):
             self.holes.pop(key, None)
             self.waiters[key] = dict(line)
         else:
@@ -1006,10 +1006,10 @@ class Keyspace:
         count = self.waiters[key].pop(waiter, 0)
         if count:
             return count
-        passed = self.passed[key]
+        passed = self.stale[key]
         count = passed.pop(waiter)
         if not passed:
-            del self.passed[key]
+            del self.stale[key]
         return count
 
     def _count_down(self, waiter: Waiter, key: bytes, count: int) -> bool:
@@ -1018,8 +1018,8 @@ class Keyspace:
         assert parked is not None
         parked.remove(key)
         self._weigh(waiter, -self._parking(key))
-        left = waiter.left
-        waiter.left = left - count
+        left = waiter.remaining
+        waiter.remaining = left - count
         if left <= 0 or left > count:
             return False
         self.end(waiter)
@@ -1054,8 +1054,8 @@ class Keyspace:
         line = self.waiters.pop(key)
         if self.holes:
             self.holes.pop(key, None)
-        if key in self.passed:
-            passed = self.passed.pop(key)
+        if key in self.stale:
+            passed = self.stale.pop(key)
             passed.update(line)
             line = passed
         if len(line) > self.portion:
@@ -1069,7 +1069,7 @@ class Keyspace:
         """Have a long line woken later: for what is written now, whatever comes after it."""
         counter = self.counters.get(key)
         count = 0 if counter is None else line.pop(counter, 0)
-        self.defer(Waking(self, key, line, self._value(key)))
+        self.defer(WakeMany(self, key, line, self._value(key)))
         if counter is not None and count:
             self._count_down(counter, key, 1)
             self.count(counter)
@@ -1099,15 +1099,15 @@ class Keyspace:
             if self.working:
                 self.resolve(waiter)
                 count = line[waiter]
-            if count < 0 or waiter.left <= 0:
+            if count < 0 or waiter.remaining <= 0:
                 passed.append(waiter)
             elif not (handed_on and waiter.barrier == key):
                 counted.append(waiter)
-                if waiter.left <= count and waiter.fetching is None:
+                if waiter.remaining <= count and waiter.fetching is None:
                     last = waiter
                     break
         if passed:
-            self._pass_over(key, passed)
+            self._set_stale(key, passed)
         gone = len(passed) + len(counted)
         if len(counted) > self.portion:
             self._wake_later(key, line, counted, last)
@@ -1115,12 +1115,12 @@ class Keyspace:
         for waiter in counted:
             if self._count_down(waiter, key, line.pop(waiter)):
                 if waiter.fetching is None and waiter.popping is None:
-                    waiter.promise = self.promise(key)
+                    waiter.handoff = self.handoff(key)
                 self._fire(waiter)
-        if not line and key not in self.passed:
+        if not line and key not in self.stale:
             del self.waiters[key]
             self.holes.pop(key, None)
-        elif len(line) >= _LONG_LINE - gone:
+        elif len(line) >= _LONG_QUEUE - gone:
             self._count_holes(key, line, gone)
 
     def _wake_later(self, key: bytes, line: dict[Waiter, int], counted: list[Waiter], last: Waiter | None) -> None:
@@ -1130,12 +1130,12 @@ class Keyspace:
             line.clear()
         else:
             crowd = {waiter: line.pop(waiter) for waiter in counted if waiter is not last}
-        self.defer(Waking(self, key, crowd, self._value(key)))
+        self.defer(WakeMany(self, key, crowd, self._value(key)))
 
-    def _pass_over(self, key: bytes, waiters: list[Waiter]) -> None:
+    def _set_stale(self, key: bytes, waiters: list[Waiter]) -> None:
         """Take those who want nothing of a queue out of its line, so that the next push does not look at them again."""
         line = self.waiters[key]
-        passed = self.passed.setdefault(key, {})
+        passed = self.stale.setdefault(key, {})
         for waiter in waiters:
             passed[waiter] = -abs(line.pop(waiter))
 
@@ -1153,7 +1153,7 @@ class Keyspace:
             waiter.fetching = None
             waiter.fire(self._value(key))
 
-    def promise(self, queue: bytes) -> Promise:
+    def handoff(self, queue: bytes) -> Handoff:
         """Note that a woken waiter is expected to take an item."""
-        self.promises[queue] = self.promises.get(queue, 0) + 1
-        return Promise(queue)
+        self.handoffs[queue] = self.handoffs.get(queue, 0) + 1
+        return Handoff(queue)

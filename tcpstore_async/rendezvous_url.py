@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, Final, NamedTuple
 from urllib.parse import ParseResult, quote, urlparse, urlunparse
 
-from .arguments import Timeout
+from .coercion import Timeout
 from .stores.base import Store
 from .stores.file import FileStore
 from .stores.prefix import PrefixStore

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import builds
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 
 WANTED = os.environ.get("TCPSTORE_TEST_BUILD") or "interpreted"
 """`interpreted` or `compiled`."""

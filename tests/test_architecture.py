@@ -1,4 +1,4 @@
-"""The floors of the house: imports point strictly down, and the lower floors know no machine.
+"""The layers: imports point strictly down, and layers 0 to 2 know no operating system.
 
 Under test are the sources of the checkout, whichever build runs.
 """
@@ -16,24 +16,25 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
-FLOORS = {
-    "errors": -1, "limits": -1, "blob": -1, "arguments": -1, "version": -1, "interrupts": -1,
-    "wire": 0, "keyspace": 0, "jobs": 0,
-    "session": 1,
-    "server": 2, "client": 2,
-    "stores": 3, "ops": 3, "load": 3,
-    "daemon": 4, "rendezvous_url": 4, "collectives": 4,
-    "cli": 5, "torch": 5,
-    "autoload": 6, "__init__": 7, "__main__": 7,
+LAYERS = {
+    "errors": 0, "limits": 0, "values": 0, "coercion": 0, "deadline": 0, "version": 0, "interrupts": 0,
+    "wire": 1, "keyspace": 1, "incremental": 1,
+    "session": 2,
+    "server": 3, "client": 3,
+    "stores": 4, "load": 4,
+    "serving": 5, "rendezvous_url": 5, "collectives": 5,
+    "cli": 6, "torch": 6,
+    "autoload": 7, "__init__": 8, "__main__": 8,
 }  # fmt: skip
 MACHINE = {"socket", "asyncio", "threading", "time", "os", "logging", "click", "select"}
-GROUND_MAY = {("arguments", "errors"), ("blob", "errors"), ("limits", "errors")}
-GROUND_MAY |= {("keyspace", "jobs"), ("jobs", "keyspace")}  # one part in two files; back it is for types only
+KNOWS_TIME = {"deadline"}
+SAME_LAYER = {("coercion", "errors"), ("values", "errors"), ("limits", "errors")}
+SAME_LAYER |= {("keyspace", "incremental"), ("incremental", "keyspace")}  # back for types only
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room(path: Path) -> str:
+def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -53,14 +54,14 @@ def imports(path: Path) -> Iterator[tuple[str, ...]]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path: Path) -> None:
-    here = room(path)
-    assert here in FLOORS, f"tests/test_architecture.py does not know on which floor {here} is"
+    here = part(path)
+    assert here in LAYERS, f"tests/test_architecture.py does not know the layer of {here}"
     for name in imports(path):
         if name[0] == "tcpstore_async":
-            there = name[1] if len(name) > 1 and name[1] in FLOORS else "__init__"
-            assert there == here or (here, there) in GROUND_MAY or FLOORS[there] < FLOORS[here], ".".join(name)
-        elif FLOORS[here] <= 1:
-            assert name[0] not in MACHINE, f"floor {FLOORS[here]} must not know {name[0]}"
+            there = name[1] if len(name) > 1 and name[1] in LAYERS else "__init__"
+            assert there == here or (here, there) in SAME_LAYER or LAYERS[there] < LAYERS[here], ".".join(name)
+        elif LAYERS[here] <= 2 and here not in KNOWS_TIME:
+            assert name[0] not in MACHINE, f"layer {LAYERS[here]} must not import {name[0]}"
         if here != "torch":
             assert name[0] != "torch"
 

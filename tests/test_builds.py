@@ -13,7 +13,7 @@ import pytest
 
 import builds
 from support import LIMIT
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 
 OTHER = {"compiled": "interpreted", "interpreted": "compiled"}
 
@@ -51,11 +51,11 @@ def test_a_compiled_build_of_other_sources_is_stale(
     shutil.copytree(builds.ROOT / "tcpstore_async", package, ignore=shutil.ignore_patterns("__pycache__"))
     match change:
         case "edited":
-            (package / "wire" / "shapes.py").write_bytes(b"")
+            (package / "wire" / "codecs.py").write_bytes(b"")
         case "added":
             (package / "wire" / "new.py").touch()
         case "removed":
-            (package / "wire" / "shapes.py").unlink()
+            (package / "wire" / "codecs.py").unlink()
     monkeypatch.setattr(builds, "compiled_names", list)
     monkeypatch.setattr("tcpstore_async.__file__", str(package / "__init__.py"))
     assert ("run `make compile`" in (builds.complaint("compiled") or "")) == (change != "none")

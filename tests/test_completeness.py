@@ -20,9 +20,9 @@ from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import ServerSession
-from tcpstore_async.wire import shapes
+from tcpstore_async.wire import codecs
+from tcpstore_async.wire.codecs import ReplyCodec, RequestCodec
 from tcpstore_async.wire.commands import BY_OPCODE, COMMANDS, Command, Flag
-from tcpstore_async.wire.shapes import Reply, Request
 
 ROOT = Path(__file__).parent.parent
 STOCK = range(19)
@@ -47,12 +47,12 @@ def test_a_command_has_its_method(command: Command) -> None:
 @commands
 def test_a_command_has_shapes_with_both_directions(command: Command) -> None:
     """That they round-trip is shown in tests/properties/test_shapes.py, for every shape listed there."""
-    shown = {id(getattr(shapes, name)) for name, _ in [*REQUESTS, *REPLIES]}
+    shown = {id(getattr(codecs, name)) for name, _ in [*REQUESTS, *REPLIES]}
     assert id(command.request) in shown
     assert id(command.reply) in shown
-    assert type(command.request).decode is not Request.decode
-    assert type(command.request).encode is not Request.encode
-    assert type(command.reply).decode is not Reply.decode
+    assert type(command.request).decode is not RequestCodec.decode
+    assert type(command.request).encode is not RequestCodec.encode
+    assert type(command.reply).decode is not ReplyCodec.decode
 
 
 @functools.cache

@@ -18,7 +18,7 @@ NAMES = {
 
 
 def test_public_names() -> None:
-    assert set(tcpstore_async.__all__) == NAMES == set(tcpstore_async._HOME) | {"__version__"}
+    assert set(tcpstore_async.__all__) == NAMES == set(tcpstore_async._MODULE_OF) | {"__version__"}
     assert set(dir(tcpstore_async)) >= NAMES
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         tcpstore_async.nothing  # noqa: B018

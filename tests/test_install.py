@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parent.parent
-SAY = "from tcpstore_async import daemon; print(daemon.build(), daemon.__file__)"
+SAY = "from tcpstore_async import serving; print(serving.build(), serving.__file__)"
 
 
 def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -66,9 +66,9 @@ def test_what_is_not_compiled_is_plain_python(tmp_path: Path, source: Path, env:
     assert wheel.name.endswith("-py3-none-any.whl")
     installed = pip(tmp_path, "install", "--target=site", str(wheel))
     assert installed.returncode == 0, installed.stderr
-    daemon = tmp_path / "site" / "tcpstore_async" / "daemon.py"
+    serving = tmp_path / "site" / "tcpstore_async" / "serving.py"
     told = run(tmp_path, "-c", SAY, PYTHONPATH=str(tmp_path / "site"))
-    assert told.stdout.split() == ["interpreted", str(daemon)], told.stderr
+    assert told.stdout.split() == ["interpreted", str(serving)], told.stderr
     assert not list((tmp_path / "site").rglob("*.so"))
 
 

@@ -48,6 +48,6 @@ def since(major: int, minor: int, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif((major, minor) > VERSION, reason=f"PyTorch {NAME} has no {what}")
 
 
-def out_of_time(text: str) -> str:
+def timeout_message(text: str) -> str:
     """How a timeout of PyTorch's client reads, as a pattern; 2.4 does not say more than this."""
     return text if VERSION >= (2, 5) else "^Socket Timeout$"

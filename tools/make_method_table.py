@@ -59,7 +59,7 @@ def _of_waiting() -> list[Difference]:
         "when time is up, raises StoreTimeoutError, a DistStoreError, whose text names the time and the keys; "
         "PyTorch's raises RuntimeError, with `Wait timeout` or a text of its own"
     )
-    out_of_time = {
+    timeout_message = {
         "barrier": ("not complete",),
         "get": ("nothing there",),
         "multi_get": ("nothing there", "one missing"),
@@ -67,7 +67,7 @@ def _of_waiting() -> list[Difference]:
         "wait": ("nothing there*", "some missing"),
     }
     found: list[Difference] = []
-    for method, probes in out_of_time.items():
+    for method, probes in timeout_message.items():
         queues = method == "queue_pop"  # of which PyTorch's FileStore has none
         found.append(
             (method, ("TCPStore", "HashStore") if queues else BASES, handlers, ("freed by a signal's handler",))

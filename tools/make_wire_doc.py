@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tcpstore_async.limits import KIB, MIB, Limits
-from tcpstore_async.wire import shapes
+from tcpstore_async.wire import codecs
 from tcpstore_async.wire.commands import COMMANDS, JOINS_KEY, MAGIC, SERVER_KEY, Command, Flag
 
 TARGET = Path(__file__).parent.parent / "docs" / "wire.md"
@@ -26,9 +26,9 @@ SHAPES = {
     "SILENCE": "",
     "ECHO": "u32",
     "NUMBER": "i64",
-    "READINESS": f"u8: {shapes.READY} or {shapes.NOT_READY}",
-    "WAKE": f"u8: {shapes.STOP_WAITING}, now or later",
-    "CANCELED": f"u8: {shapes.WAIT_CANCELED}",
+    "READINESS": f"u8: {codecs.READY} or {codecs.NOT_READY}",
+    "WAKE": f"u8: {codecs.STOP_WAITING}, now or later",
+    "CANCELED": f"u8: {codecs.WAIT_CANCELED}",
     "BLOB": "value",
     "VALUE_LATER": "value, now or later",
     "NO_VALUE": "8 bytes `ff`",
@@ -197,7 +197,7 @@ server, and {_size(limits.request_bytes)} in all.
 
 def _shape(shape: object) -> str:
     for name, text in SHAPES.items():
-        if getattr(shapes, name) is shape:
+        if getattr(codecs, name) is shape:
             return text or "–"
     raise LookupError(f"SHAPES lacks {shape!r}")
 

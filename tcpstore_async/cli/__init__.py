@@ -11,16 +11,16 @@ from pathlib import Path
 
 import click
 
-from ..daemon import DEFAULT_GRACE, build, run, run_loop, run_owned
 from ..errors import DistError
 from ..limits import Limits
 from ..server.backends import DEFAULT_BACKEND, Server
-from ..server.base import BACKENDS
+from ..server.listening import BACKENDS
+from ..serving import DEFAULT_GRACE, build, run, run_loop, run_owned
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
 from .output import is_closed, say_json
-from .streams import log_without_blocking, open_standard_streams
+from .stdio import log_without_blocking, open_standard_streams
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -13,14 +13,14 @@ from contextlib import closing
 import click
 
 from ..client.aio import AsyncTCPStore
-from ..daemon import run_loop
 from ..errors import DistError
 from ..interrupts import end_by
 from ..load.generator import Late, LoadError, Unreachable
-from ..load.requests import OPERATIONS
-from ..load.short import SATURATED, Row, measure
-from ..session.extension import Identity
-from .client import FAILED, TIMED_OUT, UNREACHABLE, Asker, client_command
+from ..load.quick_bench import SATURATED, Row, measure
+from ..load.scripts import OPERATIONS
+from ..serving import run_loop
+from ..session.identity import Identity
+from .client import FAILED, TIMED_OUT, UNREACHABLE, ClientContext, client_command
 from .output import say, say_error, say_json, shown
 
 _QUIET = 2.0
@@ -59,7 +59,7 @@ def _names(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
     "--value-size", type=click.IntRange(0, 8_000_000), default=64, show_default=True, help="Bytes of each value."
 )
 @client_command
-def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: int) -> None:
+def bench(asker: ClientContext, ranks: int, ops: list[str], requests: int, value_size: int) -> None:
     """Measure a running server: throughput, and latencies by percentile.
 
     Every rank has one request under way at a time. --timeout is for each operation. Silent writes count as done when
@@ -109,7 +109,7 @@ def bench(asker: Asker, ranks: int, ops: list[str], requests: int, value_size: i
         asker.fail(why, status)
 
 
-def _address(asker: Asker) -> str:
+def _address(asker: ClientContext) -> str:
     """The first of the host's addresses at which something listens, for all ranks. Raises Unreachable, Late."""
     limit = max(asker.timeout, 0.001) if asker.timeout >= 0 else None
     try:
@@ -143,7 +143,7 @@ def _raise_interrupts() -> None:
             signal.signal(number, interrupt)
 
 
-def _who(asker: Asker) -> dict[str, str] | None:
+def _who(asker: ClientContext) -> dict[str, str] | None:
     """What the server says of itself; None if it could not be asked."""
     found: list[Identity | None] = []
 
@@ -173,8 +173,8 @@ class _Progress:
         if not sys.stderr.isatty() or time.monotonic() - self.began < _QUIET:
             return
         self.shown = True
-        said = f"{done} of {self.count} done, now {name}{self._left(done)}"
-        click.echo(f"\r\x1b[K{said}", nl=False, err=True)
+        line = f"{done} of {self.count} done, now {name}{self._left(done)}"
+        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
     def _left(self, done: int) -> str:
         """The time left, if operations take as long as those before."""

@@ -18,9 +18,9 @@ import msgspec
 from click.shell_completion import get_completion_class
 
 from ..client.aio import AsyncTCPStore
-from ..daemon import build, run_loop
 from ..errors import DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..limits import Limits
+from ..serving import build, run_loop
 from ..version import VERSION
 from .commands import Commands
 from .output import is_closed, say, say_error, say_json, shown, shown_in_a_line
@@ -35,7 +35,7 @@ UNREACHABLE: Final = 4
 Ask = Callable[[AsyncTCPStore], Awaitable[Any]]
 
 
-class Asker:
+class ClientContext:
     """What every client command needs: where the server is, how long to wait, how to print."""
 
     def __init__(self, url: tuple[str, int], timeout: float, output: str) -> None:
@@ -148,7 +148,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of all client commands, as one `Asker`."""
 
     def command(url: tuple[str, int], timeout: float, output: str, **given: Any) -> None:
-        function(Asker(url, timeout, output), **given)
+        function(ClientContext(url, timeout, output), **given)
 
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__
@@ -204,7 +204,7 @@ def _value(text: str) -> bytes:
 
 @click.command()
 @client_command
-def ping(asker: Asker) -> None:
+def ping(context: ClientContext) -> None:
     """Say whether the server answers, and how fast."""
 
     async def ask(store: AsyncTCPStore) -> float:
@@ -212,52 +212,52 @@ def ping(asker: Asker) -> None:
         await store.ping()
         return round((time.perf_counter() - began) * 1000, 3)
 
-    asker.show("milliseconds", asker.ask(ask))
+    context.show("milliseconds", context.ask(ask))
 
 
 @click.command()
 @click.argument("key")
 @client_command
-def get(asker: Asker, key: str) -> None:
+def get(context: ClientContext, key: str) -> None:
     """Print a value, as soon as there is one."""
-    asker.show("value", asker.ask(lambda store: store.get(_bytes(key))))
+    context.show("value", context.ask(lambda store: store.get(_bytes(key))))
 
 
 @click.command("set")
 @click.argument("key")
 @click.argument("value")
 @client_command
-def set_(asker: Asker, key: str, value: str) -> None:
+def set_(context: ClientContext, key: str, value: str) -> None:
     """Store a value; '-' reads it from standard input. Before a value like -1 say --, which ends the options."""
     content = _value(value)
-    asker.write(key, content, lambda store: store.set(_bytes(key), content))
+    context.write(key, content, lambda store: store.set(_bytes(key), content))
 
 
 @click.command()
 @click.argument("key")
 @click.argument("value")
 @client_command
-def append(asker: Asker, key: str, value: str) -> None:
+def append(context: ClientContext, key: str, value: str) -> None:
     """Append to a value; '-' reads from standard input."""
     content = _value(value)
-    asker.write(key, content, lambda store: store.append(_bytes(key), content))
+    context.write(key, content, lambda store: store.append(_bytes(key), content))
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("key")
 @click.argument("amount", callback=_int64)
 @client_command
-def add(asker: Asker, key: str, amount: int) -> None:
+def add(context: ClientContext, key: str, amount: int) -> None:
     """Add to a counter and print the sum."""
 
     async def ask(store: AsyncTCPStore) -> int:
         try:
             return await store.add(_bytes(key), amount)
         except DistNetworkError:
-            await asker.demand_a_server()
+            await context.demand_a_server()
             raise DistStoreError(f"the server closed the connection: the value of {key!r} may be no number") from None
 
-    asker.show("sum", asker.ask(ask))
+    context.show("sum", context.ask(ask))
 
 
 @click.command("compare-set")
@@ -265,51 +265,51 @@ def add(asker: Asker, key: str, amount: int) -> None:
 @click.argument("expected")
 @click.argument("desired")
 @client_command
-def compare_set(asker: Asker, key: str, expected: str, desired: str) -> None:
+def compare_set(context: ClientContext, key: str, expected: str, desired: str) -> None:
     """Store DESIRED if the value is EXPECTED; print the value afterwards.
 
     EXPECTED '' also means that the key is missing.
     """
-    asker.show("value", asker.ask(lambda store: store.compare_set(_bytes(key), _bytes(expected), _bytes(desired))))
+    context.show("value", context.ask(lambda store: store.compare_set(_bytes(key), _bytes(expected), _bytes(desired))))
 
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
 @client_command
-def check(asker: Asker, keys: tuple[str, ...]) -> None:
+def check(context: ClientContext, keys: tuple[str, ...]) -> None:
     """Exit with 0 if all keys are there, with 1 if not."""
-    asker.answer("present", asker.ask(lambda store: store.check(list(map(_bytes, keys)))))
+    context.answer("present", context.ask(lambda store: store.check(list(map(_bytes, keys)))))
 
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
 @client_command
-def wait(asker: Asker, keys: tuple[str, ...]) -> None:
+def wait(context: ClientContext, keys: tuple[str, ...]) -> None:
     """Wait until all keys are there."""
-    asker.ask(lambda store: store.wait(list(map(_bytes, keys))))
+    context.ask(lambda store: store.wait(list(map(_bytes, keys))))
 
 
 @click.command()
 @click.argument("key")
 @client_command
-def delete(asker: Asker, key: str) -> None:
+def delete(context: ClientContext, key: str) -> None:
     """Remove a key; exit with 1 if it was not there."""
-    asker.answer("deleted", asker.ask(lambda store: store.delete_key(_bytes(key))))
+    context.answer("deleted", context.ask(lambda store: store.delete_key(_bytes(key))))
 
 
 @click.command()
 @click.option("--prefix", default="", help="Only keys that begin so.")
 @click.option("--raw", is_flag=True, help="Print names as they are.")
 @client_command
-def keys(asker: Asker, prefix: str, raw: bool) -> None:
+def keys(context: ClientContext, prefix: str, raw: bool) -> None:
     """Print the names of the keys, one a line, sorted.
 
     Line breaks in a name are escaped, and on a terminal all control characters, unless --raw says otherwise; -o json
     is unambiguous.
     """
-    found: list[str] = asker.ask(lambda store: store.list_keys())
+    found: list[str] = context.ask(lambda store: store.list_keys())
     names = sorted(name for name in found if name.startswith(prefix))
-    if asker.output == "json":
+    if context.output == "json":
         say_json({"keys": names})
     elif names:
         say("\n".join(names if raw else map(shown_in_a_line, names)))
@@ -317,9 +317,9 @@ def keys(asker: Asker, prefix: str, raw: bool) -> None:
 
 @click.command("num-keys")
 @client_command
-def num_keys(asker: Asker) -> None:
+def num_keys(context: ClientContext) -> None:
     """Print how many keys there are."""
-    asker.show("num_keys", asker.ask(lambda store: store.num_keys()))
+    context.show("num_keys", context.ask(lambda store: store.num_keys()))
 
 
 @click.group(cls=Commands)
@@ -331,60 +331,65 @@ def queue() -> None:
 @click.argument("key")
 @click.argument("value")
 @client_command
-def push(asker: Asker, key: str, value: str) -> None:
+def push(context: ClientContext, key: str, value: str) -> None:
     """Append an item; '-' reads it from standard input."""
     content = _value(value)
-    asker.write(key, content, lambda store: store.queue_push(_bytes(key), content))
+    context.write(key, content, lambda store: store.queue_push(_bytes(key), content))
 
 
 @queue.command()
 @click.argument("key")
 @click.option("--block/--no-block", default=True, show_default=True, help="Wait for an item.")
 @client_command
-def pop(asker: Asker, key: str, block: bool) -> None:
+def pop(context: ClientContext, key: str, block: bool) -> None:
     """Take the oldest item and print it."""
-    asker.show("value", asker.ask(lambda store: store.queue_pop(_bytes(key), block)))
+    context.show("value", context.ask(lambda store: store.queue_pop(_bytes(key), block)))
 
 
 @queue.command("len")
 @click.argument("key")
 @client_command
-def len_(asker: Asker, key: str) -> None:
+def len_(context: ClientContext, key: str) -> None:
     """Print how many items there are."""
-    asker.show("length", asker.ask(lambda store: store.queue_len(_bytes(key))))
+    context.show("length", context.ask(lambda store: store.queue_len(_bytes(key))))
 
 
 @click.command()
 @click.argument("key")
 @click.option("--world-size", type=int, required=True, metavar="N", help="How many have to arrive.")
 @client_command
-def barrier(asker: Asker, key: str, world_size: int) -> None:
+def barrier(context: ClientContext, key: str, world_size: int) -> None:
     """Wait until as many callers have arrived at this key as --world-size says, this one among them.
 
     A barrier is never reset: use a new key for every round.
     """
-    asker.ask(lambda store: store.barrier(_bytes(key), world_size))
+    context.ask(lambda store: store.barrier(_bytes(key), world_size))
 
 
 @click.command()
 @click.option("--local", is_flag=True, help="This installation, without asking a server.")
 @client_command
-def info(asker: Asker, local: bool) -> None:
+def info(context: ClientContext, local: bool) -> None:
     """Print what is known of the server, or of this installation."""
 
     async def ask(store: AsyncTCPStore) -> dict[str, Any]:
         began = time.perf_counter()
         await store.ping()
         took = round((time.perf_counter() - began) * 1000, 3)
-        known = {"host": asker.host, "port": asker.port, "num_keys": await store.num_keys(), "ping_milliseconds": took}
+        known = {
+            "host": context.host,
+            "port": context.port,
+            "num_keys": await store.num_keys(),
+            "ping_milliseconds": took,
+        }
         server = await store.server()
         return {
             **known,
             **(msgspec.to_builtins(server) if server else {"server": "PyTorch's, or one that speaks as it"}),
         }
 
-    known = _local() if local else asker.ask(ask)
-    if asker.output == "json":
+    known = _local() if local else context.ask(ask)
+    if context.output == "json":
         say_json(known)
         return
     lines = []

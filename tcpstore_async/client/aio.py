@@ -14,33 +14,33 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, cast
 
-from ..arguments import Text, Timeout, to_bytes, to_host, to_port, to_seconds
-from ..blob import EMPTY, Framed, unpack
+from ..coercion import Text, Timeout, to_bytes, to_host, to_port, to_seconds
+from ..deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
-from ..session.client import Call
-from ..session.extension import Identity, read_identity
-from . import calls, older
-from .calls import ANOTHER, Ask
-from .deadline import DEFAULT_TIMEOUT, ONE_LOOK, SURPLUS_SECONDS, Deadline
-from .dial import dial
-from .introduction import introduction
-from .lane import Lane
+from ..session.client import PendingCall
+from ..session.identity import Identity, read_identity
+from ..values import EMPTY, Framed, unpack
+from . import capabilities, requests
+from .async_connection import AsyncConnection
+from .client_info import introduction
+from .connect import connect
+from .requests import ANOTHER, Request
 
 _PAUSE = 0.05
 """Seconds until it is tried again what a server knows."""
 
 
-class _Patience(Deadline):
+class _CallDeadline(Deadline):
     """How long a call may take, and what it says then. 0 means one look: that takes what a round trip takes."""
 
-    def __init__(self, ask: Ask, seconds: float, began: float | None = None) -> None:
-        super().__init__(seconds or ONE_LOOK, began)
+    def __init__(self, ask: Request, seconds: float, began: float | None = None) -> None:
+        super().__init__(seconds or MIN_ROUND_TRIP, began)
         self.one_look = seconds == 0
         self._ask = ask
         self._seconds = seconds
 
     def error(self) -> StoreTimeoutError:
-        return StoreTimeoutError(calls.out_of_time(self._ask, self._seconds))
+        return StoreTimeoutError(requests.timeout_message(self._ask, self._seconds))
 
 
 class AsyncTCPStore:
@@ -57,10 +57,10 @@ class AsyncTCPStore:
         self.identity: Identity | None = None
         """Who the server is, if it is one of ours and was asked."""
         self._timeout = to_seconds("timeout", timeout)
-        self._lanes: dict[Lane, None] = {}
-        self._free: dict[Lane, None] = {}
+        self._connections: dict[AsyncConnection, None] = {}
+        self._free: dict[AsyncConnection, None] = {}
         """Those on which nothing waits."""
-        self._current: Lane | None = None
+        self._current: AsyncConnection | None = None
         """The one on which calls share a connection; all writes that may not have been executed yet are on it."""
         self._opening: asyncio.Task[None] | None = None
         self._taken = False
@@ -83,7 +83,7 @@ class AsyncTCPStore:
         The timeout is that of every later call too; negative means for ever, 0 one try.
         """
         store = cls(host, port, timeout)
-        await store._open_lane()
+        await store._open_connection()
         return store
 
     async def __aenter__(self) -> "AsyncTCPStore":
@@ -95,19 +95,19 @@ class AsyncTCPStore:
     async def close(self) -> None:
         """Close every connection. Calls under way fail; later ones too."""
         if self._stranded and self._lost is None:
-            await asyncio.wait(self._stranded, timeout=ONE_LOOK)
+            await asyncio.wait(self._stranded, timeout=MIN_ROUND_TRIP)
         self._lose(DistNetworkError("the store has been closed"))
         tasks = [*([self._opening] if self._opening else []), *self._trying.values()]
         if tasks:
             await asyncio.wait(tasks)
 
     def __del__(self) -> None:
-        lanes = getattr(self, "_lanes", None)
-        if lanes:
+        connections = getattr(self, "_lanes", None)
+        if connections:
             text = f"an AsyncTCPStore of {self.host}:{self.port} was not closed"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
-            for lane in lanes:
-                lane.forget()
+            for connection in connections:
+                connection.forget()
 
     @property
     def timeout(self) -> timedelta:
@@ -130,26 +130,26 @@ class AsyncTCPStore:
     # Values
 
     async def set(self, key: Text, value: Text) -> None:
-        await self._ask(calls.set_(key, value))
+        await self._ask(requests.set_(key, value))
 
     async def get(self, key: Text) -> bytes:
         """The value, as soon as there is one."""
-        name = calls.key_of(key)
-        ask = calls.wait([name])
-        patience = _Patience(ask, self._timeout)
+        name = requests.key_of(key)
+        ask = requests.wait([name])
+        patience = _CallDeadline(ask, self._timeout)
         if self.identity is None and not await self._extended(patience):
             await self._park(ask, patience)
-            return unpack(await self._ask_when_free(calls.get(name), patience))
+            return unpack(await self._ask_when_free(requests.get(name), patience))
         found = await self._look(name, patience)
-        return unpack(await self._park(calls.fetch(name), patience) if found is None else found)
+        return unpack(await self._park(requests.fetch(name), patience) if found is None else found)
 
-    async def _look(self, name: bytes, patience: _Patience) -> Framed | None:
+    async def _look(self, name: bytes, patience: _CallDeadline) -> Framed | None:
         """The value if it is there: without a connection that others could not use. Not for servers of PyTorch's, whose
         legacy one closes the connection for a GET of a key that is missing.
         """
-        lane = self._ready_lane() or await self._free_lane(patience)
-        _, there = lane.ask(*calls.check([name]))
-        _, value = lane.ask(*calls.get(name))
+        connection = self._ready_connection() or await self._free_connection(patience)
+        _, there = connection.call(*requests.check([name]))
+        _, value = connection.call(*requests.get(name))
         found: Framed = await self._answer(value, patience)
         if there.result():
             return found
@@ -159,82 +159,82 @@ class AsyncTCPStore:
 
     async def add(self, key: Text, amount: int) -> int:
         """Add to a counter, 0 if it is missing, and return the sum."""
-        return int(await self._ask(calls.add(key, amount)))
+        return int(await self._ask(requests.add(key, amount)))
 
     async def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Set `desired` if the value is `expected`, a missing key being empty; the value afterwards.
 
         For a missing key that was expected to hold something, `expected` is returned and nothing set, as in PyTorch.
         """
-        return unpack(await self._ask(calls.compare_set(key, expected, desired)))
+        return unpack(await self._ask(requests.compare_set(key, expected, desired)))
 
     async def append(self, key: Text, value: Text) -> None:
-        await self._ask(calls.append(key, value))
+        await self._ask(requests.append(key, value))
 
     async def check(self, keys: Iterable[Text]) -> bool:
         """Whether all keys are there."""
-        return bool(await self._ask(calls.check(calls.keys_of(keys))))
+        return bool(await self._ask(requests.check(requests.keys_of(keys))))
 
     async def ping(self) -> None:
         """One round trip: the server is there, and has executed everything that was sent before."""
-        await self._ask(calls.NO_KEY)
+        await self._ask(requests.NO_KEY)
 
     async def delete_key(self, key: Text) -> bool:
         """Remove a key; whether it was there."""
-        return bool(await self._ask(calls.delete_key(key)) == 1)
+        return bool(await self._ask(requests.delete_key(key)) == 1)
 
     async def num_keys(self) -> int:
         """How many keys there are, PyTorch's own counter of workers included."""
-        return int(await self._ask(calls.NUM_KEYS))
+        return int(await self._ask(requests.NUM_KEYS))
 
     async def list_keys(self) -> list[str]:
         """The names of all keys, in no order, without PyTorch's own. Raises UnicodeDecodeError for a name not UTF-8."""
-        await self._need(older.LIST_KEYS, calls.LIST_KEYS)
-        return calls.texts_of(calls.names_of(await self._ask(calls.LIST_KEYS)))
+        await self._need(capabilities.LIST_KEYS, requests.LIST_KEYS)
+        return requests.texts_of(requests.names_of(await self._ask(requests.LIST_KEYS)))
 
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """The values, as soon as all are there."""
-        names = calls.keys_of(keys)
-        patience = _Patience(calls.wait(names), self._timeout)
+        names = requests.keys_of(keys)
+        patience = _CallDeadline(requests.wait(names), self._timeout)
         await self._extended(patience)
-        await self._park(calls.wait(names), patience)
-        return [unpack(value) for value in await self._ask_when_free(calls.multi_get(names), patience)]
+        await self._park(requests.wait(names), patience)
+        return [unpack(value) for value in await self._ask_when_free(requests.multi_get(names), patience)]
 
     async def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         """Set all, or none. Raises DistStoreError if there are not as many values as keys."""
-        await self._ask(calls.multi_set(keys, values))
+        await self._ask(requests.multi_set(keys, values))
 
     # Waiting
 
     async def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
         """Until all keys are there. The timeout is the store's unless given; 0 means one look, negative for ever."""
-        ask = calls.wait(calls.keys_of(keys))
-        patience = _Patience(ask, self._seconds(timeout))
+        ask = requests.wait(requests.keys_of(keys))
+        patience = _CallDeadline(ask, self._seconds(timeout))
         await self._extended(patience)  # so that a further connection can be checked
         await self._park(ask, patience)
 
     async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
-        ask = calls.barrier(key, world_size)
-        patience = _Patience(ask, self._seconds(timeout))
-        if await self._knows(older.BARRIER, patience):
+        ask = requests.barrier(key, world_size)
+        patience = _CallDeadline(ask, self._seconds(timeout))
+        if await self._knows(capabilities.BARRIER, patience):
             await self._park(ask, patience)
             return
         name = to_bytes("key", key)
-        if await self._ask_when_free(calls.add(name + calls.BARRIER_MEMBERS, 1), patience) >= world_size:
-            await self._ask_when_free(calls.set_(name + calls.BARRIER_LAST, b"1"), patience)
-        await self._park(calls.wait([calls.key_of(name + calls.BARRIER_LAST)]), patience)
+        if await self._ask_when_free(requests.add(name + requests.BARRIER_MEMBERS, 1), patience) >= world_size:
+            await self._ask_when_free(requests.set_(name + requests.BARRIER_LAST, b"1"), patience)
+        await self._park(requests.wait([requests.key_of(name + requests.BARRIER_LAST)]), patience)
 
     # Queues
 
     async def queue_push(self, key: Text, value: Text) -> None:
-        ask = calls.queue_push(key, value)
-        await self._need(older.QUEUES, ask)
+        ask = requests.queue_push(key, value)
+        await self._need(capabilities.QUEUES, ask)
         await self._ask(ask)
 
     async def queue_len(self, key: Text) -> int:
-        ask = calls.queue_len(calls.key_of(key))
-        await self._need(older.QUEUES, ask)
+        ask = requests.queue_len(requests.key_of(key))
+        await self._need(capabilities.QUEUES, ask)
         return int(await self._ask(ask))
 
     async def queue_pop(self, key: Text, block: bool = True) -> bytes:
@@ -244,40 +244,40 @@ class AsyncTCPStore:
         cancelled, or its time is up, when the item is on its way already, it goes back to the front of the queue; on
         PyTorch's servers to the end.
         """
-        name = calls.key_of(key)
-        patience = _Patience(calls.wait([name]) if block else calls.queue_pop(name), self._timeout)
-        await self._need(older.QUEUES, calls.queue_pop(name), patience if block else None)
+        name = requests.key_of(key)
+        patience = _CallDeadline(requests.wait([name]) if block else requests.queue_pop(name), self._timeout)
+        await self._need(capabilities.QUEUES, requests.queue_pop(name), patience if block else None)
         if not await self._extended(patience):
             return await self._pop_from_pytorchs(name, block, patience)
-        item = await self._pop(calls.lease(name, block and not patience.one_look), patience)
+        item = await self._pop(requests.lease(name, block and not patience.one_look), patience)
         if item is not None:
             return unpack(item)
         if block and patience.one_look and not (await self.check([key]) and await self.queue_len(key) == 0):
             raise patience.error()
         raise QueueEmptyError("queue is empty")
 
-    async def _pop(self, lease: Ask, patience: _Patience) -> Framed | None:
+    async def _pop(self, lease: Request, patience: _CallDeadline) -> Framed | None:
         """Take the item that a server of ours leases; None if there is none. It is the caller's once this returns."""
         blocks = lease[0].parks
-        lane = await (self._lane_to_wait_on(patience) if blocks else self._free_lane(patience))
+        connection = await (self._connection_to_wait_on(patience) if blocks else self._free_connection(patience))
         try:
             if blocks:
-                call, future = self._lease(lane, lease)
-                _, item = await self._until(lane, call, future, patience)
+                call, future = self._lease(connection, lease)
+                _, item = await self._until(connection, call, future, patience)
             else:
-                _, item = await self._answer(lane.ask(*lease)[1], patience)
+                _, item = await self._answer(connection.call(*lease)[1], patience)
         except BaseException:
-            lane.give_back(lease)
+            connection.give_back(lease)
             raise
         if item is not None:
-            lane.confirm(lease)
+            connection.confirm(lease)
         return cast("Framed | None", item)
 
-    async def _pop_from_pytorchs(self, name: bytes, block: bool, patience: _Patience) -> bytes:
+    async def _pop_from_pytorchs(self, name: bytes, block: bool, patience: _CallDeadline) -> bytes:
         doubts = 0
         while True:
             if block and not patience.one_look:
-                await self._park(calls.wait([name]), patience)
+                await self._park(requests.wait([name]), patience)
             item = await self._pop_unconfirmed(name)
             if item is not None:
                 return unpack(item)
@@ -289,10 +289,10 @@ class AsyncTCPStore:
 
     async def _pop_unconfirmed(self, name: bytes) -> Framed | None:
         """Take an item from a server of PyTorch's; None if there is none. If the caller goes, it is pushed back."""
-        ask = calls.queue_pop(name)
-        patience = _Patience(ask, self._timeout)
-        lane = await self._free_lane(patience)
-        _, future = lane.ask(*ask)
+        ask = requests.queue_pop(name)
+        patience = _CallDeadline(ask, self._timeout)
+        connection = await self._free_connection(patience)
+        _, future = connection.call(*ask)
         try:
             _, item = await self._answer(asyncio.shield(future), patience)
         except BaseException:
@@ -306,7 +306,7 @@ class AsyncTCPStore:
         try:
             _, item = await popped
             if item is not None:
-                await self._ask_when_free(calls.push_back(name, item))
+                await self._ask_when_free(requests.push_back(name, item))
         except (DistNetworkError, StoreTimeoutError):
             pass  # it was lost with the connection, or its server does not answer any more
 
@@ -317,22 +317,22 @@ class AsyncTCPStore:
         the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
         """
         ask = self._ask
-        if len(await ask(calls.get(name))) > len(EMPTY):
+        if len(await ask(requests.get(name))) > len(EMPTY):
             return True
-        if doubts < calls.DOUBTS or not await ask(calls.check([name])) or await ask(calls.queue_len(name)):
+        if doubts < requests.DOUBTS or not await ask(requests.check([name])) or await ask(requests.queue_len(name)):
             return False
-        if not await self._knows(older.LIST_KEYS, _Patience(calls.LIST_KEYS, self._timeout)):
+        if not await self._knows(capabilities.LIST_KEYS, _CallDeadline(requests.LIST_KEYS, self._timeout)):
             return True
-        return name in await ask(calls.LIST_KEYS)
+        return name in await ask(requests.LIST_KEYS)
 
     # Who the server is
 
     async def server(self) -> Identity | None:
         """Who the server is; None if it is one of PyTorch's, or another that speaks as it."""
-        await self._extended(_Patience(calls.HAS_EXTENSION, self._timeout))
+        await self._extended(_CallDeadline(requests.HAS_EXTENSION, self._timeout))
         return self.identity
 
-    async def _extended(self, patience: _Patience) -> bool:
+    async def _extended(self, patience: _CallDeadline) -> bool:
         """Whether the server is one of ours. Asks it, once, the first time this is asked."""
         if not self._asked:
             if self._asking is None or self._asking.done():
@@ -340,7 +340,7 @@ class AsyncTCPStore:
             await self._outcome(self._asking, patience)
         return self.identity is not None
 
-    async def _knows(self, what: str, patience: _Patience) -> bool:
+    async def _knows(self, what: str, patience: _CallDeadline) -> bool:
         """Whether the server knows what older ones of PyTorch's do not: tried once, on a connection of its own."""
         if what not in self._known and await self._extended(patience):
             self._known[what] = True
@@ -356,40 +356,40 @@ class AsyncTCPStore:
                 await asyncio.sleep(_PAUSE)  # it was another's time, or the store's, that was up
         return self._known[what]
 
-    async def _need(self, what: str, ask: Ask, patience: _Patience | None = None) -> None:
+    async def _need(self, what: str, ask: Request, patience: _CallDeadline | None = None) -> None:
         """Raises NotImplementedError if the server does not know what the call `ask` needs."""
-        if not self._known.get(what) and not await self._knows(what, patience or _Patience(ask, self._timeout)):
-            raise older.lacks(what, self.host, self.port)
+        if not self._known.get(what) and not await self._knows(what, patience or _CallDeadline(ask, self._timeout)):
+            raise capabilities.lacks(what, self.host, self.port)
 
     async def _find_out(self, what: str) -> None:
-        for _ in range(older.TRIES):
-            if await self._try(older.tries(what)):
+        for _ in range(capabilities.TRIES):
+            if await self._try(capabilities.tries(what)):
                 self._known[what] = True
                 return
-            await self._ask(calls.NO_KEY)  # unless the store, or the server, has gone altogether
+            await self._ask(requests.NO_KEY)  # unless the store, or the server, has gone altogether
         self._known[what] = False
 
-    async def _try(self, asks: list[Ask]) -> bool:
-        peer, session = await dial(self.host, self.port, Deadline(self._timeout))
-        lane = Lane(session, lambda *_: None, lambda _: None)
-        await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
+    async def _try(self, asks: list[Request]) -> bool:
+        peer, session = await connect(self.host, self.port, Deadline(self._timeout))
+        connection = AsyncConnection(session, lambda *_: None, lambda _: None)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
         try:
             for ask in asks:
-                await self._answer(lane.ask(*ask)[1], _Patience(ask, self._timeout))
+                await self._answer(connection.call(*ask)[1], _CallDeadline(ask, self._timeout))
         except DistNetworkError:
             return False
         finally:
-            lane.close()
+            connection.close()
         return True
 
     async def _ask_who(self) -> None:
-        if await self._ask(calls.HAS_EXTENSION):
-            self.identity = read_identity(unpack(await self._ask(calls.WHO_ARE_YOU)))
+        if await self._ask(requests.HAS_EXTENSION):
+            self.identity = read_identity(unpack(await self._ask(requests.WHO_ARE_YOU)))
         if self.identity is not None:
-            await self._ask(calls.introduce(introduction()))
+            await self._ask(requests.introduce(introduction()))
         self._asked = True
 
-    async def _outcome(self, task: "asyncio.Task[None]", patience: _Patience) -> None:
+    async def _outcome(self, task: "asyncio.Task[None]", patience: _CallDeadline) -> None:
         """Wait for what several calls need, each for as long as it may. Raises what that has raised."""
         await asyncio.wait({task}, timeout=patience.left())
         if self._lost is not None:
@@ -397,72 +397,74 @@ class AsyncTCPStore:
         if not task.done():
             raise patience.error()
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, StoreTimeoutError) or (isinstance(error, DistNetworkError) and self._lanes):
+        if isinstance(error, StoreTimeoutError) or (isinstance(error, DistNetworkError) and self._connections):
             raise patience.error() from error
         if error is not None:
             raise error
 
-    async def _verify(self, lane: Lane) -> None:
+    async def _verify(self, connection: AsyncConnection) -> None:
         """A further connection must lead to the same server, where that can be asked."""
         known = self.identity
         if known is None:
             return
-        lane.ask(*calls.introduce(introduction()))
-        _, answer = lane.ask(*calls.WHO_ARE_YOU)
-        patience = _Patience(calls.WHO_ARE_YOU, self._timeout)
+        connection.call(*requests.introduce(introduction()))
+        _, answer = connection.call(*requests.WHO_ARE_YOU)
+        patience = _CallDeadline(requests.WHO_ARE_YOU, self._timeout)
         found = read_identity(unpack(await self._answer(answer, patience)))
         if found is None or found.instance != known.instance:
             error = DistNetworkError(ANOTHER)
-            self._lane_lost(lane, error)
+            self._connection_lost(connection, error)
             raise error
 
     # How calls are made
 
-    def _ask(self, ask: Ask) -> Awaitable[Any]:
+    def _ask(self, ask: Request) -> Awaitable[Any]:
         """A call that the server answers at once, or not at all."""
-        lane = self._ready_lane()
-        if lane is not None:  # the common case, without a coroutine
-            _, future = lane.ask(*ask)
+        connection = self._ready_connection()
+        if connection is not None:  # the common case, without a coroutine
+            _, future = connection.call(*ask)
             if self._timeout >= 0 and not future.done():
-                lane.limit(future, ask, self._timeout)
+                connection.limit(future, ask, self._timeout)
             return future
         return self._ask_when_free(ask)
 
-    async def _ask_when_free(self, ask: Ask, patience: _Patience | None = None) -> Any:
-        patience = patience or _Patience(ask, self._timeout)
-        lane = await self._free_lane(patience)
-        _, future = lane.ask(*ask)
+    async def _ask_when_free(self, ask: Request, patience: _CallDeadline | None = None) -> Any:
+        patience = patience or _CallDeadline(ask, self._timeout)
+        connection = await self._free_connection(patience)
+        _, future = connection.call(*ask)
         return future.result() if future.done() else await self._answer(future, patience)
 
-    async def _park(self, ask: Ask, patience: _Patience) -> Any:
+    async def _park(self, ask: Request, patience: _CallDeadline) -> Any:
         """A call that is answered when something happens, or canceled when time is up."""
-        lane = await self._lane_to_wait_on(patience)
-        call, future = self._lease(lane, ask)
+        connection = await self._connection_to_wait_on(patience)
+        call, future = self._lease(connection, ask)
         if patience.one_look:
-            lane.cancel(call)
-        result = await self._until(lane, call, future, patience)
+            connection.cancel(call)
+        result = await self._until(connection, call, future, patience)
         if call.canceled and not call.woken:
             raise patience.error()
         return result
 
-    def _lease(self, lane: Lane, ask: Ask) -> tuple[Call, "asyncio.Future[Any]"]:
+    def _lease(self, connection: AsyncConnection, ask: Request) -> tuple[PendingCall, "asyncio.Future[Any]"]:
         """Send a call that waits; behind a fence if there are writes that other connections must not overtake."""
-        if lane.session.unconfirmed():
-            lane.ask_fence()
-        call, future = lane.ask(*ask)
+        if connection.session.unconfirmed():
+            connection.send_fence()
+        call, future = connection.call(*ask)
         assert call is not None
-        self._free.pop(lane, None)
+        self._free.pop(connection, None)
         return call, future
 
-    async def _until(self, lane: Lane, call: Call, future: "asyncio.Future[Any]", patience: _Patience) -> Any:
+    async def _until(
+        self, connection: AsyncConnection, call: PendingCall, future: "asyncio.Future[Any]", patience: _CallDeadline
+    ) -> Any:
         try:
-            return await self._answer(future, patience, lambda: lane.cancel(call))
+            return await self._answer(future, patience, lambda: connection.cancel(call))
         except asyncio.CancelledError:
-            lane.cancel(call)
+            connection.cancel(call)
             raise
 
     async def _answer(
-        self, future: "asyncio.Future[Any]", patience: _Patience, expire: Callable[[], None] = lambda: None
+        self, future: "asyncio.Future[Any]", patience: _CallDeadline, expire: Callable[[], None] = lambda: None
     ) -> Any:
         """What a future brings, unless time is up before."""
         if future.done():
@@ -487,15 +489,15 @@ class AsyncTCPStore:
 
     # Lanes
 
-    async def _lane_to_wait_on(self, patience: _Patience) -> Lane:
+    async def _connection_to_wait_on(self, patience: _CallDeadline) -> AsyncConnection:
         """The same for a call that keeps it. Such calls take turns: thousands must not all look at once."""
         await self._take_turn(patience)
         try:
-            return await self._free_lane(patience)
+            return await self._free_connection(patience)
         finally:
             self._end_turn()
 
-    async def _take_turn(self, patience: _Patience) -> None:
+    async def _take_turn(self, patience: _CallDeadline) -> None:
         if not self._taken:
             self._taken = True
             return
@@ -518,22 +520,22 @@ class AsyncTCPStore:
                 return
         self._taken = False
 
-    def _ready_lane(self) -> Lane | None:
+    def _ready_connection(self) -> AsyncConnection | None:
         """The connection that calls share, unless something waits on it."""
-        lane = self._current
-        return lane if lane is not None and lane.session.waiting is None else None
+        connection = self._current
+        return connection if connection is not None and connection.session.waiting is None else None
 
-    async def _free_lane(self, patience: _Patience) -> Lane:
+    async def _free_connection(self, patience: _CallDeadline) -> AsyncConnection:
         """A connection on which nothing waits and on which all that this store has written is there."""
         while True:
             if self._lost is not None:
                 raise self._lost
-            ready = self._ready_lane()
+            ready = self._ready_connection()
             if ready is not None:
                 return ready
-            lane = self._current
-            if lane is not None and lane.fence is not None and lane.session.unconfirmed():
-                fence = lane.fence  # by the time that it is done the connection may have another
+            connection = self._current
+            if connection is not None and connection.fence is not None and connection.session.unconfirmed():
+                fence = connection.fence  # by the time that it is done the connection may have another
                 await asyncio.wait({fence}, timeout=patience.left())
                 if not fence.done():
                     raise patience.error()
@@ -543,61 +545,61 @@ class AsyncTCPStore:
                 self._free[self._current] = None
                 continue
             if self._opening is None or self._opening.done():
-                self._opening = _shared(self._open_lane())
+                self._opening = _shared(self._open_connection())
             await self._outcome(self._opening, patience)
 
-    async def _open_lane(self) -> None:
-        peer, session = await dial(self.host, self.port, Deadline(self._timeout))
-        lane = Lane(session, _weak(self._lane_lost), _weak(self._lane_freed))
-        await asyncio.get_running_loop().create_connection(lambda: lane, sock=peer)
+    async def _open_connection(self) -> None:
+        peer, session = await connect(self.host, self.port, Deadline(self._timeout))
+        connection = AsyncConnection(session, _weak(self._connection_lost), _weak(self._connection_freed))
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
         try:
-            await self._verify(lane)
+            await self._verify(connection)
         except BaseException:
-            lane.close()
+            connection.close()
             raise
         if self._lost is not None:
-            lane.close()
+            connection.close()
         else:
-            if self._lanes:
-                self._close_later(lane)
-            self._lanes[lane] = self._free[lane] = None
+            if self._connections:
+                self._close_later(connection)
+            self._connections[connection] = self._free[connection] = None
 
-    def _close_later(self, lane: Lane) -> None:
+    def _close_later(self, connection: AsyncConnection) -> None:
         """A connection beside the first is closed when nothing is on it after a while, or after another."""
-        asyncio.get_running_loop().call_later(SURPLUS_SECONDS, _weak(self._close_surplus), lane)
+        asyncio.get_running_loop().call_later(IDLE_SECONDS, _weak(self._close_surplus), connection)
 
-    def _close_surplus(self, lane: Lane) -> None:
-        if lane not in self._lanes:
+    def _close_surplus(self, connection: AsyncConnection) -> None:
+        if connection not in self._connections:
             return
-        if lane.idle():
-            if not lane.session.unconfirmed():
-                self._drop(lane)
-                lane.close()
+        if connection.idle():
+            if not connection.session.unconfirmed():
+                self._drop(connection)
+                connection.close()
                 return
-            lane.ask_fence()  # so that it can go the next time
-        self._close_later(lane)
+            connection.send_fence()  # so that it can go the next time
+        self._close_later(connection)
 
-    def _drop(self, lane: Lane) -> None:
+    def _drop(self, connection: AsyncConnection) -> None:
         """Have no further call take it."""
-        self._lanes.pop(lane, None)
-        self._free.pop(lane, None)
-        if lane is self._current:
+        self._connections.pop(connection, None)
+        self._free.pop(connection, None)
+        if connection is self._current:
             self._current = None
 
-    def _lane_freed(self, lane: Lane) -> None:
+    def _connection_freed(self, connection: AsyncConnection) -> None:
         """Nothing waits on it any more."""
-        if lane in self._lanes:
-            self._free[lane] = None
+        if connection in self._connections:
+            self._free[connection] = None
 
-    def _lane_lost(self, lane: Lane, error: DistNetworkError) -> None:
+    def _connection_lost(self, connection: AsyncConnection, error: DistNetworkError) -> None:
         """A connection was lost, and with it perhaps what was written on it: the store is lost, as PyTorch's is."""
         self._lose(error)
 
     def _lose(self, error: DistNetworkError) -> None:
         self._lost = self._lost or error
-        for lane in list(self._lanes):
-            self._drop(lane)
-            lane.close(self._lost)
+        for connection in list(self._connections):
+            self._drop(connection)
+            connection.close(self._lost)
         for task in (self._opening, *self._trying.values()):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()

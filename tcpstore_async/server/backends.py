@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from ..limits import Limits
-from .base import BACKENDS
+from .listening import BACKENDS
 
 DEFAULT_BACKEND: Final = BACKENDS[0]
 
@@ -47,7 +47,7 @@ class Server(Protocol):
     def all_joined(self) -> bool:
         """Whether as many ranks have joined as were announced."""
 
-    def dismiss_newcomers(self, complete: float) -> None:
+    def dismiss_latecomers(self, complete: float) -> None:
         """Close the connections that came after `complete`: they belong to a next round, and join again."""
 
     def close_inherited(self) -> None:

@@ -20,7 +20,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-def spare_the_collector() -> None:
+def tune_gc() -> None:
     """Nothing the server makes for a connection is part of a cycle once it is closed: collect seldom.
 
     With the defaults, collections that find nothing cost 4 % of a job's start, and more the more ranks there are. The

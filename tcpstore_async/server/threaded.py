@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ..blob import Framed, length
 from ..errors import LimitError, PeerError
 from ..limits import Limits
 from ..session.budget import PIECES, SESSION_BYTES
-from ..session.extension import identity
-from ..session.server import Engine, ServerSession, newcomers
-from .base import NEWCOMERS, Complaints, free_large_memory, log, make_room
+from ..session.identity import identity
+from ..session.server import Engine, ServerSession, latecomers
+from ..values import Framed, length
+from .listening import NEWCOMERS, RateLimitedLog, free_large_memory, log, reserve_connections
 
 _READ: Final = 16 * 1024
 """More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
@@ -55,7 +55,7 @@ class Worker(threading.Thread):
             self._ended.append(self)
 
 
-class Turns:
+class FairLock:
     """A lock that goes to whoever has waited longest.
 
     `threading.Lock` goes to who asks when it happens to be free: with twenty peers that send without a pause, another
@@ -64,7 +64,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._inner = threading.Lock()
-        self._line: deque[threading.Lock] = deque()
+        self._waiting: deque[threading.Lock] = deque()
         self._held = False
 
     def __enter__(self) -> None:
@@ -72,26 +72,26 @@ class Turns:
             if not self._held:
                 self._held = True
                 return
-            turn = threading.Lock()
-            turn.acquire()
-            self._line.append(turn)
+            ticket = threading.Lock()
+            ticket.acquire()
+            self._waiting.append(ticket)
         try:
-            turn.acquire()
+            ticket.acquire()
         except BaseException:  # an interrupt from the keyboard
-            self._step_back(turn)
+            self._withdraw(ticket)
             raise
 
     def __exit__(self, *_: object) -> None:
         with self._inner:
-            if self._line:
-                self._line.popleft().release()
+            if self._waiting:
+                self._waiting.popleft().release()
             else:
                 self._held = False
 
-    def _step_back(self, turn: threading.Lock) -> None:
+    def _withdraw(self, ticket: threading.Lock) -> None:
         with self._inner:
-            if turn in self._line:
-                self._line.remove(turn)
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
                 return
         self.__exit__()
 
@@ -168,7 +168,7 @@ class Connection:
             self.flush()
             self.close()
         self.flush()
-        self.server.flush_dirty()
+        self.server.flush_pending()
 
     def flush(self) -> None:
         """Hand the session's replies to the kernel, as far as it takes them, after those that it did not take yet."""
@@ -238,7 +238,7 @@ class Connection:
 class Writer:
     """Sends what peers did not read at once, while their own threads wait for what they say. One thread for all."""
 
-    def __init__(self, lock: Turns) -> None:
+    def __init__(self, lock: FairLock) -> None:
         self._lock = lock
         self._behind: dict[int, Connection] = {}
         """By file descriptor."""
@@ -301,7 +301,7 @@ class ThreadedServer:
         self.limits = limits
         self.engine = Engine(limits, session_bytes=_SESSION_BYTES)
         self.engine.identify(identity(secrets.token_hex(8), "threaded"))
-        self.lock = Turns()
+        self.lock = FairLock()
         self.writer = Writer(self.lock)
         self.connections: set[Connection] = set()
         self.empty = asyncio.Event()
@@ -310,8 +310,8 @@ class ThreadedServer:
         self.port: int = listener.getsockname()[1]
         self.max_connections = 0
         self.stopped = False
-        self._complaints = Complaints()
-        self._counting: asyncio.TimerHandle | None = None
+        self._complaints = RateLimitedLog()
+        self._suppressed_timer: asyncio.TimerHandle | None = None
         self._validating = False
         """Whether somebody will look for those that have not sent VALIDATE in time."""
         self._expiry: asyncio.TimerHandle | None = None
@@ -335,7 +335,7 @@ class ThreadedServer:
 
     def start(self) -> None:
         """Accept connections from now on. Raises RuntimeError if the threads for it cannot be had."""
-        self.max_connections = make_room(self.listener, self.host, self.port, self.limits.connections)
+        self.max_connections = reserve_connections(self.listener, self.host, self.port, self.limits.connections)
         free_large_memory()
         self._start_thread(self.writer.run, "tcpstore writing")
         self._accepting = self._start_thread(self._accept_all, "tcpstore accepting")
@@ -354,8 +354,8 @@ class ThreadedServer:
             thread.join()
         for own in (self.writer, self._bell, self._woken):
             own.close()
-        if self._counting is not None:
-            self._counting.cancel()
+        if self._suppressed_timer is not None:
+            self._suppressed_timer.cancel()
         if self._expiry is not None:
             self._expiry.cancel()
         self._complaints.finish()
@@ -375,17 +375,17 @@ class ThreadedServer:
         """So many ranks are expected to join, all told."""
         with self.lock:
             self.engine.announce(joins)
-            self.flush_dirty()
+            self.flush_pending()
 
     def all_joined(self) -> bool:
         """Whether as many ranks have joined as were announced."""
         with self.lock:
             return self.engine.all_joined()
 
-    def dismiss_newcomers(self, complete: float) -> None:
+    def dismiss_latecomers(self, complete: float) -> None:
         """Close the connections that came after `complete`: they belong to a next round, and join again."""
         with self.lock:
-            for session in newcomers([connection.session for connection in self.connections], complete):
+            for session in latecomers([connection.session for connection in self.connections], complete):
                 if isinstance(session.owner, Connection):
                     session.owner.close()
 
@@ -407,23 +407,23 @@ class ThreadedServer:
 
     # Called with the lock
 
-    def flush_dirty(self) -> None:
+    def flush_pending(self) -> None:
         """Flush the sessions that another one's command, or its end, gave something to say, and close the evicted."""
         if self._flushing:
             return  # a connection failed under the loop below, which goes on with whom its end woke
         self._flushing = True
         try:
-            dirty = self.engine.dirty
-            if len(dirty) > _FLUSHES_PER_TURN:
+            pending_flush = self.engine.pending_flush
+            if len(pending_flush) > _FLUSHES_PER_TURN:
                 if not self._to_flush:
                     self._tell_loop(self._flush_more)
                 evicted = self.engine.evicted
                 self._to_flush.extend(
-                    one.owner for one in dirty if one not in evicted and isinstance(one.owner, Connection)
+                    one.owner for one in pending_flush if one not in evicted and isinstance(one.owner, Connection)
                 )
-                dirty[:] = [one for one in dirty if one in evicted]
-            while dirty:
-                session = dirty.pop()
+                pending_flush[:] = [one for one in pending_flush if one in evicted]
+            while pending_flush:
+                session = pending_flush.pop()
                 connection = session.owner
                 if isinstance(connection, Connection):
                     try:
@@ -444,19 +444,19 @@ class ThreadedServer:
     def refuse(self, connection: Connection, error: PeerError) -> None:
         """Say why a connection closes."""
         kind = error.limit if isinstance(error, LimitError) else "protocol"
-        self._complain(kind, f"closed the connection of {connection.session}: {error}")
+        self._log_limited(kind, f"closed the connection of {connection.session}: {error}")
 
     def forget(self, connection: Connection) -> None:
         """A connection has closed."""
         self.connections.discard(connection)
         if not self.stopped:
-            self.flush_dirty()
+            self.flush_pending()
         if not self.connections:
             self._tell_loop(self._note_empty)
 
-    def _complain(self, kind: str, text: str) -> None:
+    def _log_limited(self, kind: str, text: str) -> None:
         """Log what a peer did, now or, if the log has had its line of that kind, in a count a second later."""
-        if not self._complaints.add(kind, text) and self._counting is None:
+        if not self._complaints.add(kind, text) and self._suppressed_timer is None:
             self._tell_loop(self._count_later)
 
     # On the loop
@@ -479,7 +479,7 @@ class ThreadedServer:
             if self.stopped or not keyspace.work:
                 return
             keyspace.step()
-            self.flush_dirty()
+            self.flush_pending()
             if keyspace.work:
                 self._loop.call_soon(self._work)
 
@@ -494,11 +494,11 @@ class ThreadedServer:
             self.empty.set()
 
     def _count_later(self) -> None:
-        if self._counting is None and not self.stopped:
-            self._counting = self._loop.call_later(1.0, self._count_complaints)
+        if self._suppressed_timer is None and not self.stopped:
+            self._suppressed_timer = self._loop.call_later(1.0, self._flush_suppressed)
 
-    def _count_complaints(self) -> None:
-        self._counting = None
+    def _flush_suppressed(self) -> None:
+        self._suppressed_timer = None
         with self.lock:
             self._complaints.finish()
 
@@ -509,7 +509,7 @@ class ThreadedServer:
             if oldest is None or self.stopped:
                 self._validating = False
                 return
-        left = oldest.came + self.limits.validate_seconds - time.monotonic()
+        left = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
         self._expiry = self._loop.call_later(max(left, 0.001), self._close_overdue)
 
     def _close_overdue(self) -> None:
@@ -517,7 +517,7 @@ class ThreadedServer:
         most = self.limits.validate_seconds
         with self.lock:
             while (session := self.engine.overdue(now)) is not None and isinstance(session.owner, Connection):
-                self.refuse(session.owner, LimitError("validate_seconds", int(now - session.came), most))
+                self.refuse(session.owner, LimitError("validate_seconds", int(now - session.connected_at), most))
                 session.owner.close()
         self._expect_validation()
 
@@ -541,7 +541,7 @@ class ThreadedServer:
         """Those who come next wait; those who are in are served."""
         reason = error.strerror if isinstance(error, OSError) else error
         with self.lock:
-            self._complain("accept", f"cannot accept connections for now: {reason}")
+            self._log_limited("accept", f"cannot accept connections for now: {reason}")
         self._closing.wait(_PAUSE)
 
     def _accept(self) -> None:
@@ -560,7 +560,7 @@ class ThreadedServer:
         with self.lock:
             if self.count >= self.max_connections and not self._make_place():
                 text = f"refused the connection of {host}, port {port}: {self.count} are open, the most allowed"
-                self._complain("connections", text)
+                self._log_limited("connections", text)
                 return None
             connection = Connection(self, peer, host, port)
             self.connections.add(connection)
@@ -569,7 +569,7 @@ class ThreadedServer:
             if not self._validating and self.limits.validate_seconds:
                 self._validating = True
                 self._tell_loop(self._expect_validation)
-            self.flush_dirty()
+            self.flush_pending()
         return connection
 
     def _make_place(self) -> bool:
@@ -580,7 +580,7 @@ class ThreadedServer:
         text = (
             f"closed the connection of {session}, which had not sent VALIDATE: {self.count} are open, the most allowed"
         )
-        self._complain("connections", text)
+        self._log_limited("connections", text)
         session.owner.close()
         return True
 

@@ -14,14 +14,14 @@ import time
 from collections import deque
 from typing import Any, Final
 
-from ..blob import Framed, length
 from ..errors import LimitError, PeerError
 from ..limits import Limits
 from ..session.budget import PIECES
-from ..session.extension import identity
-from ..session.server import Engine, ServerSession, newcomers
-from .base import NEWCOMERS, Complaints, log, make_room
-from .readiness import READ, WRITE, WatchWith, readiness
+from ..session.identity import identity
+from ..session.server import Engine, ServerSession, latecomers
+from ..values import Framed, length
+from .listening import NEWCOMERS, RateLimitedLog, log, reserve_connections
+from .poller import READ, WRITE, WatchWith, make_poller
 
 _read = os.read
 _read_into = os.readv
@@ -103,8 +103,8 @@ class Connection:
                 return
             if session.out:
                 self.flush()
-            if self.server.engine.dirty:
-                self.server.flush_dirty()
+            if self.server.engine.pending_flush:
+                self.server.flush_pending()
             if not more and not self.hung_up and not session.stalled():
                 return
         self.server.go_on_later(self)
@@ -175,7 +175,7 @@ class Connection:
         """The kernel took only the first `taken` bytes: the rest goes when it takes more."""
         self.session.leave_behind(replies, taken)
         if self.session.backlog is not None:
-            self.server.readiness.watch_writing(self.fd, True)
+            self.server.make_poller.watch_writing(self.fd, True)
 
     def writable(self) -> None:
         """The kernel takes more; once it has taken everything, requests that were kept back go on.
@@ -187,12 +187,12 @@ class Connection:
         self._write_unsent()
         if self._behind() or self.fd < 0:
             return
-        self.server.readiness.watch_writing(self.fd, False)
+        self.server.make_poller.watch_writing(self.fd, False)
         if self.ended:
             self.close()
         elif self.paused:
             self.paused = False
-            self.server.readiness.resume(self.fd)
+            self.server.make_poller.resume(self.fd)
             self.go_on()
 
     def close(self) -> None:
@@ -204,11 +204,11 @@ class Connection:
         server = self.server
         server.connections[fd] = None
         server.count -= 1
-        server.readiness.forget(fd)
+        server.make_poller.forget(fd)
         os.close(fd)
         self.session.leave()
-        if server.engine.dirty and not server.stopped:
-            server.flush_dirty()
+        if server.engine.pending_flush and not server.stopped:
+            server.flush_pending()
         if not server.count:
             server.empty.set()
 
@@ -227,7 +227,7 @@ class Connection:
     def _pause(self) -> None:
         if not self.paused:
             self.paused = True
-            self.server.readiness.pause(self.fd)
+            self.server.make_poller.pause(self.fd)
 
     def _hand_over(self, data: list[Any]) -> int:
         """Give bytes to the kernel; how many it took, or -1 if the connection turned out to be gone."""
@@ -262,7 +262,7 @@ class Connection:
 class UvServer:
     """One server on the running loop. Not to be shared between threads."""
 
-    def __init__(self, listener: socket.socket, limits: Limits, watch_with: WatchWith = readiness) -> None:
+    def __init__(self, listener: socket.socket, limits: Limits, watch_with: WatchWith = make_poller) -> None:
         self.listener = listener
         self.limits = limits
         self.high_water = limits.unsent_high_water
@@ -273,7 +273,7 @@ class UvServer:
         self.count = 0
         self.empty = asyncio.Event()
         self.empty.set()
-        self.complaints = Complaints()
+        self.rate_limited = RateLimitedLog()
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
         self.max_connections = 0
@@ -284,16 +284,16 @@ class UvServer:
         """Those that were woken with more others than one turn can tell."""
         self.engine.keyspace.on_work = self._work_later
         self._loop = asyncio.get_running_loop()
-        self.readiness = watch_with(self._loop, self.ready)
+        self.make_poller = watch_with(self._loop, self.ready)
         self._accepting = False
         self.stopped = False
         self._flushing = False
-        self._counting: asyncio.TimerHandle | None = None
+        self._suppressed_timer: asyncio.TimerHandle | None = None
         self._validating: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Accept connections from now on."""
-        self.max_connections = make_room(self.listener, self.host, self.port, self.limits.connections)
+        self.max_connections = reserve_connections(self.listener, self.host, self.port, self.limits.connections)
         self._resume_accepting()
 
     def stop(self) -> None:
@@ -305,12 +305,12 @@ class UvServer:
         for connection in self.connections:
             if connection is not None:
                 connection.close()
-        self.readiness.close()
-        if self._counting is not None:
-            self._counting.cancel()
+        self.make_poller.close()
+        if self._suppressed_timer is not None:
+            self._suppressed_timer.cancel()
         if self._validating is not None:
             self._validating.cancel()
-        self.complaints.finish()
+        self.rate_limited.finish()
 
     async def drain(self, grace: float) -> None:
         """Stop accepting, give the peers up to `grace` seconds to leave, then stop."""
@@ -324,16 +324,16 @@ class UvServer:
     def announce(self, joins: int) -> None:
         """So many ranks are expected to join, all told."""
         self.engine.announce(joins)
-        self.flush_dirty()
+        self.flush_pending()
 
     def all_joined(self) -> bool:
         """Whether as many ranks have joined as were announced."""
         return self.engine.all_joined()
 
-    def dismiss_newcomers(self, complete: float) -> None:
+    def dismiss_latecomers(self, complete: float) -> None:
         """Close the connections that came after `complete`: they belong to a next round, and join again."""
         there = [connection.session for connection in self.connections if connection is not None]
-        for session in newcomers(there, complete):
+        for session in latecomers(there, complete):
             if isinstance(session.owner, Connection):
                 session.owner.close()
 
@@ -357,7 +357,7 @@ class UvServer:
         5 that an operation costs in plain Python. Everything else is the connection's to attend to.
         """
         connections = self.connections
-        dirty = self.engine.dirty
+        pending_flush = self.engine.pending_flush
         for fd, events in news:
             connection = connections[fd]
             if connection is None:
@@ -379,9 +379,9 @@ class UvServer:
                         connection.keep([data], count)
                 elif out:
                     connection.flush()
-                if dirty:
-                    self.flush_dirty()
-                if len(chunk) == _FIRST_READ or not chunk or session.kept is not None:
+                if pending_flush:
+                    self.flush_pending()
+                if len(chunk) == _FIRST_READ or not chunk or session.input_buffer is not None:
                     connection.go_on()
             except BlockingIOError:
                 self._blocked(connection)
@@ -397,25 +397,25 @@ class UvServer:
         try:
             if connection.session.out:
                 connection.flush()
-            if self.engine.dirty:
-                self.flush_dirty()
+            if self.engine.pending_flush:
+                self.flush_pending()
             connection.go_on()
         except Exception:
             self._give_up(connection)
 
     # Called by connections
 
-    def flush_dirty(self) -> None:
+    def flush_pending(self) -> None:
         """Flush the sessions that another one's command, or its end, gave something to say, and close the evicted."""
         if self._flushing:
             return  # a connection failed under the loop below, which goes on with whom its end woke
         self._flushing = True
         try:
-            dirty = self.engine.dirty
-            if len(dirty) > _FLUSHES_PER_TURN:
-                self._flush_in_turns(dirty)
-            while dirty:
-                session = dirty.pop()
+            pending_flush = self.engine.pending_flush
+            if len(pending_flush) > _FLUSHES_PER_TURN:
+                self._flush_in_turns(pending_flush)
+            while pending_flush:
+                session = pending_flush.pop()
                 connection = session.owner
                 if isinstance(connection, Connection):
                     try:
@@ -429,15 +429,15 @@ class UvServer:
         finally:
             self._flushing = False
 
-    def _flush_in_turns(self, dirty: list[ServerSession]) -> None:
+    def _flush_in_turns(self, pending_flush: list[ServerSession]) -> None:
         """Take a herd over, so that those who come next need not wait for all of it."""
         if not self._to_flush:
             self._loop.call_soon(self._flush_more)
         evicted = self.engine.evicted
-        for session in dirty:
+        for session in pending_flush:
             if session not in evicted and isinstance(session.owner, Connection):
                 self._to_flush.append(session.owner)
-        dirty[:] = [session for session in dirty if session in evicted]
+        pending_flush[:] = [session for session in pending_flush if session in evicted]
 
     def _flush_more(self) -> None:
         to_flush = self._to_flush
@@ -460,8 +460,8 @@ class UvServer:
         if self.stopped or not keyspace.work:
             return
         keyspace.step()
-        if self.engine.dirty:
-            self.flush_dirty()
+        if self.engine.pending_flush:
+            self.flush_pending()
         if keyspace.work:
             self._loop.call_soon(self._work)
 
@@ -483,20 +483,20 @@ class UvServer:
     def refuse(self, connection: Connection, error: PeerError) -> None:
         """Close a connection for what its peer did."""
         kind = error.limit if isinstance(error, LimitError) else "protocol"
-        self.complain(kind, f"closed the connection of {connection.session}: {error}")
+        self.log_limited(kind, f"closed the connection of {connection.session}: {error}")
         if connection.session.out:
             connection.flush()
         connection.close()
 
-    def complain(self, kind: str, text: str) -> None:
+    def log_limited(self, kind: str, text: str) -> None:
         """Log what a peer did, now or, if the log has had its line of that kind, in a count a second later."""
-        if self.complaints.add(kind, text) or self._counting is not None:
+        if self.rate_limited.add(kind, text) or self._suppressed_timer is not None:
             return
-        self._counting = self._loop.call_later(1.0, self._count_complaints)
+        self._suppressed_timer = self._loop.call_later(1.0, self._flush_suppressed)
 
-    def _count_complaints(self) -> None:
-        self._counting = None
-        self.complaints.finish()
+    def _flush_suppressed(self) -> None:
+        self._suppressed_timer = None
+        self.rate_limited.finish()
 
     def _give_up(self, connection: Connection) -> None:
         """A defect of ours, or no memory, must not cost the others: their news is not told twice."""
@@ -542,7 +542,7 @@ class UvServer:
             except OSError as error:
                 if error.errno in NEWCOMERS:
                     continue
-                self.complain("accept", f"cannot accept connections for now: {error.strerror}")
+                self.log_limited("accept", f"cannot accept connections for now: {error.strerror}")
                 self._pause_accepting()
                 self._loop.call_later(_ACCEPT_PAUSE, self._resume_accepting)
                 break
@@ -550,26 +550,26 @@ class UvServer:
                 self._admit(fd, address[0], address[1])
             except Exception as error:
                 self._turn_away(fd, f"refused the connection of {address[0]}, port {address[1]}: {error!r}")
-        if self.engine.dirty:
-            self.flush_dirty()
+        if self.engine.pending_flush:
+            self.flush_pending()
         if self._validating is None and self.limits.validate_seconds:
             self._expect_validation()
 
     def _turn_away(self, fd: int, text: str) -> None:
         """Close a new connection that cannot be served."""
-        self.readiness.forget(fd)
+        self.make_poller.forget(fd)
         os.close(fd)
-        self.complain("accept", text)
+        self.log_limited("accept", text)
 
     def _admit(self, fd: int, host: str, port: int) -> None:
         if self.count >= self.max_connections and not self._make_place():
             os.close(fd)
-            self.complain(
+            self.log_limited(
                 "connections", f"refused the connection of {host}, port {port}: {self.count} are open, the most allowed"
             )
             return
         os.set_blocking(fd, False)
-        self.readiness.watch(fd)
+        self.make_poller.watch(fd)
         host = sys.intern(host)  # a host has many ranks
         while fd >= len(self.connections):
             self.connections.extend([None] * (len(self.connections) + 64))
@@ -585,7 +585,7 @@ class UvServer:
         text = (
             f"closed the connection of {session}, which had not sent VALIDATE: {self.count} are open, the most allowed"
         )
-        self.complain("connections", text)
+        self.log_limited("connections", text)
         session.owner.close()
         return True
 
@@ -593,7 +593,7 @@ class UvServer:
         """Look again when the oldest of those that have not sent VALIDATE should have."""
         oldest = self.engine.oldest_unvalidated()
         if oldest is not None:
-            left = oldest.came + self.limits.validate_seconds - time.monotonic()
+            left = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
             self._validating = self._loop.call_later(max(left, 0.001), self._close_overdue)
 
     def _close_overdue(self) -> None:
@@ -601,7 +601,7 @@ class UvServer:
         now = time.monotonic()
         most = self.limits.validate_seconds
         while (session := self.engine.overdue(now)) is not None and isinstance(session.owner, Connection):
-            self.refuse(session.owner, LimitError("validate_seconds", int(now - session.came), most))
+            self.refuse(session.owner, LimitError("validate_seconds", int(now - session.connected_at), most))
         self._expect_validation()
 
     def _resume_accepting(self) -> None:

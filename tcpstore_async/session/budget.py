@@ -15,10 +15,10 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from ..blob import Framed
 from ..errors import BudgetError
-from ..jobs import Names
+from ..incremental import KeyListing
 from ..keyspace import Keyspace, Waiter
+from ..values import Framed
 
 SESSION_BYTES: Final = 1024
 """What one connection of the event-driven server takes, without anything that it asks for."""
@@ -211,7 +211,7 @@ class Budget:
         """The size of the store when it was last looked at."""
         self._stored: int = 0
         """The same without waiters."""
-        self._listing: Names | None = None
+        self._listing: KeyListing | None = None
         """The last long list of keys that somebody was sent, for whoever asks for it next."""
         self._scale: float = 1.0
         """What one unit of `Holder.stored` is now, in bytes."""
@@ -273,7 +273,7 @@ class Budget:
                     holder.stored *= self._scale
                 self._scale = 1.0
 
-    def listing(self) -> Names | None:
+    def listing(self) -> KeyListing | None:
         """The list of keys as it is sent, if it is still at hand."""
         listing = self._listing
         return listing if listing is not None and listing.changes == self.keyspace.changes else None
@@ -287,7 +287,7 @@ class Budget:
         finally:
             self.charge(-size)
 
-    def keep_listing(self, listing: Names) -> None:
+    def keep_listing(self, listing: KeyListing) -> None:
         """Have the list at hand until it changes: those who ask for it at once must not get a copy each."""
         if listing.size > _CHUNK and listing.changes == self.keyspace.changes:
             self._drop_listing()

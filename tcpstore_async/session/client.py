@@ -10,10 +10,10 @@ ProtocolError it is to be left and dropped.
 from collections import deque
 from typing import Any, Final
 
-from ..blob import NO_BLOB, PREFIX
 from ..errors import ProtocolError
+from ..values import NO_BLOB, PREFIX
+from ..wire.codecs import BLOBS, DEFERRED_VALUE, NO_REPLY, STOP_WAITING, WAIT_CANCELED, Fields, PartialReply
 from ..wire.commands import BY_METHOD, MAGIC, Command
-from ..wire.shapes import BLOBS, SILENCE, STOP_WAITING, VALUE_LATER, WAIT_CANCELED, Fields, RestOfReply
 
 LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
 """What PyTorch's client says when the server has closed; every door of ours says the same."""
@@ -27,7 +27,7 @@ _LEASE_LATER: Final = BY_METHOD["lease_later"]
 _GIVE_BACK: Final = BY_METHOD["give_back"]
 
 
-class Call:
+class PendingCall:
     """One request that will be answered."""
 
     def __init__(self, command: Command, count: int, written: int, fields: Fields) -> None:
@@ -50,7 +50,7 @@ class ClientSession:
     def __init__(self, pings: bool = True) -> None:
         self._pings = pings
         """Whether the server knows PING, which PyTorch's do since 2.5."""
-        self.pending: deque[Call] = deque()
+        self.pending: deque[PendingCall] = deque()
         """Calls that were sent and are not answered, in order."""
         self.written: int = 0
         """Silent writes that were sent."""
@@ -58,25 +58,25 @@ class ClientSession:
         """Silent writes that the server is known to have executed."""
         self._kept: bytearray | None = None
         self._need: int = 0
-        self._rest: RestOfReply | None = None
+        self._rest: PartialReply | None = None
 
     @property
-    def waiting(self) -> Call | None:
+    def waiting(self) -> PendingCall | None:
         """The call after which nothing but its cancel may be sent."""
         if not self.pending:
             return None
-        last: Call = self.pending[-1]
+        last: PendingCall = self.pending[-1]
         return last if last.command.parks else None
 
     # Out
 
-    def hello(self, pid: int) -> tuple[bytes, Call]:
+    def hello(self, pid: int) -> tuple[bytes, PendingCall]:
         """The first bytes of a connection, and the fence among them; the result of a PING must be `pid`."""
         validate, _ = self.request(_VALIDATE, (MAGIC,))
         fence, call = self.fence(pid)
         return validate + fence, call
 
-    def request(self, command: Command, fields: Fields) -> tuple[bytes, Call | None]:
+    def request(self, command: Command, fields: Fields) -> tuple[bytes, PendingCall | None]:
         """The bytes of a request, and the call that its reply will complete; None if there is no reply.
 
         Values among the fields are framed blobs. To be sent at once and whole. Raises RuntimeError while a call waits.
@@ -89,49 +89,49 @@ class ClientSession:
             self.pending.append(call)
         return data, call
 
-    def prepare(self, command: Command, fields: Fields) -> tuple[bytes, Call | None]:
+    def prepare(self, command: Command, fields: Fields) -> tuple[bytes, PendingCall | None]:
         """The same, of which the session takes no note yet.
 
         Whoever sends it adds the call to `pending` unless it is done, or the silent write to `written`.
         """
         waiting = self.waiting
-        if waiting is not None and not (command.reply is SILENCE and command.holds):
+        if waiting is not None and not (command.reply is NO_REPLY and command.holds):
             raise RuntimeError(f"{command.name} cannot be sent behind a {waiting.command.name} that waits")
         data = command.prefix + command.request.encode(fields)
-        if command.reply is SILENCE:
+        if command.reply is NO_REPLY:
             return data, None
         count = len(fields[0]) if fields and isinstance(fields[0], list) else 0
-        call = Call(command, count, self.written, fields)
+        call = PendingCall(command, count, self.written, fields)
         if command.reply is BLOBS and not count:  # the one reply that has no bytes
             call.result = []
             call.done = True
         return data, call
 
-    def fence(self, nonce: int) -> tuple[bytes, Call]:
+    def fence(self, nonce: int) -> tuple[bytes, PendingCall]:
         """A PING, or a look for no key: when it is answered, every write sent before it has been executed."""
         data, call = self.prepare_fence(nonce)
         self.pending.append(call)
         return data, call
 
-    def prepare_fence(self, nonce: int) -> tuple[bytes, Call]:
+    def prepare_fence(self, nonce: int) -> tuple[bytes, PendingCall]:
         """The same, of which the session takes no note yet."""
         data, call = self.prepare(_PING, (nonce,)) if self._pings else self.prepare(_CHECK, ([],))
         assert call is not None
         return data, call
 
-    def cancel(self, call: Call) -> bytes:
+    def cancel(self, call: PendingCall) -> bytes:
         """What ends the wait of a call that waits. It is done once the server has answered that."""
         data = self.prepare_cancel(call)
         call.canceled = True
         return data
 
-    def prepare_cancel(self, call: Call) -> bytes:
+    def prepare_cancel(self, call: PendingCall) -> bytes:
         """The same, of which the session takes no note yet: whoever sends it sets `canceled`."""
         if call is not self.waiting or call.canceled:
             raise RuntimeError("only a call that waits can be canceled, once")
         if call.command is _LEASE_LATER:
             return self.prepare(_GIVE_BACK, (call.fields[1],))[0]
-        return bytes([(_CANCEL_FETCH if call.command.reply is VALUE_LATER else _CANCEL_WAIT).opcode])
+        return bytes([(_CANCEL_FETCH if call.command.reply is DEFERRED_VALUE else _CANCEL_WAIT).opcode])
 
     def unconfirmed(self) -> bool:
         """Whether silent writes may not have been executed yet."""
@@ -139,7 +139,7 @@ class ClientSession:
 
     # In
 
-    def receive(self, chunk: bytes) -> list[Call]:
+    def receive(self, chunk: bytes) -> list[PendingCall]:
         """Take bytes in; the calls they complete, in order. Raises ProtocolError for what cannot be a reply."""
         data = chunk
         if self._kept is not None:
@@ -148,7 +148,7 @@ class ClientSession:
                 return []
             data = bytes(self._kept)
             self._kept = None
-        done: list[Call] = []
+        done: list[PendingCall] = []
         at = 0
         end = len(data)
         while at < end:
@@ -167,9 +167,9 @@ class ClientSession:
                 done.append(call)
         return done
 
-    def _answer(self, call: Call, data: bytes, at: int, end: int) -> int:
+    def _answer(self, call: PendingCall, data: bytes, at: int, end: int) -> int:
         """Decode the reply of a call, or part of it; where that stops, or minus the length that is needed."""
-        if call.canceled and call.command.reply is VALUE_LATER:
+        if call.canceled and call.command.reply is DEFERRED_VALUE:
             return self._answer_canceled_fetch(call, data, at, end)
         if call.canceled and call.command is not _LEASE_LATER:  # that has one answer, come what may
             return self._answer_canceled(call, data[at], at)
@@ -185,7 +185,7 @@ class ClientSession:
         call.done = True
         return stop
 
-    def _answer_canceled(self, call: Call, byte: int, at: int) -> int:
+    def _answer_canceled(self, call: PendingCall, byte: int, at: int) -> int:
         """Either the answer to the cancel, or the wake that was on its way before it."""
         if byte == WAIT_CANCELED:
             call.done = True
@@ -195,7 +195,7 @@ class ClientSession:
             raise ProtocolError("wait_canceled response is expected")
         return at + 1
 
-    def _answer_canceled_fetch(self, call: Call, data: bytes, at: int, end: int) -> int:
+    def _answer_canceled_fetch(self, call: PendingCall, data: bytes, at: int, end: int) -> int:
         stop = at + PREFIX
         if stop > end:
             return -stop
@@ -208,7 +208,7 @@ class ClientSession:
             call.woken = stop > 0
         return stop
 
-    def _complete(self, call: Call) -> None:
+    def _complete(self, call: PendingCall) -> None:
         self.pending.popleft()
         self.confirmed = call.written
 
@@ -240,8 +240,8 @@ class ClientSession:
 class Saved:
     """What a session was before it received something."""
 
-    def __init__(self, session: ClientSession, kept: bytearray | None, need: int, rest: RestOfReply | None) -> None:
-        self.pending: list[Call] = list(session.pending)
+    def __init__(self, session: ClientSession, kept: bytearray | None, need: int, rest: PartialReply | None) -> None:
+        self.pending: list[PendingCall] = list(session.pending)
         self.woken: bool = bool(self.pending) and self.pending[-1].woken
         self.confirmed = session.confirmed
         self.kept = kept

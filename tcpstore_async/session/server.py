@@ -10,13 +10,13 @@ from collections import OrderedDict
 from sys import getsizeof
 from typing import Final
 
-from ..blob import Framed, length, pack, unpack
 from ..errors import BudgetError, LimitError, ProtocolError
-from ..jobs import Job, Listing, Names, Pieces, Value
+from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPieces, Value
 from ..keyspace import Keyspace
 from ..limits import Limits
+from ..values import Framed, length, pack, unpack
+from ..wire.codecs import COUNTED_KEYS, STOP_WAITING, Handler, LargeValue, PartialRequest, RequestCodec, encode_popped
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
-from ..wire.shapes import COUNTED_KEYS, STOP_WAITING, Bulk, Call, Request, Rest, encode_popped
 from .budget import SESSION_BYTES, Budget, Holder, Unsent
 
 NO_PID: Final = -1
@@ -44,9 +44,9 @@ Introduction = dict[str, str]
 class _Slot:
     """A row of the table as an engine serves it: its shapes, and the method that gives it its meaning."""
 
-    def __init__(self, command: Command, call: Call) -> None:
+    def __init__(self, command: Command, call: Handler) -> None:
         self.command = command
-        self.request: Request = command.request
+        self.request: RequestCodec = command.request
         self.call = call
         self.encode = command.reply.encode if command.reply.measure is None else None
         self.in_pieces = command.reply.in_pieces or command.reply.measure is not None
@@ -61,13 +61,13 @@ class Engine:
         self.budget = Budget(limits.budget_bytes, self.keyspace, lambda: self.serving)
         self.session_bytes = session_bytes
         """What one connection of the server takes."""
-        self.dirty: list[ServerSession] = []
+        self.pending_flush: list[ServerSession] = []
         """Sessions that another session's command gave bytes, or evicted; the server flushes or closes them."""
         self.evicted: dict[ServerSession, BudgetError] = {}
         """Those whose connections are to be closed, and why."""
         self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
         """Those that have not sent VALIDATE, oldest first."""
-        self.listing: Names | None = None
+        self.listing: KeyListing | None = None
         """The list of keys that is being put together."""
         self.joins: int = 0
         """How many ranks the owner of this server expects to join, if it has one."""
@@ -110,17 +110,17 @@ class Engine:
         """Who should have sent VALIDATE by now; the time is of the server's clock."""
         oldest = self.oldest_unvalidated()
         most = self.limits.validate_seconds
-        return oldest if oldest is not None and most and now - oldest.came >= most else None
+        return oldest if oldest is not None and most and now - oldest.connected_at >= most else None
 
-    def _meaning(self, command: Command) -> Call:
+    def _meaning(self, command: Command) -> Handler:
         """What does a command, given its fields."""
         owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
-        method: Call = getattr(owner, command.method)
+        method: Handler = getattr(owner, command.method)
         if command.flags & (Flag.SESSION | Flag.PARKS | Flag.HOLDS):
             return self._with_session(method, command.request.arity)
         return method if command.reply.measure is None else self._list_keys
 
-    def _with_session(self, method: Call, arity: int) -> Call:
+    def _with_session(self, method: Handler, arity: int) -> Handler:
         """A method that is also given the session. Not for any number of fields at once, which costs 0.1 µs a call."""
         if arity == 0:
             return lambda: method(self.serving)
@@ -143,17 +143,17 @@ class Engine:
             assert COUNTED_KEYS.measure is not None
             size = COUNTED_KEYS.measure(keys)
             self.budget.expect_listing(size, serving)
-            names = Names(keys, size, keyspace.changes)
+            names = KeyListing(keys, size, keyspace.changes)
             if len(keys) <= keyspace.portion:
                 names.step(len(keys))
                 self._keep_listing(names)
                 return names.pieces
             self.listing = names
-        keyspace.job = Listing(names, self._keep_listing)
+        keyspace.job = ListKeys(names, self._keep_listing)
         keyspace.job.held = size
         return []
 
-    def _keep_listing(self, names: Names) -> None:
+    def _keep_listing(self, names: KeyListing) -> None:
         """A list is complete."""
         if self.listing is names:
             self.listing = None
@@ -170,7 +170,7 @@ class ServerSession(Holder):
         """The door's connection; None once it is gone."""
         self.host = host
         self.port = port
-        self.came = came
+        self.connected_at = came
         """When it came, in seconds of the door's clock."""
         self.pid: int = NO_PID
         """Its process: what it says when it introduces itself, else the number of its first PING, which PyTorch's
@@ -180,15 +180,15 @@ class ServerSession(Holder):
         """Replies for the door to take, in order."""
         self.unsent: int = 0
         """Bytes of replies, `out` included, that the kernel has not taken yet."""
-        self.rest: Rest | None = None
+        self.rest: PartialRequest | None = None
         """What goes on with a frame that was decoded in part."""
         self.peer: Introduction = {}
         """What the peer has said of itself, in its own words."""
         self.slot: _Slot = engine.first
         """Its last command, the one that `rest` is for included. What it waits for is `parked`, or `counter`."""
-        self.job: Job | None = None
+        self.job: IncrementalCommand | None = None
         """What its last command has left to do; `receive(b"")` goes on with it."""
-        self.kept: bytearray | None = None
+        self.input_buffer: bytearray | None = None
         """Bytes not decoded yet."""
         self.need: int = 0
         """The length that `kept` must have before decoding can go on; 0 if it waits for its turn, or the peer."""
@@ -210,14 +210,14 @@ class ServerSession(Holder):
         Stops while more than `Limits.unsent_high_water` bytes of replies are unsent, and after each portion of a long
         command; see `stalled`. Raises PeerError.
         """
-        kept = self.kept
+        kept = self.input_buffer
         if kept is not None:
             kept += chunk
             if len(kept) < self.need:
                 self._account()
                 return
             chunk = bytes(kept)
-            self.kept = None
+            self.input_buffer = None
         engine = self.engine
         if engine.keyspace.size != engine.budget.seen:
             engine.budget.attribute()
@@ -237,7 +237,7 @@ class ServerSession(Holder):
             self._stall(chunk, 0)
             return
         while at < end or self.rest is not None:
-            promise = self.promise
+            handoff = self.handoff
             rest = self.rest
             if rest is None:
                 slot = self.table[chunk[at]]
@@ -260,9 +260,9 @@ class ServerSession(Holder):
                 keyspace.resolve(self)
             if keyspace.job is not None:
                 self._take_job(at if rest is None else max(held, at))
-                if promise is not None:
-                    keyspace.settle(self, promise)
-                if not isinstance(self.job, Pieces) or not self._go_on():
+                if handoff is not None:
+                    keyspace.settle(self, handoff)
+                if not isinstance(self.job, ReplyInPieces) or not self._go_on():
                     self._keep_for_job(chunk, at)
                     return
                 if self.unsent > high_water:
@@ -280,25 +280,25 @@ class ServerSession(Holder):
                 else:
                     out.append(result)
                     self.unsent += len(result)
-            if promise is not None:
-                engine.keyspace.settle(self, promise)
+            if handoff is not None:
+                engine.keyspace.settle(self, handoff)
             if self.unsent > high_water:
                 self._stall(chunk, at)
                 return
         if self.held:
             self._account()
 
-    def bulk(self) -> Bulk | None:
+    def bulk(self) -> LargeValue | None:
         """The large value under way: the door may fill its `room`, and then call `receive(b"")`, instead of reading."""
         rest = self.rest
-        return rest if isinstance(rest, Bulk) and self.kept is None else None
+        return rest if isinstance(rest, LargeValue) and self.input_buffer is None else None
 
     def stalled(self) -> bool:
         """Whether requests are kept back until the peer reads its replies; `receive(b"")` goes on with them.
 
         So it does, whatever is unsent, if there is a `job`.
         """
-        return self.kept is not None and self.need == 0
+        return self.input_buffer is not None and self.need == 0
 
     def leave(self) -> None:
         """The connection is gone. Waiters that this wakes are in `Engine.dirty`."""
@@ -310,7 +310,7 @@ class ServerSession(Holder):
     def evict(self, error: BudgetError) -> None:
         self.engine.evicted[self] = error
         self._let_go()
-        self.engine.dirty.append(self)
+        self.engine.pending_flush.append(self)
 
     def leave_behind(self, replies: list[Framed], taken: int) -> None:
         """Keep replies of which the kernel has taken the first `taken` bytes, behind those that are kept already."""
@@ -327,7 +327,7 @@ class ServerSession(Holder):
         engine.unfinished -= self.held
         engine.budget.forget(self, engine.session_bytes)
         self.rest = None
-        self.kept = None
+        self.input_buffer = None
         self.out.clear()
         if self.job is not None:
             self.job.abandon()
@@ -352,7 +352,7 @@ class ServerSession(Holder):
     def _keep_for_job(self, chunk: bytes, at: int) -> None:
         """The last command is not done: what was sent behind it waits."""
         self.need = 0
-        self.kept = bytearray(memoryview(chunk)[at:])
+        self.input_buffer = bytearray(memoryview(chunk)[at:])
         self._account()
 
     def _go_on(self) -> bool:
@@ -397,7 +397,7 @@ class ServerSession(Holder):
         if size > most:
             raise LimitError("budget_bytes", size, most)
 
-    def _suspend(self, rest: Rest | None, chunk: bytes, at: int, need: int) -> None:
+    def _suspend(self, rest: PartialRequest | None, chunk: bytes, at: int, need: int) -> None:
         """A frame is not complete: keep what is needed to go on."""
         if rest is not None:
             self.rest = rest
@@ -407,12 +407,12 @@ class ServerSession(Holder):
     def _keep(self, chunk: bytes, at: int, need: int) -> None:
         self.need = need
         if at < len(chunk):
-            self.kept = bytearray(memoryview(chunk)[at:])
+            self.input_buffer = bytearray(memoryview(chunk)[at:])
         self._account()
 
     def _account(self) -> None:
         """Count what is held for unfinished requests. Raises LimitError."""
-        held = 0 if self.kept is None else _KEPT_BYTES + len(self.kept)
+        held = 0 if self.input_buffer is None else _KEPT_BYTES + len(self.input_buffer)
         if self.rest is not None:
             held += self.rest.held()
         if self.job is not None:
@@ -484,7 +484,7 @@ class ServerSession(Holder):
         else:
             self.out.append(value)
             self.unsent += len(value)
-        self.engine.dirty.append(self)
+        self.engine.pending_flush.append(self)
 
     def grant(self, length: int, item: Framed | None) -> None:
         """The same for an item."""
@@ -494,16 +494,16 @@ class ServerSession(Holder):
             return
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))
-        self.engine.dirty.append(self)
+        self.engine.pending_flush.append(self)
 
 
-def newcomers(sessions: list[ServerSession], complete: float) -> list[ServerSession]:
+def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSession]:
     """Those that came after the world was complete: they belong to a next round.
 
     A peer that was there before, by host and process, keeps its later connections too.
     """
-    early = {(one.host, one.pid) for one in sessions if one.came <= complete and one.pid != NO_PID}
-    return [one for one in sessions if one.came > complete and (one.host, one.pid) not in early]
+    early = {(one.host, one.pid) for one in sessions if one.connected_at <= complete and one.pid != NO_PID}
+    return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
 
 
 def _readable(raw: bytes) -> str:

@@ -10,9 +10,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, TypeVar
 
-from ..arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
-from ..client.calls import BARRIER_LAST, BARRIER_MEMBERS
-from ..client.deadline import DEFAULT_TIMEOUT, Deadline
+from ..client.requests import BARRIER_LAST, BARRIER_MEMBERS
+from ..coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
+from ..deadline import DEFAULT_TIMEOUT, Deadline
 
 Self = TypeVar("Self", bound="Store")
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from ..arguments import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
-from ..blob import Framed, pack, unpack
-from ..client.calls import texts_of
-from ..client.deadline import Deadline
+from ..client.requests import texts_of
+from ..coercion import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
+from ..deadline import Deadline
 from ..errors import ProtocolError, QueueEmptyError, StoreTimeoutError
-from ..keyspace import Bell, Keyspace
+from ..keyspace import CallbackWaiter, Keyspace
 from ..limits import Limits
+from ..values import Framed, pack, unpack
 from .base import Store
-from .whole import LOCK, do, forked
+from .exclusive import LOCK, do, forked
 
 _Result = TypeVar("_Result")
 
@@ -38,7 +38,7 @@ class Alarm:
     def __init__(self) -> None:
         self._rung = threading.Lock()
         self._rung.acquire()
-        self.waiter = Bell(self._rung.release)
+        self.waiter = CallbackWaiter(self._rung.release)
 
     def sleep(self, seconds: float | None) -> bool:
         """Until the waiter fires, which is True, or the time is over; None means for ever."""
@@ -202,9 +202,9 @@ def _after_fork_in_child() -> None:
     for store in _STORES:
         keyspace = store._keyspace
         keyspace.waiters.clear()
-        keyspace.passed.clear()
+        keyspace.stale.clear()
         keyspace.counters.clear()
-        keyspace.promises.clear()
+        keyspace.handoffs.clear()
     forked()
 
 

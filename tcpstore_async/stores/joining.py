@@ -12,11 +12,11 @@ import random
 import time
 from typing import Final
 
-from ..blob import unpack
-from ..client import calls
-from ..client.deadline import Deadline
-from ..client.sync import TCPClient
+from ..client import requests
+from ..client.pool import TCPClient
+from ..deadline import Deadline
 from ..errors import DistNetworkError, StoreTimeoutError
+from ..values import unpack
 from ..wire.commands import JOINS_KEY
 
 log = logging.getLogger("tcpstore_async.stores")
@@ -56,11 +56,11 @@ class Rank:
         """Be counted; whether the server turns out to be that of this rank's round. Raises DistNetworkError."""
         if not self._meets_ours(client):
             self._counted = True
-            client.ask(calls.count(1), self._patience())
+            client.call(requests.count(1), self._patience())
             return True
-        joined = client.ask(calls.join(self._token), self._patience())
+        joined = client.call(requests.join(self._token), self._patience())
         self.losses = 0
-        client.last_word = calls.DEPART
+        client.last_word = requests.DEPART
         return joined <= self.world or self._belongs(client, 0)
 
     def may_join(self, client: TCPClient) -> bool:
@@ -86,7 +86,7 @@ class Rank:
 
     def _meets_ours(self, client: TCPClient) -> bool:
         """Whether the server is one of ours; if it is another than before, what went wrong there is of the past."""
-        ours = client.extended(calls.HAS_EXTENSION, self.deadline.timeout, self._patience().began)
+        ours = client.extended(requests.HAS_EXTENSION, self.deadline.timeout, self._patience().began)
         instance = client.identity.instance if client.identity is not None else ""
         if instance != self._instance:
             self._instance = instance
@@ -108,7 +108,7 @@ class Rank:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in _YES
         if self.is_master or self._settled or self.world == 1 or agents:  # a world of one is its master alone
             return True
-        there = client.ask(calls.join(b""), self._patience()) + coming
+        there = client.call(requests.join(b""), self._patience()) + coming
         announced = self._announced(client)
         if not announced or there <= self.world or there <= announced or announced % self.world:
             return announced != 0
@@ -116,7 +116,9 @@ class Rank:
         limit = min(_ROUND_SECONDS, _ROUND_SECONDS if self.deadline.timeout < 0 else self.deadline.timeout / 2)
         left = self.deadline.left()
         try:
-            client.park(calls.wait_count(JOINS_KEY, there), limit if left is None else max(1e-3, min(limit, left)))
+            client.call_blocking(
+                requests.wait_count(JOINS_KEY, there), limit if left is None else max(1e-3, min(limit, left))
+            )
             return self._announced(client) != 0
         except StoreTimeoutError:
             self._settled = True
@@ -126,5 +128,5 @@ class Rank:
 
     def _announced(self, client: TCPClient) -> int | None:
         """How many ranks the owner expects; None if there is no owner, 0 if it is about to go."""
-        said = unpack(client.ask(calls.JOINS, self._patience()))
+        said = unpack(client.call(requests.JOINS, self._patience()))
         return int(said) if said else None

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Final
 
-from ..arguments import Text, Timeout, to_bytes, to_bytes_list
-from ..client.calls import texts_of
-from ..client.deadline import Deadline
+from ..client.requests import texts_of
+from ..coercion import Text, Timeout, to_bytes, to_bytes_list
+from ..deadline import Deadline
 from .base import Store
 
 

@@ -15,15 +15,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ..arguments import Text, Timeout, in_milliseconds, to_bool, to_bytes, to_host, to_int64, to_port, to_world_size
-from ..blob import EMPTY, unpack
-from ..client import calls, older
-from ..client.calls import Ask
-from ..client.deadline import DEFAULT_TIMEOUT, Deadline
-from ..client.introduction import introduction
-from ..client.sync import TCPClient
+from ..client import capabilities, requests
+from ..client.client_info import introduction
+from ..client.pool import TCPClient
+from ..client.requests import Request
+from ..coercion import Text, Timeout, in_milliseconds, to_bool, to_bytes, to_host, to_int64, to_port, to_world_size
+from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
-from ..server.hosting import Hosted, host
+from ..server.master import ServerHandle, host
+from ..values import EMPTY, unpack
 from ..wire.commands import WORKERS_KEY
 from .base import Store
 from .joining import Rank
@@ -69,7 +69,7 @@ class TCPStore(Store):
         bind_host: str | None = None,
     ) -> None:
         self._client: TCPClient | None = None
-        self._hosted: Hosted | None = None
+        self._hosted: ServerHandle | None = None
         _remember(self)
         super().__init__(timeout)
         host_name = to_host("host_name", host_name)
@@ -128,7 +128,7 @@ class TCPStore(Store):
                 client.close()
                 raise
 
-    def _leave_server(self) -> Hosted | None:
+    def _leave_server(self) -> ServerHandle | None:
         """Close the connections; the server, if this store owns one, is the caller's to release."""
         hosted, self._hosted = self._hosted, None
         self.close()
@@ -194,59 +194,59 @@ class TCPStore(Store):
     # Values
 
     def set(self, key: Text, value: Text) -> None:
-        self._connection().ask(calls.set_(key, value))
+        self._connection().call(requests.set_(key, value))
 
     def get(self, key: Text) -> bytes:
         client = self._connection()
-        name = calls.key_of(key)
-        ask, seconds, began = calls.wait([name]), self._timeout, time.monotonic()
+        name = requests.key_of(key)
+        ask, seconds, began = requests.wait([name]), self._timeout, time.monotonic()
         if client.extended(ask, seconds, began) and seconds:  # one look must not be canceled when it has seen something
-            return unpack(client.park(calls.fetch(name), seconds, began=began))
-        return unpack(client.park(ask, seconds, calls.get(name), began))
+            return unpack(client.call_blocking(requests.fetch(name), seconds, began=began))
+        return unpack(client.call_blocking(ask, seconds, requests.get(name), began))
 
     def add(self, key: Text, amount: int) -> int:
-        total: int = self._connection().ask(calls.add(key, amount))
+        total: int = self._connection().call(requests.add(key, amount))
         return total
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        return unpack(self._connection().ask(calls.compare_set(key, expected, desired)))
+        return unpack(self._connection().call(requests.compare_set(key, expected, desired)))
 
     def check(self, keys: Iterable[Text]) -> bool:
-        present: bool = self._connection().ask(calls.check(calls.keys_of(keys)))
+        present: bool = self._connection().call(requests.check(requests.keys_of(keys)))
         return present
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        self._park(calls.wait(calls.keys_of(keys)), self._seconds(timeout))
+        self._park(requests.wait(requests.keys_of(keys)), self._seconds(timeout))
 
     def delete_key(self, key: Text) -> bool:
-        return bool(self._connection().ask(calls.delete_key(key)) == 1)
+        return bool(self._connection().call(requests.delete_key(key)) == 1)
 
     def num_keys(self) -> int:
-        number: int = self._connection().ask(calls.NUM_KEYS)
+        number: int = self._connection().call(requests.NUM_KEYS)
         return number
 
     def list_keys(self) -> list[str]:
-        return calls.texts_of(self._list_keys_as_bytes())
+        return requests.texts_of(self._list_keys_as_bytes())
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        return calls.names_of(self._knowing(older.LIST_KEYS, calls.LIST_KEYS).ask(calls.LIST_KEYS))
+        return requests.names_of(self._knowing(capabilities.LIST_KEYS, requests.LIST_KEYS).call(requests.LIST_KEYS))
 
     def append(self, key: Text, value: Text) -> None:
-        self._connection().ask(calls.append(key, value))
+        self._connection().call(requests.append(key, value))
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
-        names = calls.keys_of(keys)
-        return [unpack(blob) for blob in self._park(calls.wait(names), self._timeout, calls.multi_get(names))]
+        names = requests.keys_of(keys)
+        return [unpack(blob) for blob in self._park(requests.wait(names), self._timeout, requests.multi_get(names))]
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
-        self._connection().ask(calls.multi_set(keys, values))
+        self._connection().call(requests.multi_set(keys, values))
 
     def has_extended_api(self) -> bool:
         return True
 
     def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
         """By CHECKs, which every server knows and no value makes long, many in a round trip."""
-        asks = [calls.check([name]) for name in calls.keys_of(keys)]
+        asks = [requests.check([name]) for name in requests.keys_of(keys)]
         absent: list[int] = []
         for start in range(0, len(asks), _CHECKS_AT_ONCE):
             try:
@@ -259,17 +259,17 @@ class TCPStore(Store):
     # Queues
 
     def queue_push(self, key: Text, value: Text) -> None:
-        ask = calls.queue_push(key, value)
-        self._queues(ask).ask(ask)
+        ask = requests.queue_push(key, value)
+        self._queues(ask).call(ask)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        name = calls.key_of(key)
-        ask = calls.wait([name]) if block else calls.queue_pop(name)
+        name = requests.key_of(key)
+        ask = requests.wait([name]) if block else requests.queue_pop(name)
         seconds, began = self._timeout, time.monotonic()
         client = self._queues(ask, began)
         if not client.extended(ask, seconds, began):
             return self._pop_from_pytorchs(client, name, block, began)
-        lease = calls.lease(name, bool(block) and seconds != 0)
+        lease = requests.lease(name, bool(block) and seconds != 0)
         popped: list[bytes | None] = []
         try:
             # When a call returns an interrupt may strike before its result is anywhere; not before it is in a list.
@@ -278,17 +278,21 @@ class TCPStore(Store):
                 return popped[0]
         except BaseException:
             if popped and popped[0] is not None:
-                client.ask(calls.queue_push(key, popped[0]))
+                client.call(requests.queue_push(key, popped[0]))
             raise
-        if block and seconds == 0 and (not client.ask(calls.check([name])) or client.ask(calls.queue_len(name))):
-            raise StoreTimeoutError(calls.out_of_time(ask, seconds))
+        if (
+            block
+            and seconds == 0
+            and (not client.call(requests.check([name])) or client.call(requests.queue_len(name)))
+        ):
+            raise StoreTimeoutError(requests.timeout_message(ask, seconds))
         raise QueueEmptyError("queue is empty")
 
     def _pop_from_pytorchs(self, client: TCPClient, name: bytes, block: bool, began: float) -> bytes:
         doubts = 0
         while True:
             item = client.pop_unconfirmed(
-                calls.queue_pop(name), self._timeout, began, calls.wait([name]) if block else None
+                requests.queue_pop(name), self._timeout, began, requests.wait([name]) if block else None
             )
             if item is not None:
                 return item
@@ -302,37 +306,37 @@ class TCPStore(Store):
         What is not empty is one for certain. What lists the keys, and only values, says so of an empty one, but costs
         the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
         """
-        if len(client.ask(calls.get(name))) > len(EMPTY):
+        if len(client.call(requests.get(name))) > len(EMPTY):
             return True
-        if doubts < calls.DOUBTS or not client.ask(calls.check([name])) or client.ask(calls.queue_len(name)):
+        if doubts < requests.DOUBTS or not client.call(requests.check([name])) or client.call(requests.queue_len(name)):
             return False
-        return not client.knows(older.LIST_KEYS, calls.LIST_KEYS) or name in client.ask(calls.LIST_KEYS)
+        return not client.knows(capabilities.LIST_KEYS, requests.LIST_KEYS) or name in client.call(requests.LIST_KEYS)
 
     def queue_len(self, key: Text) -> int:
-        ask = calls.queue_len(calls.key_of(key))
-        length: int = self._queues(ask).ask(ask)
+        ask = requests.queue_len(requests.key_of(key))
+        length: int = self._queues(ask).call(ask)
         return length
 
     # Meeting
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        ask, seconds, began = calls.barrier(key, world_size), self._seconds(timeout), time.monotonic()
-        if self._connection().knows(older.BARRIER, ask, seconds, began):
+        ask, seconds, began = requests.barrier(key, world_size), self._seconds(timeout), time.monotonic()
+        if self._connection().knows(capabilities.BARRIER, ask, seconds, began):
             self._park(ask, seconds, began=began)
         else:
             self._barrier_over_keys(to_bytes("key", key), ask, seconds, began)
 
-    def _barrier_over_keys(self, name: bytes, ask: Ask, seconds: float, began: float) -> None:
+    def _barrier_over_keys(self, name: bytes, ask: Request, seconds: float, began: float) -> None:
         """As the base class, with one timeout for all of it."""
         client = self._connection()
         _, world_size = ask[1]
         deadline = Deadline.of_a_call(seconds, began)
         try:
-            if client.ask(calls.add(name + calls.BARRIER_MEMBERS, 1), deadline) >= world_size:
-                client.ask(calls.set_(name + calls.BARRIER_LAST, b"1"), deadline)
-            client.park(calls.wait([calls.key_of(name + calls.BARRIER_LAST)]), seconds, began=began)
+            if client.call(requests.add(name + requests.BARRIER_MEMBERS, 1), deadline) >= world_size:
+                client.call(requests.set_(name + requests.BARRIER_LAST, b"1"), deadline)
+            client.call_blocking(requests.wait([requests.key_of(name + requests.BARRIER_LAST)]), seconds, began=began)
         except StoreTimeoutError:
-            raise StoreTimeoutError(calls.out_of_time(ask, seconds)) from None
+            raise StoreTimeoutError(requests.timeout_message(ask, seconds)) from None
 
     # Helpers
 
@@ -341,24 +345,24 @@ class TCPStore(Store):
             raise DistNetworkError("the store has not been made")
         return self._client
 
-    def _park(self, ask: Ask, seconds: float, then: Ask | None = None, began: float | None = None) -> Any:
+    def _park(self, ask: Request, seconds: float, then: Request | None = None, began: float | None = None) -> Any:
         """A call that waits; the server is asked who it is before, so that a further connection can be checked."""
         client = self._connection()
         began = time.monotonic() if began is None else began
         client.extended(ask, seconds, began)
-        return client.park(ask, seconds, then, began)
+        return client.call_blocking(ask, seconds, then, began)
 
-    def _queues(self, ask: Ask, began: float | None = None) -> TCPClient:
+    def _queues(self, ask: Request, began: float | None = None) -> TCPClient:
         """The connections, if queues are to be had."""
         if not self._libuv and not self._connection().extended(ask, began=began):
             raise NotImplementedError("queues not implemented on legacy TCPStore backend")
-        return self._knowing(older.QUEUES, ask, began)
+        return self._knowing(capabilities.QUEUES, ask, began)
 
-    def _knowing(self, what: str, ask: Ask, began: float | None = None) -> TCPClient:
+    def _knowing(self, what: str, ask: Request, began: float | None = None) -> TCPClient:
         """The connections, if the server knows what the call `ask` needs: asking one that does not would lose them."""
         client = self._connection()
         if not client.knows(what, ask, began=began):
-            raise older.lacks(what, client.host, client.port)
+            raise capabilities.lacks(what, client.host, client.port)
         return client
 
 
@@ -399,7 +403,7 @@ def _host(
     backend: str,
     may_be_thread: bool,
     timeout: float | None,
-) -> Hosted | None:
+) -> ServerHandle | None:
     """Host a server; None if torchrun's agent does at this address, as in PyTorch."""
     try:
         return host(
@@ -441,7 +445,7 @@ def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None
     try:
         if client.extended(seconds=deadline.timeout, began=deadline.began):
             left = deadline.left()
-            client.park(calls.wait_count(name, ranks), -1.0 if left is None else left)
+            client.call_blocking(requests.wait_count(name, ranks), -1.0 if left is None else left)
             return
         while _joined(client, deadline) < ranks:
             if deadline.passed():
@@ -459,4 +463,4 @@ def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None
 
 
 def _joined(client: TCPClient, deadline: Deadline) -> int:
-    return int(unpack(client.ask(calls.get(WORKERS_KEY), deadline)) or b"0")
+    return int(unpack(client.call(requests.get(WORKERS_KEY), deadline)) or b"0")

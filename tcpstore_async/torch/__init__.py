@@ -1,6 +1,6 @@
 """The same stores inside PyTorch: as `torch.distributed.Store`s, and under `init_process_group` and `torchrun`."""
 
-from . import checked as checked
+from . import require_torch as require_torch
 from .install import install, rendezvous, uninstall
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from .. import errors
 from .. import rendezvous_url as plain
-from ..arguments import Timeout, in_milliseconds, to_seconds
+from ..coercion import Timeout, in_milliseconds, to_seconds
 from ..stores import tcp
-from . import hosted, opened, stores
+from . import opened, stores, tcpstore_patch
+from .cpp_client import open_native
 from .errors import DistNetworkError, joint
-from .native import open_native
-from .replaced import Replaced
+from .monkeypatch import Monkeypatch
 
 _SCHEMES: Final = ("tcp", "env", "file")
 _CLASSES: Final = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
@@ -36,7 +36,7 @@ _CppTCPStore: Final[Any] = dist.TCPStore
 
 Found = tuple[dist.Store, int, int]
 
-_replaced: Final = Replaced()
+_replaced: Final = Monkeypatch()
 
 log = logging.getLogger("tcpstore_async.torch")
 
@@ -55,7 +55,7 @@ def install(client: str = "native", classes: bool = False) -> None:
     for scheme in _SCHEMES:
         handler = functools.partial(_HANDLERS[scheme], client)
         _replaced.replace(_rendezvous._rendezvous_handlers, scheme, handler)
-    _replaced.replace(_CppTCPStore, "__init__", hosted.constructor(vars(_CppTCPStore)["__init__"]))
+    _replaced.replace(_CppTCPStore, "__init__", tcpstore_patch.constructor(vars(_CppTCPStore)["__init__"]))
     if classes:
         for name in _CLASSES:
             _replaced.replace(dist, name, getattr(stores, name))

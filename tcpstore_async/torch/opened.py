@@ -19,9 +19,9 @@ from typing import Any, Final, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import hosted, stores
+from . import stores, tcpstore_patch
 from .held import Hold
-from .replaced import Replaced
+from .monkeypatch import Monkeypatch
 
 _GROUP: Final = "init_process_group"
 _RPC: Final = "init_rpc"
@@ -102,7 +102,7 @@ def _close(over: Callable[[Opened], bool]) -> None:
     with ExitStack() as closing:  # whatever one of them raises
         closing.callback(_restore)
         closing.callback(stores.close_let_go)
-        closing.callback(hosted.close_let_go)
+        closing.callback(tcpstore_patch.close_let_go)
         with _lock:
             for one in [one for one in _opened if over(one)]:
                 _opened.remove(one)
@@ -111,7 +111,7 @@ def _close(over: Callable[[Opened], bool]) -> None:
 
 # The ends
 
-_ends: Final = Replaced()
+_ends: Final = Monkeypatch()
 _following = False
 
 

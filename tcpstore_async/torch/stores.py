@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from .. import errors
-from ..arguments import Text, Timeout, to_seconds
-from ..client.deadline import DEFAULT_TIMEOUT, Deadline
+from ..coercion import Text, Timeout, to_seconds
+from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
 from .errors import joint

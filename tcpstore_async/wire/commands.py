@@ -8,11 +8,12 @@ Invariant: this is the one place where commands are declared. `docs/wire.md` is 
 from enum import IntFlag
 from typing import Final
 
-from .shapes import (
+from .codecs import (
     BLOB,
     BLOBS,
     CANCELED,
     COUNTED_KEYS,
+    DEFERRED_VALUE,
     ECHO,
     I64,
     ITEMS,
@@ -21,18 +22,17 @@ from .shapes import (
     KEY_VALUE,
     KEY_VALUE_VALUE,
     KEYS,
+    NO_REPLY,
     NO_VALUE,
     NOTHING,
     NUMBER,
     POPPED,
     POPPED_LATER,
-    READINESS,
-    SILENCE,
+    PRESENCE,
     U32,
-    VALUE_LATER,
     WAKE,
-    Reply,
-    Request,
+    ReplyCodec,
+    RequestCodec,
 )
 
 MAGIC: Final = 0x3C85F7CE
@@ -76,7 +76,9 @@ EXTENSION, HOLDS = Flag.EXTENSION, Flag.HOLDS
 class Command:
     """One row. `method` is the command's name on every floor: Keyspace, AsyncTCPStore, Store."""
 
-    def __init__(self, opcode: int, name: str, request: Request, reply: Reply, method: str, flags: int = 0) -> None:
+    def __init__(
+        self, opcode: int, name: str, request: RequestCodec, reply: ReplyCodec, method: str, flags: int = 0
+    ) -> None:
         self.opcode = opcode
         self.prefix = bytes([opcode])
         """What its frames begin with."""
@@ -92,36 +94,36 @@ class Command:
 
 COMMANDS: Final = (
     #       opcode  name            request          reply         method          flags
-    Command(0x00, "VALIDATE",     U32,             SILENCE,      "validate",     SESSION | HANDSHAKE),
-    Command(0x01, "SET",          KEY_VALUE,       SILENCE,      "set",          MUTATES),
+    Command(0x00, "VALIDATE",     U32,             NO_REPLY,      "validate",     SESSION | HANDSHAKE),
+    Command(0x01, "SET",          KEY_VALUE,       NO_REPLY,      "set",          MUTATES),
     Command(0x02, "COMPARE_SET",  KEY_VALUE_VALUE, BLOB,         "compare_set",  MUTATES),
     Command(0x03, "GET",          KEY,             BLOB,         "get"),
     Command(0x04, "ADD",          KEY_I64,         NUMBER,       "add",          MUTATES),
-    Command(0x05, "CHECK",        KEYS,            READINESS,    "check"),
+    Command(0x05, "CHECK",        KEYS,            PRESENCE,    "check"),
     Command(0x06, "WAIT",         KEYS,            WAKE,         "wait",         PARKS),
     Command(0x07, "GETNUMKEYS",   NOTHING,         NUMBER,       "num_keys"),
     Command(0x08, "DELETE_KEY",   KEY,             NUMBER,       "delete_key",   MUTATES),
-    Command(0x09, "APPEND",       KEY_VALUE,       SILENCE,      "append",       MUTATES),
+    Command(0x09, "APPEND",       KEY_VALUE,       NO_REPLY,      "append",       MUTATES),
     Command(0x0A, "MULTI_GET",    KEYS,            BLOBS,        "multi_get"),
-    Command(0x0B, "MULTI_SET",    ITEMS,           SILENCE,      "multi_set",    MUTATES),
+    Command(0x0B, "MULTI_SET",    ITEMS,           NO_REPLY,      "multi_set",    MUTATES),
     Command(0x0C, "CANCEL_WAIT",  NOTHING,         CANCELED,     "cancel_wait",  PARKS),
     Command(0x0D, "PING",         U32,             ECHO,         "ping",         SESSION),
-    Command(0x0E, "QUEUE_PUSH",   KEY_VALUE,       SILENCE,      "queue_push",   MUTATES),
+    Command(0x0E, "QUEUE_PUSH",   KEY_VALUE,       NO_REPLY,      "queue_push",   MUTATES),
     Command(0x0F, "QUEUE_POP",    KEY,             POPPED,       "queue_pop",    MUTATES),
     Command(0x10, "QUEUE_LEN",    KEY,             NUMBER,       "queue_len"),
     Command(0x11, "LIST_KEYS",    NOTHING,         COUNTED_KEYS, "list_keys"),
     Command(0x12, "BARRIER",      KEY_I64,         WAKE,         "barrier",      MUTATES | PARKS),
 
-    Command(0x40, "FETCH",        KEY,             VALUE_LATER,  "fetch",        PARKS | EXTENSION),
+    Command(0x40, "FETCH",        KEY,             DEFERRED_VALUE,  "fetch",        PARKS | EXTENSION),
     Command(0x41, "CANCEL_FETCH", NOTHING,         NO_VALUE,     "cancel_fetch", PARKS | EXTENSION),
     Command(0x42, "WAIT_COUNT",   KEY_I64,         WAKE,         "wait_count",   PARKS | EXTENSION),
-    Command(0x43, "INTRODUCE",    ITEMS,           SILENCE,      "introduce",    SESSION | EXTENSION),
+    Command(0x43, "INTRODUCE",    ITEMS,           NO_REPLY,      "introduce",    SESSION | EXTENSION),
     Command(0x44, "LEASE",        KEY_I64,         POPPED,       "lease",        MUTATES | HOLDS | EXTENSION),
     Command(0x45, "LEASE_LATER",  KEY_I64,         POPPED_LATER, "lease_later",  MUTATES | PARKS | EXTENSION),
-    Command(0x46, "CONFIRM",      I64,             SILENCE,      "confirm",      HOLDS | EXTENSION),
-    Command(0x47, "RETURN",       I64,             SILENCE,      "give_back",    MUTATES | HOLDS | EXTENSION),
+    Command(0x46, "CONFIRM",      I64,             NO_REPLY,      "confirm",      HOLDS | EXTENSION),
+    Command(0x47, "RETURN",       I64,             NO_REPLY,      "give_back",    MUTATES | HOLDS | EXTENSION),
     Command(0x48, "JOIN",         KEY_VALUE,       NUMBER,       "join",         MUTATES | SESSION | EXTENSION),
-    Command(0x49, "LEAVE",        NOTHING,         SILENCE,      "depart",       HOLDS | EXTENSION),
+    Command(0x49, "LEAVE",        NOTHING,         NO_REPLY,      "depart",       HOLDS | EXTENSION),
 )  # fmt: skip
 
 

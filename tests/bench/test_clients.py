@@ -53,7 +53,7 @@ def test_every_row_is_measured() -> None:
 def test_a_server_of_another_build_is_refused(tmp_path: Path) -> None:
     """It finds what lies where it is started."""
     shutil.copytree(ROOT / "tcpstore_async", tmp_path / "tcpstore_async")
-    with (tmp_path / "tcpstore_async" / "session" / "extension.py").open("a") as file:
+    with (tmp_path / "tcpstore_async" / "session" / "identity.py").open("a") as file:
         file.write(OTHER)
     done = clients("--pairs", "1", TMPDIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")

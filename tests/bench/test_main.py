@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import run_file
-from faults.watching import gone
+from faults.fault_helpers import gone
 from support import LIMIT
 
 ROOT = Path(__file__).parents[2]

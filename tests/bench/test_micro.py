@@ -47,7 +47,7 @@ def copied(folder: Path, path: str = "", more: str = "") -> Path:
 
 @pytest.mark.slow
 def test_a_ratio_is_that_of_the_second_tree_to_the_first(tmp_path: Path) -> None:
-    slow = copied(tmp_path, "client/calls.py", SLOWER)
+    slow = copied(tmp_path, "client/requests.py", SLOWER)
     done = micro("--tree", str(ROOT), "--tree", str(slow))
     assert (done.returncode, done.stderr) == (0, "")
     *_, row = done.stdout.splitlines()
@@ -67,7 +67,7 @@ def test_one_tree_has_no_ratio() -> None:
 
 @pytest.mark.slow
 def test_builds_are_compared_only_on_purpose(tmp_path: Path) -> None:
-    other = copied(tmp_path, "session/extension.py", OTHER)
+    other = copied(tmp_path, "session/identity.py", OTHER)
     words = ["--tree", str(ROOT), "--tree", str(other)]
     done = micro(*words)
     assert done.returncode == 2
@@ -81,7 +81,7 @@ def test_builds_are_compared_only_on_purpose(tmp_path: Path) -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_tree_that_cannot_be_measured_is_one_line(tmp_path: Path, broken: bool) -> None:
     if broken:
-        copied(tmp_path, "blob.py", "raise ImportError('on purpose')\n")
+        copied(tmp_path, "values.py", "raise ImportError('on purpose')\n")
     done = micro("--tree", str(ROOT), "--tree", str(tmp_path))
     assert done.returncode == 2
     why = "ImportError: on purpose" if broken else "contains no tcpstore_async package"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support import LIMIT
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 
 SCRIPT = Path(__file__).parent.parent.parent / "bench" / "scaling.py"
 

@@ -13,11 +13,11 @@ from bench.environment import machine
 from bench.runner import Plan
 from bench.servers import command_of, has_torch, hosting, reference_of
 from bench.workloads import Connection
-from faults.watching import Watch
+from faults.fault_helpers import Watch
 from support import LIMIT
 from tcpstore_async.load.generator import Late, Unreachable
-from tcpstore_async.load.process import Play, fleet
-from tcpstore_async.load.requests import join
+from tcpstore_async.load.scripts import join
+from tcpstore_async.load.workers import ClosedLoop, worker_pool
 
 with_torch = pytest.mark.skipif(not has_torch(), reason="PyTorch is not installed")
 
@@ -49,8 +49,8 @@ def test_the_control_is_the_reference() -> None:
 def test_pytorchs_processes_are_reused_and_their_servers_are_fresh() -> None:
     pids: dict[str, set[int]] = {"libuv": set(), "control": set()}
     with hosting() as host:
-        with host.running("libuv") as server, fleet("127.0.0.1", server.port, 1000) as load:
-            load.tell(Play(join(), LIMIT))
+        with host.running("libuv") as server, worker_pool("127.0.0.1", server.port, 1000) as load:
+            load.tell(ClosedLoop(join(), LIMIT))
             assert Watch(server.pid).file_table() > 1000
         with pytest.raises(Unreachable):  # closed before the next one is measured
             Connection(server.port, LIMIT)

@@ -16,8 +16,8 @@ from bench.servers import Died, Host, Impossible, Server, can_mount, hosting
 from bench.workloads import Connection, Measured, Point, knows_barrier, measured, total, wait_for_ranks, without_sockets
 from support import LIMIT, free_port
 from tcpstore_async.load.generator import Late, Unreachable
-from tcpstore_async.load.process import Play, fleet
-from tcpstore_async.load.requests import act, hello, join, said
+from tcpstore_async.load.scripts import act, encode_request, hello, join
+from tcpstore_async.load.workers import ClosedLoop, worker_pool
 
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
 
@@ -91,13 +91,13 @@ def test_rank_0_waits_for_all_ranks(host: Host) -> None:
 
 def test_joining_under_load_counts_the_background(host: Host) -> None:
     """Operations are two of each joining rank, and as many ADDs as the server's counter says."""
-    with host.running("uvloop") as server, fleet("127.0.0.1", server.port, 8) as load:
-        load.tell(Play(hello(), LIMIT))
+    with host.running("uvloop") as server, worker_pool("127.0.0.1", server.port, 8) as load:
+        load.tell(ClosedLoop(hello(), LIMIT))
         load.open(20)
-        took = load.tell(Play(join(), LIMIT, background=8, behind=[act(said("add", b"/busy", 1), 8)]))
+        took = load.tell(ClosedLoop(join(), LIMIT, background=8, behind=[act(encode_request("add", b"/busy", 1), 8)]))
         with Connection(server.port, LIMIT) as one:
             one.ask(hello()[0].request, hello()[0].reply)
-            count = int.from_bytes(one.ask(said("add", b"/busy", 0), 8), "little")
+            count = int.from_bytes(one.ask(encode_request("add", b"/busy", 0), 8), "little")
     assert took.operations == 40
     assert took.behind == count > 0
     assert measured(took, 1.0).operations == 40 + count

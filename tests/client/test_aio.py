@@ -262,12 +262,12 @@ async def test_surplus_connections_are_closed_when_idle(port: int, key: str, mon
     monkeypatch.setattr(aio, "SURPLUS_SECONDS", 0.05)
     async with store_at(port) as store:
         waiting = [asyncio.create_task(store.get(key)) for _ in range(5)]
-        while sum(lane.session.waiting is not None for lane in store._lanes) < 5:
+        while sum(connection.session.waiting is not None for connection in store._connections) < 5:
             await asyncio.sleep(0.001)
         await store.set(key, "")  # on a sixth, that is never used again
         await asyncio.gather(*waiting)
         async with asyncio_timeout():
-            while len(store._lanes) > 1:
+            while len(store._connections) > 1:
                 await asyncio.sleep(0.001)
         assert await store.get(key) == b""
 
@@ -283,15 +283,15 @@ async def test_a_call_does_not_look_at_all_connections(port: int, key: str) -> N
     """Else each one is slower by all that wait: 50 µs at a thousand."""
     async with store_at(port) as store:
         waiting = [asyncio.create_task(store.get(key)) for _ in range(20)]
-        while sum(lane.session.waiting is not None for lane in store._lanes) < 20:
+        while sum(connection.session.waiting is not None for connection in store._connections) < 20:
             await asyncio.sleep(0.001)
-        lanes, free = store._lanes, store._free
-        store._lanes, store._free = _NotToBeWalked(lanes), _NotToBeWalked(free)
+        connections, free = store._connections, store._free
+        store._connections, store._free = _NotToBeWalked(connections), _NotToBeWalked(free)
         try:
             await store.set(key + "/else", "")
             await asyncio.gather(*(store.add(key + "/n", 1) for _ in range(20)), store.check([key + "/else"]))
         finally:
-            store._lanes, store._free = dict.copy(store._lanes), dict.copy(store._free)
+            store._connections, store._free = dict.copy(store._connections), dict.copy(store._free)
         await store.set(key, "")
         await asyncio.gather(*waiting)
 
@@ -302,14 +302,14 @@ async def test_what_is_there_needs_no_further_connection(port: int, key: str) ->
             pytest.skip("PyTorch's legacy server closes the connection for a GET of what is missing")
         await store.set(key, "x" * 100_000)
         assert set(await asyncio.gather(*(store.get(key) for _ in range(20)))) == {b"x" * 100_000}
-        assert len(store._lanes) == 1
+        assert len(store._connections) == 1
 
 
 async def test_what_is_written_in_one_turn_goes_out_together(port: int, key: str) -> None:
     async with store_at(port) as store:
-        (lane,) = store._lanes
+        (connection,) = store._connections
         written: list[bytes] = []
-        write = lane.transport.write
+        write = connection.transport.write
 
         class Recorded:
             def write(self, data: bytes) -> None:
@@ -319,7 +319,7 @@ async def test_what_is_written_in_one_turn_goes_out_together(port: int, key: str
             def __getattr__(self, name: str) -> Any:
                 return getattr(transport, name)
 
-        transport, lane.transport = lane.transport, Recorded()  # type: ignore[assignment]
+        transport, connection.transport = connection.transport, Recorded()  # type: ignore[assignment]
         await asyncio.gather(*(store.set(f"{key}/{number}", "") for number in range(20)))
         assert len(written) == 1
         await store.wait([f"{key}/{number}" for number in range(20)])

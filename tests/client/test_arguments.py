@@ -15,7 +15,7 @@ import pytest
 from client.fakes import proxy_to
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
-from tcpstore_async.arguments import to_seconds
+from tcpstore_async.coercion import to_seconds
 
 
 class Index:
@@ -28,9 +28,9 @@ NO_INT = [1.5, "1", None, b"1", 2**63, -(2**63) - 1]
 NO_KEYS = ["text", b"text", bytearray(b"text"), {"a": 1}, 5, None, [5], ["a", None], ["\udfff"]]
 NO_TIMEOUT: list[Any] = ["1", b"1", [], object(), math.nan, math.inf, 10**400]
 
-Call = Callable[[Any, Any], Any]
+PendingCall = Callable[[Any, Any], Any]
 
-WRONG: list[tuple[str, Call, list[Any]]] = [
+WRONG: list[tuple[str, PendingCall, list[Any]]] = [
     ("key", lambda s, x: s.set(x, "v"), NO_TEXT),
     ("value", lambda s, x: s.set("k", x), NO_TEXT),
     ("key", lambda s, x: s.get(x), NO_TEXT),

@@ -21,8 +21,8 @@ import pytest
 from client.fakes import STOCK, exactly, fake_server, greet
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
-from tcpstore_async.client.deadline import Deadline
-from tcpstore_async.client.dial import _Tries
+from tcpstore_async.client.connect import _Tries
+from tcpstore_async.deadline import Deadline
 
 MARGIN = 5.0
 """Seconds over the deadline that a busy machine may take; usually it is some milliseconds, which `-s` shows."""
@@ -153,13 +153,13 @@ def test_what_may_pass_is_tried_again(how: How) -> None:
     turns = iter(["close", "nonce", "close", "garbage"])
 
     def talk(peer: socket.socket) -> None:
-        turn = next(turns, "server")
-        if turn == "server":
+        ticket = next(turns, "server")
+        if ticket == "server":
             greet(peer)
             peer.recv(1)
-        elif turn != "close":
+        elif ticket != "close":
             exactly(peer, 10)
-            peer.sendall(b"\0\0\0\0" if turn == "nonce" else b"220 smtp ready\r\n")
+            peer.sendall(b"\0\0\0\0" if ticket == "nonce" else b"220 smtp ready\r\n")
 
     with fake_server(talk) as fake:
         how("127.0.0.1", fake.port, LIMIT)

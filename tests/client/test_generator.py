@@ -17,8 +17,8 @@ import pytest
 
 from support import LIMIT, server_of
 from tcpstore_async.load.generator import Clock, Generator, LoadError, Unreachable, waited
-from tcpstore_async.load.process import Play, busy, fleet
-from tcpstore_async.load.requests import PONG, act, hello, join, said
+from tcpstore_async.load.scripts import PONG, act, encode_request, hello, join
+from tcpstore_async.load.workers import ClosedLoop, busy, worker_pool
 
 
 def test_a_generator_that_waits_for_a_core_is_busy() -> None:
@@ -45,10 +45,10 @@ def test_a_wait_for_a_core_is_seen() -> None:
 
 def test_a_generator_computes_no_longer_than_the_time() -> None:
     """At a size where what is around a measurement takes as long as the measurement."""
-    with server_of("ours") as port, fleet("127.0.0.1", port, 1) as load:
-        load.tell(Play(hello(), LIMIT))
+    with server_of("ours") as port, worker_pool("127.0.0.1", port, 1) as load:
+        load.tell(ClosedLoop(hello(), LIMIT))
         for _ in range(50):
-            took = load.tell(Play([act(said("ping", 1), 4)], LIMIT))
+            took = load.tell(ClosedLoop([act(encode_request("ping", 1), 4)], LIMIT))
             assert 0 < took.cpu < took.wall * 1.01
 
 

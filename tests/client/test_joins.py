@@ -19,8 +19,8 @@ from client.test_pops import Link, link_to
 from client.test_sync import until
 from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
-from tcpstore_async.client import calls
-from tcpstore_async.client.sync import TCPClient
+from tcpstore_async.client import requests
+from tcpstore_async.client.pool import TCPClient
 
 WORKERS = b"init/"
 IDENTITY = b'{"server":"tcpstore_async","version":"0","extension":2,"instance":"%s"}'
@@ -33,7 +33,7 @@ def port() -> int:
 
 def counted(store: TCPStore) -> int:
     assert store._client is not None
-    return int(store._client.ask(calls.count(0)))
+    return int(store._client.call(requests.count(0)))
 
 
 # Once
@@ -108,7 +108,7 @@ def test_pytorchs_server_is_joined_once() -> None:
 def test_a_server_that_closes_at_every_join_is_an_error() -> None:
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
         assert store._client is not None
-        store._client.ask((calls.set_("k", "")[0], (WORKERS, blob(b"no number"))))
+        store._client.call((requests.set_("k", "")[0], (WORKERS, blob(b"no number"))))
         with pytest.raises(DistNetworkError, match="8 connections were closed when they joined: see the server's log"):
             TCPStore("127.0.0.1", server.port, 2, timeout=LIMIT)
         assert "closed the connection of" in server.log()
@@ -166,9 +166,9 @@ def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None
             assert first.stdout.readline() == "there\n"
             first.kill()
         with making.result(LIMIT) as master:
-            look = (*calls.join(b""),)
+            look = (*requests.join(b""),)
             assert master._client is not None
-            until(lambda: master._client is not None and master._client.ask(look) == 1)
+            until(lambda: master._client is not None and master._client.call(look) == 1)
             # Without a timeout it would wait for its round for ever, if it took itself for an early one.
             with early(port, ONE.replace("*args", f"'127.0.0.1', {port}, 2, False, -1")) as again:
                 assert again.stdin is not None

@@ -19,7 +19,7 @@ import pytest
 from client.test_sync import until
 from support import LIMIT, free_port, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
-from tcpstore_async.client.deadline import Deadline
+from tcpstore_async.deadline import Deadline
 
 SOON = 3.0
 """Enough for a server to start on a busy machine."""
@@ -167,11 +167,11 @@ def test_twenty_rounds_on_one_port(port: int) -> None:
     command = [sys.executable, "-W", "error", "-c", ROUNDS, str(port), "20"]
     other = subprocess.Popen(command, cwd=tempfile.gettempdir())
     try:
-        for turn in range(20):
+        for ticket in range(20):
             with TCPStore("127.0.0.1", port, 2, True, LIMIT) as store:
-                assert store.compare_set("first0", "", str(turn)) == str(turn).encode()
-                store.set("rank0", str(turn))
-                assert store.get("rank1") == str(turn).encode()
+                assert store.compare_set("first0", "", str(ticket)) == str(ticket).encode()
+                store.set("rank0", str(ticket))
+                assert store.get("rank1") == str(ticket).encode()
                 store.barrier("over", 2)
         assert other.wait(LIMIT) == 0
     finally:

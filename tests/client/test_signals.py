@@ -24,9 +24,9 @@ import pytest
 from client.fakes import Fake
 from support import LIMIT, tcpstore_server
 from tcpstore_async import DistNetworkError, TCPStore
-from tcpstore_async.client import line
-from tcpstore_async.client.deadline import Deadline
-from tcpstore_async.daemon import build
+from tcpstore_async.client import wait_queue
+from tcpstore_async.deadline import Deadline
+from tcpstore_async.serving import build
 
 TIMEOUT = 15.0
 """Of the stores here. No call takes so long unless it waits for what never comes."""
@@ -193,8 +193,8 @@ class Scene:
 def _big(scene: Scene) -> None:
     scene.gate.reading.clear()
     assert scene.store._client is not None
-    for channel in scene.store._client._channels:
-        channel.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    for connection in scene.store._client._connections:
+        connection.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     scene.store.set(scene.key + "big", BIG)
 
 
@@ -372,8 +372,8 @@ def test_a_handler_within_a_call(
             store.set(key + "last", "w")
             assert store.get(key + "last") == b"w"
             assert store._client is not None
-            assert not any(channel.user for channel in store._client._channels)
-            assert len(store._client._channels) <= 3
+            assert not any(connection.user for connection in store._client._connections)
+            assert len(store._client._connections) <= 3
     _all_gone(gate)
     assert {thread for thread in threading.enumerate() if thread not in gate._threads} <= threads
 
@@ -398,7 +398,7 @@ def test_another_thread_that_asks_who_the_server_is(gate: Gate, key: str, monkey
         def handle() -> None:
             asking.start()
             end = threading.Event()
-            while client._asking == 0 or not client._line.turns:
+            while client._asking == 0 or not client._free_queue.tickets:
                 end.wait(0.001)
             gate.answering.set()
             assert store.get(key + "v") == b"x"
@@ -533,7 +533,7 @@ def _interrupt_at(port: int, call: Callable[[TCPStore], object], step: int, rais
         assert store.check([key + f"handler{step}"]) is (not raises and left < 0)
         assert store.add(key + "after", 1) == step + 1
         assert store._client is not None
-        assert not any(channel.user for channel in store._client._channels)
+        assert not any(connection.user for connection in store._client._connections)
         return step + 1 if left < 0 else -1
 
 
@@ -543,12 +543,12 @@ def test_a_handler_in_the_midst_of_telling_others(gate: Gate, key: str, name: st
     """Two threads wait for the connection that is given back: none is left asleep."""
     with TCPStore("127.0.0.1", gate.port, timeout=TIMEOUT) as store:
         assert store.add(key, 1) == 1
-        source = Path(line.__file__).read_text().splitlines()
+        source = Path(wait_queue.__file__).read_text().splitlines()
         strikes = 0
 
         def trace(frame: Any, event: str, _: object) -> Any:
             nonlocal strikes
-            if frame.f_code is not line.Line.tell.__code__:
+            if frame.f_code is not wait_queue.WaitQueue.notify.__code__:
                 return None
 
             def step(frame: Any, event: str, _: object) -> Any:
@@ -568,7 +568,7 @@ def test_a_handler_in_the_midst_of_telling_others(gate: Gate, key: str, name: st
         def join() -> None:
             for number, other in enumerate(others):
                 other.start()
-                until(lambda: len(client._line.turns) > number)  # noqa: B023
+                until(lambda: len(client._free_queue.tickets) > number)  # noqa: B023
             gate.answering.set()
 
         gate.answering.clear()

@@ -24,8 +24,8 @@ import pytest
 from client.fakes import Proxy, fake_server, freezable, proxy_to, silent
 from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
-from tcpstore_async.client import calls, sync
-from tcpstore_async.daemon import build
+from tcpstore_async.client import pool, requests
+from tcpstore_async.serving import build
 
 
 @pytest.fixture(scope="module", params=["ours", "libuv", "legacy"])
@@ -55,9 +55,9 @@ def key() -> str:
     return f"key{next(_numbers)}"
 
 
-def channels(store: TCPStore) -> list[Any]:
+def connections(store: TCPStore) -> list[Any]:
     assert store._client is not None
-    return list(store._client._channels)
+    return list(store._client._connections)
 
 
 def until(true: Callable[[], object]) -> None:
@@ -69,7 +69,7 @@ def until(true: Callable[[], object]) -> None:
 
 
 def until_parked(store: TCPStore, count: int = 1) -> None:
-    until(lambda: sum(channel.parked for channel in channels(store)) >= count)
+    until(lambda: sum(connection.parked for connection in connections(store)) >= count)
 
 
 # Threads
@@ -95,7 +95,7 @@ def test_time_outs_leave_it_in_step(store: TCPStore, key: str) -> None:
             store.barrier(key + "bar", 100, seconds)
     store.set(key, "")
     store.wait([key])
-    assert len(channels(store)) == 1
+    assert len(connections(store)) == 1
 
 
 def test_what_a_thread_wrote_is_there_for_every_thread(store: TCPStore, key: str) -> None:
@@ -149,21 +149,21 @@ def test_what_two_threads_wrote_at_once_is_there_for_both(ours: int, key: str) -
         with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store, ThreadPoolExecutor(2) as threads:
             store.set(key, "old")
             parked = threads.submit(store.wait, [key + "go"])
-            until(lambda: any(channel.parked for channel in channels(store)))
+            until(lambda: any(connection.parked for connection in connections(store)))
             assert store.get(key) == b"old"  # on a second connection
             store.set(key + "go", "")
             parked.result(LIMIT)
             assert store.check([key])
-            first, second = channels(store)
+            first, second = connections(store)
             client: Any = store._client
-            for channel in (first, second):
-                channel.user = threading.get_ident()
+            for connection in (first, second):
+                connection.user = threading.get_ident()
             proxy.held = 0  # the first
-            for channel, name in ((first, key), (second, key + "other")):
-                data, call = channel.session.prepare(*calls.set_(name, "new"))
-                assert channel.put(data, call, True)
-            for channel in (first, second):
-                client._release(channel)
+            for connection, name in ((first, key), (second, key + "other")):
+                data, call = connection.session.prepare(*requests.set_(name, "new"))
+                assert connection.put(data, call, True)
+            for connection in (first, second):
+                client._release(connection)
             threads.submit(proxy.let_go)
             assert store.get(key) == b"new"
     finally:
@@ -196,7 +196,7 @@ def test_threads_that_never_pause_starve_no_other(ours: int, key: str) -> None:
 
         adding = [threads.submit(add) for _ in range(3)]
         try:
-            until(lambda: store._client is not None and store._client._line.turns)
+            until(lambda: store._client is not None and store._client._free_queue.tickets)
             for number in range(50):
                 assert store.add(key + "mine", 1) == number + 1
         finally:
@@ -211,15 +211,15 @@ def test_a_lease_that_ends_between_two_looks() -> None:
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
         client = store._client
         assert client is not None
-        (channel,) = client._channels
-        channel.user = -1  # somebody's
+        (connection,) = client._connections
+        connection.user = -1  # somebody's
         free = client._free
 
         def look_and_lose() -> Any:
             found = free()
-            if channel.user == -1:
-                channel.user = threading.get_ident()
-                client._release(channel)
+            if connection.user == -1:
+                connection.user = threading.get_ident()
+                client._release(connection)
             return found
 
         client._free = look_and_lose  # type: ignore[method-assign]
@@ -289,7 +289,7 @@ def test_closing_ends_what_connects() -> None:
         waiting.append(threads.submit(store.add, "n", 1))
         assert store._client is not None
         client = store._client
-        until(lambda: client._opening or not all(c.parked for c in client._channels))
+        until(lambda: client._opening or not all(c.parked for c in client._connections))
         store.close()
         for one in waiting:
             with pytest.raises(DistNetworkError, match="has been closed"):
@@ -336,9 +336,9 @@ def test_surplus_connections_are_closed_when_idle(ours: int, key: str, monkeypat
         store.set(key, "")
         for one in waits:
             one.result(LIMIT)
-        assert len(channels(store)) > 1
-        monkeypatch.setattr(sync, "SURPLUS_SECONDS", 0.0)
-        until(lambda: store.add(key + "n", 1) and len(channels(store)) == 1)
+        assert len(connections(store)) > 1
+        monkeypatch.setattr(pool, "SURPLUS_SECONDS", 0.0)
+        until(lambda: store.add(key + "n", 1) and len(connections(store)) == 1)
         assert store.get(key) == b""
 
 
@@ -404,7 +404,7 @@ def test_a_wait_keeps_its_own_deadline(frozen: Any) -> None:
                 with pytest.raises(StoreTimeoutError, match=r"^(wait|barrier) timeout after 50ms"):
                     threads.submit(call).result(LIMIT)
         adding = threads.submit(store.add, "n", 1)
-        until(lambda: any(channel.user for channel in channels(store)))
+        until(lambda: any(connection.user for connection in connections(store)))
         with pytest.raises(StoreTimeoutError, match=r"^wait timeout after 50ms"):
             threads.submit(store.wait, ["never"], 0.05).result(LIMIT)
         frozen.thaw()
@@ -518,7 +518,9 @@ def test_interrupts_at_any_moment(ours: int, key: str) -> None:
                 struck += 1
             store.set_timeout(10)
             assert store.add(key + "n", 0) == 0
-            assert all(not channel.user or channel.user != threading.get_ident() for channel in channels(store))
+            assert all(
+                not connection.user or connection.user != threading.get_ident() for connection in connections(store)
+            )
 
     old = signal.signal(signal.SIGALRM, handle)
     try:
@@ -679,7 +681,7 @@ def test_a_forked_child_has_connections_of_its_own(store: TCPStore, key: str) ->
     assert store.get(key) == b"parent"
 
     def work() -> str:
-        assert not channels(store)
+        assert not connections(store)
         store.set(key + "child", "child")
         assert store.get(key + "child") == b"child"
         said = store.get(key).decode()
@@ -847,7 +849,7 @@ def test_errors_are_pytorchs_kinds() -> None:
 def test_an_error_shows_nothing_internal() -> None:
     """In compiled code either, which knows no `from None`."""
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=0.05) as store:
-        calls: list[Callable[[], object]] = [
+        requests: list[Callable[[], object]] = [
             lambda: store.wait(["k"]),
             lambda: store.get("k"),
             lambda: store.barrier("b", 2),
@@ -856,7 +858,7 @@ def test_an_error_shows_nothing_internal() -> None:
             lambda: store.set("\ud800", "v"),
             lambda: store.add("n", "x"),  # type: ignore[arg-type]
         ]
-        for call in calls:
+        for call in requests:
             with pytest.raises((StoreTimeoutError, TypeError)) as caught:
                 call()
             assert caught.value.__suppress_context__

@@ -33,7 +33,7 @@ from conformance.frames import (
     set_,
     wait,
 )
-from conformance.script import CLOSED, SILENCE, Answer, Script, Writer
+from conformance.script import CLOSED, NO_REPLY, Answer, Script, Writer
 from support import HANDSHAKE, blob, keys, u64
 
 _CASES: list[Script] = []
@@ -65,7 +65,7 @@ def _split_validate(at: int) -> None:
         a = s.peer("a", greet=False)
         a.says(HANDSHAKE[:at])
         a.says(HANDSHAKE[at:])
-        a.hears(SILENCE, CLOSED)
+        a.hears(NO_REPLY, CLOSED)
         a.asks(ping(b"pong"), b"pong", CLOSED)
 
 
@@ -77,7 +77,7 @@ def _bad_start(name: str, data: bytes) -> None:
     @case("bad-start", f"bad_start_{name}")
     def _(s: Script) -> None:
         a, b = s.peer("a", greet=False), s.peer("b")
-        a.asks(data, CLOSED, SILENCE)
+        a.asks(data, CLOSED, NO_REPLY)
         a.leaves()
         b.asks(NUM_KEYS, i64(0))
 
@@ -336,7 +336,7 @@ def _key_limit(name: str, before: bytes) -> None:
     @case(name=f"key_limit[{name}]")
     def _(s: Script) -> None:
         a, b = s.peers("ab")
-        a.asks(before + u64(8192), SILENCE)
+        a.asks(before + u64(8192), NO_REPLY)
         b.asks(before + u64(8193), CLOSED)
 
 
@@ -363,7 +363,7 @@ def _value_limit(name: str, before: bytes) -> None:
     @case(name=f"value_limit[{name}]")
     def _(s: Script) -> None:
         a, b, c = s.peers("abc")
-        a.asks(before + u64(8 << 20), SILENCE)
+        a.asks(before + u64(8 << 20), NO_REPLY)
         b.asks(before + u64((8 << 20) + 1), CLOSED)
         c.asks(before + u64(2**64 - 1), CLOSED)
 
@@ -383,7 +383,7 @@ def _count_limit(name: str, opcode: bytes) -> None:
     @case(name=f"count_limit[{name}]")
     def _(s: Script) -> None:
         a, b, c = s.peers("abc")
-        a.asks(opcode + u64(131072), SILENCE)
+        a.asks(opcode + u64(131072), NO_REPLY)
         b.asks(opcode + u64(131073), CLOSED)
         c.asks(opcode + u64(2**63), CLOSED)
 
@@ -397,7 +397,7 @@ def multi_set_over_the_limit_in_its_second_pair(s: Script) -> None:
     a, b = s.peers("ab")
     b.says(wait(b"k"))
     a.asks(b"\x0b" + u64(2) + blob(b"k") + blob(b"1") + blob(b"j") + u64((8 << 20) + 1), CLOSED)
-    b.hears(SILENCE, WOKEN)
+    b.hears(NO_REPLY, WOKEN)
     b.asks(CANCEL_WAIT + check(b"k"), CANCELED + NOT_READY, CANCELED + READY)
 
 
@@ -500,10 +500,10 @@ def wait_counts_down_each_key_once(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(wait(b"k", b"j"))
     b.says(set_(b"k", b"1"), set_(b"k", b"2"), append(b"k", b"3"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     b.asks(delete(b"k"), i64(1))
     b.says(set_(b"k", b"4"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     b.asks(delete(b"k"), i64(1))
     b.says(set_(b"j", b"1"))
     a.hears(WOKEN)
@@ -516,7 +516,7 @@ def wait_of_present_and_missing(s: Script) -> None:
     a.says(wait(b"k", b"j", b"k"))
     b.asks(delete(b"k"), i64(1))
     b.says(set_(b"k", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     b.says(set_(b"j", b"1"))
     a.hears(WOKEN)
 
@@ -528,7 +528,7 @@ def wait_twice_same_key_counts_both(s: Script) -> None:
     b.says(set_(b"k", b"1"))
     a.hears(WOKEN)
     b.says(set_(b"j", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
 
 
 @case()
@@ -539,11 +539,11 @@ def wait_twice_leftover_counts_for_the_next(s: Script) -> None:
     a.hears(WOKEN)
     a.says(wait(b"m", b"n"))
     b.says(set_(b"j", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     b.says(set_(b"m", b"1"))
     a.hears(WOKEN)
     b.says(set_(b"n", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
 
 
 @case()
@@ -551,18 +551,18 @@ def wait_twice_second_longer(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(wait(b"k"), wait(b"j", b"i"))
     b.says(set_(b"k", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     b.says(set_(b"i", b"1"))
     a.hears(WOKEN)
     b.says(set_(b"j", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
 
 
 @case()
 def wait_then_wait_for_what_is_there(s: Script) -> None:
     a, b = s.peers("ab")
     b.says(set_(b"j", b"1"))
-    a.asks(wait(b"k"), SILENCE)
+    a.asks(wait(b"k"), NO_REPLY)
     a.asks(wait(b"j"), WOKEN)
     b.says(set_(b"k", b"1"))
     a.hears(WOKEN)
@@ -574,7 +574,7 @@ def cancel_drops_every_registration(s: Script) -> None:
     a.says(wait(b"k"), wait(b"j", b"i"), wait(b"k"))
     a.asks(CANCEL_WAIT, CANCELED)
     b.says(set_(b"k", b"1"), set_(b"j", b"1"), set_(b"i", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     a.says(wait(b"h"))
     b.says(set_(b"h", b"1"))
     a.hears(WOKEN)
@@ -616,9 +616,9 @@ def failed_compare_set_wakes_nobody(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(wait(b"k"))
     b.asks(compare_set(b"k", b"old", b"new"), blob(b"old"))
-    a.hears(SILENCE, WOKEN)
+    a.hears(NO_REPLY, WOKEN)
     b.says(set_(b"k", b"1"))
-    a.hears(WOKEN, SILENCE)
+    a.hears(WOKEN, NO_REPLY)
 
 
 @case("failed-compare-set")
@@ -626,9 +626,9 @@ def failed_compare_set_does_not_open_a_barrier(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(barrier(b"b", 2))
     b.asks(compare_set(b"b", b"7", b"8"), blob(b"1"))
-    a.hears(SILENCE, WOKEN)
+    a.hears(NO_REPLY, WOKEN)
     b.asks(barrier(b"b", 2), WOKEN)
-    a.hears(WOKEN, SILENCE)
+    a.hears(WOKEN, NO_REPLY)
 
 
 @case()
@@ -653,7 +653,7 @@ def barrier_ignores_world_sizes_below_two(s: Script) -> None:
 @case()
 def barrier_is_never_reset(s: Script) -> None:
     a, b = s.peers("ab")
-    a.asks(barrier(b"b", 2), SILENCE)
+    a.asks(barrier(b"b", 2), NO_REPLY)
     b.asks(barrier(b"b", 2), WOKEN)
     a.hears(WOKEN)
     a.asks(barrier(b"b", 2), WOKEN)
@@ -670,8 +670,8 @@ def barrier_same_peer_thrice(s: Script) -> None:
 @case()
 def barrier_of_mixed_sizes(s: Script) -> None:
     a, b, c = s.peers("abc")
-    a.asks(barrier(b"b", 5), SILENCE)
-    b.asks(barrier(b"b", 3), SILENCE)
+    a.asks(barrier(b"b", 5), NO_REPLY)
+    b.asks(barrier(b"b", 3), NO_REPLY)
     c.asks(barrier(b"b", 3), WOKEN)
     a.hears(WOKEN)
     b.hears(WOKEN)
@@ -686,7 +686,7 @@ def barrier_is_opened_by_set_add_append_multi_set(s: Script) -> None:
         (append(b"b", b""), b""),
         (multi_set((b"k", b"1"), (b"b", b"0")), b""),
     ):
-        a.asks(barrier(b"b", 9), SILENCE)
+        a.asks(barrier(b"b", 9), NO_REPLY)
         b.asks(frame, reply)
         a.hears(WOKEN)
 
@@ -696,7 +696,7 @@ def barrier_and_delete(s: Script) -> None:
     a, b, c = s.peers("abc")
     a.says(barrier(b"b", 2))
     b.asks(delete(b"b"), i64(1))
-    b.asks(barrier(b"b", 2), SILENCE)
+    b.asks(barrier(b"b", 2), NO_REPLY)
     c.asks(barrier(b"b", 2), WOKEN)
     a.hears(WOKEN)
     b.hears(WOKEN)
@@ -706,7 +706,7 @@ def barrier_and_delete(s: Script) -> None:
 def barrier_overflow_wraps(s: Script) -> None:
     a, b = s.peers("ab")
     a.says(set_(b"b", b"9223372036854775807"))
-    a.asks(barrier(b"b", 2), SILENCE)
+    a.asks(barrier(b"b", 2), NO_REPLY)
     b.asks(get(b"b"), blob(b"-9223372036854775808"))
 
 
@@ -715,15 +715,15 @@ def barrier_timeout_leaves_its_count(s: Script) -> None:
     a, b = s.peers("ab")
     a.asks(barrier(b"b", 2) + CANCEL_WAIT, CANCELED)
     b.asks(barrier(b"b", 2), WOKEN)
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
 
 
 @case()
 def barrier_that_is_not_full_is_there_for_new_waiters_only(s: Script) -> None:
     a, b, c = s.peers("abc")
     a.says(wait(b"b"))
-    b.asks(barrier(b"b", 2), SILENCE)
-    a.hears(SILENCE)
+    b.asks(barrier(b"b", 2), NO_REPLY)
+    a.hears(NO_REPLY)
     c.asks(wait(b"b"), WOKEN)
     c.asks(barrier(b"b", 2), WOKEN)
     a.hears(WOKEN)
@@ -747,13 +747,13 @@ def one_push_wakes_one_of_two(s: Script) -> None:
     b.says(wait(b"q"))
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
     a.asks(pop(b"q"), popped(1, b"1"))
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
     z.says(push(b"q", b"2"))
     b.hears(WOKEN)
     b.asks(pop(b"q"), popped(1, b"2"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
 
 
 @case()
@@ -777,7 +777,7 @@ def pop_can_take_what_a_woken_waiter_was_about_to_pop(s: Script) -> None:
     a.hears(WOKEN)
     z.asks(pop(b"q"), popped(1, b"1"))
     a.asks(pop(b"q"), i64(0))
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
 
 
 @case()
@@ -798,7 +798,7 @@ def push_counts_down_a_longer_wait_on_its_way(s: Script) -> None:
     b.says(wait(b"q"))
     z.says(push(b"q", b"1"))
     b.hears(WOKEN)
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     z.says(set_(b"k", b"1"))
     a.hears(WOKEN)
 
@@ -845,11 +845,11 @@ def served_waiter_goes_to_the_end_of_the_line(s: Script) -> None:
     a.hears(WOKEN)
     a.asks(pop(b"q"), popped(1, b"1"))
     a.says(wait(b"q"))
-    for number, (peer, torch) in enumerate(((b, SILENCE), (c, SILENCE), (a, Answer(WOKEN))), 2):
+    for number, (peer, torch) in enumerate(((b, NO_REPLY), (c, NO_REPLY), (a, Answer(WOKEN))), 2):
         z.says(push(b"q", b"%d" % number))
         peer.hears(WOKEN, torch)
     for peer in (a, b, c):
-        peer.hears(SILENCE, SILENCE if peer is a else WOKEN)
+        peer.hears(NO_REPLY, NO_REPLY if peer is a else WOKEN)
 
 
 @case("Q2")
@@ -861,9 +861,9 @@ def push_does_not_end_a_barrier(s: Script) -> None:
     a.asks(pop(b"q"), popped(1, b"1"))
     a.says(barrier(b"b", 2))
     z.says(push(b"q", b"2"))
-    a.hears(SILENCE, WOKEN)
+    a.hears(NO_REPLY, WOKEN)
     b.asks(barrier(b"b", 2), WOKEN)
-    a.hears(WOKEN, SILENCE)
+    a.hears(WOKEN, NO_REPLY)
 
 
 @case("Q2")
@@ -871,11 +871,11 @@ def second_push_does_not_count_for_another_key(s: Script) -> None:
     a, z = s.peers("az")
     a.says(wait(b"q", b"k"))
     z.says(push(b"q", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     z.says(push(b"q", b"2"))
-    a.hears(SILENCE, WOKEN)
+    a.hears(NO_REPLY, WOKEN)
     z.says(set_(b"k", b"1"))
-    a.hears(WOKEN, SILENCE)
+    a.hears(WOKEN, NO_REPLY)
 
 
 @case()
@@ -886,9 +886,9 @@ def asking_again_keeps_the_place_in_the_line(s: Script) -> None:
     a.says(wait(b"q"))
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
     z.says(push(b"q", b"2"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     b.hears(WOKEN)
 
 
@@ -900,7 +900,7 @@ def an_item_is_not_handed_on_into_a_barrier(s: Script) -> None:
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
     a.asks(ping(b"pong"), b"pong")
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
 
 
 @case("Q3")
@@ -908,11 +908,11 @@ def wait_counts_a_filled_queue_as_there(s: Script) -> None:
     a, z = s.peers("az")
     z.says(push(b"q", b"1"))
     a.says(wait(b"q", b"k"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     z.says(set_(b"k", b"1"))
-    a.hears(WOKEN, SILENCE)
+    a.hears(WOKEN, NO_REPLY)
     z.says(push(b"q", b"2"))
-    a.hears(SILENCE, WOKEN)
+    a.hears(NO_REPLY, WOKEN)
 
 
 @case("Q3")
@@ -922,7 +922,7 @@ def wait_counts_a_queue_down_though_it_is_emptied(s: Script) -> None:
     a.says(wait(b"k", b"q", b"q"))
     z.asks(pop(b"q"), popped(1, b"1"))
     z.says(set_(b"k", b"1"))
-    a.hears(WOKEN, SILENCE)
+    a.hears(WOKEN, NO_REPLY)
 
 
 @case("Q4")
@@ -933,7 +933,7 @@ def woken_waiter_that_dies_hands_on(s: Script) -> None:
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
     a.leaves()
-    b.hears(WOKEN, SILENCE)
+    b.hears(WOKEN, NO_REPLY)
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
@@ -945,11 +945,11 @@ def a_row_of_woken_waiters_that_die(s: Script) -> None:
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
     a.leaves()
-    b.hears(WOKEN, SILENCE)
+    b.hears(WOKEN, NO_REPLY)
     b.leaves()
-    c.hears(WOKEN, SILENCE)
+    c.hears(WOKEN, NO_REPLY)
     c.leaves()
-    d.hears(WOKEN, SILENCE)
+    d.hears(WOKEN, NO_REPLY)
     d.asks(pop(b"q"), popped(1, b"1"))
 
 
@@ -962,9 +962,9 @@ def _goes_on(name: str, frame: bytes, reply: bytes) -> None:
         z.says(push(b"q", b"1"))
         a.hears(WOKEN)
         a.asks(frame, reply)
-        b.hears(WOKEN, SILENCE)
+        b.hears(WOKEN, NO_REPLY)
         b.asks(pop(b"q"), popped(1, b"1"))
-        a.hears(SILENCE)
+        a.hears(NO_REPLY)
 
 
 for _name, _frame, _reply in (
@@ -990,7 +990,7 @@ def woken_waiter_that_is_refused_hands_on(s: Script) -> None:
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
     a.asks(b"\x13", CLOSED)
-    b.hears(WOKEN, SILENCE)
+    b.hears(WOKEN, NO_REPLY)
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
@@ -1001,7 +1001,7 @@ def cancel_that_crosses_the_wake_hands_on(s: Script) -> None:
     b.says(wait(b"q"))
     z.says(push(b"q", b"1"))
     a.asks(CANCEL_WAIT, WOKEN + CANCELED)
-    b.hears(WOKEN, SILENCE)
+    b.hears(WOKEN, NO_REPLY)
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
@@ -1014,7 +1014,7 @@ def woken_waiter_that_pushes_hands_on(s: Script) -> None:
     a.hears(WOKEN)
     a.says(push(b"q", b"2"))
     b.hears(WOKEN)
-    c.hears(WOKEN, SILENCE)
+    c.hears(WOKEN, NO_REPLY)
     c.asks(pop(b"q"), popped(2, b"1"))
     b.asks(pop(b"q"), popped(1, b"2"))
 
@@ -1027,9 +1027,9 @@ def half_a_pop_and_then_gone_hands_on(s: Script) -> None:
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
     a.says(pop(b"q")[:-1])
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
     a.leaves()
-    b.hears(WOKEN, SILENCE)
+    b.hears(WOKEN, NO_REPLY)
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
@@ -1041,9 +1041,9 @@ def woken_waiter_that_waits_again_keeps_its_item(s: Script) -> None:
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
     a.asks(wait(b"q"), WOKEN)
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
     a.leaves()
-    b.hears(WOKEN, SILENCE)
+    b.hears(WOKEN, NO_REPLY)
     b.asks(pop(b"q"), popped(1, b"1"))
 
 
@@ -1056,7 +1056,7 @@ def nothing_to_hand_on_after_another_pop(s: Script) -> None:
     a.hears(WOKEN)
     z.asks(pop(b"q"), popped(1, b"1"))
     a.leaves()
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
 
 
 @case("Q4")
@@ -1067,9 +1067,9 @@ def two_woken_one_takes_one_dies(s: Script) -> None:
     z.says(push(b"q", b"1"), push(b"q", b"2"))
     a.hears(WOKEN)
     b.hears(WOKEN)
-    c.hears(SILENCE)
+    c.hears(NO_REPLY)
     b.asks(pop(b"q"), popped(2, b"1"))
-    c.hears(SILENCE)
+    c.hears(NO_REPLY)
     a.leaves()
-    c.hears(WOKEN, SILENCE)
+    c.hears(WOKEN, NO_REPLY)
     c.asks(pop(b"q"), popped(1, b"2"))

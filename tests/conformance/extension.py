@@ -45,7 +45,7 @@ from conformance.frames import (
     wait,
     wait_count,
 )
-from conformance.script import CLOSED, SILENCE, Answer, Script, Writer
+from conformance.script import CLOSED, NO_REPLY, Answer, Script, Writer
 from support import blob, keys, u64
 
 SERVER = b"tcpstore_async/server"
@@ -140,14 +140,14 @@ def fetch_is_canceled(s: Script) -> None:
     a.asks(CANCEL_FETCH, NO_VALUE)
     a.asks(fetch(b"k") + CANCEL_FETCH + ping(b"pong"), NO_VALUE + b"pong")
     b.says(set_(b"k", b"v"))
-    a.hears(SILENCE)
-    a.asks(fetch(b"j"), SILENCE)
+    a.hears(NO_REPLY)
+    a.asks(fetch(b"j"), NO_REPLY)
     b.says(set_(b"j", b"w"))
     a.asks(CANCEL_FETCH, blob(b"w") + NO_VALUE)
-    a.asks(fetch(b"i"), SILENCE)
+    a.asks(fetch(b"i"), NO_REPLY)
     a.asks(CANCEL_WAIT, CANCELED)
     b.says(set_(b"i", b""))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
 
 
 @case()
@@ -159,7 +159,7 @@ def fetch_takes_no_item(s: Script) -> None:
     z.says(push(b"q", b"1"))
     a.hears(blob(b""))
     b.hears(WOKEN)
-    c.hears(SILENCE)
+    c.hears(NO_REPLY)
     b.asks(pop(b"q"), popped(1, b"1"))
     z.says(push(b"q", b"2"))
     c.hears(blob(b""))
@@ -194,7 +194,7 @@ def _busy(name: str, first: bytes, second: bytes) -> None:
     @case(f"second_wait_closes[{name}]")
     def _(s: Script) -> None:
         a, b = s.peers("ab")
-        a.asks(first, SILENCE)
+        a.asks(first, NO_REPLY)
         a.asks(second, CLOSED)
         b.says(set_(b"k", b"9"), set_(b"j", b"9"))
         b.asks(ping(b"pong"), b"pong")
@@ -214,8 +214,8 @@ def stock_waits_take_the_place_of_ours(s: Script) -> None:
     a.hears(WOKEN)
     b.hears(WOKEN)
     z.asks(set_(b"k", b"1") + add(b"n", 1), i64(1))
-    a.hears(SILENCE)
-    b.hears(SILENCE)
+    a.hears(NO_REPLY)
+    b.hears(NO_REPLY)
 
 
 @case()
@@ -229,8 +229,8 @@ def what_is_left_over_ends_neither(s: Script) -> None:
     a.says(fetch(b"i"))
     b.says(wait_count(b"n", 1))
     z.says(set_(b"j", b"1"))
-    a.hears(SILENCE)
-    b.hears(SILENCE)
+    a.hears(NO_REPLY)
+    b.hears(NO_REPLY)
     z.asks(set_(b"i", b"v") + add(b"n", 1) + add(b"n", 1), i64(1) + i64(2))
     a.hears(blob(b"v"))
     b.hears(WOKEN)
@@ -253,11 +253,11 @@ def count_is_reached(s: Script) -> None:
     for peer, target in ((a, 2), (b, 2), (c, 5), (d, 2**63 - 1)):
         peer.says(wait_count(b"n", target))
     z.asks(add(b"n", 1), i64(1))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     z.asks(add(b"n", 1), i64(2))
     a.hears(WOKEN)
     b.hears(WOKEN)
-    c.hears(SILENCE)
+    c.hears(NO_REPLY)
     z.says(set_(b"n", b"no number"), multi_set((b"n", b"9"), (b"n", b"1")))
     c.hears(WOKEN)
     z.says(set_(b"n", b"9223372036854775807"))
@@ -278,8 +278,8 @@ def count_of_arrivals_at_a_barrier(s: Script) -> None:
     z.says(wait(b"b"))
     c.says(barrier(b"b", 3))
     a.hears(WOKEN)
-    b.hears(SILENCE)
-    z.hears(SILENCE)
+    b.hears(NO_REPLY)
+    z.hears(NO_REPLY)
     a.says(barrier(b"b", 3))
     b.hears(WOKEN)
     b.asks(barrier(b"b", 3), WOKEN)
@@ -292,11 +292,11 @@ def count_is_canceled(s: Script) -> None:
     a, z = s.peers("az")
     a.asks(wait_count(b"n", 1) + CANCEL_WAIT, CANCELED)
     z.asks(add(b"n", 1), i64(1))
-    a.asks(wait_count(b"n", 2), SILENCE)
+    a.asks(wait_count(b"n", 2), NO_REPLY)
     z.asks(add(b"n", 1), i64(2))
     a.asks(CANCEL_WAIT, WOKEN + CANCELED)
     z.asks(add(b"n", 9), i64(11))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
 
 
 @case()
@@ -305,7 +305,7 @@ def count_of_a_deleted_key(s: Script) -> None:
     z.asks(add(b"n", -9), i64(-9))
     a.says(wait_count(b"n", -4))
     z.asks(delete(b"n"), i64(1))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     z.asks(add(b"n", -1), i64(-1))
     a.hears(WOKEN)
 
@@ -316,7 +316,7 @@ def count_of_no_number_closes(s: Script) -> None:
     b.says(wait_count(b"n", 2))
     z.says(set_(b"n", b"x"))
     a.asks(wait_count(b"n", 2), CLOSED)
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
     z.says(set_(b"n", b"2"))
     b.hears(WOKEN)
 
@@ -326,11 +326,11 @@ def count_is_passed_over_by_a_queue(s: Script) -> None:
     a, b, z = s.peers("abz")
     a.says(wait_count(b"q", 1))
     z.says(push(b"q", b"1"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     z.asks(pop(b"q"), popped(1, b"1"))
     b.says(wait(b"q"))
     z.says(push(b"q", b"2"))
-    a.hears(SILENCE)
+    a.hears(NO_REPLY)
     b.hears(WOKEN)
 
 
@@ -369,7 +369,7 @@ def leases_of_the_dead_come_back_in_order(s: Script) -> None:
     a.asks(lease(b"q", 1) + lease(b"q", 2) + lease(b"q", 3), popped(4, b"1") + popped(3, b"2") + popped(2, b"3"))
     b.asks(lease(b"q", 3), popped(1, b"4"))
     b.says(confirm(3))
-    c.asks(lease_later(b"q", 0), SILENCE)
+    c.asks(lease_later(b"q", 0), NO_REPLY)
     a.leaves()
     c.hears(popped(3, b"1"))
     z.asks(pop(b"q") + pop(b"q") + pop(b"q"), popped(2, b"2") + popped(1, b"3") + i64(0))
@@ -386,9 +386,9 @@ def lease_goes_back_with_a_protocol_error(s: Script) -> None:
 @case()
 def lease_later_waits_in_line(s: Script) -> None:
     a, b, c, z = s.peers("abcz")
-    a.asks(wait(b"q"), SILENCE)
-    b.asks(lease_later(b"q", 1), SILENCE)
-    c.asks(wait(b"q"), SILENCE)
+    a.asks(wait(b"q"), NO_REPLY)
+    b.asks(lease_later(b"q", 1), NO_REPLY)
+    c.asks(wait(b"q"), NO_REPLY)
     z.says(push(b"q", b"1"))
     a.hears(WOKEN)
     a.asks(pop(b"q"), popped(1, b"1"))
@@ -403,12 +403,12 @@ def lease_later_waits_in_line(s: Script) -> None:
 @case()
 def lease_later_is_given_up(s: Script) -> None:
     a, b, z = s.peers("abz")
-    a.asks(lease_later(b"q", 1), SILENCE)
-    b.asks(lease_later(b"q", 1), SILENCE)
+    a.asks(lease_later(b"q", 1), NO_REPLY)
+    b.asks(lease_later(b"q", 1), NO_REPLY)
     a.asks(give_back(1) + ping(b"pong"), RETURNED + b"pong")
     z.says(push(b"q", b"1"))
     b.hears(popped(1, b"1"))
-    a.asks(lease_later(b"q", 2), SILENCE)
+    a.asks(lease_later(b"q", 2), NO_REPLY)
     b.says(give_back(1))  # it crosses the item, and is the last that is heard of it
     a.hears(popped(1, b"1"))
     a.asks(confirm(2) + lease_later(b"q", 3) + CANCEL_WAIT, CANCELED)
@@ -417,7 +417,7 @@ def lease_later_is_given_up(s: Script) -> None:
 @case()
 def lease_later_does_not_wait_for_a_value(s: Script) -> None:
     a, b, z = s.peers("abz")
-    a.asks(lease_later(b"k", 1), SILENCE)
+    a.asks(lease_later(b"k", 1), NO_REPLY)
     z.says(set_(b"k", b"plain"))
     a.hears(i64(0))
     b.asks(lease_later(b"k", 1) + lease_later(SERVER, 2), i64(0) * 2)
@@ -430,9 +430,9 @@ def what_is_given_back_ends_no_barrier(s: Script) -> None:
     a, b, z = s.peers("abz")
     z.says(push(b"q", b"1"))
     a.asks(lease(b"q", 1), popped(1, b"1"))
-    b.asks(barrier(b"q", 2), SILENCE)
+    b.asks(barrier(b"q", 2), NO_REPLY)
     a.asks(give_back(1) + ping(b"pong"), b"pong")
-    b.hears(SILENCE)
+    b.hears(NO_REPLY)
     z.asks(pop(b"q"), popped(1, b"1"))
 
 
@@ -446,7 +446,7 @@ def join_counts_once(s: Script) -> None:
     a.asks(join(b"init/", b"one") * 2, i64(1) * 2)
     a.leaves()
     b.asks(join(b"init/", b"one"), i64(1))
-    z.hears(SILENCE)
+    z.hears(NO_REPLY)
     b.asks(join(b"init/", b"two") + get(b"init/"), i64(2) + blob(b"2"))
     z.hears(WOKEN)
     b.asks(delete(b"init/") + join(b"init/", b"one"), i64(1) + i64(1))
@@ -515,7 +515,7 @@ def _length(name: str, before: bytes, most: int) -> None:
     @case(f"length[{name}]")
     def _(s: Script) -> None:
         a, b, c = s.peers("abc")
-        a.asks(before + u64(most), SILENCE)
+        a.asks(before + u64(most), NO_REPLY)
         b.asks(before + u64(most + 1), CLOSED)
         c.asks(before + u64(2**64 - 1), CLOSED)
 
@@ -538,10 +538,10 @@ def opcodes_close_on_pytorchs(s: Script) -> None:
     s.peer("a").asks(set_(b"k", b"v") + fetch(b"k"), blob(b"v"), CLOSED)
     s.peer("b").asks(CANCEL_FETCH, NO_VALUE, CLOSED)
     s.peer("c").asks(wait_count(b"n", 0), WOKEN, CLOSED)
-    s.peer("d").asks(introduce((b"rank", b"0")), SILENCE, CLOSED)
+    s.peer("d").asks(introduce((b"rank", b"0")), NO_REPLY, CLOSED)
     s.peer("e").asks(lease(b"q", 1), i64(0), CLOSED)
-    s.peer("f").asks(lease_later(b"q", 1), SILENCE, CLOSED)
-    s.peer("g").asks(confirm(1) + give_back(1) + DEPART, SILENCE, CLOSED)
+    s.peer("f").asks(lease_later(b"q", 1), NO_REPLY, CLOSED)
+    s.peer("g").asks(confirm(1) + give_back(1) + DEPART, NO_REPLY, CLOSED)
     s.peer("h").asks(join(b"n", b"x"), i64(1), CLOSED)
 
 
@@ -549,7 +549,7 @@ def opcodes_close_on_pytorchs(s: Script) -> None:
 def server_key_is_not_there_on_pytorchs(s: Script) -> None:
     a = s.peer("a")
     a.asks(check(SERVER), READY, NOT_READY)
-    a.asks(wait(SERVER), WOKEN, SILENCE)
+    a.asks(wait(SERVER), WOKEN, NO_REPLY)
 
 
 @control()

@@ -25,7 +25,7 @@ class Answer:
         return "+".join([text] * bool(self.data) + ["closed"] * self.closed) or "silent"
 
 
-SILENCE = Answer()
+NO_REPLY = Answer()
 CLOSED = Answer(closed=True)
 
 
@@ -43,8 +43,8 @@ class Step:
     peer: str
     deed: Deed
     data: bytes = b""
-    ours: Answer = SILENCE
-    torch: Answer = SILENCE
+    ours: Answer = NO_REPLY
+    torch: Answer = NO_REPLY
     listed: int | None = None
     """Where in the answer a LIST_KEYS reply begins, whose keys may come in any order."""
 

@@ -24,7 +24,7 @@ from conformance.script import Answer, Deed, Script, in_order
 from support import LIMIT, RawPeer, resting
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
-from tcpstore_async.session.extension import identity
+from tcpstore_async.session.identity import identity
 from tcpstore_async.session.server import Engine, ServerSession
 
 
@@ -144,7 +144,7 @@ class EngineTarget:
         for peer in self.sessions:
             self.close(peer)
         keyspace = self.engine.keyspace
-        assert (keyspace.waiters, keyspace.counters, keyspace.promises, self.engine.unfinished) == ({}, {}, {}, 0)
+        assert (keyspace.waiters, keyspace.counters, keyspace.handoffs, self.engine.unfinished) == ({}, {}, {}, 0)
 
     def _receive(self, peer: str, piece: bytes) -> None:
         session = self.sessions[peer]
@@ -178,8 +178,8 @@ class EngineTarget:
         session.unsent = 0
 
     def _flush_dirty(self) -> None:
-        while self.engine.dirty:
-            session = self.engine.dirty.pop()
+        while self.engine.pending_flush:
+            session = self.engine.pending_flush.pop()
             if session.owner is not None:
                 self._flush(session)
 
@@ -189,7 +189,7 @@ class EngineTarget:
 OUR_SERVERS = """
 import asyncio, sys
 from contextlib import AsyncExitStack
-from tcpstore_async.daemon import run_loop, serve
+from tcpstore_async.serving import run_loop, serve
 
 async def main():
     running = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance.cases import own_cases
-from conformance.mended import MENDED
+from conformance.divergences import MENDED
 from conformance.vectors import libuv_vectors
 from tcpstore_async.limits import Limits
 

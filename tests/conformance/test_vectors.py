@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.cases import own_cases
+from conformance.divergences import MENDED
 from conformance.extension import control_cases, extension_cases
 from conformance.frames import CANCEL_FETCH, NOT_READY, check, fetch, get, introduce, wait_count
-from conformance.mended import MENDED
 from conformance.script import Script
 from conformance.targets import (
     OUR_SERVERS,
@@ -30,8 +30,8 @@ from conformance.targets import (
 )
 from conformance.vectors import LISTS, STATES, libuv_vectors
 from support import RawPeer, torch_server
-from tcpstore_async.server.base import BACKENDS
-from tcpstore_async.session.extension import EXTENSION, build, read_identity
+from tcpstore_async.server.listening import BACKENDS
+from tcpstore_async.session.identity import EXTENSION, build, read_identity
 from tcpstore_async.version import VERSION
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conformance.divergences import MENDED
 from conformance.frames import LIST_KEYS, READY, WOKEN, add, barrier, check, i64, multi_get, push, queue_len, set_
-from conformance.mended import MENDED
-from conformance.script import CLOSED, SILENCE, Answer, Deed, Peer, Script, Step
+from conformance.script import CLOSED, NO_REPLY, Answer, Deed, Peer, Script, Step
 from support import blob, keys, u64
 
 HERE = Path(__file__).parent
@@ -145,7 +145,7 @@ def _call(entry: dict[str, Any]) -> Script:
     greets = bool(exchange) and exchange[0]["hex"].startswith("00cef7853c")
     a = vector.peer("a", greet=not greets)
     if not greets:
-        vector.hears("a", SILENCE)
+        vector.hears("a", NO_REPLY)
     for number, segment in enumerate(exchange):
         if segment["dir"] == "c2s":
             a.says(_segment(segment))
@@ -282,4 +282,4 @@ class _Vector:
 def _answer(text: str) -> Answer:
     if text == "closed":
         return CLOSED
-    return SILENCE if text == "silent" else Answer(bytes.fromhex(text))
+    return NO_REPLY if text == "silent" else Answer(bytes.fromhex(text))

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from contract.kinds import KINDS, Kind, Maker
+from contract.store_kinds import KINDS, Kind, Maker
 from support import LIMIT
 from tcpstore_async import Store
 

@@ -15,10 +15,10 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async import HashStore
-from tcpstore_async.blob import Framed
-from tcpstore_async.daemon import build
 from tcpstore_async.keyspace import Keyspace
+from tcpstore_async.serving import build
 from tcpstore_async.stores.hash import UNLIMITED
+from tcpstore_async.values import Framed
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 

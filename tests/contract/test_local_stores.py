@@ -73,7 +73,7 @@ def test_waiters_that_leave_leave_nothing() -> None:
         with pytest.raises(StoreTimeoutError):
             store.wait([f"k{number}", "never"], 0.001)
     assert not store._keyspace.waiters
-    assert not store._keyspace.promises
+    assert not store._keyspace.handoffs
     assert store._keyspace.size == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contract.kinds import Kind, Maker
+from contract.store_kinds import Kind, Maker
 from tcpstore_async import DistError, DistNetworkError, DistStoreError, HashStore, PrefixStore, Store
 
 Name = Callable[[str], str]

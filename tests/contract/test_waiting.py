@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from contract.kinds import Kind, Maker
+from contract.store_kinds import Kind, Maker
 from support import LIMIT
 from tcpstore_async import DistStoreError, QueueEmptyError, Store, StoreTimeoutError
-from tcpstore_async.arguments import Timeout
+from tcpstore_async.coercion import Timeout
 
 Name = Callable[[str], str]
 

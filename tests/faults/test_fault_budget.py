@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from faults.watching import Watch, until
+from faults.fault_helpers import Watch, until
 from support import HANDSHAKE, RawPeer, blob, tcpstore_server
 from tcpstore_async import Limits, serve
-from tcpstore_async.daemon import build
 from tcpstore_async.server import uv
-from tcpstore_async.server.readiness import READ
+from tcpstore_async.server.poller import READ
 from tcpstore_async.server.uv import UvServer
+from tcpstore_async.serving import build
 
 MIB = 1 << 20
 
@@ -163,7 +163,7 @@ async def test_an_error_of_one_newcomer_does_not_pause_accepting(name: str, monk
             server.listener = Listener(server.listener, [getattr(errno, name)])  # type: ignore[assignment]
         if not isinstance(server.listener, Listener):
             pytest.skip("compiled classes take no stand-in")
-        monkeypatch.setattr(server.complaints, "add", lambda *_: paused.append(1))
+        monkeypatch.setattr(server.rate_limited, "add", lambda *_: paused.append(1))
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(HANDSHAKE + b"\x0d" + struct.pack("<I", 7))
         assert await reader.readexactly(4) == struct.pack("<I", 7)
@@ -178,9 +178,9 @@ async def test_a_newcomer_that_cannot_be_served_leaks_no_descriptor(monkeypatch:
         def fail(*_: object) -> None:
             raise MemoryError
 
-        watched = server.readiness.watch
+        watched = server.make_poller.watch
         try:
-            monkeypatch.setattr(server.readiness, "watch", fail)
+            monkeypatch.setattr(server.make_poller, "watch", fail)
         except (AttributeError, TypeError):
             pytest.skip("compiled classes take no stand-in")
         before = len(os.listdir("/proc/self/fd"))
@@ -189,6 +189,6 @@ async def test_a_newcomer_that_cannot_be_served_leaks_no_descriptor(monkeypatch:
             assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
-        monkeypatch.setattr(server.readiness, "watch", watched)
+        monkeypatch.setattr(server.make_poller, "watch", watched)
         assert len(os.listdir("/proc/self/fd")) <= before
         assert server.count == 0

@@ -26,7 +26,7 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async import DistStoreError, FileStore, StoreTimeoutError
-from tcpstore_async.stores.file import records, torn, turns
+from tcpstore_async.stores.file import records, reentrant_lock, torn_records
 from tcpstore_async.stores.file import store as file_store
 
 ADDER = """
@@ -93,7 +93,7 @@ def demand_everything(path: Path, adders: list[Adder]) -> None:
             for number in range(adder.done(b"k")):
                 assert f"{adder.name}/{number}" in keys
                 assert len(store.get(f"{adder.name}/{number}")) == number % 50
-        assert records.is_whole(path.read_bytes(), 0)
+        assert records.is_complete(path.read_bytes(), 0)
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_what_stands_between_two_torn_records_is_kept(first: int, second: int) -
     for rest in (b"", behind):
         start = record(b"/start", b"")
         data = start + RECORD[:first] + between + RECORD[:second] + rest
-        spans = torn.torn_spans(data)
+        spans = torn_records.torn_spans(data)
         at = len(start) + first + len(between)
         assert spans == [(len(start), len(start) + first), (at, at + second)]
 
@@ -205,7 +205,7 @@ def test_what_stands_between_two_torn_records_is_kept(first: int, second: int) -
 def test_many_torn_records_lose_nothing_and_take_linear_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store"
     looks = 0
-    real = torn._announced
+    real = torn_records._announced
 
     def count(data: bytes, at: int) -> int:
         nonlocal looks
@@ -217,7 +217,7 @@ def test_many_torn_records_lose_nothing_and_take_linear_time(tmp_path: Path, cap
         whole = b"".join(record(b"/k%d" % number, b"v" * (number % 9)) for number in range(1000))
         path.write_bytes(before + (RECORD[:-4] + whole) * 3 + RECORD[:-9])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torn, "_announced", count)
+            patch.setattr(torn_records, "_announced", count)
             assert all(store.check([f"k{number}"]) for number in range(1000))
         assert looks < 5 * 3000
         assert path.read_bytes() == before + whole * 3
@@ -236,10 +236,10 @@ def test_whatever_is_in_a_file_whole_records_are_left() -> None:
             piece = record(key, value)
             pieces.append(piece[: chance.randrange(len(piece) + 1)] if chance.random() < 0.4 else piece)
         data = b"".join(pieces)
-        spans = torn.torn_spans(data)
+        spans = torn_records.torn_spans(data)
         ends = [0, *(end for _, end in spans)]
         left = b"".join(data[end:begin] for end, (begin, _) in zip(ends, [*spans, (len(data), 0)], strict=True))
-        assert records.is_whole(left, 0)
+        assert records.is_complete(left, 0)
         assert all(begin < end for begin, end in spans)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
@@ -441,7 +441,7 @@ def test_a_signal_handler_uses_the_store(tmp_path: Path) -> None:
             signal.signal(signal.SIGALRM, before)
         assert other.add("signals", 0) == store.queue_len("queue") == 300
         assert [store.queue_pop("queue") for _ in range(300)] == [b"%d" % number for number in range(1, 301)]
-    assert not turns._turns
+    assert not reentrant_lock._held
 
 
 def test_ctrl_c_ends_a_wait_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 
-from faults.watching import I64, get, num_keys, number, settled, until
+from faults.fault_helpers import I64, get, num_keys, number, settled, until
 from support import RawPeer, Server, blob, keys, tcpstore_server, u64
 from tcpstore_async import DistNetworkError, Limits, TCPStore
 
@@ -144,7 +144,7 @@ def sizes(line: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def complaints(log: str, kind: str) -> list[str]:
+def rate_limited(log: str, kind: str) -> list[str]:
     return [line for line in log.splitlines() if kind in line and "listening" not in line]
 
 
@@ -209,8 +209,8 @@ def test_the_log_names_peer_limit_and_size(backend: str, name: str) -> None:
         peer.send(b"\x01" + blob(b"/kept") + blob(b"v" * 1000))
         peer.ping(4242)
         offend(peer, offence.frames)
-        until(lambda: complaints(server.log(), offence.limit), "the offence is logged")
-        [line] = complaints(server.log(), offence.limit)
+        until(lambda: rate_limited(server.log(), offence.limit), "the offence is logged")
+        [line] = rate_limited(server.log(), offence.limit)
         assert f"127.0.0.1:{peer.socket.getsockname()[1]} (pid 4242)" in line
     size, allowed = sizes(line)
     assert allowed == (MARK if offence.size == MARK else getattr(SMALL, offence.limit))
@@ -241,13 +241,13 @@ def test_of_unfinished_requests_the_largest_goes(tight: Server) -> None:
         large.send(half(400))
         settled(tight, other)
         small: list[RawPeer] = []
-        while not complaints(tight.log(), "budget_bytes"):
+        while not rate_limited(tight.log(), "budget_bytes"):
             small.append(RawPeer(tight.port))
             small[-1].ping()
             small[-1].send(half(100))
             settled(tight, other)
         assert large.closed()
-        [line] = complaints(tight.log(), "budget_bytes")
+        [line] = rate_limited(tight.log(), "budget_bytes")
         assert "(pid 4243)" in line
         for peer in small:
             peer.send(bytes(10))
@@ -272,7 +272,7 @@ def test_what_was_unfinished_is_given_back_when_a_peer_goes(tight: Server) -> No
         with RawPeer(tight.port) as peer:
             peer.send(half(400) + bytes(10))
             peer.ping()
-    assert not complaints(tight.log(), "budget_bytes")
+    assert not rate_limited(tight.log(), "budget_bytes")
 
 
 def test_a_full_store_still_answers(server: Server, other: RawPeer) -> None:
@@ -311,11 +311,11 @@ def test_fifty_offences_are_a_few_lines_whose_counts_add_up(backend: str) -> Non
             other.ping()
         lasted = time.monotonic() - began
         for kind in ("key_bytes", "value_bytes", "opcode"):
-            assert 1 <= len(complaints(server.log(), kind)) <= lasted + 1
+            assert 1 <= len(rate_limited(server.log(), kind)) <= lasted + 1
         assert server.stop() == 0
         for kind in ("key_bytes", "value_bytes"):
-            assert counted(complaints(server.log(), kind)) == 50
-        assert counted(complaints(server.log(), "opcode") + complaints(server.log(), "kind 'protocol'")) == 50
+            assert counted(rate_limited(server.log(), kind)) == 50
+        assert counted(rate_limited(server.log(), "opcode") + rate_limited(server.log(), "kind 'protocol'")) == 50
 
 
 def test_a_later_line_counts_those_before(backend: str) -> None:
@@ -328,12 +328,12 @@ def test_a_later_line_counts_those_before(backend: str) -> None:
             with RawPeer(server.port) as peer:
                 peer.send(b"\x03" + LONG_KEY)
                 assert peer.closed()
-            return len(complaints(server.log(), "key_bytes")) > 1
+            return len(rate_limited(server.log(), "key_bytes")) > 1
 
         until(once_more, "a second line is logged")
-        assert offences - counted(complaints(server.log(), "key_bytes")) in (0, 1)  # the last may have come after it
+        assert offences - counted(rate_limited(server.log(), "key_bytes")) in (0, 1)  # the last may have come after it
         server.stop()
-        assert counted(complaints(server.log(), "key_bytes")) == offences
+        assert counted(rate_limited(server.log(), "key_bytes")) == offences
 
 
 def admitted(port: int) -> RawPeer | None:
@@ -355,7 +355,7 @@ def test_more_connections_than_allowed_are_refused(backend: str) -> None:
         assert "for up to 5 connections" in server.log()
         for _ in range(20):
             assert admitted(server.port) is None
-        [line] = complaints(server.log(), "refused")
+        [line] = rate_limited(server.log(), "refused")
         assert re.search(r"refused the connection of 127\.0\.0\.1, port \d+: 5 are open, the most allowed", line)
         for peer in peers:
             assert peer is not None
@@ -371,7 +371,7 @@ def test_more_connections_than_allowed_are_refused(backend: str) -> None:
         until(room, "there is room again")
         assert len(peers) == 5
         server.stop()
-        assert counted(complaints(server.log(), "more of the kind") + complaints(server.log(), "refused")) >= 20
+        assert counted(rate_limited(server.log(), "more of the kind") + rate_limited(server.log(), "refused")) >= 20
         for peer in peers:
             assert peer is not None
             assert peer.closed()

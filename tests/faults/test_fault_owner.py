@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from faults.owners import HOST, PLACES, RELEASE, STREAMS, WAIT, Owner, owner, port_is_free, seen
-from faults.watching import until
+from faults.fault_helpers import until
+from faults.owner_programs import HOST, PLACES, RELEASE, STREAMS, WAIT, Owner, owner, port_is_free, seen
 from support import LIMIT, RawPeer
-from tcpstore_async.daemon import build
-from tcpstore_async.server.base import listen
+from tcpstore_async.server.listening import listen
+from tcpstore_async.serving import build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -245,7 +245,7 @@ def test_the_package_in_a_zip_file(tmp_path: Path) -> None:
 def test_the_package_in_a_directory_that_was_added(tmp_path: Path) -> None:
     """A relative one, and the program has gone elsewhere since."""
     shutil.copytree(SOURCES, tmp_path / "lib" / "tcpstore_async")
-    elsewhere = f"sys.path[1:1] = ['lib', *{PLACES}]\nimport tcpstore_async.server.child\nos.chdir('/')\n"
+    elsewhere = f"sys.path[1:1] = ['lib', *{PLACES}]\nimport tcpstore_async.server.process.parent\nos.chdir('/')\n"
     with owner(RELEASE, ["-S", "-I"], before=elsewhere, cwd=str(tmp_path)) as program:
         environment = Path("/proc", str(program.server.pid), "cmdline").read_bytes().decode()
         assert str(tmp_path / "lib") in environment
@@ -266,7 +266,10 @@ def test_nothing_in_the_current_directory_is_imported(tmp_path: Path) -> None:
         "click",
     ):
         (tmp_path / f"{name}.py").write_text(trap)
-    here = "import tcpstore_async.server.child, asyncio, msgspec, tempfile\nsys.path[:0] = ['', os.getcwd(), '.']\n"
+    here = (
+        "import tcpstore_async.server.process.parent, asyncio, msgspec, tempfile\n"
+        "sys.path[:0] = ['', os.getcwd(), '.']\n"
+    )
     with owner(RELEASE, ["-I"], before=f"sys.path += {PLACES}\n" + here, cwd=str(tmp_path)) as program:
         serves_and_stops(program)
 

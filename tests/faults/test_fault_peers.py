@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from faults.watching import FRAMES, I64, Watch, get, num_keys, number, program, settled, until
+from faults.fault_helpers import FRAMES, I64, Watch, get, num_keys, number, program, settled, until
 from support import HANDSHAKE, RawPeer, Server, blob, keys, tcpstore_server, u64
 
 MIB = 1 << 20

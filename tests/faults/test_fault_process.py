@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.watching import I64, Watch, program, server_under, until
+from faults.fault_helpers import I64, Watch, program, server_under, until
 from support import HANDSHAKE, LIMIT, TORCH_SERVER, RawPeer, Server, blob, keys, tcpstore_server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

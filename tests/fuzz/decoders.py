@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
-from tcpstore_async.blob import NO_BLOB, pack
 from tcpstore_async.errors import DistStoreError, ProtocolError
-from tcpstore_async.server import control
-from tcpstore_async.server.control import Event, Lines
-from tcpstore_async.server.owned import Owner
-from tcpstore_async.session.client import Call, ClientSession
-from tcpstore_async.session.extension import Identity, read_identity
+from tcpstore_async.server.process import protocol
+from tcpstore_async.server.process.child import Owner
+from tcpstore_async.server.process.protocol import Event, Lines
+from tcpstore_async.session.client import ClientSession, PendingCall
+from tcpstore_async.session.identity import Identity, read_identity
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica
 from tcpstore_async.stores.file.store import FileStore
+from tcpstore_async.values import NO_BLOB, pack
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, Command
 
 
@@ -59,8 +59,8 @@ def client_session(program: bytes) -> None:
     of zeros.
     """
     session = ClientSession()
-    sent: list[Call] = []
-    done: list[Call] = []
+    sent: list[PendingCall] = []
+    done: list[PendingCall] = []
     heard = at = 0
     while at < len(program):
         instruction = program[at]
@@ -173,7 +173,7 @@ def control_messages(data: bytes) -> None:
         read += more
     if [*read, lines.rest] != data.split(b"\n"):
         raise Broken("the lines depend on the cuts")
-    types: list[Any] = [getattr(control, name) for name in ("Event", "Line") if hasattr(control, name)]
+    types: list[Any] = [getattr(protocol, name) for name in ("Event", "Line") if hasattr(protocol, name)]
     for line in read:
         for kind in types:
             try:

@@ -5,10 +5,10 @@ Whatever arrives, a session answers or raises PeerError, and memory stays within
 
 from __future__ import annotations
 
-from tcpstore_async.blob import pack
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import SERVER_KEY
 
 LIMITS = Limits(
@@ -96,7 +96,7 @@ class Machine:
         """What must hold between any two instructions."""
         engine = self.engine
         present = [session for session in self.sessions if session is not None]
-        for session in engine.dirty:
+        for session in engine.pending_flush:
             if session.owner is not None and not session.out and session not in engine.evicted:
                 raise Broken("a session without output is to be flushed")
         evicted = [session for session in present if session in engine.evicted]
@@ -106,7 +106,7 @@ class Machine:
                 self.leave(self.sessions.index(session))
             self.check()
             return
-        engine.dirty.clear()
+        engine.pending_flush.clear()
         if engine.unfinished != sum(session.held for session in present):
             raise Broken("unfinished is not the sum of what is held")
         leases = sum(len(session.leases) for session in present if session.leases is not None)
@@ -125,17 +125,17 @@ class Machine:
                 raise Broken(f"unsent: {session.unsent}")
             if not str(session).isprintable():
                 raise Broken("a peer breaks the lines of the log")
-            if session.counter is not None and session.left <= 0:
+            if session.counter is not None and session.remaining <= 0:
                 raise Broken("a counter is waited for by somebody who does not wait")
-            if session.kept is not None and len(session.kept) > LIMITS.request_bytes:
-                raise Broken(f"kept: {len(session.kept)}")
+            if session.input_buffer is not None and len(session.input_buffer) > LIMITS.request_bytes:
+                raise Broken(f"kept: {len(session.input_buffer)}")
 
     def finish(self) -> None:
         for slot in range(SLOTS):
             self.leave(slot)
         self.check()
         keyspace = self.engine.keyspace
-        if keyspace.waiters or keyspace.passed or keyspace.counters or keyspace.promises or self.engine.unfinished:
+        if keyspace.waiters or keyspace.stale or keyspace.counters or keyspace.handoffs or self.engine.unfinished:
             raise Broken("somebody who left is still awaited")
         for key in list(keyspace.values):
             keyspace.delete_key(key)

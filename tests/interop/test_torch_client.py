@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from support import Server, tcpstore_server, torch_server
-from tcpstore_async.server.base import BACKENDS
-from versions import METHODS, VERSION, needs, out_of_time
+from tcpstore_async.server.listening import BACKENDS
+from versions import METHODS, VERSION, needs, timeout_message
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
 dist = torch.distributed
@@ -198,7 +198,7 @@ def test_wait_gives_up_and_the_connection_goes_on(store: Any, timeout: Any) -> N
     store.set("a", "1")
     text = "wait timeout after " + ("50ms" if timeout else "0ms") + r", keys: /a, /zz$"
     for _ in range(3):
-        with pytest.raises(dist.DistStoreError, match=out_of_time(text)):
+        with pytest.raises(dist.DistStoreError, match=timeout_message(text)):
             store.wait(["a", "zz"], timeout)
         assert store.add("n", 1) > 0
     store.set("zz", "1")
@@ -211,7 +211,7 @@ def test_the_timeout_of_the_store(store: Any, call: str) -> None:
     assert store.timeout == SHORT
     asked = "zz" if call == "get" else ["zz", "z"]
     keys = "/zz" if call == "get" else "/zz, /z"
-    with pytest.raises(dist.DistStoreError, match=out_of_time(f"^wait timeout after 50ms, keys: {keys}$")):
+    with pytest.raises(dist.DistStoreError, match=timeout_message(f"^wait timeout after 50ms, keys: {keys}$")):
         getattr(store, call)(asked)
     store.multi_set(["zz", "z"], ["v", "w"])
     getattr(store, call)(asked)
@@ -263,7 +263,7 @@ def test_prefix_store(store: Any, libuv: bool) -> None:
     if "list_keys" in METHODS:
         assert sorted(prefixed.list_keys()) == ["b", "k", "n"]
     prefixed.set_timeout(SHORT)
-    with pytest.raises(dist.DistStoreError, match=out_of_time(r"keys: /inner/outer/zz$")):
+    with pytest.raises(dist.DistStoreError, match=timeout_message(r"keys: /inner/outer/zz$")):
         prefixed.get("zz")
     prefixed.set_timeout(MINUTE)
     if "barrier" in METHODS:

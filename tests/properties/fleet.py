@@ -17,11 +17,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from tcpstore_async.blob import framed, size, unpack
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace, Waiter
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import framed, size, unpack
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 from .model import MAGIC, Closed, Model, Peer
@@ -35,9 +35,9 @@ class Difference(AssertionError):
 
 def registrations(keyspace: Keyspace) -> dict[bytes, dict[Waiter, int]]:
     """Per key, who is registered how often: those passed over by a queue, then those in line."""
-    assert keyspace.passed.keys() <= keyspace.waiters.keys()
-    assert all(passed and max(passed.values()) < 0 for passed in keyspace.passed.values())
-    return {key: {**keyspace.passed.get(key, {}), **line} for key, line in keyspace.waiters.items()}
+    assert keyspace.stale.keys() <= keyspace.waiters.keys()
+    assert all(passed and max(passed.values()) < 0 for passed in keyspace.stale.values())
+    return {key: {**keyspace.stale.get(key, {}), **line} for key, line in keyspace.waiters.items()}
 
 
 def _blob(raw: bytes) -> bytes:
@@ -233,20 +233,20 @@ class Fleet:
 
     def _compare(self, line: Line | None) -> None:
         """What was said to whom since the last comparison."""
-        dirty = self.engine.dirty
+        pending_flush = self.engine.pending_flush
         woken = self.model.woken
         if line is not None:
             self._compare_output(line)
-        if dirty or woken:
-            sessions = {id(session) for session in dirty}
-            if len(sessions) != len(dirty) and len(dirty) != len(woken):
-                raise Difference(f"{len(dirty)} sessions to flush, expected {len(woken)}")
+        if pending_flush or woken:
+            sessions = {id(session) for session in pending_flush}
+            if len(sessions) != len(pending_flush) and len(pending_flush) != len(woken):
+                raise Difference(f"{len(pending_flush)} sessions to flush, expected {len(woken)}")
             for other in self.lines:
                 if other is not None and other is not line and (id(other.session) in sessions or other.peer in woken):
                     self._compare_output(other)
                     if id(other.session) not in sessions:
                         raise Difference("a session that has something to say is not to be flushed")
-            dirty.clear()
+            pending_flush.clear()
             woken.clear()
 
     def _compare_output(self, line: Line) -> None:
@@ -294,9 +294,9 @@ class Fleet:
         _same("values", {key: unpack(framed(value)) for key, value in keyspace.values.items()}, model.store)
         queues = {key: [unpack(item) for item in items] for key, items in keyspace.queues.items()}
         _same("queues", queues, model.queues)
-        held = Counter(session.promise.queue for session in sessions if session.promise is not None)
-        _same("promises", keyspace.promises, dict(held))
-        _same("promised", [line.peer.promise for line in lines], [s.promise and s.promise.queue for s in sessions])
+        held = Counter(session.handoff.queue for session in sessions if session.handoff is not None)
+        _same("promises", keyspace.handoffs, dict(held))
+        _same("promised", [line.peer.handoff for line in lines], [s.handoff and s.handoff.queue for s in sessions])
         _same("unfinished", engine.unfinished, sum(session.held for session in sessions))
         recount = sum(len(key) + ENTRY_BYTES + size(value) for key, value in keyspace.values.items())
         recount += sum(len(key) + QUEUE_BYTES for key in keyspace.queues)
@@ -334,7 +334,7 @@ class Fleet:
                     raise Difference(f"somebody who left stands in line for {key!r}")
                 parked[id(waiter)].add(key)
             waiting = any(not place.leftover and not place.barrier for place in model.lines.get(key, ()))
-            if waiting and len(keyspace.queues.get(key, ())) > keyspace.promises.get(key, 0):
+            if waiting and len(keyspace.queues.get(key, ())) > keyspace.handoffs.get(key, 0):
                 raise Difference(f"a lost wake-up: {key!r} holds items promised to nobody, and somebody waits")
         for line in lines:
             session, peer = line.session, line.peer
@@ -350,14 +350,14 @@ class Fleet:
                 if place.peer is peer
             }
             _same("registrations", registered, expected)
-            _same("left", max(session.left, 0), max(peer.left, 0))
+            _same("left", max(session.remaining, 0), max(peer.remaining, 0))
             _same("fetching", session.fetching, peer.fetching)
             counting = None if session.counter is None else (session.counter.key, session.target)
             _same("counting", counting, peer.counting)
             _same("introduced", session.peer, peer.introduced)
-            if session.left > 0 and sum(map(abs, registered.values())) < session.left and counting is None:
-                raise Difference(f"a lost wake-up: {session.left} to come, of {registered}")
-            kept = 0 if session.kept is None else 64 + len(session.kept)
+            if session.remaining > 0 and sum(map(abs, registered.values())) < session.remaining and counting is None:
+                raise Difference(f"a lost wake-up: {session.remaining} to come, of {registered}")
+            kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
             rest = 0 if session.rest is None else session.rest.held()
             _same("held", session.held, kept + rest)
             _same("validated", session not in engine.unvalidated, session.table is engine.commands)
@@ -368,7 +368,7 @@ class Fleet:
         sessions = {id(line.session): line.peer for line in self.lines if line is not None}
         for key, counter in keyspace.counters.items():
             _same("the registration of a counter", standing.get(key, {}).get(counter), -1)
-            _same("what a counter waits for", (counter.key, counter.parked, counter.left), (key, {key}, 1))
+            _same("what a counter waits for", (counter.key, counter.parked, counter.remaining), (key, {key}, 1))
             if not counter.awaiting:
                 raise Difference(f"a counter for {key!r} that nobody waits for")
             targets = counter.targets
@@ -402,8 +402,8 @@ class Fleet:
                 self._leave(slot, line)
         self.check()
         keyspace = self.engine.keyspace
-        _same("waiters", (len(keyspace.waiters), len(keyspace.passed)), (0, 0))
-        _same("promises", len(keyspace.promises), 0)
+        _same("waiters", (len(keyspace.waiters), len(keyspace.stale)), (0, 0))
+        _same("promises", len(keyspace.handoffs), 0)
         _same("counters", len(keyspace.counters), 0)
         _same("unfinished", self.engine.unfinished, 0)
         for key, raw in RESERVED.items():
@@ -567,7 +567,7 @@ class Driver:
         if random_() < self.trouble:
             return self._trouble(slot)
         commands: tuple[Command, ...]
-        if line.peer.left > 0 and random_() < self.polite:
+        if line.peer.remaining > 0 and random_() < self.polite:
             commands = () if random_() >= 0.1 else (_cancel(line.peer),)
         elif random_() < 0.85:
             commands = (self._pick(line.peer),)
@@ -582,7 +582,11 @@ class Driver:
         """A command, but seldom one that closes the connection because something else waits."""
         while True:
             command = self.pool[int(self.rng.random() * 250)]
-            if peer.left <= 0 or command.name not in ("fetch", "wait_count", "lease_later") or self.rng.random() < 0.1:
+            if (
+                peer.remaining <= 0
+                or command.name not in ("fetch", "wait_count", "lease_later")
+                or self.rng.random() < 0.1
+            ):
                 return command
 
     def _trouble(self, slot: int) -> Step:

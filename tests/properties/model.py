@@ -26,11 +26,11 @@ class Peer:
 
     def __init__(self) -> None:
         self.validated = False
-        self.left = 0
+        self.remaining = 0
         """Registrations to come before it is told to stop waiting."""
         self.barrier: bytes | None = None
         """The barrier it is in; it must not be handed an item of a queue of that name."""
-        self.promise: bytes | None = None
+        self.handoff: bytes | None = None
         """The queue it was woken for, until its next command."""
         self.fetching: bytes | None = None
         """The key whose value ends its wait."""
@@ -121,8 +121,8 @@ class Model:
     def leave(self, peer: Peer) -> None:
         self.peers.remove(peer)
         self.forget(peer)
-        if peer.promise is not None:
-            self.hand_on(peer.promise)
+        if peer.handoff is not None:
+            self.hand_on(peer.handoff)
         if peer.rank is not None:
             key, token = peer.rank
             standing = self.joined.get(key, {}).get(token)
@@ -142,15 +142,15 @@ class Model:
                 raise Closed
             peer.validated = True
             return
-        promise = peer.promise
+        handoff = peer.handoff
         reply = self.methods[name](peer, *fields)
         if reply:
             self.say(peer, reply)
-        if promise is not None:
-            renewed = name == "wait" and reply and promise in fields[0]
+        if handoff is not None:
+            renewed = name == "wait" and reply and handoff in fields[0]
             if not renewed:
-                peer.promise = None
-            self.hand_on(promise)
+                peer.handoff = None
+            self.hand_on(handoff)
 
     # Values
 
@@ -275,12 +275,12 @@ class Model:
         return b"\xff" * 8
 
     def wait_count(self, peer: Peer, key: bytes, target: int) -> bytes:
-        if peer.left > 0:
+        if peer.remaining > 0:
             raise Closed
         if self.number(key) >= target:
             return b"\0"
         self.begin_waiting(peer)
-        peer.left = 1
+        peer.remaining = 1
         peer.counting = (key, target)
         return b""
 
@@ -356,7 +356,7 @@ class Model:
 
     def begin_waiting(self, peer: Peer) -> None:
         """Nothing else may be waited for, and nothing that is left over may end this wait."""
-        if peer.left > 0:
+        if peer.remaining > 0:
             raise Closed
         self.forget(peer)
 
@@ -372,14 +372,14 @@ class Model:
         for peer in self.peers:
             if peer.counting is not None and peer.counting[0] == key and peer.counting[1] <= number:
                 peer.counting = None
-                peer.left = 0
+                peer.remaining = 0
                 self.woken.append(peer)
                 self.say(peer, b"\0")
 
     # Lines
 
     def register(self, peer: Peer, keys: list[bytes], *, barrier: bool) -> None:
-        peer.left = len(keys)
+        peer.remaining = len(keys)
         peer.fetching = None
         peer.popping = None
         peer.counting = None
@@ -397,7 +397,7 @@ class Model:
             place.barrier = place.barrier or barrier
 
     def forget(self, peer: Peer) -> None:
-        peer.left = 0
+        peer.remaining = 0
         peer.barrier = None
         peer.fetching = None
         peer.popping = None
@@ -417,15 +417,15 @@ class Model:
                 line.remove(place)
                 takes, popping = place.peer.fetching is None, place.peer.popping
                 if self.count_down(place) and takes:
-                    place.peer.promise = key if popping is None else None
+                    place.peer.handoff = key if popping is None else None
                     return
 
     def count_down(self, place: Place) -> bool:
         """Use up a place that has left its line; whether that ended the peer's wait."""
         peer = place.peer
-        before = peer.left
-        peer.left -= place.count
-        if not before > 0 >= peer.left:
+        before = peer.remaining
+        peer.remaining -= place.count
+        if not before > 0 >= peer.remaining:
             return False
         peer.barrier = None
         for line in self.lines.values():
@@ -443,7 +443,7 @@ class Model:
 
     def hand_on(self, queue: bytes) -> None:
         """A peer that was woken for this queue has spoken, or gone: is there an item that nobody will take?"""
-        promised = sum(peer.promise == queue for peer in self.peers)
+        promised = sum(peer.handoff == queue for peer in self.peers)
         if len(self.queues.get(queue, [])) > promised:
             self.wake_next(queue, handed_on=True)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 
 from tcpstore_async.errors import PeerError
-from tcpstore_async.jobs import Marking, Parking, Postponed, Reading, Unparking
+from tcpstore_async.incremental import MarkStale, ParkOnKeys, PostponedWaitCount, ReadKeys, UnparkFirst
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
 
@@ -41,7 +41,7 @@ class SteppedFleet(Fleet):
         self.engine = Engine(Limits(), portion)
         self.engine.identify(next(iter(RESERVED.values())))
         self.engine.announce(3)
-        self.engine.dirty.clear()
+        self.engine.pending_flush.clear()
         self.under: list[Under | None] = [None] * slots
         self.steps = 0
 
@@ -56,7 +56,7 @@ class SteppedFleet(Fleet):
         if line.session.job is not None:
             return
         self.done += 1
-        promise = line.peer.promise
+        handoff = line.peer.handoff
         refused = False
         try:
             line.session.receive(command.frame)
@@ -67,13 +67,15 @@ class SteppedFleet(Fleet):
             self._do(slot, line, command, refused)
         else:
             under = self.under[slot] = Under(command)
-            reading = isinstance(job, Reading) and self.engine.keyspace.reading is not job
-            late = isinstance(job, (Marking, Postponed)) or (isinstance(job, Unparking) and command.name in LATE)
-            if isinstance(job, Parking) or reading or late:
-                if promise is not None:
-                    under.again = promise if isinstance(job, Parking) else None
-                    line.peer.promise = None
-                    self.model.hand_on(promise)
+            reading = isinstance(job, ReadKeys) and self.engine.keyspace.reading is not job
+            late = isinstance(job, (MarkStale, PostponedWaitCount)) or (
+                isinstance(job, UnparkFirst) and command.name in LATE
+            )
+            if isinstance(job, ParkOnKeys) or reading or late:
+                if handoff is not None:
+                    under.again = handoff if isinstance(job, ParkOnKeys) else None
+                    line.peer.handoff = None
+                    self.model.hand_on(handoff)
             else:
                 under.begun = True
                 self._do(slot, line, command, refused=False)
@@ -111,11 +113,11 @@ class SteppedFleet(Fleet):
                 self.compare()
             return
         job = line.session.job
-        if isinstance(job, Reading) and not under.begun and self.engine.keyspace.reading is None:
+        if isinstance(job, ReadKeys) and not under.begun and self.engine.keyspace.reading is None:
             under.begun = True
             self._do(slot, line, under.command, refused=False)
         refused = False
-        at = job.at if isinstance(job, Parking) else -1
+        at = job.at if isinstance(job, ParkOnKeys) else -1
         try:
             line.session.receive(b"")
         except PeerError:
@@ -123,9 +125,9 @@ class SteppedFleet(Fleet):
         done = refused or line.session.job is None
         if done:
             self.under[slot] = None
-        if isinstance(job, Parking) and (job.at > at or done):
+        if isinstance(job, ParkOnKeys) and (job.at > at or done):
             self._park(line, under, done)
-        elif done and isinstance(job, (Marking, Postponed, Unparking)) and not under.begun:
+        elif done and isinstance(job, (MarkStale, PostponedWaitCount, UnparkFirst)) and not under.begun:
             self._do(slot, line, under.command, refused)
         elif refused:
             raise Difference(f"{under.command} was refused")
@@ -140,17 +142,17 @@ class SteppedFleet(Fleet):
         missing = [key for key in portion if not model.present(key)]
         under.at += self.portion
         if missing:
-            left = peer.left if under.begun else 1
+            left = peer.remaining if under.begun else 1
             under.begun = True
             model.register(peer, missing, barrier=False)
-            peer.left += left
+            peer.remaining += left
         if (under.at >= len(keys)) != done:
             raise Difference(f"{under.command}: done {done} after {under.at} keys")
         if not done:
             return
         if under.begun:
-            peer.left -= 1
-            if peer.left > 0:
+            peer.remaining -= 1
+            if peer.remaining > 0:
                 return
             peer.barrier = None
             for line_ in model.lines.values():
@@ -158,7 +160,7 @@ class SteppedFleet(Fleet):
                     if place.peer is peer:
                         place.leftover = True
         elif under.again in keys:
-            peer.promise = under.again
+            peer.handoff = under.again
         model.say(peer, b"\0")
 
     def compare(self) -> None:
@@ -168,7 +170,7 @@ class SteppedFleet(Fleet):
                 said, expected = b"".join(line.session.out), b"".join(line.peer.said)
                 if not expected.startswith(said) and sorted(said) != sorted(expected):
                     raise Difference(f"said {said!r}, expected {expected!r}")
-        for session in self.engine.dirty:
+        for session in self.engine.pending_flush:
             if session.owner is not None and not session.out:
                 raise Difference("a session that has nothing to say is to be flushed")
 
@@ -188,7 +190,7 @@ class SteppedFleet(Fleet):
         for line in self.lines:
             if line is not None:
                 self._compare_output(line)
-        self.engine.dirty.clear()
+        self.engine.pending_flush.clear()
         self.model.woken.clear()
         if self.engine.keyspace.reading is not None:
             raise Difference("somebody reads still")
@@ -212,7 +214,7 @@ def run(seed: int, commands: int = 400) -> int:
             continue
         command = random_command(rng, names, rng.choices(list(WEIGHTS), weights)[0])
         line = fleet.lines[slot]
-        if line is not None and line.peer.left > 0 and rng.random() < 0.7:
+        if line is not None and line.peer.remaining > 0 and rng.random() < 0.7:
             continue
         fleet.say(slot, command)
         if number % 20 == 19 and rng.random() < 0.5:

@@ -6,14 +6,16 @@ import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
 from properties.fleet import HANDSHAKE, Command
-from properties.talk import NOTHING, cut, everything, greeted, session_on, take, tell, tell_as_door
+from properties.session_driver import NOTHING, cut, everything, greeted, session_on, take, tell, tell_as_door
 from properties.test_fleet import commands
 from support import blob
 from tcpstore_async.limits import MIB, Limits
 from tcpstore_async.session.server import Engine
-from tcpstore_async.wire.shapes import BULK_BYTES
+from tcpstore_async.wire.codecs import LARGE_VALUE_BYTES
 
-large = st.sampled_from([BULK_BYTES - 9, BULK_BYTES - 8, BULK_BYTES, 100_000, 300_000, 1_200_000]).map(bytes)
+large = st.sampled_from(
+    [LARGE_VALUE_BYTES - 9, LARGE_VALUE_BYTES - 8, LARGE_VALUE_BYTES, 100_000, 300_000, 1_200_000]
+).map(bytes)
 
 
 def _names(count: int) -> list[bytes]:
@@ -50,8 +52,8 @@ def test_small_commands(said: list[Command], rubbish: bytes, at: list[int], soft
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(commands() | large_commands, min_size=1, max_size=5), cuts, st.integers(0, 300))
-@example([Command("set", b"/a", bytes(BULK_BYTES - 8))], [1 + 8 + 2 + 7], 0)
-@example([Command("set", b"/a", bytes(BULK_BYTES - 8))], [1 + 8 + 2 + 8], 0)
+@example([Command("set", b"/a", bytes(LARGE_VALUE_BYTES - 8))], [1 + 8 + 2 + 7], 0)
+@example([Command("set", b"/a", bytes(LARGE_VALUE_BYTES - 8))], [1 + 8 + 2 + 8], 0)
 def test_large_commands(said: list[Command], at: list[int], missing: int) -> None:
     data = HANDSHAKE.frame + b"".join(command.frame for command in said)
     data = data[: max(0, len(data) - missing)]
@@ -102,7 +104,7 @@ def test_what_has_come_of_a_frame_is_counted(command: Command, one: int, two: in
 
 def test_the_expected_value_is_counted_while_the_desired_one_comes() -> None:
     session = greeted()
-    session.receive(Command("compare_set", b"/a", bytes(8 * MIB), bytes(BULK_BYTES)).frame[:-1])
+    session.receive(Command("compare_set", b"/a", bytes(8 * MIB), bytes(LARGE_VALUE_BYTES)).frame[:-1])
     assert session.engine.unfinished > 8 * MIB
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 
 from properties.fleet import OPCODES, Command, random_command
-from properties.talk import NOTHING, cut, everything, greeted, measured, take, tell, with_store_of
+from properties.session_driver import NOTHING, cut, everything, greeted, measured, take, tell, with_store_of
 from properties.test_fleet import commands
 from support import blob, u64
-from tcpstore_async.blob import pack
 from tcpstore_async.errors import BudgetError, LimitError, ProtocolError
 from tcpstore_async.limits import ENTRY_BYTES, GIB, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine
+from tcpstore_async.values import pack
 
 SMALL = Limits(key_bytes=10, value_bytes=100, keys=4)
 SHORT = Limits(key_bytes=70, value_bytes=50, keys=4, request_bytes=200)
@@ -131,11 +131,11 @@ def test_unfinished_frames_of_all_connections_together() -> None:
     second.receive(frame[:-10])
     first.receive(large[:-10])
     third.receive(frame[:-10])
-    assert engine.dirty == [first]
+    assert engine.pending_flush == [first]
     error = engine.evicted[first]
     assert error.size > error.allowed == 100 * MIB - 2 * (100 * MIB // 16)
     assert error.held > 64 * MIB
-    assert (first.kept, first.rest, first.held) == (None, None, 0)
+    assert (first.input_buffer, first.rest, first.held) == (None, None, 0)
     assert engine.unfinished == second.held + third.held
     first.leave()
     second.receive(frame[-10:])
@@ -257,15 +257,15 @@ def _fill(said: list[tuple[bool, Command]], most: int) -> None:
             assert error.limit == "budget_bytes"
             assert error.size > error.allowed == most
             assert (everything(engine), measured(engine)) == before
-            assert not engine.dirty
+            assert not engine.pending_flush
             # Were this a door, the session would leave; but nothing happened, so it may as well go on.
-            session.kept = None
+            session.input_buffer = None
         except ProtocolError:
             assert (everything(engine), measured(engine)) == before
         assert measured(engine) <= most
         for other in sessions:
             take(other)
-        engine.dirty.clear()
+        engine.pending_flush.clear()
 
 
 def test_a_multi_set_too_large_for_the_store_sets_nothing() -> None:

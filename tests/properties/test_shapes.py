@@ -8,11 +8,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from tcpstore_async.blob import NO_BLOB, pack
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.limits import Limits
-from tcpstore_async.wire import shapes
-from tcpstore_async.wire.shapes import Reply, Request, RestOfReply
+from tcpstore_async.values import NO_BLOB, pack
+from tcpstore_async.wire import codecs
+from tcpstore_async.wire.codecs import PartialReply, ReplyCodec, RequestCodec
 
 LIMITS = Limits()
 
@@ -50,19 +50,19 @@ REPLIES: list[tuple[str, st.SearchStrategy[Any]]] = [
 ]
 
 
-def request_of(name: str) -> Request:
-    shape = getattr(shapes, name)
-    assert isinstance(shape, Request)
+def request_of(name: str) -> RequestCodec:
+    shape = getattr(codecs, name)
+    assert isinstance(shape, RequestCodec)
     return shape
 
 
-def reply_of(name: str) -> Reply:
-    shape = getattr(shapes, name)
-    assert isinstance(shape, Reply)
+def reply_of(name: str) -> ReplyCodec:
+    shape = getattr(codecs, name)
+    assert isinstance(shape, ReplyCodec)
     return shape
 
 
-def said(reply: Reply, result: Any) -> bytes:
+def said(reply: ReplyCodec, result: Any) -> bytes:
     """The bytes of a reply, as the session makes them."""
     encoded = result if reply.encode is None else reply.encode(result)
     if encoded is None:
@@ -71,7 +71,7 @@ def said(reply: Reply, result: Any) -> bytes:
 
 
 def test_every_shape_is_tried() -> None:
-    names = {name for name in vars(shapes) if isinstance(getattr(shapes, name), Request | Reply)}
+    names = {name for name in vars(codecs) if isinstance(getattr(codecs, name), RequestCodec | ReplyCodec)}
     assert names == {name for name, _ in REQUESTS} | {name for name, _ in REPLIES}
 
 
@@ -142,7 +142,7 @@ def test_replies(name: str, results: st.SearchStrategy[Any], data: st.DataObject
     assert shape.decode(whole, len(before), len(whole), count) == (sent, len(before) + len(encoded))
     for end in range(len(encoded)):
         result, need = shape.decode(encoded[:end], 0, end, count)
-        if isinstance(result, RestOfReply):
+        if isinstance(result, PartialReply):
             assert result.decode(encoded, result.at, len(encoded)) == (sent, len(encoded))
         else:
             assert result is None

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import tcpstore_async
 import tcpstore_async.torch as ours
 from support import LIMIT, free_port
-from tcpstore_async.client import calls
-from tcpstore_async.torch import held, hosted
+from tcpstore_async.client import requests
+from tcpstore_async.torch import held, tcpstore_patch
 from versions import QUIET, since, unsaid
 
 Cpp: Any = dist.TCPStore
@@ -41,14 +41,14 @@ def _installed() -> Iterator[None]:
     yield
     ours.uninstall()
     gc.collect()
-    hosted.close_let_go()
+    tcpstore_patch.close_let_go()
 
 
 def joined(port: int) -> int | None:
     """How many have joined our server at this port; None if it is none of ours."""
     with tcpstore_async.TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         client = store._connection()
-        return int(client.ask(calls.count(0))) if client.extended() else None
+        return int(client.call(requests.count(0))) if client.extended() else None
 
 
 def taken(port: int) -> bool:
@@ -213,7 +213,9 @@ def test_the_parameters_are_pytorchs() -> None:
     """What is passed by position means the same."""
     said = str(Cpp.__init__.__doc__).split("(", 1)[1].split(") ->")[0]
     named = [part.split(":")[0].strip() for part in said.split(",") if ":" in part]
-    assert [name for name in named if name.isidentifier()][1:] == list(inspect.signature(hosted._as_called).parameters)
+    assert [name for name in named if name.isidentifier()][1:] == list(
+        inspect.signature(tcpstore_patch._as_called).parameters
+    )
 
 
 # How long the server lives

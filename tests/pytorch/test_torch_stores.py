@@ -22,7 +22,7 @@ import tcpstore_async.torch as ours
 from support import LIMIT, tcpstore_server
 from tcpstore_async import DistNetworkError
 from tcpstore_async.torch import held, stores
-from versions import METHODS, needs, out_of_time
+from versions import METHODS, needs, timeout_message
 
 elastic_barrier: Any = elastic.barrier
 
@@ -126,7 +126,7 @@ def test_errors_are_of_both_trees(store: Any, cpp: Any, through_cpp: bool) -> No
     of_ours = [] if below_is_theirs(store) else [tcpstore_async.StoreTimeoutError, tcpstore_async.DistStoreError]
     said = r"[Ww]ait timeout after 50ms, keys: .*zz"  # HashStore's as PyTorch's
     for kind in theirs + of_ours:
-        with pytest.raises(kind, match=said if of_ours else out_of_time(said)):
+        with pytest.raises(kind, match=said if of_ours else timeout_message(said)):
             asked.wait(["zz"], SHORT)
     if of_ours and not through_cpp:
         empty = [dist.QueueEmptyError] if "queue_pop" in METHODS else []
@@ -147,7 +147,7 @@ def test_a_timeout_that_cpp_sets(store: Any, cpp: Any) -> None:
     cpp.set_timeout(SHORT)
     assert store.timeout == cpp.timeout == SHORT
     calls: list[Any] = [lambda: cpp.get("zz"), lambda: store.get("zz"), lambda: store.wait(["zz"])]
-    says = out_of_time if below_is_theirs(store) else str
+    says = timeout_message if below_is_theirs(store) else str
     for call in calls:
         with pytest.raises(dist.DistStoreError, match=says("50ms")):
             call()

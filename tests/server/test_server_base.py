@@ -11,8 +11,8 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async.errors import DistNetworkError
-from tcpstore_async.server import base
-from tcpstore_async.server.base import Complaints, adopt, listen, make_room, room_for_connections
+from tcpstore_async.server import listening
+from tcpstore_async.server.listening import RateLimitedLog, adopt, listen, max_connections_by_files, reserve_connections
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_listener(listener: socket.socket) -> None:
 
 
 def test_the_backlog_is_that_of_a_whole_job() -> None:
-    assert base.BACKLOG == 65_535
+    assert listening.BACKLOG == 65_535
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6 here")
@@ -111,10 +111,10 @@ def test_room_is_what_may_be_opened_less_a_reserve() -> None:
     import resource
 
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    before = room_for_connections()
-    assert before < soft - base.RESERVE
+    before = max_connections_by_files()
+    assert before < soft - listening.RESERVE
     files = [os.dup(0) for _ in range(10)]
-    assert room_for_connections() == before - 10
+    assert max_connections_by_files() == before - 10
     for file in files:
         os.close(file)
 
@@ -122,17 +122,17 @@ def test_room_is_what_may_be_opened_less_a_reserve() -> None:
 def test_few_connections_are_worth_a_word_only_if_the_system_leaves_no_more(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert make_room(listener, "127.0.0.1", 1, 10) == 10
+    assert reserve_connections(listener, "127.0.0.1", 1, 10) == 10
     assert not caplog.messages
-    monkeypatch.setattr(base, "room_for_connections", lambda: 40)
-    assert make_room(listener, "127.0.0.1", 1, 0) == 40
-    assert make_room(listener, "127.0.0.1", 1, 100) == 40
-    assert make_room(listener, "127.0.0.1", 1, 10) == 10
+    monkeypatch.setattr(listening, "room_for_connections", lambda: 40)
+    assert reserve_connections(listener, "127.0.0.1", 1, 0) == 40
+    assert reserve_connections(listener, "127.0.0.1", 1, 100) == 40
+    assert reserve_connections(listener, "127.0.0.1", 1, 10) == 10
     assert caplog.messages == ["the limit of open files leaves room for only 40 connections"] * 2
 
 
 def test_complaints_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints()
+    complaints = RateLimitedLog()
     for i in range(50):
         complaints.add("key_bytes", f"peer {i}")
         complaints.add("keys", f"other peer {i}")
@@ -148,7 +148,7 @@ def test_complaints_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_single_complaint_has_no_count(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints()
+    complaints = RateLimitedLog()
     complaints.add("key_bytes", "peer")
     complaints.finish()
     assert [record.getMessage() for record in caplog.records] == ["peer"]

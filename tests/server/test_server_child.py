@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from faults.owners import Seen, port_is_free, seen
-from faults.watching import until
+from faults.fault_helpers import until
+from faults.owner_programs import Seen, port_is_free, seen
 from support import LIMIT, RawPeer
-from tcpstore_async.server import child
-from tcpstore_async.server.base import listen
-from tcpstore_async.server.child import ServerProcess, StartError, start
+from tcpstore_async.server.listening import listen
+from tcpstore_async.server.process import parent
+from tcpstore_async.server.process.parent import ServerProcess, StartError, start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -110,7 +110,7 @@ def test_a_crashed_server_is_an_end_of_file_and_stops_at_once(server: ServerProc
 
 
 def test_a_server_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "STOP_TIMEOUT", 0.2)
+    monkeypatch.setattr(parent, "STOP_TIMEOUT", 0.2)
     server = start(listen("::", 0))
     with seen(server.pid) as process:
         process.signal(signal.SIGSTOP)
@@ -269,7 +269,7 @@ def test_a_program_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_path", list)
+    monkeypatch.setattr(parent, "_path", list)
     with listen("::", 0) as listener, pytest.raises(StartError, match="it ended at once: ModuleNotFoundError"):
         start(listener)
 
@@ -283,7 +283,7 @@ def test_a_socket_it_cannot_listen_on() -> None:
 
 
 def test_one_that_is_not_ready_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_PROGRAM", "import time; time.sleep(1000)")
+    monkeypatch.setattr(parent, "_PROGRAM", "import time; time.sleep(1000)")
     with listen("::", 0) as listener, pytest.raises(StartError, match=r"^it was not ready within 0\.2 s$"):
         start(listener, timeout=0.2)
     assert not zombies()

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from support import LIMIT
-from tcpstore_async.server import handlers
-from tcpstore_async.server.control import Line
-from tcpstore_async.server.handlers import NonBlockingHandler, OwnerHandler
+from tcpstore_async.server import log_handlers
+from tcpstore_async.server.log_handlers import NonBlockingHandler, OwnerHandler
+from tcpstore_async.server.process.protocol import Line
 
 
 def record(text: str) -> logging.LogRecord:
@@ -43,8 +43,8 @@ def test_a_file_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
 
     entered, go_on, done = threading.Event(), threading.Event(), threading.Event()
     written: list[bytes] = []
-    monkeypatch.setattr(handlers, "_write", hang)
-    monkeypatch.setattr(handlers, "_MOST_QUEUED", 3)
+    monkeypatch.setattr(log_handlers, "_write", hang)
+    monkeypatch.setattr(log_handlers, "_MOST_QUEUED", 3)
     with (tmp_path / "log").open("wb") as file:
         handler = NonBlockingHandler(file.fileno())
         handler.handle(record("0"))
@@ -67,7 +67,7 @@ def test_an_owner_that_does_not_read_holds_up_nobody() -> None:
         theirs.setblocking(False)
         handler = OwnerHandler(theirs.fileno())
         handler._second = float("inf")
-        handlers_most = handlers._MOST_PER_SECOND
+        handlers_most = log_handlers._MOST_PER_SECOND
         sent = 0
         while not handler._lost:
             handler._second = 0.0  # a second for each

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from faults.owners import port_is_free, seen
+from faults.owner_programs import port_is_free, seen
 from support import LIMIT, RawPeer
 from tcpstore_async import TCPStore
 from tcpstore_async.errors import DistNetworkError, DistStoreError
-from tcpstore_async.server import base, child, hosting
-from tcpstore_async.server.base import BACKLOG
-from tcpstore_async.server.hosting import Hosted, host
+from tcpstore_async.server import listening, master
+from tcpstore_async.server.listening import BACKLOG
+from tcpstore_async.server.master import ServerHandle, host
+from tcpstore_async.server.process import parent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -36,7 +37,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return place
 
 
-def serves(hosted: Hosted, address: str = "127.0.0.1") -> bool:
+def serves(hosted: ServerHandle, address: str = "127.0.0.1") -> bool:
     """Whether it can be reached there."""
     try:
         with socket.create_connection((address, hosted.port), LIMIT) as peer:
@@ -143,13 +144,13 @@ def test_it_listens_on_every_address_of_both_families(where: str) -> None:
 
 
 def test_without_ipv6_it_listens_on_ipv4(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def listen_at(family: int, address: base.Address) -> socket.socket:
+    def listen_at(family: int, address: listening.Address) -> socket.socket:
         if family == socket.AF_INET6:
             raise OSError(97, "Address family not supported by protocol")
         return real(family, address)
 
-    real = base.listen_at
-    monkeypatch.setattr(hosting, "listen_at", listen_at)
+    real = listening.listen_at
+    monkeypatch.setattr(master, "listen_at", listen_at)
     hosted = host(0)
     assert serves(hosted, "127.0.0.1")
     assert not serves(hosted, "::1")
@@ -381,7 +382,7 @@ def test_a_socket_of_another_kind(family: int, kind: int) -> None:
 def test_a_socket_in_place_of_a_standard_stream() -> None:
     text = """
 import os, socket
-from tcpstore_async.server.hosting import host
+from tcpstore_async.server.master import host
 with socket.create_server(("127.0.0.1", 0)) as given:
     os.dup2(given.fileno(), 0)
 hosted = host(0, listen_fd=0)
@@ -413,7 +414,7 @@ def run(text: str, *arguments: str, **variables: str) -> str:
 
 def test_a_thread_takes_its_place_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
-    monkeypatch.setattr(hosting, "_warned", False)
+    monkeypatch.setattr(master, "_warned", False)
     with pytest.warns(RuntimeWarning, match=r"no Python interpreter .* thread .* 5 ms .* TCPSTORE_SERVER=thread"):
         first = host(0)
     assert first.pid == os.getpid()
@@ -429,7 +430,7 @@ def test_a_thread_takes_its_place_with_one_warning(monkeypatch: pytest.MonkeyPat
 
 def test_the_warning_as_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
-    monkeypatch.setattr(hosting, "_warned", False)
+    monkeypatch.setattr(master, "_warned", False)
     fd, port = bound()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -443,7 +444,7 @@ def test_interrupted_while_it_starts_it_leaves_nothing(monkeypatch: pytest.Monke
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(child, "_PROGRAM", "import time; time.sleep(1000)")
+    monkeypatch.setattr(parent, "_PROGRAM", "import time; time.sleep(1000)")
     previous = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     fd, port = bound()
@@ -487,7 +488,7 @@ def test_a_store_whose_server_starts_too_slowly(slow_python: Path) -> None:
 def test_a_start_has_all_the_time_of_its_caller(
     slow_python: Path, timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "START_TIMEOUT", 0.1)
+    monkeypatch.setattr(parent, "START_TIMEOUT", 0.1)
     threading.Timer(0.5, slow_python.touch).start()
     hosted = host(0, timeout=timeout)
     assert hosted.pid != os.getpid()
@@ -497,7 +498,7 @@ def test_a_start_has_all_the_time_of_its_caller(
 
 def test_a_wait_for_another_threads_shared_server_ends_in_time() -> None:
     def hold() -> None:
-        with hosting._shared_lock:
+        with master._shared_lock:
             held.set()
             assert over.wait(LIMIT)
 
@@ -516,7 +517,7 @@ def test_a_wait_for_another_threads_shared_server_ends_in_time() -> None:
 
 FORKED = """
 import os, signal, socket, sys
-from tcpstore_async.server.hosting import host
+from tcpstore_async.server.master import host
 hosted = host(0, multi_tenant=True)
 peer = socket.create_connection(("127.0.0.1", hosted.port), 60)
 peer.sendall(bytes.fromhex("00cef7853c 0d01020304"))
@@ -550,7 +551,7 @@ def test_a_forked_worker_holds_nothing(where: str) -> None:
 
 
 AT_EXIT = """
-from tcpstore_async.server.hosting import host
+from tcpstore_async.server.master import host
 hosted = host(0)
 print(hosted.port)
 """

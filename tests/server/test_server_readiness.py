@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support import LIMIT
-from tcpstore_async.server.readiness import READ, WRITE, LoopReaders, Readiness, WatchWith, readiness
+from tcpstore_async.server.poller import READ, WRITE, LoopPoller, Poller, WatchWith, make_poller
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -26,7 +26,7 @@ class Scene:
         self.fd = self.near.fileno()
         self.news: list[tuple[int, int]] = []
         self.heard = asyncio.Event()
-        self.readiness: Readiness = way(asyncio.get_running_loop(), self.report)
+        self.make_poller: Poller = way(asyncio.get_running_loop(), self.report)
 
     def report(self, news: list[tuple[int, int]]) -> None:
         self.news += news
@@ -50,7 +50,7 @@ class Scene:
         return not self.news
 
     def close(self) -> None:
-        self.readiness.close()
+        self.make_poller.close()
         self.near.close()
         self.far.close()
 
@@ -70,7 +70,7 @@ def play(request: pytest.FixtureRequest, way: WatchWith) -> Callable[[Scenario],
     return play
 
 
-@pytest.fixture(params=[readiness, LoopReaders], ids=["the best", "loop readers"])
+@pytest.fixture(params=[make_poller, LoopPoller], ids=["the best", "loop readers"])
 def way(request: pytest.FixtureRequest) -> WatchWith:
     chosen: WatchWith = request.param
     return chosen
@@ -81,7 +81,7 @@ Play = Callable[[Scenario], None]
 
 def test_what_arrives_is_reported(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.readiness.watch(scene.fd)
+        scene.make_poller.watch(scene.fd)
         assert await scene.quiet()
         scene.far.send(b"x")
         assert await scene.next() & READ
@@ -96,7 +96,7 @@ def test_what_arrives_is_reported(play: Play) -> None:
 def test_what_was_there_before_is_reported(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
         scene.far.send(b"x")
-        scene.readiness.watch(scene.fd)
+        scene.make_poller.watch(scene.fd)
         assert await scene.next() & READ
 
     play(scenario)
@@ -104,7 +104,7 @@ def test_what_was_there_before_is_reported(play: Play) -> None:
 
 def test_the_end_is_reported_as_readable(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.readiness.watch(scene.fd)
+        scene.make_poller.watch(scene.fd)
         scene.far.close()
         assert await scene.next() & READ
         assert scene.near.recv(1) == b""
@@ -114,18 +114,18 @@ def test_the_end_is_reported_as_readable(play: Play) -> None:
 
 def test_writing_is_reported_when_wanted(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.readiness.watch(scene.fd)
+        scene.make_poller.watch(scene.fd)
         with suppress(BlockingIOError):
             while True:
                 scene.near.send(bytes(65_536))
-        scene.readiness.watch_writing(scene.fd, True)
+        scene.make_poller.watch_writing(scene.fd, True)
         assert await scene.quiet()
         scene.far.setblocking(False)
         with suppress(BlockingIOError):
             while True:
                 scene.far.recv(65_536)
         assert await scene.next() & WRITE
-        scene.readiness.watch_writing(scene.fd, False)
+        scene.make_poller.watch_writing(scene.fd, False)
         assert await scene.quiet()
 
     play(scenario)
@@ -135,13 +135,13 @@ def test_a_pause_tells_nothing_or_lets_itself_be_ignored(play: Play) -> None:
     """After `resume` a level is reported again; an edge needs one read without being told."""
 
     async def scenario(scene: Scene) -> None:
-        scene.readiness.watch(scene.fd)
-        scene.readiness.pause(scene.fd)
+        scene.make_poller.watch(scene.fd)
+        scene.make_poller.pause(scene.fd)
         scene.far.send(b"x")
         await scene.quiet()
         scene.news.clear()
-        scene.readiness.resume(scene.fd)
-        if isinstance(scene.readiness, LoopReaders):
+        scene.make_poller.resume(scene.fd)
+        if isinstance(scene.make_poller, LoopPoller):
             assert await scene.next() & READ
         assert scene.near.recv(10) == b"x"
         await scene.quiet()
@@ -153,9 +153,9 @@ def test_a_pause_tells_nothing_or_lets_itself_be_ignored(play: Play) -> None:
 
 def test_what_is_forgotten_is_not_reported(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.readiness.watch(scene.fd)
-        scene.readiness.watch_writing(scene.fd, True)
-        scene.readiness.forget(scene.fd)
+        scene.make_poller.watch(scene.fd)
+        scene.make_poller.watch_writing(scene.fd, True)
+        scene.make_poller.forget(scene.fd)
         scene.near.close()
         scene.far.close()
         assert await scene.quiet()
@@ -165,19 +165,19 @@ def test_what_is_forgotten_is_not_reported(play: Play) -> None:
 
 def test_nothing_is_reported_after_the_end(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.readiness.watch(scene.fd)
-        scene.readiness.close()
+        scene.make_poller.watch(scene.fd)
+        scene.make_poller.close()
         scene.far.send(b"x")
         assert await scene.quiet()
-        scene.readiness = LoopReaders(asyncio.get_running_loop(), scene.report)
+        scene.make_poller = LoopPoller(asyncio.get_running_loop(), scene.report)
 
     play(scenario)
 
 
 def test_the_better_way_is_an_epoll_set_where_there_is_one() -> None:
     async def main() -> None:
-        best = readiness(asyncio.get_running_loop(), lambda news: None)
-        assert isinstance(best, LoopReaders) != hasattr(select, "epoll")
+        best = make_poller(asyncio.get_running_loop(), lambda news: None)
+        assert isinstance(best, LoopPoller) != hasattr(select, "epoll")
         best.close()
 
     asyncio.run(main())

@@ -16,16 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from faults.owners import seen
-from faults.watching import until
+from faults.fault_helpers import until
+from faults.owner_programs import seen
 from support import LIMIT, RawPeer, blob, u64
 from tcpstore_async import DistStoreError, TCPStore
-from tcpstore_async.server import base, childlog, hosting
-from tcpstore_async.server.base import listen
-from tcpstore_async.server.child import ServerProcess, start
-from tcpstore_async.server.control import Line, encode
-from tcpstore_async.server.hosting import host
-from tcpstore_async.server.pidfd import Process
+from tcpstore_async.server import listening, master
+from tcpstore_async.server.listening import listen
+from tcpstore_async.server.master import host
+from tcpstore_async.server.process import log_reader
+from tcpstore_async.server.process.parent import ServerProcess, start
+from tcpstore_async.server.process.pidfd import Process
+from tcpstore_async.server.process.protocol import Line, encode
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -99,7 +100,7 @@ def test_a_server_that_dies_is_one_error_line(
 
 REFUSED = """
 import logging, socket, sys, threading
-from tcpstore_async.server.hosting import host
+from tcpstore_async.server.master import host
 
 class Handler(logging.Handler):
     def emit(self, record):
@@ -136,7 +137,7 @@ def test_a_rank_that_finds_no_place_is_a_line_in_the_log_of_rank_0() -> None:
 ADOPTED = """
 import ctypes, logging, os, signal, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: as the first process of a container is
-from tcpstore_async.server.hosting import host
+from tcpstore_async.server.master import host
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 hosted = host(0)
 pid = hosted.pid
@@ -218,7 +219,7 @@ def test_with_the_limit_that_it_names_the_world_fits() -> None:
 
 ANNOUNCES = """
 import sys
-from tcpstore_async.server.hosting import host
+from tcpstore_async.server.master import host
 hosted = host(0)
 try:
     hosted.announce(int(sys.argv[1]))
@@ -235,7 +236,7 @@ def test_the_room_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None
     assert room > 10
     with pytest.raises(DistStoreError, match=f"a world of {room + 1} ranks does not fit"):
         hosted.announce(room + 1)
-    monkeypatch.setattr(hosting, "tell_of_short_backlog", lambda ranks: None)
+    monkeypatch.setattr(master, "tell_of_short_backlog", lambda ranks: None)
     hosted.announce(room)
     hosted.release()
 
@@ -246,7 +247,7 @@ def test_a_short_backlog_is_warned_of_if_the_world_is_larger(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(Path, "read_text", lambda path: "128\n")
-    base.tell_of_short_backlog(ranks)
+    listening.tell_of_short_backlog(ranks)
     assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
 
 
@@ -285,7 +286,7 @@ def test_a_server_that_gives_its_grace_is_heard_until_its_end(caplog: pytest.Log
 
 WAITS_FOR_ALL = """
 import os, signal
-from tcpstore_async.server.hosting import host
+from tcpstore_async.server.master import host
 signal.alarm(60)
 hosted = host(0)
 for _ in range(2):
@@ -329,9 +330,9 @@ class Slow(logging.Handler):
 @pytest.fixture
 def slow() -> Iterator[Slow]:
     handler = Slow()
-    childlog.log.addHandler(handler)
+    log_reader.log.addHandler(handler)
     yield handler
-    childlog.log.removeHandler(handler)
+    log_reader.log.removeHandler(handler)
     handler.go_on.set()
 
 
@@ -339,10 +340,10 @@ def forked() -> int:
     """What a forked child finds: 0 if nobody logs and it can, 1 else."""
     pid = os.fork()
     if pid == 0:
-        handler = next(one for one in childlog.log.handlers if isinstance(one, Slow))
+        handler = next(one for one in log_reader.log.handlers if isinstance(one, Slow))
         inside = handler.inside
         handler.go_on.set()
-        with childlog._logging:
+        with log_reader._logging:
             os._exit(1 if inside else 0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -359,7 +360,7 @@ def test_no_fork_happens_while_a_line_is_logged(slow: Slow) -> None:
 
 
 def test_a_handler_that_hangs_does_not_hold_up_forks_for_long(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(childlog, "_FORK_PATIENCE", 0.05)
+    monkeypatch.setattr(log_reader, "_FORK_PATIENCE", 0.05)
     server = start(listen("::", 0))
     with RawPeer(server.port) as peer:
         peer.send(b"\xc8")
@@ -385,9 +386,9 @@ def test_a_forked_child_hears_nothing(server: ServerProcess) -> None:
 def test_what_is_no_record_is_logged_when_the_next_one_comes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(childlog, "_END", 0.0)
+    monkeypatch.setattr(log_reader, "_END", 0.0)
     ours, theirs = socket.socketpair()
-    log = childlog.ChildLog(ours, Process(os.getpid(), None), 29500)
+    log = log_reader.ChildLog(ours, Process(os.getpid(), None), 29500)
     with theirs:
         theirs.sendall(b"stray\n words\n")
         theirs.sendall(encode(Line(logging.WARNING, "tcpstore_async.server", "a record")))

@@ -19,14 +19,14 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from conformance.frames import fetch
-from faults.watching import I64, Watch, get, number, until
+from faults.fault_helpers import I64, Watch, get, number, until
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
 from tcpstore_async import serve
-from tcpstore_async.blob import Framed
 from tcpstore_async.limits import Limits
-from tcpstore_async.server.base import BACKENDS, listen
-from tcpstore_async.server.hosting import Hosted, host
-from tcpstore_async.server.threaded import Connection, ThreadedServer, Turns, Worker
+from tcpstore_async.server.listening import BACKENDS, listen
+from tcpstore_async.server.master import ServerHandle, host
+from tcpstore_async.server.threaded import Connection, FairLock, ThreadedServer, Worker
+from tcpstore_async.values import Framed
 from tcpstore_async.wire.commands import JOINS_KEY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -109,7 +109,7 @@ def other(server: Served) -> Iterator[RawPeer]:
 
 
 def test_turns_are_taken_in_the_order_in_which_they_were_asked_for() -> None:
-    turns = Turns()
+    turns = FairLock()
     order: list[int] = []
 
     def ask(i: int) -> None:
@@ -119,16 +119,16 @@ def test_turns_are_taken_in_the_order_in_which_they_were_asked_for() -> None:
     asking = [threading.Thread(target=ask, args=[i]) for i in range(20)]
     with turns:
         for thread in asking:
-            length = len(turns._line)
+            length = len(turns._waiting)
             thread.start()
-            until(lambda: len(turns._line) > length, "it stands in line")  # noqa: B023
+            until(lambda: len(turns._waiting) > length, "it stands in line")  # noqa: B023
     for thread in asking:
         thread.join(LIMIT)
     assert order == list(range(20))
 
 
 def test_an_interrupt_while_waiting_for_a_turn_leaves_the_line() -> None:
-    turns = Turns()
+    turns = FairLock()
     held = threading.Event()
     go = threading.Event()
 
@@ -505,7 +505,7 @@ def test_a_collection_in_a_thread_of_the_server_may_end_it(monkeypatch: pytest.M
     monkeypatch.setenv("TCPSTORE_SERVER", "thread")
     before = threads()
     holder: list[object] = [host(0, backend="threaded")]
-    assert isinstance(holder[0], Hosted)
+    assert isinstance(holder[0], ServerHandle)
     port = holder[0].port
     holder.append(holder)
     collected: list[bool] = []
@@ -564,7 +564,7 @@ def test_newcomers_are_dismissed(backend: str) -> None:
                     for peer in (late, waiting):
                         peer.send(b"\x06" + keys(b"/queue"))
                     await asyncio.to_thread(late.ping, 2)
-                    server.dismiss_newcomers(complete)
+                    server.dismiss_latecomers(complete)
                     assert await asyncio.to_thread(late.closed)
                     assert await asyncio.to_thread(waiting.closed)
                     for peer in (early, same):
@@ -618,22 +618,22 @@ class Hammer:
 
     def run(self) -> None:
         with self.peer:
-            for turn in range(ROUNDS):
+            for ticket in range(ROUNDS):
                 for deed in self.dice.choices([self.add, self.append, self.push_and_pop, self.swap], k=4):
-                    deed(turn)
-                self.meet(turn)
+                    deed(ticket)
+                self.meet(ticket)
 
-    def add(self, turn: int) -> None:
+    def add(self, ticket: int) -> None:
         which, amount = self.dice.randrange(COUNTERS), self.dice.randint(-9, 9)
         number(self.peer, b"\x04" + blob(b"/count/%d" % which) + I64.pack(amount))
         self.added[which] += amount
 
-    def append(self, turn: int) -> None:
+    def append(self, ticket: int) -> None:
         size = self.dice.choice([0, 1, 2000])
         self.peer.send(b"\x09" + blob(b"/text") + blob(bytes(size)))
         self.appended += size
 
-    def push_and_pop(self, turn: int) -> None:
+    def push_and_pop(self, ticket: int) -> None:
         """There are as many pops as pushes, so every wait for an item ends."""
         self.pushed += 1
         self.peer.send(b"\x0e" + blob(b"/queue") + blob(b"%d/%d" % (self.me, self.pushed)))
@@ -645,7 +645,7 @@ class Hammer:
                 self.popped.append(self.peer.read(size))
                 return
 
-    def swap(self, turn: int) -> None:
+    def swap(self, ticket: int) -> None:
         """Count by COMPARE_SET: what came between makes it try again."""
         self.swapped += 1
         seen = get(self.peer, b"/swapped")
@@ -657,13 +657,13 @@ class Hammer:
                 return
             seen = now
 
-    def meet(self, turn: int) -> None:
+    def meet(self, ticket: int) -> None:
         """Say that I am here, and wait for three others, whoever they are."""
-        self.peer.send(b"\x01" + blob(b"/here/%d/%d" % (turn, self.me)) + blob(b"%d" % turn))
-        names = [b"/here/%d/%d" % (turn, self.dice.randrange(CLIENTS)) for _ in range(3)]
+        self.peer.send(b"\x01" + blob(b"/here/%d/%d" % (ticket, self.me)) + blob(b"%d" % ticket))
+        names = [b"/here/%d/%d" % (ticket, self.dice.randrange(CLIENTS)) for _ in range(3)]
         assert self.peer.ask(b"\x06" + keys(*names), 1) == b"\0"
-        name = b"/here/%d/%d" % (turn, self.dice.randrange(CLIENTS))
-        assert self.peer.ask(fetch(name), 8 + len(b"%d" % turn)) == blob(b"%d" % turn)
+        name = b"/here/%d/%d" % (ticket, self.dice.randrange(CLIENTS))
+        assert self.peer.ask(fetch(name), 8 + len(b"%d" % ticket)) == blob(b"%d" % ticket)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,8 +15,8 @@ import tcpstore_async
 from support import HANDSHAKE, LIMIT, blob, keys
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.limits import Limits
-from tcpstore_async.server.base import listen
-from tcpstore_async.server.readiness import LoopReaders, WatchWith, readiness
+from tcpstore_async.server.listening import listen
+from tcpstore_async.server.poller import LoopPoller, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
 
 uvloop = pytest.importorskip("uvloop")
@@ -44,7 +44,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     return run
 
 
-@pytest.fixture(params=[readiness, LoopReaders], ids=["epoll set", "loop readers"])
+@pytest.fixture(params=[make_poller, LoopPoller], ids=["epoll set", "loop readers"])
 def watch_with(request: pytest.FixtureRequest) -> WatchWith:
     way: WatchWith = request.param
     return way
@@ -53,7 +53,7 @@ def watch_with(request: pytest.FixtureRequest) -> WatchWith:
 class Serving:
     """`async with` a server of the way given; stopped at the end."""
 
-    def __init__(self, watch_with: WatchWith = readiness, limits: Limits | None = None) -> None:
+    def __init__(self, watch_with: WatchWith = make_poller, limits: Limits | None = None) -> None:
         self.server = UvServer(listen("127.0.0.1", 0), limits or Limits(), watch_with)
 
     async def __aenter__(self) -> UvServer:
@@ -252,7 +252,7 @@ def test_what_is_known_of_a_peer(run: Run) -> None:
             assert (session.host, session.port, session.pid) == (host, port, 4242)
             assert session.parked == {b"/a", b"/b"}
             assert session.slot.command.name == "WAIT"
-            assert session.came > 0
+            assert session.connected_at > 0
 
     run(main)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 
 from properties.fleet import HANDSHAKE, Command, Difference
-from tcpstore_async.blob import size
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import MIB, Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import size
 
 BUDGET = 2 * MIB
 SLACK = 200_000
@@ -103,9 +103,9 @@ class Crowd:
     def _flush(self) -> None:
         """As a server does: close those who were evicted, hand on what was said."""
         engine, rounds = self.engine, 0
-        while engine.dirty:
-            dirty, engine.dirty = list(engine.dirty), []
-            for session in dirty:
+        while engine.pending_flush:
+            pending_flush, engine.pending_flush = list(engine.pending_flush), []
+            for session in pending_flush:
                 if session in engine.evicted and session in self.honest:
                     raise Difference(f"an honest peer has to go: {engine.evicted[session]}")
                 if session in engine.evicted and session in self.hogs:
@@ -130,8 +130,8 @@ class Crowd:
             pieces.update((id(piece), len(piece)) for piece in session.out)
             if session.backlog is not None:
                 pieces.update((id(piece), len(piece)) for piece in session.backlog.pieces)
-            if session.kept is not None:
-                pieces[id(session.kept)] = len(session.kept)
+            if session.input_buffer is not None:
+                pieces[id(session.input_buffer)] = len(session.input_buffer)
         return sum(pieces.values())
 
     def _check(self) -> None:

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
-from tcpstore_async.blob import unpack
-from tcpstore_async.client import calls
-from tcpstore_async.client.lane import Lane
-from tcpstore_async.client.sync import TCPClient
+from tcpstore_async.client import requests
+from tcpstore_async.client.async_connection import AsyncConnection
+from tcpstore_async.client.pool import TCPClient
 from tcpstore_async.errors import BudgetError, QueueEmptyError
-from tcpstore_async.keyspace import Counter, Keyspace, Promise, Waiter
+from tcpstore_async.keyspace import Counter, Handoff, Keyspace, Waiter
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
 from tcpstore_async.session.budget import Budget, Holder, Unsent
-from tcpstore_async.session.client import Call, ClientSession
+from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.stores.tcp import TCPStore
+from tcpstore_async.values import unpack
 
 Method = Callable[..., Any]
 Plant = tuple[type, str, Callable[[Method], Method]]
@@ -54,12 +54,12 @@ def _instead(wrong: Method) -> Callable[[Method], Method]:
     return lambda real: wrong
 
 
-def _keeps_promise(store: Keyspace, waiter: Waiter, promise: Promise) -> None:
-    if waiter.promise is promise:
-        waiter.promise = None
-    store.promises[promise.queue] -= 1
-    if not store.promises[promise.queue]:
-        del store.promises[promise.queue]
+def _keeps_promise(store: Keyspace, waiter: Waiter, handoff: Handoff) -> None:
+    if waiter.handoff is handoff:
+        waiter.handoff = None
+    store.handoffs[handoff.queue] -= 1
+    if not store.handoffs[handoff.queue]:
+        del store.handoffs[handoff.queue]
 
 
 def _wakes_nobody_else(store: Keyspace, waiter: Waiter) -> bool:
@@ -74,19 +74,19 @@ def _replies_first(session: ServerSession, value: Any) -> None:
     said = b"\0" if value is None else value
     session.out.insert(0, said)
     session.unsent += len(said)
-    session.engine.dirty.append(session)
+    session.engine.pending_flush.append(session)
 
 
 def _fires_again(store: Keyspace, waiter: Waiter) -> None:
     waiter.fire(None)
 
 
-def _wake_is_the_answer(session: ClientSession, call: Call, byte: int, at: int) -> int:
+def _wake_is_the_answer(session: ClientSession, call: PendingCall, byte: int, at: int) -> int:
     call.done = True
     return at + 1
 
 
-def _believes_all(session: ClientSession, call: Call) -> None:
+def _believes_all(session: ClientSession, call: PendingCall) -> None:
     session.pending.popleft()
     session.confirmed = session.written
 
@@ -129,7 +129,7 @@ def _is_no_more_promised(store: Keyspace, key: bytes, handed_on: bool = False) -
     for waiter in [waiter for waiter, times in line.items() if times > 0]:
         if store._count_down(waiter, key, line.pop(waiter)):
             store._fire(waiter)
-    if not line and key not in store.passed:
+    if not line and key not in store.stale:
         del store.waiters[key]
 
 
@@ -196,7 +196,11 @@ PLANTED: dict[str, Plant] = {
     "a waiter is fired twice": (Keyspace, "_fire", _after(_fires_again)),
     "a waiter is not fired": (Keyspace, "_fire", _instead(lambda store, waiter: None)),
     "a wake overtakes earlier replies": (ServerSession, "fire", _instead(_replies_first)),
-    "a wake is not to be flushed": (ServerSession, "fire", _after(lambda session, value: session.engine.dirty.pop())),
+    "a wake is not to be flushed": (
+        ServerSession,
+        "fire",
+        _after(lambda session, value: session.engine.pending_flush.pop()),
+    ),
     "the newest item comes first": (Keyspace, "queue_pop", _before(_newest_first)),
     "an item is popped twice": (Keyspace, "queue_pop", _instead(_pops_and_keeps)),
     "a fetch takes an item": (Keyspace, "_fire", _before(_fetch_eats)),
@@ -231,18 +235,18 @@ PLANTED: dict[str, Plant] = {
 
 
 def _pops_without_lease(store: TCPStore, key: str, block: bool = True) -> bytes:
-    name = calls.key_of(key)
-    pop, wait = calls.queue_pop(name), calls.wait([name])
+    name = requests.key_of(key)
+    pop, wait = requests.queue_pop(name), requests.wait([name])
     began = time.monotonic()
     client = store._queues(wait if block else pop, began)
     while True:
-        _, item = store._park(wait, store._timeout, pop, began) if block else client.ask(pop)
+        _, item = store._park(wait, store._timeout, pop, began) if block else client.call(pop)
         if item is not None:
             return unpack(item)
         if not block or (
-            client.ask(calls.check([name]))
-            and not client.ask(calls.queue_len(name))
-            and name in client.ask(calls.LIST_KEYS)
+            client.call(requests.check([name]))
+            and not client.call(requests.queue_len(name))
+            and name in client.call(requests.LIST_KEYS)
         ):
             raise QueueEmptyError("queue is empty")
 
@@ -261,7 +265,7 @@ REAL: dict[str, Real] = {
         TCPStore, "queue_pop", _instead(_pops_without_lease), "is lost"
     ),
     "H2: a join is sent again without a token": Real(
-        calls, "join", _instead(lambda token: calls.count(1 if token else 0)), "are counted"
+        requests, "join", _instead(lambda token: requests.count(1 if token else 0)), "are counted"
     ),
     "H5: a pop that was outrun asks for all keys": Real(
         TCPStore, "queue_pop", _instead(_pops_without_lease), "names of all keys"
@@ -270,7 +274,7 @@ REAL: dict[str, Real] = {
         TCPClient, "_within_another", _instead(lambda client, me: False), "a handler of signals timed out"
     ),
     "M13: the item of a cancelled pop stays with its connection": Real(
-        Lane, "give_back", _instead(lambda lane, lease: None), "keeps what nobody asked for"
+        AsyncConnection, "give_back", _instead(lambda connection, lease: None), "keeps what nobody asked for"
     ),
     "a pop is confirmed before it has come": Real(
         ServerSession, "grant", _after(lambda session, length, item: session.leases.clear()), "is lost"

@@ -16,11 +16,11 @@ import time
 from collections import Counter
 
 from simulation.real import OPERATIONS, Book, Operation, Script
-from tcpstore_async.blob import unpack
-from tcpstore_async.client import calls
+from tcpstore_async.client import requests
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.stores.tcp import TCPStore
+from tcpstore_async.values import unpack
 from tcpstore_async.wire.commands import WORKERS_KEY
 
 LIMIT = 20.0
@@ -28,7 +28,7 @@ LIMIT = 20.0
 SHORT = 0.1
 """Seconds for what waits."""
 WAITING = ("get", "get_other", "wait", "pop", "pop_now")
-_JOINED = calls.get(WORKERS_KEY)
+_JOINED = requests.get(WORKERS_KEY)
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -153,7 +153,7 @@ class Caller(threading.Thread):
 
 
 def _joined(store: TCPStore) -> int:
-    return int(unpack(store._connection().ask(_JOINED)) or b"0")
+    return int(unpack(store._connection().call(_JOINED)) or b"0")
 
 
 def perform(server: int, seed: int) -> Proxy:

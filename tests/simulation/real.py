@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from properties.fleet import Difference
 from simulation.stage import Actor, Choices, Stage, machine, run_on_loop
-from tcpstore_async.blob import unpack
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.stores.tcp import TCPStore
+from tcpstore_async.values import unpack
 from tcpstore_async.wire.commands import BY_METHOD, WORKERS_KEY
 
 TIMEOUT = 5.0
@@ -116,7 +116,7 @@ class StageBook(Book):
             raise Difference("somebody asked for the names of all keys")
         if self.stage.refusals:
             raise Difference(f"the server refused {self.stage.refusals}")
-        held = (len(keyspace.waiters), len(keyspace.promises), len(keyspace.counters), self.stage.engine.unfinished)
+        held = (len(keyspace.waiters), len(keyspace.handoffs), len(keyspace.counters), self.stage.engine.unfinished)
         if any(held):
             raise Difference(f"waiters, promises, counters, unfinished bytes of nobody: {held}")
 
@@ -261,7 +261,7 @@ class Client(Actor):
             return
         if stage.rushed >= began or self.losses > script.losses or stage.in_flight() or not keyspace.check(keys):
             return
-        if any(pipe.rest for pipe in stage.pipes if pipe.actor is self) or any(map(keyspace.promises.get, keys)):
+        if any(pipe.rest for pipe in stage.pipes if pipe.actor is self) or any(map(keyspace.handoffs.get, keys)):
             return
         raise Difference(f"{self.name} timed out, but {keys} are there and nothing is under way")
 

@@ -29,7 +29,7 @@ from simulation.proxied import perform as perform_proxied
 from simulation.schedule import chosen, fault, run, shrink
 from simulation.stage import Choices
 from support import tcpstore_server
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 
 Failure = tuple[int, str]
 PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20}

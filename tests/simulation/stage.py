@@ -1,6 +1,6 @@
 """A stage on which the real clients play: threads that run one at a time, a clock of its own, sockets in memory.
 
-Each client is an actor, a thread that runs until it would block; then it is the director's turn, who chooses by a
+Each client is an actor, a thread that runs until it would block; then it is the director's ticket, who chooses by a
 list of numbers which actor goes on, which bytes are carried, what is cut, and when time passes. So the real
 AsyncTCPStore (on a loop of asyncio whose selector hands over to the director) and the real TCPStore (whose socket does)
 run on the real server sessions, and the same numbers always mean the same run. Bytes may rest for as long as there is a
@@ -21,14 +21,14 @@ from contextlib import contextmanager
 from typing import Any, Final, cast
 
 from properties.fleet import Difference
-from tcpstore_async.client import dial
-from tcpstore_async.client.dial import _hear
-from tcpstore_async.client.line import Turn
-from tcpstore_async.daemon import build
+from tcpstore_async.client import connect
+from tcpstore_async.client.connect import _hear
+from tcpstore_async.client.wait_queue import Ticket
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
+from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.extension import identity
+from tcpstore_async.session.identity import identity
 from tcpstore_async.session.server import Engine, ServerSession
 
 _monotonic, _sleep, _poll = time.monotonic, time.sleep, select.poll
@@ -220,16 +220,16 @@ class Stage:
         slot.call = both
 
     def flush(self, *sessions: ServerSession) -> None:
-        for session in (*sessions, *self.engine.dirty):
+        for session in (*sessions, *self.engine.pending_flush):
             if session.out and isinstance(session.owner, Pipe):
                 data = b"".join(session.out)
                 session.out.clear()
                 session.unsent -= len(data)
                 if session.owner.open and not session.owner.was_reset:
                     session.owner.down += data
-        self.engine.dirty.clear()
+        self.engine.pending_flush.clear()
 
-    def dial(self) -> Pipe:
+    def connect(self) -> Pipe:
         pipe = Pipe(self, _me())
         self.pipes.append(pipe)
         return pipe
@@ -325,8 +325,8 @@ class Actor(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.stage = stage
         stage.actors.append(self)
-        self.turn = threading.Lock()
-        self.turn.acquire()
+        self.ticket = threading.Lock()
+        self.ticket.acquire()
         self.ready: Callable[[], bool] = lambda: True
         self.until: float | None = None
         self.dead = False
@@ -363,7 +363,7 @@ class Actor(threading.Thread):
 
     def go(self) -> None:
         """The director has it go on until it would block."""
-        self.turn.release()
+        self.ticket.release()
         self.stage.back.acquire()
 
     def pause(self, ready: Callable[[], bool], until: float | None) -> None:
@@ -372,7 +372,7 @@ class Actor(threading.Thread):
             raise Killed
         self.ready, self.until = ready, until
         self.stage.back.release()
-        self.turn.acquire()
+        self.ticket.acquire()
         if self.dead:
             raise Killed
         interrupt, self.interrupt = self.interrupt, None
@@ -455,7 +455,7 @@ class Poll:
 
 def _connect(host: str, port: int, attempt: Any, pings: bool) -> tuple[socket.socket, ClientSession]:
     """In place of `dial._try_in_this_thread`."""
-    peer = Socket(_me().stage.dial())
+    peer = Socket(_me().stage.connect())
     session = ClientSession(pings)
     hello, call = session.hello(PID)
     try:
@@ -567,7 +567,7 @@ class Transport(asyncio.Transport):
 
 async def _try(host: str, port: int, pings: bool) -> tuple[Any, ClientSession]:
     """In place of `dial._try`."""
-    peer = Socket(_me().stage.dial())
+    peer = Socket(_me().stage.connect())
     session = ClientSession(pings)
     hello, call = session.hello(PID)
     try:
@@ -628,13 +628,13 @@ def _virtual_poll() -> Any:
     return Poll() if isinstance(threading.current_thread(), Actor) else _poll()
 
 
-def _wait_for_turn(turn: Turn, seconds: float | None) -> bool:
-    """In place of `Turn.wait`: who has taken the lock is this thread itself, in the call that a handler interrupts."""
+def _wait_for_turn(ticket: Ticket, seconds: float | None) -> bool:
+    """In place of `Ticket.wait`: the lock is held by this thread itself, in the call that a handler interrupts."""
     me = threading.current_thread()
     if not isinstance(me, Actor):
-        return turn.told.acquire(timeout=-1 if seconds is None else seconds)
-    me.pause(lambda: not turn.told.locked(), None if seconds is None else me.stage.now + seconds)
-    return turn.told.acquire(blocking=False)
+        return ticket.notified.acquire(timeout=-1 if seconds is None else seconds)
+    me.pause(lambda: not ticket.notified.locked(), None if seconds is None else me.stage.now + seconds)
+    return ticket.notified.acquire(blocking=False)
 
 
 @contextmanager
@@ -644,11 +644,11 @@ def machine() -> Iterator[None]:
         (time, "monotonic", _virtual_monotonic),
         (time, "sleep", _virtual_sleep),
         (select, "poll", _virtual_poll),
-        (dial, "_try", _try),
-        (dial, "_try_in_this_thread", _connect),
+        (connect, "_try", _try),
+        (connect, "_try_in_this_thread", _connect),
     ]
     if build() == "interpreted":
-        places.append((Turn, "wait", _wait_for_turn))
+        places.append((Ticket, "wait", _wait_for_turn))
     before = [getattr(owner, name) for owner, name, _ in places]
     for owner, name, virtual in places:
         setattr(owner, name, virtual)

@@ -7,7 +7,7 @@ import pytest
 from properties.fleet import Difference
 from simulation.hogs import perform
 from simulation.planted import HOGGED, planted
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))

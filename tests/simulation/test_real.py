@@ -7,7 +7,7 @@ import pytest
 from simulation.planted import REAL, planted
 from simulation.real import fault, perform, shrink
 from simulation.stage import Choices
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 
 PORTION = 100
 MOST = 3000

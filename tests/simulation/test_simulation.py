@@ -6,7 +6,7 @@ import pytest
 
 from simulation.planted import PLANTED, planted
 from simulation.schedule import chosen, fault, run, shrink
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 
 PORTION = 500
 MOST = 3000

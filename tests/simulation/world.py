@@ -24,11 +24,11 @@ from collections.abc import Callable, Generator
 from typing import Any, Final
 
 from properties.fleet import Command, Difference, Fleet, Line
-from tcpstore_async.blob import NO_BLOB, Framed, pack, unpack
-from tcpstore_async.session.client import Call, ClientSession
+from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
+from tcpstore_async.values import NO_BLOB, Framed, pack, unpack
+from tcpstore_async.wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, WAIT_CANCELED
 from tcpstore_async.wire.commands import BY_METHOD, Flag
-from tcpstore_async.wire.shapes import SILENCE, STOP_WAITING, VALUE_LATER, WAIT_CANCELED
 
 Step = tuple[Any, ...]
 Ask = tuple[Any, ...]
@@ -85,7 +85,7 @@ class Op:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.call: Call | None = None
+        self.call: PendingCall | None = None
         self.given_up = False
         self.ticket = 0
         """Under which it leases an item."""
@@ -101,7 +101,7 @@ class Client:
         self.link: Link | None = None
         self.session = ClientSession()
         self.ops: list[Op] = []
-        self.calls: dict[Call, Op | None] = {}
+        self.calls: dict[PendingCall, Op | None] = {}
         self.held: deque[tuple[Op, Ask]] = deque()
         """What cannot be sent because the connection waits."""
 
@@ -319,7 +319,7 @@ class World(Fleet):
             op.call = call
             client.calls[call] = op
 
-    def _cancel(self, client: Client, call: Call) -> None:
+    def _cancel(self, client: Client, call: PendingCall) -> None:
         link = client.link
         assert link is not None
         data = client.session.cancel(call)
@@ -333,11 +333,11 @@ class World(Fleet):
         link.wire += data
         link.frames.append((Said(name, fields, len(data)), len(data)))
 
-    def _verify(self, link: Link, call: Call) -> None:
+    def _verify(self, link: Link, call: PendingCall) -> None:
         """The call was answered with what came for it, no more and no less."""
         heard = link.heard
         if call.canceled and call.command.method != "lease_later":
-            later = call.command.reply is VALUE_LATER
+            later = call.command.reply is DEFERRED_VALUE
             if call.woken:
                 size = 8 + int.from_bytes(heard[:8], "little") if later else 1
                 if not later and heard[0] != STOP_WAITING:
@@ -387,7 +387,7 @@ class World(Fleet):
             if client.link is None:
                 continue
             asleep = [call for call in client.session.pending if call is not client.session.waiting]
-            if asleep or (client.session.waiting is not None and client.link.peer.left <= 0):
+            if asleep or (client.session.waiting is not None and client.link.peer.remaining <= 0):
                 raise Difference(f"client {client.number} sleeps and should be awake")
             if client.session.waiting is None and client.held:
                 raise Difference(f"client {client.number} holds back what could be sent")
@@ -409,7 +409,7 @@ class World(Fleet):
         super().finish()
 
 
-def _answered(call: Call) -> bytes:
+def _answered(call: PendingCall) -> bytes:
     """The bytes of a reply with this result."""
     command = call.command
     encode = command.reply.encode
@@ -420,7 +420,7 @@ def _answered(call: Call) -> bytes:
 SILENT: Final = {
     method
     for method, command in BY_METHOD.items()
-    if command.reply is SILENCE and command.mutates and not command.flags & Flag.HOLDS
+    if command.reply is NO_REPLY and command.mutates and not command.flags & Flag.HOLDS
 }
 GIVE_BACK: Final = BY_METHOD["give_back"]
 LEASED: Final = (b"/l",)

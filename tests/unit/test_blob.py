@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tcpstore_async.blob import COUNTER_SIZE, EMPTY, NUMBER_BYTES, Growing, framed, number, pack, size, unpack, wrap
 from tcpstore_async.errors import ProtocolError
+from tcpstore_async.values import COUNTER_SIZE, EMPTY, NUMBER_BYTES, Growing, framed, number, pack, size, unpack, wrap
 
 
 @pytest.mark.parametrize("raw", [b"", b"v", bytes(300), b"\0\xff"])

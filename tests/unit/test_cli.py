@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from support import LIMIT, RawPeer, blob, tcpstore_server
 from tcpstore_async.cli import _write_atomically, main
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from client.fakes import freezable
-from faults.watching import gone, until
+from faults.fault_helpers import gone, until
 from support import LIMIT, server_of, tcpstore_server
-from tcpstore_async.load.requests import OPERATIONS
-from tcpstore_async.load.short import Row
+from tcpstore_async.load.quick_bench import Row
+from tcpstore_async.load.scripts import OPERATIONS
 
 command = importlib.import_module("tcpstore_async.cli.bench")  # the package has the command itself by this name
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from properties.talk import with_store_of
-from tcpstore_async.blob import EMPTY, pack, unpack
+from properties.session_driver import with_store_of
 from tcpstore_async.errors import LimitError, ProtocolError
 from tcpstore_async.keyspace import Keyspace, Waiter
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import EMPTY, pack, unpack
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_wait_ends_once(engine: Engine, keyspace: Keyspace) -> None:
 def test_keys_named_twice_are_awaited_twice_and_come_at_once(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a", b"a", b"b"])
-    assert session.left == 3
+    assert session.remaining == 3
     keyspace.set(b"a", EMPTY)
     assert not woken(session)
     keyspace.set(b"b", EMPTY)
@@ -207,7 +207,7 @@ def test_a_wait_cannot_make_the_store_too_large() -> None:
     session = waiter(engine)
     with pytest.raises(LimitError):
         engine.keyspace.wait(session, [b"a", b"b"])
-    assert (session.left, session.parked, engine.keyspace.waiters, engine.keyspace.size) == (0, None, {}, 0)
+    assert (session.remaining, session.parked, engine.keyspace.waiters, engine.keyspace.size) == (0, None, {}, 0)
     assert not engine.keyspace.wait(session, [b"a"])
 
 
@@ -273,7 +273,7 @@ def test_a_queue_serves_in_order_of_arrival(engine: Engine, keyspace: Keyspace) 
         keyspace.queue_push(b"q", pack(b"%d" % number))
         assert [woken(other) for other in sessions if other is session] == [1]
         assert not any(map(woken, sessions))
-    assert keyspace.promises == {b"q": 40}
+    assert keyspace.handoffs == {b"q": 40}
     assert keyspace.waiters == {}
 
 
@@ -326,7 +326,7 @@ def test_what_a_woken_waiter_did_not_take_wakes_the_next(engine: Engine, keyspac
     b.leave()
     assert woken(c)
     c.leave()
-    assert (keyspace.promises, keyspace.waiters, keyspace.queue_len(b"q")) == ({}, {}, 1)
+    assert (keyspace.handoffs, keyspace.waiters, keyspace.queue_len(b"q")) == ({}, {}, 1)
 
 
 def test_a_push_counts_down_those_in_line_who_want_more(engine: Engine, keyspace: Keyspace) -> None:
@@ -346,7 +346,7 @@ def test_a_set_of_a_queues_name_wakes_all_in_line(engine: Engine, keyspace: Keys
     keyspace.set(b"q", EMPTY)
     assert (woken(a), woken(b)) == (1, 1)
     assert keyspace.queue_pop(b"q") == (0, None)
-    assert keyspace.promises == {}
+    assert keyspace.handoffs == {}
 
 
 class Line(OrderedDict[Waiter, int]):
@@ -409,7 +409,7 @@ def test_what_a_queue_passed_over_counts_all_the_same(engine: Engine, keyspace: 
     for session in (first, second, *rest):
         session.leave()
     keyspace.delete_key(b"q")
-    assert (keyspace.waiters, keyspace.passed, keyspace.promises, keyspace.size) == ({}, {}, {}, 0)
+    assert (keyspace.waiters, keyspace.stale, keyspace.handoffs, keyspace.size) == ({}, {}, {}, 0)
 
 
 def test_those_whom_a_queue_passed_over_may_leave(engine: Engine, keyspace: Keyspace) -> None:
@@ -417,7 +417,7 @@ def test_those_whom_a_queue_passed_over_may_leave(engine: Engine, keyspace: Keys
     keyspace.queue_push(b"q", EMPTY)
     for session in sessions:
         session.leave()
-    assert (keyspace.waiters, keyspace.passed) == ({}, {})
+    assert (keyspace.waiters, keyspace.stale) == ({}, {})
     keyspace.queue_push(b"q", EMPTY)
     assert keyspace.queue_len(b"q") == 2
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from properties.talk import with_store_of
-from tcpstore_async.blob import EMPTY, NO_BLOB, pack
+from properties.session_driver import with_store_of
 from tcpstore_async.errors import LimitError, ProtocolError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import EMPTY, NO_BLOB, pack
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 WOKEN = b"\0"
@@ -43,7 +43,7 @@ def heard(session: ServerSession) -> list[bytes]:
 
 
 def nothing_is_left(keyspace: Keyspace) -> bool:
-    waiting = keyspace.waiters, keyspace.passed, keyspace.counters, keyspace.promises
+    waiting = keyspace.waiters, keyspace.stale, keyspace.counters, keyspace.handoffs
     return waiting == ({}, {}, {}, {}) and keyspace.size == 0
 
 
@@ -73,8 +73,8 @@ def test_a_value_is_told_when_it_appears(engine: Engine, keyspace: Keyspace, how
     assert (heard(first), heard(second), heard(other)) == ([pack(value)], [pack(value)], [])
     write(keyspace)
     assert (heard(first), heard(second)) == ([], [])
-    assert (first.left, first.parked, first.fetching, first.promise) == (0, None, None, None)
-    assert engine.dirty.count(first) == 1
+    assert (first.remaining, first.parked, first.fetching, first.handoff) == (0, None, None, None)
+    assert engine.pending_flush.count(first) == 1
 
 
 @pytest.mark.parametrize("how", WRITES)
@@ -83,7 +83,7 @@ def test_a_value_that_is_there_is_told_at_once(engine: Engine, keyspace: Keyspac
     write(keyspace)
     session = waiter(engine)
     assert keyspace.fetch(session, b"k") == keyspace.get(b"k")
-    assert (session.left, session.parked, session.fetching, keyspace.waiters) == (0, None, None, {})
+    assert (session.remaining, session.parked, session.fetching, keyspace.waiters) == (0, None, None, {})
 
 
 def test_a_large_value_is_told_without_a_copy(engine: Engine, keyspace: Keyspace) -> None:
@@ -213,7 +213,7 @@ def test_a_fetch_takes_no_item_from_those_in_line(engine: Engine, keyspace: Keys
     keyspace.queue_push(b"q", pack(b"1"))
     assert [heard(session) for session in fetchers] == [[EMPTY]] * 20 + [[]] * 20
     assert (heard(first), heard(second)) == ([WOKEN], [])
-    assert keyspace.promises == {b"q": 1}
+    assert keyspace.handoffs == {b"q": 1}
     first.leave()
     assert [heard(session) for session in fetchers] == [[]] * 20 + [[EMPTY]] * 20
     assert heard(second) == [WOKEN]
@@ -257,7 +257,7 @@ def test_a_number_is_reached(engine: Engine, keyspace: Keyspace, how: str) -> No
     assert first.parked is None
     REACHING[how](keyspace)
     assert (heard(first), heard(second)) == ([WOKEN], [WOKEN])
-    assert (first.left, first.counter) == (0, None)
+    assert (first.remaining, first.counter) == (0, None)
     more.leave()
     keyspace.set(b"n", pack(b"9"))
     assert heard(first) == []
@@ -334,7 +334,7 @@ def test_what_is_no_number_harms_whoever_asks_and_nobody_else(engine: Engine, ke
     keyspace.set(b"n", pack(b"text"))
     with pytest.raises(ProtocolError, match="not a 64-bit number"):
         keyspace.wait_count(late, b"n", 2)
-    assert (late.left, late.counter, keyspace.size) == (0, None, size + ENTRY_BYTES + 1 + 12)
+    assert (late.remaining, late.counter, keyspace.size) == (0, None, size + ENTRY_BYTES + 1 + 12)
     late.leave()
     for text in (b"", b"9" * 20, b"-"):
         keyspace.set(b"n", pack(text))
@@ -419,7 +419,7 @@ def test_a_queue_of_that_name_passes_it_over(engine: Engine, keyspace: Keyspace)
     counting = waiter(engine)
     keyspace.wait_count(counting, b"q", 1)
     keyspace.queue_push(b"q", pack(b"alone in line"))
-    assert (heard(counting), keyspace.promises) == ([], {})
+    assert (heard(counting), keyspace.handoffs) == ([], {})
     assert keyspace.queue_pop(b"q") == (1, pack(b"alone in line"))
     sessions = [waiter(engine) for _ in range(30)]  # enough for a long line
     for session in sessions:
@@ -458,10 +458,10 @@ def test_many_targets_cost_one_look_a_write(engine: Engine, keyspace: Keyspace) 
     assert len(keyspace.waiters[b"n"]) == 1
     for total in range(1, count + 1):
         assert keyspace.add(b"n", 1) == total
-        assert len(engine.dirty) == 1
+        assert len(engine.pending_flush) == 1
         assert len(counter.targets) == len(counter.awaiting) == count - total
         assert total == count or len(keyspace.waiters[b"n"]) == 1
-        engine.dirty.clear()
+        engine.pending_flush.clear()
     assert all(heard(session) == [WOKEN] for session in sessions)
     keyspace.delete_key(b"n")
     assert nothing_is_left(keyspace)
@@ -565,7 +565,7 @@ def test_reserved_keys_are_not_to_be_written(engine: Engine, how: str) -> None:
                 keyspace.multi_set([(b"k", EMPTY), (JOINS_KEY, EMPTY)])
             case _:
                 keyspace.barrier(session, JOINS_KEY, 9 if how == "barrier" else 1)
-    assert (keyspace.num_keys(), keyspace.size, keyspace.waiters, session.left) == (0, 0, {}, 0)
+    assert (keyspace.num_keys(), keyspace.size, keyspace.waiters, session.remaining) == (0, 0, {}, 0)
     assert keyspace.get(JOINS_KEY) == pack(b"12")
 
 
@@ -585,11 +585,11 @@ def test_whoever_waits_for_what_the_server_says_is_told(engine: Engine) -> None:
     assert not engine.keyspace.wait_count(few, JOINS_KEY, 4)
     assert not engine.keyspace.wait_count(many, JOINS_KEY, 9)
     engine.announce(3)
-    assert not engine.dirty
+    assert not engine.pending_flush
     engine.announce(4)
-    assert engine.dirty == [few]
+    assert engine.pending_flush == [few]
     engine.announce(0)
-    assert engine.dirty == [few, many]
+    assert engine.pending_flush == [few, many]
     assert engine.keyspace.wait_count(few, JOINS_KEY, 5)
     assert (engine.keyspace.counters, engine.keyspace.waiters, engine.keyspace.size) == ({}, {}, 0)
 
@@ -627,14 +627,14 @@ def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool)
         keyspace.wait_count(early, b"n", 1)
     needed = (PARKED_BYTES + 1) * (2 if command == "wait_count" else 1)
     keyspace.set(b"filling", pack(bytes(10_001 - needed - keyspace.size - ENTRY_BYTES - 7 - 8)))
-    before = session.left, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
+    before = session.remaining, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
     with pytest.raises(LimitError) as error:
         if command == "fetch":
             keyspace.fetch(session, b"n")
         else:
             keyspace.wait_count(session, b"n", 5)
     assert (error.value.limit, error.value.size) == ("budget_bytes", 10_001)
-    after = session.left, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
+    after = session.remaining, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
     assert after == before
     keyspace.set(b"filling", EMPTY)
     assert not keyspace.wait_count(session, b"n", 5)

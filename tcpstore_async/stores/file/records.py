@@ -22,8 +22,8 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final, TypeVar
 
-from ...blob import unpack
 from ...keyspace import Keyspace
+from ...values import unpack
 from ..hash import UNLIMITED
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def next_record(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
     return data[key_at:key_end], data[value_at:end], end
 
 
-def is_whole(data: bytes, at: int, strict: bool = True) -> bool:
+def is_complete(data: bytes, at: int, strict: bool = True) -> bool:
     """Whether there is nothing but whole records from here to the end; if it is `strict`, with keys of stores."""
     while at < len(data):
         found = next_record(data, at)

@@ -8,8 +8,8 @@ import errno
 import os
 from typing import Final
 
-from ...blob import pack
 from ...keyspace import Keyspace
+from ...values import pack
 from ..hash import UNLIMITED
 from .records import GONE, KEY, POPPED, PUSHED, next_record
 

@@ -12,16 +12,16 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
-from ...arguments import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs
-from ...blob import pack, unpack
-from ...client.calls import names_of, texts_of
-from ...client.deadline import DEFAULT_TIMEOUT, Deadline
+from ...client.requests import names_of, texts_of
+from ...coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs
+from ...deadline import DEFAULT_TIMEOUT, Deadline
 from ...errors import DistStoreError, ProtocolError, QueueEmptyError, StoreTimeoutError
 from ...keyspace import Keyspace
+from ...values import pack, unpack
 from ..base import Store
 from ..hash import Alarm, no_number, wait_timeout
+from .locked_file import SharedFile
 from .records import GONE, POPPED, PUSHED, outcome, record
-from .shared import SharedFile
 
 T = TypeVar("T")
 

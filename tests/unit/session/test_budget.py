@@ -8,13 +8,13 @@ import random
 import pytest
 
 from properties.fleet import Command
-from properties.talk import greeted
-from tcpstore_async.blob import Framed
+from properties.session_driver import greeted
 from tcpstore_async.errors import BudgetError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import MIB, QUEUE_BYTES, Limits
 from tcpstore_async.session.budget import SESSION_BYTES, Budget, Unsent
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import Framed
 
 VALUE = 1_000_000
 
@@ -183,12 +183,12 @@ def test_the_largest_reader_goes_and_lets_go_at_once() -> None:
         large.receive(Command("get", b"/v").frame)
         behind(large)
         writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
-    assert not engine.dirty
+    assert not engine.pending_flush
     for number in range(2):
         small.receive(Command("get", b"/v").frame)
         behind(small)
         writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
-    assert engine.dirty == [large]
+    assert engine.pending_flush == [large]
     assert engine.evicted[large].held > 64 * MIB
     assert large.backlog is None
     assert engine.budget.used() < 32 * MIB
@@ -213,7 +213,7 @@ def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
             written += 1
     assert written > 1000  # a holder of 1/128 of the budget is large again
     assert error.value.size > error.value.allowed
-    assert not engine.dirty
+    assert not engine.pending_flush
     reader = greeted(engine)
     reader.receive(Command("get", b"/h/0").frame)
     assert len(reader.out[0]) == 1008
@@ -230,7 +230,7 @@ def test_a_producer_is_not_taken_for_the_holder_of_what_others_have_removed() ->
     with pytest.raises(BudgetError):
         for number in range(100):
             greedy.receive(Command("set", b"/g/%d" % number, bytes(4 * MIB)).frame)
-    assert not engine.dirty
+    assert not engine.pending_flush
     producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
 
 

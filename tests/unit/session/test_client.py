@@ -9,10 +9,10 @@ import pytest
 
 from support import HANDSHAKE, blob, u64
 from tcpstore_async import Limits
-from tcpstore_async.blob import NO_BLOB, pack, unpack
 from tcpstore_async.errors import ProtocolError
-from tcpstore_async.session.client import Call, ClientSession
+from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import NO_BLOB, pack, unpack
 from tcpstore_async.wire.commands import BY_METHOD
 
 PID = 4711
@@ -30,13 +30,13 @@ class Line:
         self.carry(hello)
         assert (call.done, call.result) == (True, PID)
 
-    def carry(self, data: bytes) -> list[Call]:
+    def carry(self, data: bytes) -> list[PendingCall]:
         """Take bytes to the server, and everything it has to say back."""
         for piece in self.cut(data):
             self.server.receive(piece)
         return self.fetch()
 
-    def fetch(self) -> list[Call]:
+    def fetch(self) -> list[PendingCall]:
         said = b"".join(self.server.out)
         self.server.out.clear()
         self.server.unsent = 0
@@ -59,7 +59,7 @@ class Line:
         assert call.done
         return call.result
 
-    def park(self, method: str, *fields: Any) -> Call:
+    def park(self, method: str, *fields: Any) -> PendingCall:
         data, call = self.client.request(BY_METHOD[method], fields)
         assert call is not None
         assert not self.carry(data)
@@ -192,7 +192,7 @@ def test_a_long_reply_in_small_pieces_is_decoded_once() -> None:
 # FETCH and its cancel
 
 
-def _fetch() -> tuple[ClientSession, Call]:
+def _fetch() -> tuple[ClientSession, PendingCall]:
     client = ClientSession()
     data, call = client.request(BY_METHOD["fetch"], (b"/k",))
     assert data == b"\x40" + blob(b"/k")
@@ -200,7 +200,7 @@ def _fetch() -> tuple[ClientSession, Call]:
     return client, call
 
 
-def _receive(client: ClientSession, pieces: list[bytes]) -> list[Call]:
+def _receive(client: ClientSession, pieces: list[bytes]) -> list[PendingCall]:
     return [call for piece in pieces for call in client.receive(piece)]
 
 

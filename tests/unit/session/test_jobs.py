@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from properties.fleet import Command
-from properties.talk import greeted
-from tcpstore_async.jobs import Parking, Reading
+from properties.session_driver import greeted
+from tcpstore_async.incremental import ParkOnKeys, ReadKeys
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
 
@@ -39,7 +39,7 @@ def heard(session: ServerSession) -> bytes:
 
 def nothing_is_left(engine: Engine) -> bool:
     keyspace = engine.keyspace
-    lines = keyspace.waiters, keyspace.passed, keyspace.unmarked, keyspace.holes
+    lines = keyspace.waiters, keyspace.stale, keyspace.unmarked, keyspace.holes
     return not any(lines) and keyspace.parked == 0 and not keyspace.work and keyspace.reading is None
 
 
@@ -47,7 +47,7 @@ def test_who_dies_while_it_is_parked_leaves_nothing(engine: Engine) -> None:
     session = greeted(engine)
     ask(session, "wait", KEYS)
     session.receive(b"")
-    assert isinstance(session.job, Parking)
+    assert isinstance(session.job, ParkOnKeys)
     assert engine.keyspace.waiters
     session.leave()
     while engine.keyspace.work:
@@ -113,7 +113,7 @@ def test_who_dies_reading_lets_the_next_one_read(engine: Engine) -> None:
     session, late = greeted(engine), greeted(engine)
     ask(session, "check", KEYS)
     ask(late, "check", KEYS)
-    assert isinstance(late.job, Reading)
+    assert isinstance(late.job, ReadKeys)
     late.receive(b"")
     assert engine.keyspace.reading is session.job
     session.leave()

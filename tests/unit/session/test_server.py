@@ -49,7 +49,7 @@ def take(session: ServerSession) -> bytes:
 
 def test_what_is_known_of_the_peer(engine: Engine) -> None:
     session = join(engine)
-    assert (session.owner, session.host, session.port, session.came) == ("door", "10.0.0.7", 4711, 1.5)
+    assert (session.owner, session.host, session.port, session.connected_at) == ("door", "10.0.0.7", 4711, 1.5)
     assert (session.pid, str(session)) == (NO_PID, "10.0.0.7:4711")
     session.receive(PING + struct.pack("<I", 4242))
     assert take(session) == struct.pack("<I", 4242)
@@ -131,7 +131,7 @@ def test_a_fetch_is_answered_at_once_or_later(engine: Engine) -> None:
     assert take(session) == blob(b"v") + b"\1\0\0\0"
     other.receive(SET + blob(b"/j") + blob(b"w"))
     assert take(session) == blob(b"w")
-    assert engine.dirty == [session]
+    assert engine.pending_flush == [session]
 
 
 def test_a_large_value_that_comes_later_is_sent_without_a_copy(engine: Engine) -> None:
@@ -203,9 +203,9 @@ def test_leaving_while_it_fetches_or_counts(engine: Engine) -> None:
         session.receive(frame)
         session.leave()
         assert (engine.keyspace.waiters, engine.keyspace.counters, engine.keyspace.size) == ({}, {}, 0)
-        assert (session.fetching, session.counter, session.left) == (None, None, 0)
+        assert (session.fetching, session.counter, session.remaining) == (None, None, 0)
     join(engine).receive(SET + blob(b"/k") + blob(b"9"))
-    assert not engine.dirty
+    assert not engine.pending_flush
 
 
 # The beginning
@@ -251,7 +251,7 @@ def test_replies_keep_the_order_of_events(engine: Engine) -> None:
     other.receive(SET + blob(b"/k") + blob(b"v"))
     session.receive(CANCEL + ADD + blob(b"/n") + u64(3))
     assert take(session) == b"\1\0\0\0" + b"\0" + b"\1" + u64(3)
-    assert engine.dirty == [session]
+    assert engine.pending_flush == [session]
 
 
 def test_whoever_wakes_itself_hears_of_it_first(engine: Engine) -> None:
@@ -295,7 +295,7 @@ def test_leaving_leaves_nothing(engine: Engine) -> None:
     assert engine.unfinished == 9 + 64
     session.leave()
     assert (engine.unfinished, engine.keyspace.waiters, engine.keyspace.size) == (0, {}, 0)
-    assert (session.owner, session.parked, session.kept, session.rest) == (None, None, None, None)
+    assert (session.owner, session.parked, session.input_buffer, session.rest) == (None, None, None, None)
 
 
 def test_leaving_half_a_large_value_leaves_nothing(engine: Engine) -> None:
@@ -314,10 +314,10 @@ def test_leaving_hands_on_what_was_promised(engine: Engine) -> None:
     second.receive(WAIT + keys(b"q"))
     pusher.receive(b"\x0e" + blob(b"q") + blob(b"item"))
     assert (take(first), take(second)) == (b"\0", b"")
-    engine.dirty.clear()
+    engine.pending_flush.clear()
     first.leave()
     assert take(second) == b"\0"
-    assert engine.dirty == [second]
+    assert engine.pending_flush == [second]
 
 
 @pytest.mark.parametrize("waits", [WAIT + keys(b"/a"), FETCH + blob(b"/a"), WAIT_COUNT + blob(b"/a") + u64(1)])

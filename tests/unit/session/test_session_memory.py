@@ -4,7 +4,7 @@ import tracemalloc
 
 from support import HANDSHAKE
 from tcpstore_async import Limits
-from tcpstore_async.daemon import build
+from tcpstore_async.serving import build
 from tcpstore_async.session.server import Engine, ServerSession
 
 BUDGET = {"compiled": 440, "interpreted": 760}

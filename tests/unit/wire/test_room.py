@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tcpstore_async.wire import room
+from tcpstore_async.wire import buffers
 
 
 @pytest.mark.parametrize("by_ctypes", [True, False])
 def test_a_buffer_keeps_its_bytes_and_gets_as_long_as_asked(by_ctypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_ctypes:
-        assert room._resize is not None
+        assert buffers._resize is not None
     else:
-        monkeypatch.setattr(room, "_resize", None)
+        monkeypatch.setattr(buffers, "_resize", None)
     buffer = bytearray(b"here")
     for size in (4, 16, 100_000, 10_000_000):
-        room.lengthen(buffer, size)
+        buffers.resize_uninitialized(buffer, size)
         assert len(buffer) == size
         buffer[-1:] = b"!"
         assert buffer.startswith(b"here" if size > 4 else b"her!")
@@ -25,5 +25,5 @@ def test_a_buffer_keeps_its_bytes_and_gets_as_long_as_asked(by_ctypes: bool, mon
 def test_a_buffer_that_is_looked_at_stays_as_it_is() -> None:
     buffer = bytearray(b"here")
     with memoryview(buffer), pytest.raises(BufferError):
-        room.lengthen(buffer, 100)
+        buffers.resize_uninitialized(buffer, 100)
     assert buffer == b"here"

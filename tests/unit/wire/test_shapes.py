@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from support import blob, keys, u64
-from tcpstore_async.blob import pack
 from tcpstore_async.errors import LimitError
 from tcpstore_async.limits import KIB, MIB, Limits
-from tcpstore_async.wire.shapes import (
-    BULK_BYTES,
+from tcpstore_async.values import pack
+from tcpstore_async.wire.codecs import (
     COUNTED_KEYS,
     ITEMS,
     KEY,
@@ -19,11 +18,12 @@ from tcpstore_async.wire.shapes import (
     KEY_VALUE,
     KEY_VALUE_VALUE,
     KEYS,
+    LARGE_VALUE_BYTES,
     NOTHING,
     POPPED,
     U32,
-    Bulk,
-    Request,
+    LargeValue,
+    RequestCodec,
 )
 
 LIMITS = Limits()
@@ -43,7 +43,7 @@ def fields(*got: Any) -> tuple[Any, ...]:
     (KEYS, ([b"/a", b""],), keys(b"/a", b"")),
     (ITEMS, ([(b"/a", pack(b"1"))],), u64(1) + blob(b"/a") + blob(b"1")),
 ])  # fmt: skip
-def test_bytes(shape: Request, sent: tuple[Any, ...], encoded: bytes) -> None:
+def test_bytes(shape: RequestCodec, sent: tuple[Any, ...], encoded: bytes) -> None:
     assert shape.encode(sent) == encoded
     assert shape.decode(fields, encoded, 0, len(encoded), LIMITS) == (sent, len(encoded))
 
@@ -64,7 +64,7 @@ def test_a_large_value_comes_into_its_own_buffer() -> None:
     value = blob(bytes(range(256)) * 4 * KIB)
     start = blob(b"/k") + value[:100]
     rest, stop = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
-    assert isinstance(rest, Bulk)
+    assert isinstance(rest, LargeValue)
     assert (-stop, rest.at, rest.size) == (len(start) + 1, len(start), len(value))
     at = 100
     while at < len(value):
@@ -80,10 +80,10 @@ def test_a_large_value_comes_into_its_own_buffer() -> None:
 
 
 def test_what_follows_a_large_value_is_left() -> None:
-    value = blob(bytes(BULK_BYTES))
+    value = blob(bytes(LARGE_VALUE_BYTES))
     start = blob(b"/k") + value[:-5]
     rest, _ = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
-    assert isinstance(rest, Bulk)
+    assert isinstance(rest, LargeValue)
     more = b"??" + value[-5:] + b"next"
     (_, stored), stop = rest.decode(fields, more, 2, len(more), LIMITS)
     assert (stored, stop) == (value, 7)
@@ -92,13 +92,13 @@ def test_what_follows_a_large_value_is_left() -> None:
 def test_an_announcement_gets_a_small_buffer() -> None:
     start = blob(b"/k") + u64(8 * MIB)
     rest, _ = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
-    assert isinstance(rest, Bulk)
+    assert isinstance(rest, LargeValue)
     assert rest.held() <= 256 * KIB + len(b"/k")
 
 
 def test_short_values_are_waited_for() -> None:
-    start = blob(b"/k") + u64(BULK_BYTES - 9)
-    assert KEY_VALUE.decode(fields, start, 0, len(start), LIMITS) == (None, -(len(start) + BULK_BYTES - 9))
+    start = blob(b"/k") + u64(LARGE_VALUE_BYTES - 9)
+    assert KEY_VALUE.decode(fields, start, 0, len(start), LIMITS) == (None, -(len(start) + LARGE_VALUE_BYTES - 9))
 
 
 def test_a_list_keeps_what_has_come() -> None:
@@ -113,7 +113,7 @@ def test_a_list_keeps_what_has_come() -> None:
 
 @pytest.mark.parametrize("length", [2**63 - 1, 2**63, 2**64 - 1, 2**64 - 16])
 @pytest.mark.parametrize("shape", [KEY, KEY_I64, KEY_VALUE, KEY_VALUE_VALUE, KEYS, ITEMS])
-def test_absurd_lengths(shape: Request, length: int) -> None:
+def test_absurd_lengths(shape: RequestCodec, length: int) -> None:
     data = u64(length) + bytes(64)
     with pytest.raises(LimitError) as error:
         shape.decode(fields, data, 0, len(data), LIMITS)

@@ -1,0 +1,232 @@
+"""One connection of a client, on the loop.
+
+Knows: a session, the futures of its calls, and what is to be written. Must not know: which other lanes there are, what
+a call means.
+Invariants: what was sent is never sent again. A call whose caller has gone is still answered, and its answer dropped:
+the connection stays in step. When the connection is lost, every call on it fails with the reason.
+"""
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+from ..deadline import MIN_ROUND_TRIP
+from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
+from ..session.client import LOST, ClientSession, PendingCall
+from ..wire.codecs import Fields
+from ..wire.commands import Command
+from .requests import Request, confirm, give_back, timeout_message
+
+
+class AsyncConnection(asyncio.Protocol):
+    """Writes of one turn of the loop go out together."""
+
+    def __init__(
+        self,
+        session: ClientSession,
+        on_lost: Callable[["AsyncConnection", DistNetworkError], None],
+        on_free: Callable[["AsyncConnection"], None],
+    ) -> None:
+        self.session = session
+        self.lost: DistNetworkError | None = None
+        self.fence: asyncio.Future[Any] | None = None
+        """Done when the writes before a call that waits have been executed."""
+        self._on_lost = on_lost
+        self._on_free = on_free
+        """Is told when a call that waited does so no more."""
+        self._loop = asyncio.get_running_loop()
+        self._futures: dict[PendingCall, asyncio.Future[Any]] = {}
+        self._outbox: list[bytes] = []
+        self._silent: list[asyncio.Future[Any]] = []
+        """Of the silent requests in the outbox."""
+        self._drained: asyncio.Future[None] | None = None
+        self._closing = False
+        self._due: deque[tuple[float, asyncio.Future[Any], Request, float]] = deque()
+        """Calls that have a limit, the first to expire first."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings = 0.0
+        """When the timer is to ring."""
+
+    # Calls
+
+    def call(self, command: Command, fields: Fields) -> tuple[PendingCall | None, "asyncio.Future[Any]"]:
+        """Send a request. The future becomes its result, or None once a silent one is in the kernel's hands."""
+        if self.lost is not None:
+            raise self.lost
+        data, call = self.session.request(command, fields)
+        self._write(data)
+        future: asyncio.Future[Any] = self._loop.create_future()
+        if call is None:
+            self._silent.append(future)
+        elif call.done:
+            future.set_result(call.result)
+        else:
+            self._futures[call] = future
+        return call, future
+
+    def limit(self, future: "asyncio.Future[Any]", ask: Request, seconds: float) -> None:
+        """Fail a call that is not answered in so many seconds. One timer serves all that have the same limit."""
+        due = self._due
+        while due and due[0][1].done():
+            due.popleft()
+        when = self._loop.time() + (seconds or MIN_ROUND_TRIP)
+        if due and when < due[-1][0]:
+            self._loop.call_at(when, _expire, future, ask, seconds)
+            return
+        due.append((when, future, ask, seconds))
+        if self._timer is None or when < self._rings:  # it may be set for one that has been answered
+            self._ring(when)
+
+    def _expire_due(self) -> None:
+        due = self._due
+        now = self._loop.time()
+        while due and (due[0][1].done() or due[0][0] <= now):
+            _, future, ask, seconds = due.popleft()
+            _expire(future, ask, seconds)
+        self._timer = None
+        if due:
+            self._ring(due[0][0])
+
+    def _ring(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings = when
+        self._timer = self._loop.call_at(when, self._expire_due)
+
+    def send_fence(self) -> None:
+        """Send a PING, so that others know when the writes before it have been executed."""
+        data, call = self.session.fence(0)
+        self._write(data)
+        self.fence = self._futures[call] = self._loop.create_future()
+
+    def cancel(self, call: PendingCall) -> None:
+        """End the wait of a call, if it still waits. Its lane is free once the server has answered."""
+        if call is self.session.waiting and not call.canceled and self.lost is None:
+            self._write(self.session.cancel(call))
+
+    def confirm(self, lease: Request) -> None:
+        """Say that a leased item has reached its caller. Raises DistNetworkError if it goes back instead."""
+        if self.lost is not None:
+            raise self.lost
+        self._write(self.session.request(*confirm(lease))[0])
+
+    def give_back(self, lease: Request) -> None:
+        """Have an item that was leased, or is on its way, or awaited, go back."""
+        call = self.session.waiting
+        if call is not None and call.fields is lease[1]:
+            self.cancel(call)
+        elif self.lost is None:  # else it goes back with the connection
+            self._write(self.session.request(*give_back(lease))[0])
+
+    def idle(self) -> bool:
+        """Whether nothing is under way on it."""
+        return not self.session.pending and not self._outbox and self._drained is None
+
+    def close(self, reason: DistNetworkError | None = None) -> None:
+        """Close; calls under way fail."""
+        self._closing = True
+        self._flush()
+        if self._drained is None:
+            self.transport.close()
+        else:  # closing would wait until the peer reads
+            self.transport.abort()
+        self._fail(reason or DistNetworkError("the store has been closed"))
+
+    def forget(self) -> None:
+        """Close at once, whichever thread this is in and even if the loop has been closed."""
+        self._closing = True
+        try:
+            self._loop.call_soon_threadsafe(self.transport.abort)
+        except RuntimeError:
+            pass  # then the transport warns and closes when it goes, too
+
+    # Called by the loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(0)
+
+    def data_received(self, data: bytes) -> None:
+        waited = self.session.waiting is not None
+        try:
+            done = self.session.receive(data)
+        except ProtocolError as error:
+            self._fail(DistNetworkError(f"the server's reply makes no sense: {error}"))
+            self.transport.abort()
+            return
+        for call in done:
+            future = self._futures.pop(call)
+            if not future.done():
+                future.set_result(call.result)
+        if waited and self.session.waiting is None:
+            self._on_free(self)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(DistNetworkError(str(error) if error is not None else LOST))
+
+    def pause_writing(self) -> None:
+        self._drained = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
+    def _write(self, data: bytes) -> None:
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(data)
+
+    def _flush(self) -> None:
+        outbox = self._outbox
+        if not outbox or self.transport.is_closing():
+            return
+        self._outbox = []
+        self.transport.write(b"".join(outbox))
+        silent, self._silent = self._silent, []
+        for future in silent:
+            if self._drained is not None:
+                self._drained.add_done_callback(functools.partial(_pass_on, future))
+            elif not future.done():
+                future.set_result(None)
+
+    def _fail(self, error: DistNetworkError) -> None:
+        if self.lost is not None:
+            return
+        self.lost = error
+        self._outbox.clear()
+        self._due.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        futures = [*self._futures.values(), *self._silent]
+        self._futures.clear()
+        self._silent.clear()
+        if self._drained is not None:
+            futures.append(self._drained)
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # the caller may have gone
+        if not self._closing:
+            self._on_lost(self, error)
+
+
+def _expire(future: "asyncio.Future[Any]", ask: Request, seconds: float) -> None:
+    if not future.done():
+        future.set_exception(StoreTimeoutError(timeout_message(ask, seconds)))
+
+
+def _pass_on(target: "asyncio.Future[Any]", source: "asyncio.Future[None]") -> None:
+    if target.done():
+        return
+    error = source.exception()
+    if error is None:
+        target.set_result(None)
+    else:
+        target.set_exception(error)

@@ -1,0 +1,217 @@
+"""What a store's method asks of a server: its command and fields, made from what users pass.
+
+Knows: which method is which command, how users' keys look on the wire, what PyTorch's client says when time is up. Must
+not know: connections, waiting, threads.
+Invariant: an argument that cannot be meant, which is an `object` therefore, raises TypeError or ValueError here, before
+anything is sent.
+"""
+
+from itertools import count as count_from
+from typing import Any, Final
+
+from ..coercion import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
+from ..errors import StoreTimeoutError
+from ..values import Framed, pack
+from ..wire.codecs import Fields
+from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, WORKERS_KEY, Command
+
+Request = tuple[Command, Fields]
+
+_SET: Final = BY_METHOD["set"]
+_GET: Final = BY_METHOD["get"]
+_ADD: Final = BY_METHOD["add"]
+_COMPARE_SET: Final = BY_METHOD["compare_set"]
+_APPEND: Final = BY_METHOD["append"]
+_CHECK: Final = BY_METHOD["check"]
+_WAIT: Final = BY_METHOD["wait"]
+_FETCH: Final = BY_METHOD["fetch"]
+_DELETE_KEY: Final = BY_METHOD["delete_key"]
+_MULTI_GET: Final = BY_METHOD["multi_get"]
+_MULTI_SET: Final = BY_METHOD["multi_set"]
+_QUEUE_PUSH: Final = BY_METHOD["queue_push"]
+_QUEUE_POP: Final = BY_METHOD["queue_pop"]
+_LEASE: Final = BY_METHOD["lease"]
+_LEASE_LATER: Final = BY_METHOD["lease_later"]
+_CONFIRM: Final = BY_METHOD["confirm"]
+_GIVE_BACK: Final = BY_METHOD["give_back"]
+_QUEUE_LEN: Final = BY_METHOD["queue_len"]
+_BARRIER: Final = BY_METHOD["barrier"]
+
+NUM_KEYS: Final[Request] = BY_METHOD["num_keys"], ()
+LIST_KEYS: Final[Request] = BY_METHOD["list_keys"], ()
+NO_KEY: Final[Request] = _CHECK, ([],)
+"""Answered at once by every server; older ones of PyTorch's have no PING."""
+HAS_EXTENSION: Final[Request] = _CHECK, ([SERVER_KEY],)
+WHO_ARE_YOU: Final[Request] = _GET, (SERVER_KEY,)
+
+BARRIER_MEMBERS: Final = b"/num_members"
+BARRIER_LAST: Final = b"/last_member"
+"""What PyTorch's barriers over keys append to theirs: for the counter of who has come, and for the last one's word."""
+
+DEPART: Final[Request] = BY_METHOD["depart"], ()
+
+JOINS: Final[Request] = _GET, (JOINS_KEY,)
+
+_tickets: Final = count_from(1)
+
+DOUBTS: Final = 8
+"""How often in one pop a queue may be found both there and empty, before it is asked for all keys what it is."""
+
+ANOTHER: Final = "another server has taken the place of the one that this store was on"
+
+
+def key_of(key: object) -> bytes:
+    if isinstance(key, str):
+        try:
+            return b"/" + key.encode()
+        except UnicodeEncodeError:
+            pass  # said below
+    return b"/" + to_bytes("key", key)
+
+
+def keys_of(keys: object) -> list[bytes]:
+    if isinstance(keys, list):
+        try:
+            return list(map(key_of, keys))
+        except TypeError:
+            pass  # said below, with the place of the wrong one
+    return [b"/" + key for key in to_bytes_list("keys", keys)]
+
+
+def set_(key: object, value: object) -> Request:
+    return _SET, (key_of(key), pack(to_bytes("value", value)))
+
+
+def get(name: bytes) -> Request:
+    return _GET, (name,)
+
+
+def fetch(name: bytes) -> Request:
+    return _FETCH, (name,)
+
+
+def add(key: object, amount: object) -> Request:
+    return _ADD, (key_of(key), to_int64("amount", amount))
+
+
+def compare_set(key: object, expected: object, desired: object) -> Request:
+    return _COMPARE_SET, (key_of(key), pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired)))
+
+
+def append(key: object, value: object) -> Request:
+    return _APPEND, (key_of(key), pack(to_bytes("value", value)))
+
+
+def check(names: list[bytes]) -> Request:
+    return _CHECK, (names,)
+
+
+def wait(names: list[bytes]) -> Request:
+    return _WAIT, (names,)
+
+
+def delete_key(key: object) -> Request:
+    return _DELETE_KEY, (key_of(key),)
+
+
+def multi_get(names: list[bytes]) -> Request:
+    return _MULTI_GET, (names,)
+
+
+def multi_set(keys: object, values: object) -> Request:
+    """Raises DistStoreError, as PyTorch, if there are not as many values as keys."""
+    pairs = to_pairs(keys_of(keys), to_bytes_list("values", values))
+    return _MULTI_SET, ([(name, pack(value)) for name, value in pairs],)
+
+
+def queue_push(key: object, value: object) -> Request:
+    return _QUEUE_PUSH, (key_of(key), pack(to_bytes("value", value)))
+
+
+def queue_pop(name: bytes) -> Request:
+    return _QUEUE_POP, (name,)
+
+
+def lease(name: bytes, block: bool) -> Request:
+    """A pop that has to be confirmed: its ticket, the second field, is used once in this process."""
+    return (_LEASE_LATER if block else _LEASE), (name, next(_tickets))
+
+
+def confirm(lease: Request) -> Request:
+    return _CONFIRM, (lease[1][1],)
+
+
+def give_back(lease: Request) -> Request:
+    return _GIVE_BACK, (lease[1][1],)
+
+
+def push_back(name: bytes, item: Framed) -> Request:
+    """Give back what QUEUE_POP took; it comes to the end."""
+    return _QUEUE_PUSH, (name, item)
+
+
+def queue_len(name: bytes) -> Request:
+    return _QUEUE_LEN, (name,)
+
+
+def barrier(key: object, world_size: object) -> Request:
+    return _BARRIER, (key_of(key), to_int64("world_size", world_size))
+
+
+def wait_count(name: bytes, count: int) -> Request:
+    return BY_METHOD["wait_count"], (name, count)
+
+
+def count(workers: int) -> Request:
+    """Count so many more among PyTorch's workers; the reply is how many there are."""
+    return _ADD, (WORKERS_KEY, workers)
+
+
+def join(token: bytes) -> Request:
+    """The same for one, once for each token; for an empty one, how many are there who have not been lost since."""
+    return BY_METHOD["join"], (WORKERS_KEY, pack(token))
+
+
+def introduce(known: dict[str, str]) -> Request:
+    """Say who this client is."""
+    return BY_METHOD["introduce"], ([(name.encode(), pack(text.encode())) for name, text in known.items()],)
+
+
+def names_of(keys: list[bytes]) -> list[bytes]:
+    """Keys as users know them, PyTorch's own left out."""
+    return [key[1:] for key in keys if key.startswith(b"/")]
+
+
+def texts_of(names: list[bytes]) -> list[str]:
+    """Raises UnicodeDecodeError for a name that is not UTF-8."""
+    return [name.decode() for name in names]
+
+
+def timeout_message(ask: Request, seconds: float) -> str:
+    """What a timeout says: PyTorch's words where it has such a timeout."""
+    command, fields = ask
+    said: Any = f"{command.method} timeout after {in_milliseconds(seconds)}ms"
+    if command is _BARRIER:
+        return f"{said}, key: {fields[0][1:].decode(errors='replace')}"
+    if command is _WAIT:
+        return f"{said}, keys: {_listed(fields[0])}"
+    if command is _LEASE:
+        return timeout_message(queue_pop(fields[0]), seconds)
+    if command is _FETCH or command is _LEASE_LATER:
+        return timeout_message(wait([fields[0]]), seconds)
+    return str(said)
+
+
+def late(ask: Request, seconds: float, cause: BaseException | None = None) -> StoreTimeoutError:
+    """The error of a call that is out of time.
+
+    It has its cause, or none, from here, and so hides what was raised inside: the `from` of a raise is lost in compiled
+    code.
+    """
+    error = StoreTimeoutError(timeout_message(ask, seconds))
+    error.__cause__ = cause
+    return error
+
+
+def _listed(names: list[bytes]) -> str:
+    return ", ".join(name.decode(errors="replace") for name in names)
