@@ -49,7 +49,7 @@ __all__ = [
 
 _MODULES = {
     "client.aio": ["AsyncTCPStore"],
-    "daemon": ["serve"],
+    "serving": ["serve"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "limits": ["Limits"],
     "rendezvous_url": ["register_rendezvous_handler", "rendezvous"],

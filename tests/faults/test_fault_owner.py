@@ -75,7 +75,7 @@ def test_an_owner_that_ends_without_a_word_takes_the_server_with_it(worker: str,
 
 
 SHORT_GRACE = """
-from tcpstore_async.server import child
+from tcpstore_async.server.process import parent
 start = child.start
 child.start = lambda *args, **options: start(*args, **options, grace=0.2)
 """
@@ -92,8 +92,8 @@ def test_the_grace_after_a_killed_owner_ends() -> None:
 NO_PIDFD = """
 import os
 del os.pidfd_open
-from tcpstore_async.server import child
-child._PROGRAM = "import os\\ndel os.pidfd_open\\n" + child._PROGRAM
+from tcpstore_async.server.process import parent
+parent._PROGRAM = "import os\\ndel os.pidfd_open\\n" + parent._PROGRAM
 """
 
 
@@ -306,8 +306,8 @@ WORKERS = """
 import multiprocessing, os, sys
 
 def work(pipe):
-    from tcpstore_async.server import hosting
-    hosted = hosting.host(0)
+    from tcpstore_async.server import master
+    hosted = master.host(0)
     pipe.send((hosted.port, hosted.pid))
     pipe.recv()
     if sys.argv[2] == "releases":
@@ -488,7 +488,7 @@ def test_a_server_outlives_the_thread_that_started_it() -> None:
     """The owner is a process: death signals of the kernel's would fire when the thread ends."""
     in_a_thread = """
 import threading
-from tcpstore_async.server import hosting
+from tcpstore_async.server import master
 
 def host(port, host=hosting.host):
     def run():

@@ -34,14 +34,14 @@ REQUESTS: list[tuple[str, st.SearchStrategy[tuple[Any, ...]]]] = [
 ]
 
 REPLIES: list[tuple[str, st.SearchStrategy[Any]]] = [
-    ("SILENCE", st.none()),
+    ("NO_REPLY", st.none()),
     ("ECHO", u32),
     ("NUMBER", i64),
-    ("READINESS", st.booleans()),
+    ("PRESENCE", st.booleans()),
     ("WAKE", st.just(True)),
     ("CANCELED", st.just(True)),
     ("BLOB", values),
-    ("VALUE_LATER", values),
+    ("DEFERRED_VALUE", values),
     ("NO_VALUE", st.just(NO_BLOB)),
     ("BLOBS", st.lists(values, max_size=8)),
     ("COUNTED_KEYS", st.lists(keys, max_size=8)),
@@ -149,12 +149,12 @@ def test_replies(name: str, results: st.SearchStrategy[Any], data: st.DataObject
         assert end < -need <= len(encoded)
 
 
-@pytest.mark.parametrize(("name", "byte"), [("READINESS", 2), ("WAKE", 1), ("CANCELED", 0), ("WAKE", 255)])
+@pytest.mark.parametrize(("name", "byte"), [("PRESENCE", 2), ("WAKE", 1), ("CANCELED", 0), ("WAKE", 255)])
 def test_replies_that_mean_nothing(name: str, byte: int) -> None:
     with pytest.raises(ProtocolError):
         reply_of(name).decode(bytes([byte]), 0, 1, 0)
 
 
-@pytest.mark.parametrize(("name", "result"), [("WAKE", False), ("SILENCE", None)])
+@pytest.mark.parametrize(("name", "result"), [("WAKE", False), ("NO_REPLY", None)])
 def test_what_is_not_said(name: str, result: Any) -> None:
     assert said(reply_of(name), result) == b""

@@ -174,8 +174,8 @@ def test_an_interrupt_leaves_no_keys(port: int, number: int) -> None:
 HELD = """
 import importlib, signal, sys
 from tcpstore_async.cli import main
-from tcpstore_async.load import short
-at, hangup, clean = int(sys.argv.pop(1)), sys.argv.pop(1), short._clean
+from tcpstore_async.load import quick_bench
+at, hangup, clean = int(sys.argv.pop(1)), sys.argv.pop(1), quick_bench._clean
 
 def tell(self, done, name):
     if done == at:
@@ -188,7 +188,7 @@ def cleaning(*given):
 
 signal.signal(signal.SIGHUP, getattr(signal, hangup))
 importlib.import_module("tcpstore_async.cli.bench")._Progress.tell = tell
-short._clean = cleaning
+quick_bench._clean = cleaning
 main()
 """
 """The benchmark, which says when so many operations are done and waits for a line before it goes on."""
