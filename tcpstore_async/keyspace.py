@@ -12,6 +12,7 @@ The counting is PyTorch's libuv server's to the byte, except for the queue defec
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -564,7 +565,7 @@ class Keyspace:
             return popped
         self._demand_idle(waiter)
         if self._many_parked(waiter):
-            self.job = UnparkFirst(self, waiter, lambda: self.lease_later(waiter, key, ticket))
+            self.job = UnparkFirst(self, waiter, partial(self.lease_later, waiter, key, ticket))
             return None
         self._grow(self._parking(key))
         self._unpark(waiter)
@@ -670,7 +671,7 @@ class Keyspace:
     def wait(self, waiter: Waiter, keys: list[bytes]) -> bool:
         """True if every key is there (as `check` sees it); else the waiter is parked on the missing ones."""
         if self.unmarked and waiter in self.unmarked:
-            self.job = MarkStale(self, waiter, lambda: self.wait(waiter, keys))
+            self.job = MarkStale(self, waiter, partial(self.wait, waiter, keys))
             return False
         if len(keys) > self.portion:
             self.job = ParkOnKeys(self, waiter, keys)
@@ -693,7 +694,7 @@ class Keyspace:
             return self.get(key)
         self._demand_idle(waiter)
         if self._many_parked(waiter):
-            self.job = UnparkFirst(self, waiter, lambda: self.fetch(waiter, key))
+            self.job = UnparkFirst(self, waiter, partial(self.fetch, waiter, key))
             return None
         self._grow(self._parking(key))
         self._unpark(waiter)
@@ -719,11 +720,11 @@ class Keyspace:
         if self._count(key) >= target or key in self.final:
             return True
         if self._many_parked(waiter):
-            self.job = UnparkFirst(self, waiter, lambda: self.wait_count(waiter, key, target))
+            self.job = UnparkFirst(self, waiter, partial(self.wait_count, waiter, key, target))
             return False
         counter = self.counters.get(key)
         if counter is not None and counter.reaching is not None and target <= counter.reaching.total:
-            self.job = PostponedWaitCount(counter, target, lambda: self.wait_count(waiter, key, target))
+            self.job = PostponedWaitCount(counter, target, partial(self.wait_count, waiter, key, target))
             return False
         self._grow(self._parking(key) * (2 if counter is None else 1))
         self._unpark(waiter)
@@ -784,7 +785,7 @@ class Keyspace:
         The count stays when a waiter leaves, and is never reset. Raises ProtocolError if the value is no number.
         """
         if self.unmarked and waiter in self.unmarked:
-            self.job = MarkStale(self, waiter, lambda: self.barrier(waiter, key, world_size))
+            self.job = MarkStale(self, waiter, partial(self.barrier, waiter, key, world_size))
             return False
         old = self.values.get(key)
         count = 1 if old is None else wrap(number(old) + 1)

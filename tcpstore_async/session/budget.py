@@ -182,10 +182,10 @@ class Holder(Waiter):
         """What is kept of its unfinished requests."""
         self.backlog: Unsent | None = None
         """What the kernel has not taken of its replies; None while it takes everything."""
-
-    def introduction(self) -> int:
-        """What is kept of what it says of itself."""
-        raise NotImplementedError
+        self.introduced: int = 0
+        """Bytes kept of its introduction."""
+        self.place: int = -1
+        """Its index in `Budget.holders`; -1 if it is not in it."""
 
     def evict(self, error: BudgetError) -> None:
         """Let go of everything that can be let go of, and have the connection closed."""
@@ -206,7 +206,8 @@ class Budget:
         """Of that, what pinned pieces take that nobody in particular holds."""
         self.pins: dict[int, _Pin] = {}
         """By the identity of the piece."""
-        self.holders: dict[Holder, None] = {}
+        self.holders: list[Holder] = []
+        """In no order: each knows its place, so that one comes and goes without hashing."""
         self.seen: int = 0
         """The size of the store when it was last looked at."""
         self._stored: int = 0
@@ -217,13 +218,17 @@ class Budget:
         """What one unit of `Holder.stored` is now, in bytes."""
         self._next: int = 0
         """What may be used before the next one goes."""
+        self._first_mark: int = 0
+        self._second_mark: int = 0
         self.resize(limit)
         keyspace.full = self._full
 
     def resize(self, limit: int) -> None:
         """Allow for so much."""
         self.limit = limit
-        self._next = self._mark(2)
+        self._first_mark = limit - 2 * (limit // _SHARES)
+        self._second_mark = limit - limit // _SHARES
+        self._next = self._first_mark
         self.charge(0)
 
     def used(self) -> int:
@@ -233,25 +238,33 @@ class Budget:
     def charge(self, amount: int) -> None:
         """Count so much more, or less."""
         self.others += amount
-        if amount < 0 and self._next > self._mark(2) and self.used() <= self._mark(2):
-            self._next = self._mark(2)
-        self.keyspace.max_size = min(self._next, self._mark(1)) - self.others
+        keyspace = self.keyspace
+        if amount < 0 and self._next > self._first_mark and keyspace.size + self.others <= self._first_mark:
+            self._next = self._first_mark
+        most = self._next
+        keyspace.max_size = (most if most < self._second_mark else self._second_mark) - self.others
 
     def enter(self, holder: Holder, size: int) -> None:
         """A peer has come, whose connection takes `size` bytes."""
-        self.holders[holder] = None
+        holder.place = len(self.holders)
+        self.holders.append(holder)
         self.charge(size)
 
     def forget(self, holder: Holder, size: int) -> bool:
         """A peer goes: give back what it holds, except what is stored, and its waiters; whether it was known."""
-        if holder not in self.holders:
+        place = holder.place
+        if place < 0:
             return False
-        del self.holders[holder]
+        holder.place = -1
+        last = self.holders.pop()
+        if last is not holder:
+            self.holders[place] = last
+            last.place = place
         if holder.backlog is not None:
             holder.backlog.release()
             holder.backlog = None
-        self.charge(-size - holder.held - holder.introduction())
-        holder.held = 0
+        self.charge(-size - holder.held - holder.introduced)
+        holder.held = holder.introduced = 0
         return True
 
     def attribute(self) -> None:
@@ -307,9 +320,9 @@ class Budget:
         self._drop_listing()
         used = self.used()
         victim, most = self._largest(self._holds)
-        self._next = min(self.limit, max(self._mark(2), used + self.limit // _STEP))
+        self._next = min(self.limit, max(self._first_mark, used + self.limit // _STEP))
         if victim is not None and most >= self.limit // _STEP:
-            self._remove(victim, holder, most, used, self._mark(2))
+            self._remove(victim, holder, most, used, self._first_mark)
         while self.used() > self.limit:
             used = self.used()
             victim, most = self._largest(self._releases)
@@ -326,15 +339,15 @@ class Budget:
         used = self.used() + growth
         if used > self._next:
             victim, most = self._largest(self._holds)
-            self._next = min(self.limit, max(self._mark(2), used + self.limit // _STEP))
+            self._next = min(self.limit, max(self._first_mark, used + self.limit // _STEP))
             if victim is not None and most >= self.limit // _STEP:
-                self._remove(victim, serving, most, used, self._mark(2))
-        while self.used() + growth > self._mark(1):
+                self._remove(victim, serving, most, used, self._first_mark)
+        while self.used() + growth > self._second_mark:
             victim, most = self._largest(self._releases)
-            if victim is None or victim is serving or most < self.used() + growth - self._mark(1):
+            if victim is None or victim is serving or most < self.used() + growth - self._second_mark:
                 self.charge(0)
-                raise BudgetError(used, self._mark(1), self.limit, 0 if serving is None else self._holds(serving))
-            self._remove(victim, serving, most, used, self._mark(1))
+                raise BudgetError(used, self._second_mark, self.limit, 0 if serving is None else self._holds(serving))
+            self._remove(victim, serving, most, used, self._second_mark)
         self.charge(0)
 
     def _remove(self, victim: Holder, serving: Holder | None, held: int, used: int, allowed: int) -> None:
@@ -342,9 +355,6 @@ class Budget:
             self.charge(0)  # what is raised has no name here: its frames, and the request in them, would be in a cycle
             raise BudgetError(used, allowed, self.limit, held)
         victim.evict(BudgetError(used, allowed, self.limit, held))
-
-    def _mark(self, parts: int) -> int:
-        return self.limit - parts * (self.limit // _SHARES)
 
     def _largest(self, measure: Callable[[Holder], int]) -> tuple[Holder | None, int]:
         largest: Holder | None = None
@@ -370,4 +380,4 @@ class Budget:
         """What is free again at once if it goes."""
         backlog = holder.backlog
         unsent = 0 if backlog is None else backlog.cost + backlog.pinned
-        return holder.held + holder.introduction() + unsent
+        return holder.held + holder.introduced + unsent

@@ -6,7 +6,6 @@ Invariants: however bytes are cut into chunks, what is done and answered is the 
 it is complete. Whatever arrives, a session answers or raises PeerError; after that it is to be left and dropped.
 """
 
-from collections import OrderedDict
 from sys import getsizeof
 from typing import Final
 
@@ -40,6 +39,9 @@ _LONGEST_TOKEN: Final = 8 + 64
 
 Introduction = dict[str, str]
 
+_NO_INTRODUCTION: Final[Introduction] = {}
+"""Shared by all sessions that have not sent INTRODUCE; never changed."""
+
 
 class _Slot:
     """A row of the table as an engine serves it: its shapes, and the method that gives it its meaning."""
@@ -65,8 +67,9 @@ class Engine:
         """Sessions that another session's command gave bytes, or evicted; the server flushes or closes them."""
         self.evicted: dict[ServerSession, BudgetError] = {}
         """Those whose connections are to be closed, and why."""
-        self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
-        """Those that have not sent VALIDATE, oldest first."""
+        self.oldest_unvalidated: ServerSession | None = None
+        """The session that has been without VALIDATE for longest; the first of a list linked by `newer` and `older`."""
+        self.newest_unvalidated: ServerSession | None = None
         self.listing: KeyListing | None = None
         """The list of keys that is being put together."""
         self.joins: int = 0
@@ -102,13 +105,9 @@ class Engine:
         joined = self.keyspace.values.get(WORKERS_KEY)
         return (joined if isinstance(joined, int) else 0) >= self.joins
 
-    def oldest_unvalidated(self) -> "ServerSession | None":
-        """Who has been there for longest without VALIDATE."""
-        return next(iter(self.unvalidated), None)
-
     def overdue(self, now: float) -> "ServerSession | None":
         """Who should have sent VALIDATE by now; the time is of the server's clock."""
-        oldest = self.oldest_unvalidated()
+        oldest = self.oldest_unvalidated
         most = self.limits.validate_seconds
         return oldest if oldest is not None and most and now - oldest.connected_at >= most else None
 
@@ -182,7 +181,7 @@ class ServerSession(Holder):
         """Bytes of replies, `out` included, that the kernel has not taken yet."""
         self.rest: PartialRequest | None = None
         """What goes on with a frame that was decoded in part."""
-        self.peer: Introduction = {}
+        self.peer: Introduction = _NO_INTRODUCTION
         """What the peer has said of itself, in its own words."""
         self.slot: _Slot = engine.first
         """Its last command, the one that `rest` is for included. What it waits for is `parked`, or `counter`."""
@@ -192,7 +191,14 @@ class ServerSession(Holder):
         """Bytes not decoded yet."""
         self.need: int = 0
         """The length that `kept` must have before decoding can go on; 0 if it waits for its turn, or the peer."""
-        engine.unvalidated[self] = None
+        self.newer: ServerSession | None = None
+        self.older: ServerSession | None = engine.newest_unvalidated
+        if self.older is None:
+            engine.oldest_unvalidated = self
+        else:
+            self.older.newer = self
+        engine.newest_unvalidated = self
+        self.unvalidated = True
         engine.budget.enter(self, engine.session_bytes)
         self._relieve()
 
@@ -219,10 +225,11 @@ class ServerSession(Holder):
             chunk = bytes(kept)
             self.input_buffer = None
         engine = self.engine
-        if engine.keyspace.size != engine.budget.seen:
-            engine.budget.attribute()
-        engine.serving = self
         keyspace = engine.keyspace
+        budget = engine.budget
+        if keyspace.size != budget.seen:
+            budget.attribute()
+        engine.serving = self
         limits = engine.limits
         high_water = limits.unsent_high_water
         out = self.out
@@ -304,7 +311,8 @@ class ServerSession(Holder):
         """The connection is gone. Waiters that this wakes are in `Engine.dirty`."""
         self.engine.keyspace.leave(self)
         self._let_go()
-        self.engine.evicted.pop(self, None)
+        if self.engine.evicted:
+            self.engine.evicted.pop(self, None)
         self.owner = None
 
     def evict(self, error: BudgetError) -> None:
@@ -323,7 +331,8 @@ class ServerSession(Holder):
 
     def _let_go(self) -> None:
         engine = self.engine
-        engine.unvalidated.pop(self, None)
+        if self.unvalidated:
+            self._leave_unvalidated()
         engine.unfinished -= self.held
         engine.budget.forget(self, engine.session_bytes)
         self.rest = None
@@ -439,7 +448,21 @@ class ServerSession(Holder):
         if magic != MAGIC:
             raise ProtocolError(f"VALIDATE carries {magic:#x}, not {MAGIC:#x}")
         self.table = self.engine.commands
-        self.engine.unvalidated.pop(self, None)
+        if self.unvalidated:
+            self._leave_unvalidated()
+
+    def _leave_unvalidated(self) -> None:
+        engine, older, newer = self.engine, self.older, self.newer
+        self.unvalidated = False
+        self.older = self.newer = None
+        if older is None:
+            engine.oldest_unvalidated = newer
+        else:
+            older.newer = newer
+        if newer is None:
+            engine.newest_unvalidated = older
+        else:
+            newer.older = older
 
     def ping(self, nonce: int) -> int:
         if self.pid == NO_PID:
@@ -450,17 +473,14 @@ class ServerSession(Holder):
         """Keep what the peer says of itself, for logs. Raises ProtocolError if that is no short text."""
         if len(items) > _MOST_SAID or sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
             raise ProtocolError(f"it introduces itself with more than {_MOST_SAID} bytes")
-        before = self.introduction()
         self.peer = {_readable(name): _readable(unpack(blob)) for name, blob in items}
         pid = self.peer.get("pid", "")
         if pid.isdecimal() and len(pid) < _LONGEST_PID:
             self.pid = int(pid)
-        self.engine.budget.charge(self.introduction() - before)
+        before = self.introduced
+        self.introduced = _size_in_memory(self.peer) if self.peer else 0
+        self.engine.budget.charge(self.introduced - before)
         self.engine.budget.relieve(self)
-
-    def introduction(self) -> int:
-        peer = self.peer
-        return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items()) if peer else 0
 
     def join(self, key: bytes, token: Framed) -> int:
         """Raises ProtocolError for a token that is too long to be one, or if the value is no number."""
@@ -504,6 +524,10 @@ def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSes
     """
     early = {(one.host, one.pid) for one in sessions if one.connected_at <= complete and one.pid != NO_PID}
     return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
+
+
+def _size_in_memory(peer: Introduction) -> int:
+    return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items())
 
 
 def _readable(raw: bytes) -> str:
