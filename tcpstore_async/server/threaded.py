@@ -505,7 +505,7 @@ class ThreadedServer:
     def _expect_validation(self) -> None:
         """Look again when the oldest of those that have not sent VALIDATE should have."""
         with self.lock:
-            oldest = self.engine.oldest_unvalidated
+            oldest = self.engine.oldest_unvalidated()
             if oldest is None or self.stopped:
                 self._validating = False
                 return
@@ -574,7 +574,7 @@ class ThreadedServer:
 
     def _make_place(self) -> bool:
         """Close the connection that has not sent VALIDATE for longest, if there is one."""
-        session = self.engine.oldest_unvalidated
+        session = self.engine.oldest_unvalidated()
         if session is None or not isinstance(session.owner, Connection):
             return False
         text = (

@@ -579,7 +579,7 @@ class UvServer:
 
     def _make_place(self) -> bool:
         """Close the connection that has not sent VALIDATE for longest, if there is one."""
-        session = self.engine.oldest_unvalidated
+        session = self.engine.oldest_unvalidated()
         if session is None or not isinstance(session.owner, Connection):
             return False
         text = (
@@ -591,7 +591,7 @@ class UvServer:
 
     def _expect_validation(self) -> None:
         """Look again when the oldest of those that have not sent VALIDATE should have."""
-        oldest = self.engine.oldest_unvalidated
+        oldest = self.engine.oldest_unvalidated()
         if oldest is not None:
             left = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
             self._validating = self._loop.call_later(max(left, 0.001), self._close_overdue)

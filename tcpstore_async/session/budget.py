@@ -182,10 +182,10 @@ class Holder(Waiter):
         """What is kept of its unfinished requests."""
         self.backlog: Unsent | None = None
         """What the kernel has not taken of its replies; None while it takes everything."""
-        self.introduced: int = 0
+
+    def introduction(self) -> int:
         """Bytes kept of its introduction."""
-        self.place: int = -1
-        """Its index in `Budget.holders`; -1 if it is not in it."""
+        raise NotImplementedError
 
     def evict(self, error: BudgetError) -> None:
         """Let go of everything that can be let go of, and have the connection closed."""
@@ -206,8 +206,7 @@ class Budget:
         """Of that, what pinned pieces take that nobody in particular holds."""
         self.pins: dict[int, _Pin] = {}
         """By the identity of the piece."""
-        self.holders: list[Holder] = []
-        """In no order: each knows its place, so that one comes and goes without hashing."""
+        self.holders: dict[Holder, bool] = {}
         self.seen: int = 0
         """The size of the store when it was last looked at."""
         self._stored: int = 0
@@ -246,25 +245,18 @@ class Budget:
 
     def enter(self, holder: Holder, size: int) -> None:
         """A peer has come, whose connection takes `size` bytes."""
-        holder.place = len(self.holders)
-        self.holders.append(holder)
+        self.holders[holder] = True
         self.charge(size)
 
     def forget(self, holder: Holder, size: int) -> bool:
         """A peer goes: give back what it holds, except what is stored, and its waiters; whether it was known."""
-        place = holder.place
-        if place < 0:
+        if not self.holders.pop(holder, False):
             return False
-        holder.place = -1
-        last = self.holders.pop()
-        if last is not holder:
-            self.holders[place] = last
-            last.place = place
         if holder.backlog is not None:
             holder.backlog.release()
             holder.backlog = None
-        self.charge(-size - holder.held - holder.introduced)
-        holder.held = holder.introduced = 0
+        self.charge(-size - holder.held - holder.introduction())
+        holder.held = 0
         return True
 
     def attribute(self) -> None:
@@ -380,4 +372,4 @@ class Budget:
         """What is free again at once if it goes."""
         backlog = holder.backlog
         unsent = 0 if backlog is None else backlog.cost + backlog.pinned
-        return holder.held + holder.introduced + unsent
+        return holder.held + holder.introduction() + unsent

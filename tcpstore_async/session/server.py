@@ -6,6 +6,7 @@ Invariants: however bytes are cut into chunks, what is done and answered is the 
 it is complete. Whatever arrives, a session answers or raises PeerError; after that it is to be left and dropped.
 """
 
+from collections import OrderedDict
 from sys import getsizeof
 from typing import Final
 
@@ -67,9 +68,8 @@ class Engine:
         """Sessions that another session's command gave bytes, or evicted; the server flushes or closes them."""
         self.evicted: dict[ServerSession, BudgetError] = {}
         """Those whose connections are to be closed, and why."""
-        self.oldest_unvalidated: ServerSession | None = None
-        """The session that has been without VALIDATE for longest; the first of a list linked by `newer` and `older`."""
-        self.newest_unvalidated: ServerSession | None = None
+        self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
+        """Those that have not sent VALIDATE, oldest first."""
         self.listing: KeyListing | None = None
         """The list of keys that is being put together."""
         self.joins: int = 0
@@ -105,9 +105,13 @@ class Engine:
         joined = self.keyspace.values.get(WORKERS_KEY)
         return (joined if isinstance(joined, int) else 0) >= self.joins
 
+    def oldest_unvalidated(self) -> "ServerSession | None":
+        """The session that has been without VALIDATE for longest."""
+        return next(iter(self.unvalidated), None)
+
     def overdue(self, now: float) -> "ServerSession | None":
         """Who should have sent VALIDATE by now; the time is of the server's clock."""
-        oldest = self.oldest_unvalidated
+        oldest = self.oldest_unvalidated()
         most = self.limits.validate_seconds
         return oldest if oldest is not None and most and now - oldest.connected_at >= most else None
 
@@ -191,14 +195,7 @@ class ServerSession(Holder):
         """Bytes not decoded yet."""
         self.need: int = 0
         """The length that `kept` must have before decoding can go on; 0 if it waits for its turn, or the peer."""
-        self.newer: ServerSession | None = None
-        self.older: ServerSession | None = engine.newest_unvalidated
-        if self.older is None:
-            engine.oldest_unvalidated = self
-        else:
-            self.older.newer = self
-        engine.newest_unvalidated = self
-        self.unvalidated = True
+        engine.unvalidated[self] = None
         engine.budget.enter(self, engine.session_bytes)
         self._relieve()
 
@@ -331,8 +328,8 @@ class ServerSession(Holder):
 
     def _let_go(self) -> None:
         engine = self.engine
-        if self.unvalidated:
-            self._leave_unvalidated()
+        if engine.unvalidated:
+            engine.unvalidated.pop(self, None)
         engine.unfinished -= self.held
         engine.budget.forget(self, engine.session_bytes)
         self.rest = None
@@ -448,21 +445,7 @@ class ServerSession(Holder):
         if magic != MAGIC:
             raise ProtocolError(f"VALIDATE carries {magic:#x}, not {MAGIC:#x}")
         self.table = self.engine.commands
-        if self.unvalidated:
-            self._leave_unvalidated()
-
-    def _leave_unvalidated(self) -> None:
-        engine, older, newer = self.engine, self.older, self.newer
-        self.unvalidated = False
-        self.older = self.newer = None
-        if older is None:
-            engine.oldest_unvalidated = newer
-        else:
-            older.newer = newer
-        if newer is None:
-            engine.newest_unvalidated = older
-        else:
-            newer.older = older
+        self.engine.unvalidated.pop(self, None)
 
     def ping(self, nonce: int) -> int:
         if self.pid == NO_PID:
@@ -473,14 +456,19 @@ class ServerSession(Holder):
         """Keep what the peer says of itself, for logs. Raises ProtocolError if that is no short text."""
         if len(items) > _MOST_SAID or sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
             raise ProtocolError(f"it introduces itself with more than {_MOST_SAID} bytes")
+        before = self.introduction()
         self.peer = {_readable(name): _readable(unpack(blob)) for name, blob in items}
         pid = self.peer.get("pid", "")
         if pid.isdecimal() and len(pid) < _LONGEST_PID:
             self.pid = int(pid)
-        before = self.introduced
-        self.introduced = _size_in_memory(self.peer) if self.peer else 0
-        self.engine.budget.charge(self.introduced - before)
+        self.engine.budget.charge(self.introduction() - before)
         self.engine.budget.relieve(self)
+
+    def introduction(self) -> int:
+        peer = self.peer
+        if not peer:
+            return 0
+        return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items())
 
     def join(self, key: bytes, token: Framed) -> int:
         """Raises ProtocolError for a token that is too long to be one, or if the value is no number."""
@@ -524,10 +512,6 @@ def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSes
     """
     early = {(one.host, one.pid) for one in sessions if one.connected_at <= complete and one.pid != NO_PID}
     return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
-
-
-def _size_in_memory(peer: Introduction) -> int:
-    return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items())
 
 
 def _readable(raw: bytes) -> str:

@@ -321,7 +321,7 @@ class Fleet:
         weights = sum(session.weight for session in sessions)
         weights += sum(counter.weight for counter in keyspace.counters.values())
         _same("weights", weights, keyspace.parked)
-        others = sum(engine.session_bytes + session.held + session.introduced for session in sessions)
+        others = sum(engine.session_bytes + session.held + session.introduction() for session in sessions)
         _same("counted beside the store", engine.budget.others, others)
         self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}
@@ -360,7 +360,7 @@ class Fleet:
             kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
             rest = 0 if session.rest is None else session.rest.held()
             _same("held", session.held, kept + rest)
-            _same("validated", not session.unvalidated, session.table is engine.commands)
+            _same("validated", session not in engine.unvalidated, session.table is engine.commands)
 
     def _check_counters(self) -> None:
         keyspace, model = self.engine.keyspace, self.model

@@ -304,7 +304,7 @@ HOGGED: dict[str, Plant] = {
     "a session that goes stays counted": (
         Budget,
         "forget",
-        _instead(lambda budget, holder, size: holder.place >= 0),
+        _instead(lambda budget, holder, size: budget.holders.pop(holder, False)),
     ),
 }
 

@@ -260,4 +260,4 @@ def test_the_oldest_without_validate_is_known() -> None:
     sessions[0].receive(Command("validate", 0x3C85F7CE).frame)
     assert engine.overdue(30.0) is None
     sessions[1].leave()
-    assert engine.oldest_unvalidated is sessions[2]
+    assert engine.oldest_unvalidated() is sessions[2]
