@@ -22,6 +22,7 @@ COMPILED = [
     "tcpstore_async/values.py",
     "tcpstore_async/incremental.py",
     "tcpstore_async/limits.py",
+    "tcpstore_async/waiters.py",
     "tcpstore_async/keyspace.py",
     "tcpstore_async/wire/codecs.py",
     "tcpstore_async/wire/commands.py",

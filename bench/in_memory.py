@@ -43,7 +43,7 @@ class Sessions:
 
     def finish(self, session: ServerSession | None = None) -> None:
         """Finish what the engine does in steps, and a long command of this session."""
-        while session is not None and session.job is not None:
+        while session is not None and session.incremental is not None:
             session.receive(b"")
         while self.engine.keyspace.work:
             self.engine.keyspace.step()

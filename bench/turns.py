@@ -85,13 +85,13 @@ class Loop:
         at = 0
         try:
             while at < len(data):
-                size = _READ if session.rest is None and session.input_buffer is None else _READ_ON
-                bulk = session.bulk()
+                size = _READ if session.partial is None and session.input_buffer is None else _READ_ON
+                bulk = session.large_value()
                 if bulk is None:
                     self.timed(session.receive, data[at : at + size])
                     at += size
                 else:
-                    with bulk.room() as room:
+                    with bulk.free_space() as room:
                         count = min(len(room), len(data) - at)
                         room[:count] = data[at : at + count]
                     bulk.fill(count)

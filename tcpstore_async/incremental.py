@@ -1,63 +1,72 @@
-"""What would hold everybody up for long, done in steps.
+"""Long commands in steps, so that none of them holds the event loop for long.
 
-Knows: how a long command, or what follows from one, is cut into portions of work. Must not know: sessions, sockets,
-clocks, who calls `step` and when.
-Invariants: a `Job` is a command whose session takes no other until it is done; a `Work` goes on when its command is
-done, and nobody can tell: before a waiter says or hears anything else, it has heard of it (`Work.resolve`).
-Whatever is short never comes here.
+Two kinds of work are cut into portions. An `IncrementalCommand` is a command that is still running: its session accepts
+no other until it is done. `DeferredWork` is what a finished command leaves behind, such as waking 100,000 waiters;
+nobody can tell that it was deferred, because what concerns a waiter is done before that waiter sends or receives
+anything else (`DeferredWork.resolve`).
+
+This module knows nothing of sessions, sockets and clocks, nor who calls `step` when. Short commands never come here.
 """
 
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from .errors import LimitError
 from .values import Framed, Growing, length, pack
 
 if TYPE_CHECKING:
-    from .keyspace import Counter, Keyspace, Waiter
+    from .keyspace import Keyspace
+    from .waiters import Counter, Waiter, WaiterRegistry
 
 Value = Framed | list[Framed]
-"""A value as it goes into a reply: in one piece or, if it is large and was appended to, in several."""
+"""A value as it goes into a reply: one piece or, if it is large and was appended to, several."""
+
+_LISTING_PIECE: Final = 1024 * 1024
+"""Bytes from which on no more names are added to a piece of a key listing."""
+
+_FREED: Final = 8 * 1024 * 1024
+"""Bytes that are freed in one step."""
 
 
 class IncrementalCommand:
-    """A command that is done in steps."""
+    """A command that is carried out in steps."""
 
     def __init__(self) -> None:
         self.result: Any = None
         """What the command returns, once it is done."""
         self.keeps = False
-        """Whether it keeps its request; what that holds is not looked at again, which takes long for many keys."""
+        """Whether it holds its request. (What that holds is not measured again, which takes long for many keys.)"""
         self.held: int = 0
-        """Bytes that it keeps of it."""
-        self.settled = False
-        """Whether the result is as of now: what its session hears from now on is said after it."""
-        self.said: list[Framed] = []
-        """That."""
+        """Bytes of the request that it holds."""
+        self.determined = False
+        """Whether the reply is determined already: what other commands send to its session must follow it."""
+        self.behind: list[Framed] = []
+        """Replies that have to follow it."""
         self.parts: list[Framed] = []
-        """What comes of it already, before its result. Whoever calls `step` takes it."""
+        """Parts of the reply so far. The caller of `step` takes them."""
 
     def step(self, most: int) -> bool:
-        """Do the next `most` keys, or as many registrations; True once all is done. Raises PeerError."""
+        """Handle the next `most` keys, or as many registrations; True once all is done. Raises PeerError."""
         return True
 
     def abandon(self) -> None:
-        """Its session has gone."""
+        """Stop, because the session has gone."""
 
 
 class ReplyInPieces(IncrementalCommand):
-    """A reply that is there already, in pieces."""
+    """A reply that is complete already, in pieces."""
 
     def __init__(self, pieces: list[Framed]) -> None:
         super().__init__()
         self.result = pieces
-        self.settled = True
+        self.determined = True
 
 
 class ReadKeys(IncrementalCommand):
-    """CHECK and MULTI_GET of many keys, as they were when it began: whoever changes one notes its value before.
+    """CHECK and MULTI_GET of many keys, as of the moment the read begins: changes note the old value with it first.
 
-    One at a time, so that a change has one to tell; others begin when it is done.
+    One runs at a time, so that a change has one to notify; others begin when it is done.
     """
 
     def __init__(self, keyspace: "Keyspace", keys: list[bytes], whole: bool) -> None:
@@ -65,16 +74,16 @@ class ReadKeys(IncrementalCommand):
         self.keyspace = keyspace
         self.keys = keys
         self.whole = whole
-        """Whether values are asked for, and not only if all are there."""
+        """Whether to read values; if not, only whether all keys exist."""
         self.at = 0
         self.before: dict[bytes, list[Framed] | None] = {}
-        """What was changed since it began: the value then, if it was there."""
+        """By key changed since the read began: what it was then."""
         self.size: int = 0
         self.keeps = True
         self.step(0)
 
     def note(self, key: bytes) -> None:
-        """Something is about to happen to a key."""
+        """Remember a key that is about to change."""
         if key not in self.before:
             self.before[key] = self.keyspace.read(key, self.whole)
 
@@ -84,7 +93,7 @@ class ReadKeys(IncrementalCommand):
             if keyspace.reading is not None:
                 return False
             keyspace.reading = self
-            self.settled = True
+            self.determined = True
         keys = self.keys
         at = self.at
         stop = min(at + most, len(keys))
@@ -118,22 +127,22 @@ class ReadKeys(IncrementalCommand):
 
 
 class KeyListing:
-    """The names of all keys, put into the form of the reply to LIST_KEYS: once for all who ask while they are these."""
+    """The names of all keys as the reply to LIST_KEYS, made once for all clients that ask before the keys change."""
 
     def __init__(self, keys: list[bytes], size: int, changes: int) -> None:
         self.size = size
         """Bytes of the reply."""
         self.changes = changes
-        """`Keyspace.changes` of the time that they are of."""
+        """`Keyspace.changes` when the names were collected."""
         self.keys = keys
         self.at = 0
         self.pieces: list[Framed] = [len(keys).to_bytes(8, "little")]
         self.parts: list[Framed] = []
+        """Names for the next piece."""
         self.parts_size: int = 0
-        """What comes into the next piece."""
 
     def step(self, most: int) -> bool:
-        """Put so many more into it; True once all are there."""
+        """Encode at most so many names; True once all are encoded."""
         stop = min(self.at + most, len(self.keys))
         portion = self.keys[self.at : stop]
         self.keys[self.at : stop] = [b""] * len(portion)  # so that not all are freed at once
@@ -142,7 +151,7 @@ class KeyListing:
         self.parts.append(part)
         self.parts_size += len(part)
         done = stop == len(self.keys)
-        if done or self.parts_size >= _PIECE:
+        if done or self.parts_size >= _LISTING_PIECE:
             self.pieces.append(b"".join(self.parts))
             self.parts = []
             self.parts_size = 0
@@ -152,45 +161,44 @@ class KeyListing:
 class ListKeys(IncrementalCommand):
     """LIST_KEYS of many keys."""
 
-    def __init__(self, names: KeyListing, keep: Callable[[KeyListing], object]) -> None:
+    def __init__(self, listing: KeyListing, on_complete: Callable[[KeyListing], object]) -> None:
         super().__init__()
-        self.settled = True
-        self.names = names
-        self.keep = keep
-        """Called once they are complete."""
+        self.determined = True
+        self.listing = listing
+        self.on_complete = on_complete
 
     def step(self, most: int) -> bool:
-        names = self.names
-        if names.at < len(names.keys):  # else another who asked has completed them
-            if not names.step(most):
+        listing = self.listing
+        if listing.at < len(listing.keys):  # else another client's command has completed it
+            if not listing.step(most):
                 return False
-            self.keep(names)
-        self.result = names.pieces
+            self.on_complete(listing)
+        self.result = listing.pieces
         return True
 
 
 class MarkStale(IncrementalCommand):
-    """A command that begins with noting which registrations of its waiter are left over; see `Keyspace.unmarked`."""
+    """A command that must first mark its waiter's stale registrations; see `WaiterRegistry.unmarked`."""
 
-    def __init__(self, keyspace: "Keyspace", waiter: "Waiter", then: Callable[[], Any]) -> None:
+    def __init__(self, registry: "WaiterRegistry", waiter: "Waiter", then: Callable[[], Any]) -> None:
         super().__init__()
-        self.keyspace = keyspace
+        self.registry = registry
         self.waiter = waiter
         self.then = then
         self.keys = [] if waiter.parked is None else list(waiter.parked)
 
     def step(self, most: int) -> bool:
-        self.keyspace.mark(self.waiter, self.keys[-most:])
+        self.registry.mark_stale(self.waiter, self.keys[-most:])
         del self.keys[-most:]
         if self.keys:
             return False
-        self.keyspace.unmarked.discard(self.waiter)
+        self.registry.unmarked.discard(self.waiter)
         self.result = self.then()
         return True
 
 
 class ParkOnKeys(IncrementalCommand):
-    """WAIT for many keys: each is looked at in its turn, and its waiter stands in line for it from then on."""
+    """WAIT for many keys. Each is looked at in its step, and the waiter is registered from then on if it is missing."""
 
     def __init__(self, keyspace: "Keyspace", waiter: "Waiter", keys: list[bytes]) -> None:
         super().__init__()
@@ -198,18 +206,18 @@ class ParkOnKeys(IncrementalCommand):
         self.waiter = waiter
         handoff = waiter.handoff
         self.queue = None if handoff is None else handoff.queue
-        """What it was woken for last; if nothing is missing, that is what it waits for again."""
-        self.again = False
+        """The queue of the waiter's hand-off, which is renewed if it is among the keys and nothing is missing."""
+        self.renew = False
         self.marking: MarkStale | None = None
         self.keys = keys
         self.at = 0
-        self.begun = False
-        """Whether a key was missing; until then, what was awaited before still is."""
+        self.parking = False
+        """Whether a key was missing; until then the waiter still awaits what it awaited before."""
         self.keeps = True
 
     def step(self, most: int) -> bool:
         keyspace, waiter = self.keyspace, self.waiter
-        if waiter in keyspace.unmarked and not self.begun:  # what it waited for before has ended meanwhile
+        if waiter in keyspace.unmarked and not self.parking:  # what it awaited before has ended meanwhile
             if self.marking is None:
                 self.marking = MarkStale(keyspace, waiter, lambda: None)
             if self.marking.step(most):
@@ -217,50 +225,49 @@ class ParkOnKeys(IncrementalCommand):
             return False
         stop = min(self.at + most, len(self.keys))
         portion = self.keys[self.at : stop]
-        if not self.begun:
-            self.again = self.again or self.queue in portion
+        if not self.parking:
+            self.renew = self.renew or self.queue in portion
         self.keys[self.at : stop] = [b""] * len(portion)
         self.at = stop
-        missing = [key for key in portion if not keyspace.there(key)]
+        missing = [key for key in portion if not keyspace.exists(key)]
         if missing:
-            left = (
-                waiter.remaining if self.begun else 1
-            )  # one more than there are, lest it ends before all were looked at
-            self.begun = True
+            # One more than it has, so that the wait does not end before the last key was looked at.
+            remaining = waiter.remaining if self.parking else 1
+            self.parking = True
             keyspace.park(waiter, missing)
-            waiter.remaining += left
+            waiter.remaining += remaining
         if stop < len(self.keys):
             return False
         self.result = True
-        if self.begun:
+        if self.parking:
             waiter.remaining -= 1
             if waiter.remaining > 0:
                 self.result = False
             else:
-                keyspace.end(waiter)
-        elif self.again and self.queue is not None:
-            waiter.handoff = keyspace.handoff(self.queue)
+                keyspace.end_wait(waiter)
+        elif self.renew and self.queue is not None:
+            waiter.handoff = keyspace.new_handoff(self.queue)
         return True
 
 
 class UnparkFirst(IncrementalCommand):
-    """A command that begins with forgetting many registrations of its waiter."""
+    """A command that must first drop many registrations of its waiter."""
 
-    def __init__(self, keyspace: "Keyspace", waiter: "Waiter", then: Callable[[], Any]) -> None:
+    def __init__(self, registry: "WaiterRegistry", waiter: "Waiter", then: Callable[[], Any]) -> None:
         super().__init__()
-        self.keyspace = keyspace
+        self.registry = registry
         self.waiter = waiter
         self.then = then
 
     def step(self, most: int) -> bool:
-        if not self.keyspace.unpark_some(self.waiter, most):
+        if not self.registry.unpark_some(self.waiter, most):
             return False
         self.result = self.then()
         return True
 
 
 class PostponedWaitCount(IncrementalCommand):
-    """A WAIT_COUNT for a number that others, who have waited for it, are still to be told of."""
+    """A WAIT_COUNT for a target that has been reached, while earlier waiters for it are still to be woken."""
 
     def __init__(self, counter: "Counter", target: int, then: Callable[[], Any]) -> None:
         super().__init__()
@@ -277,7 +284,7 @@ class PostponedWaitCount(IncrementalCommand):
 
 
 class DeferredWork:
-    """What is still to be done for a command that is over."""
+    """Work that a finished command leaves behind."""
 
     def step(self, most: int) -> bool:
         """Do the next portion; True once all is done."""
@@ -288,76 +295,75 @@ class DeferredWork:
 
 
 class UnparkDeparted(DeferredWork):
-    """Registrations of a waiter that has gone."""
+    """Drop the registrations of a waiter that has gone."""
 
-    def __init__(self, keyspace: "Keyspace", waiter: "Waiter") -> None:
-        self.keyspace = keyspace
+    def __init__(self, registry: "WaiterRegistry", waiter: "Waiter") -> None:
+        self.registry = registry
         self.waiter = waiter
 
     def step(self, most: int) -> bool:
-        return self.keyspace.unpark_some(self.waiter, most)
+        return self.registry.unpark_some(self.waiter, most)
 
 
 class WakeMany(DeferredWork):
-    """A long line of waiters under a key that has been written."""
+    """Wake many waiters of a key that was written, in order of arrival."""
 
-    def __init__(self, keyspace: "Keyspace", key: bytes, line: "dict[Waiter, int]", value: Value) -> None:
-        self.keyspace = keyspace
+    def __init__(self, registry: "WaiterRegistry", key: bytes, registered: "dict[Waiter, int]", value: Value) -> None:
+        self.registry = registry
         self.key = key
-        self.line = line
+        self.registered = registered
         self.value = value
-        """The key's, for those who fetch it."""
-        self.empty = key not in keyspace.queues
-        """Whether there was no item for those who wait for one."""
+        """The value when it was written, for waiters that fetch it."""
+        self.empty = registry.queue_len(key) == 0
+        """Whether the queue of that name had no items, for waiters that lease one."""
 
     def step(self, most: int) -> bool:
-        line = self.line
+        registered = self.registered
         if isinstance(self.value, list):
             most = max(1, most // len(self.value))
-        for _ in range(min(most, len(line))):
-            waiter, count = line.popitem()
-            self.keyspace.wake(waiter, self.key, count, self.value, self.empty)
-        return not line
+        for waiter in list(islice(registered, most)):
+            self.registry.wake(waiter, self.key, registered.pop(waiter), self.value, self.empty)
+        return not registered
 
     def resolve(self, waiter: "Waiter") -> None:
-        count = self.line.pop(waiter, 0)
+        count = self.registered.pop(waiter, 0)
         if count:
-            self.keyspace.wake(waiter, self.key, count, self.value, self.empty)
+            self.registry.wake(waiter, self.key, count, self.value, self.empty)
 
 
 class WakeAtCount(DeferredWork):
-    """Many who waited until a counter reached numbers that it has reached."""
+    """Wake many waiters of a counter whose targets have been reached."""
 
-    def __init__(self, keyspace: "Keyspace", counter: "Counter", total: int) -> None:
-        self.keyspace = keyspace
+    def __init__(self, registry: "WaiterRegistry", counter: "Counter", total: int) -> None:
+        self.registry = registry
         self.counter = counter
         self.total = total
-        """The largest number that was written since it began."""
+        """The largest number written since this began."""
 
     def step(self, most: int) -> bool:
-        return self.keyspace.reach_some(self.counter, self.total, most)
+        return self.registry.wake_reached(self.counter, self.total, most)
 
     def resolve(self, waiter: "Waiter") -> None:
-        if waiter.counter is self.counter and waiter.target <= self.total:
-            self.counter.leave(waiter)
-            self.keyspace.reach(waiter, self.counter.key)
+        if waiter.counter is self.counter and waiter.number <= self.total:
+            self.counter.remove(waiter)
+            self.registry.number_reached(waiter, self.counter.key)
 
 
 class FreeValue(DeferredWork):
-    """A large value that nobody will ask for again."""
+    """Free a large value that was replaced or deleted."""
 
     def __init__(self, growing: Growing) -> None:
         self.pieces = growing.pieces
 
     def step(self, most: int) -> bool:
-        dropped = 0
-        while self.pieces and dropped < _DROPPED:
-            dropped += len(self.pieces.pop())
+        freed = 0
+        while self.pieces and freed < _FREED:
+            freed += len(self.pieces.pop())
         return not self.pieces
 
 
 class FreeTokens(DeferredWork):
-    """The tokens of ranks that had joined a counter that is gone."""
+    """Free the tokens of a counter of ranks that was deleted."""
 
     def __init__(self, connections: dict[bytes, int]) -> None:
         self.connections = connections
@@ -370,7 +376,7 @@ class FreeTokens(DeferredWork):
 
 
 class FreeItems(DeferredWork):
-    """The items of a long list, which have been stored."""
+    """Free the request list of a long MULTI_SET, whose items have been stored."""
 
     def __init__(self, items: list[tuple[bytes, Framed]]) -> None:
         self.items = items
@@ -378,10 +384,3 @@ class FreeItems(DeferredWork):
     def step(self, most: int) -> bool:
         del self.items[-most:]
         return not self.items
-
-
-_PIECE: Final = 1024 * 1024
-"""Length from which no more names are added to a piece of their list."""
-
-_DROPPED: Final = 8 * 1024 * 1024
-"""Bytes that are freed in one step."""

@@ -1,14 +1,12 @@
-"""How a value is kept: in the form in which a reply costs least.
+"""The forms in which values are stored, chosen so that a reply costs little.
 
-Knows: the forms a stored value may take, and how to turn each into the bytes of a reply and back into plain bytes.
-Must not know: keys, commands, who stores or sends it.
-Invariant: a blob never changes once it is stored, so it may be sent later without a copy; `Growing` is the one
-exception and never leaves the keyspace.
+* *framed* (`bytes` or `bytearray`): the value behind its u64 length, ready to be sent;
+* `int`: a counter, rendered as decimal text when it is read;
+* `Growing`: a value under APPEND, in pieces, so that n appends do not copy everything n times. It becomes framed when
+  it is read while smaller than `CHUNKED_BYTES`; a larger one is read in pieces and stays as it is.
 
-* `bytes` or `bytearray`: the value with its u64 length before it, ready to be sent.
-* `int`: a counter, rendered as decimal text when it is read.
-* `Growing`: a value that was appended to and is small or was not read since, so that n appends do not cost n copies of
-  all before. One of `CHUNKED_BYTES` or more is read in pieces, and stays what it is.
+This module converts between the forms and plain bytes. It knows nothing of keys and commands. Invariant: a stored value
+never changes, so it may be sent later without a copy. `Growing` is the exception and never leaves the keyspace.
 """
 
 import re
@@ -18,44 +16,44 @@ from typing import Final
 from .errors import ProtocolError
 
 PREFIX: Final = 8
-"""Length of a blob's own length, in bytes."""
+"""Length of a framed value's length prefix, in bytes."""
 
 _U64: Final = Struct("<Q")
 
 _LENGTHS: Final[list[bytes]] = [_U64.pack(length) for length in range(256)]
-"""Those of most keys and values: looking one up takes a tenth of packing it."""
+"""The prefixes of most keys and values: looking one up takes a tenth of the time of packing it."""
 
 COUNTER_SIZE: Final = PREFIX
-"""What a counter counts against `Limits.budget_bytes`, in bytes."""
+"""Bytes that a counter counts against `Limits.budget_bytes`."""
 
 EMPTY: Final = bytes(PREFIX)
-"""The blob of the empty value."""
+"""The empty value, framed."""
 
-NO_BLOB: Final = b"\xff" * PREFIX
-"""What stands for a blob that there is not: a length that no value has."""
-
+ABSENT: Final = b"\xff" * PREFIX
+"""Sentinel for "no value": a length that no value has."""
 
 NUMBER_BYTES: Final = 4096
-"""A number has to end within so many bytes of its value, white space and zeros before it included.
+"""A number must end within this many bytes of its value, leading white space and zeros included.
 
-However large a value is, looking for its number costs no more than that.
+This bounds the time that parsing a large value takes.
 """
 
 CHUNKED_BYTES: Final = 64 * 1024
-"""A value under APPEND is read in pieces from this size on: neither GET nor the APPEND after it copies it all."""
+"""Size from which on a value under APPEND is read in pieces: neither GET nor the next APPEND copies all of it."""
 
 _PIECE: Final = 256 * 1024
-"""Length of those pieces, about."""
+"""Approximate length of these pieces."""
 
 Framed = bytes | bytearray
+"""A value behind its length prefix."""
 
 
 class Growing:
-    """A value under APPEND: pieces that do not change any more, and a buffer with room at the end."""
+    """A value under APPEND: pieces that do not change any more, and a growing tail."""
 
     def __init__(self, first: bytes) -> None:
         self.pieces: list[Framed] = []
-        """Shared with replies that were not sent yet."""
+        """Shared with replies that have not been sent yet."""
         self.tail = bytearray(first)
         self.size: int = len(first)
 
@@ -66,13 +64,13 @@ class Growing:
             self._close_tail()
 
     def read(self) -> list[Framed]:
-        """The value, its length first, in pieces that later appends leave alone."""
+        """Return the framed value in pieces that later appends do not change."""
         if self.tail:
             self._close_tail()
         return [_U64.pack(self.size), *self.pieces]
 
     def start(self) -> Framed:
-        """The first of its bytes: `NUMBER_BYTES` at least, or all."""
+        """Return its first bytes: at least `NUMBER_BYTES`, or all."""
         pieces = self.pieces
         if not pieces:
             return self.tail
@@ -82,7 +80,7 @@ class Growing:
         return first + (pieces[1] if len(pieces) > 1 else self.tail)[:NUMBER_BYTES]
 
     def _close_tail(self) -> None:
-        """Add the tail to the pieces, or to the last one while that is short: reading often leaves no crumbs."""
+        """Append the tail to the pieces, or to the last piece while that is short: frequent reads make few pieces."""
         pieces = self.pieces
         if pieces and len(pieces[-1]) + len(self.tail) <= _PIECE:
             pieces[-1] = pieces[-1] + self.tail
@@ -91,85 +89,85 @@ class Growing:
         self.tail = bytearray()
 
 
-Blob = bytes | bytearray | int | Growing
+StoredValue = bytes | bytearray | int | Growing
 
 
 def pack(raw: bytes) -> bytes:
-    """The blob of a plain value."""
+    """Frame a plain value."""
     size = len(raw)
     return (_LENGTHS[size] if size < 256 else _U64.pack(size)) + raw
 
 
-def unpack(blob: Framed) -> bytes:
-    """The plain value of a framed blob."""
-    return bytes(blob[PREFIX:])
+def unpack(value: Framed) -> bytes:
+    """Return the plain bytes of a framed value."""
+    return bytes(value[PREFIX:])
 
 
-def framed(blob: Blob) -> Framed:
-    """The blob as it goes into a reply."""
-    if isinstance(blob, bytes):
-        return blob
-    if isinstance(blob, int):
-        return pack(b"%d" % blob)
-    if isinstance(blob, Growing):
-        return b"".join(blob.read())
-    return blob
+def framed(value: StoredValue) -> Framed:
+    """Return a stored value as it goes into a reply."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, int):
+        return pack(b"%d" % value)
+    if isinstance(value, Growing):
+        return b"".join(value.read())
+    return value
 
 
 def length(pieces: list[Framed]) -> int:
-    """Bytes of all pieces together. Compiled, this loop takes a sixth of what `sum(map(len, pieces))` does."""
+    """Return the total length. Compiled, this loop takes a sixth of the time of `sum(map(len, pieces))`."""
     total = 0
     for piece in pieces:
         total += len(piece)
     return total
 
 
-def size(blob: Blob) -> int:
-    """What the blob counts against `Limits.budget_bytes`, in bytes."""
-    if isinstance(blob, bytes):
-        return len(blob)
-    if isinstance(blob, int):
+def size(value: StoredValue) -> int:
+    """Return the bytes that a stored value counts against `Limits.budget_bytes`."""
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, int):
         return COUNTER_SIZE
-    if isinstance(blob, Growing):
-        return PREFIX + blob.size
-    return len(blob)
+    if isinstance(value, Growing):
+        return PREFIX + value.size
+    return len(value)
 
 
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?)0*([0-9]{0,20})")
 _ZERO: Final = re.compile(rb"[ \t\n\v\f\r]*[+-]?0")
 _SMALL: Final = 2**61
-"""Below it, compiled code compares without making an object."""
+"""Below this, compiled code compares without making an object."""
 
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
 
 
-def number(blob: Blob) -> int:
-    """The number a blob's text starts with, read as PyTorch's servers do (C's `stoll`, base 10).
+def number(value: StoredValue) -> int:
+    """Parse the number at the start of a value's text, as PyTorch's servers do (C's `stoll`, base 10).
 
     White space, one sign, digits; what follows is ignored. Raises ProtocolError if there is no digit, the number does
     not fit int64, or it does not end within `NUMBER_BYTES`.
     """
-    if isinstance(blob, int):
-        return blob
-    text, start = (blob.start(), 0) if isinstance(blob, Growing) else (blob, PREFIX)
+    if isinstance(value, int):
+        return value
+    text, start = (value.start(), 0) if isinstance(value, Growing) else (value, PREFIX)
     stop = start + NUMBER_BYTES
     found = _NUMBER.match(text, start, stop)
     assert found is not None
-    if found.end() == stop and size(blob) > PREFIX + NUMBER_BYTES:
-        raise ProtocolError(f"the value is not a number within its first {NUMBER_BYTES} bytes")
+    if found.end() == stop and size(value) > PREFIX + NUMBER_BYTES:
+        raise ProtocolError(f"value has no number within its first {NUMBER_BYTES} bytes")
     sign, digits = found.groups()
     if digits:
-        value = -int(digits) if sign == b"-" else int(digits)
-        if INT64_MIN <= value <= INT64_MAX:
-            return value
+        parsed = -int(digits) if sign == b"-" else int(digits)
+        if INT64_MIN <= parsed <= INT64_MAX:
+            return parsed
     elif _ZERO.match(text, start, stop):
         return 0
-    raise ProtocolError("the value is not a 64-bit number")
+    raise ProtocolError("value is not a 64-bit number")
 
 
 def wrap(value: int) -> int:
-    """The value as int64 arithmetic leaves it, modulo 2**64."""
+    """Wrap a sum as int64 arithmetic does, modulo 2**64."""
     if -_SMALL < value < _SMALL or INT64_MIN <= value <= INT64_MAX:
         return value
     return (value + 2**63) % 2**64 - 2**63

@@ -149,7 +149,7 @@ class Connection:
 
         A command that is done in steps goes on at once: others may wait for its end.
         """
-        if self.session.job is None:
+        if self.session.incremental is None:
             self.caught_up.wait()
         with self.server.lock:
             if self.session.stalled():
@@ -177,7 +177,7 @@ class Connection:
         if self.closed or not out:
             return
         if session.backlog is not None:
-            session.leave_behind(out, 0)
+            session.keep_unsent(out, 0)
         else:
             self._send(out)
         out.clear()
@@ -191,7 +191,7 @@ class Connection:
             if count < 0:
                 return
             if count < length(batch):
-                session.leave_behind(out[at:], count)
+                session.keep_unsent(out[at:], count)
                 if session.backlog is not None:
                     self.server.writer.add(self)
                 return

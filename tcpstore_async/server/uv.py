@@ -88,7 +88,7 @@ class Connection:
         for _ in range(_READS_PER_TURN):
             if self.fd < 0 or self.ended:
                 return
-            if session.unsent > self.server.high_water and session.job is None:
+            if session.unsent > self.server.high_water and session.incremental is None:
                 self._pause()
                 return
             try:
@@ -115,16 +115,16 @@ class Connection:
         if session.stalled():
             session.receive(b"")
             return True
-        bulk = session.bulk()
+        bulk = session.large_value()
         if bulk is None:
-            size = _READ if session.rest is None else _READ_ON
+            size = _READ if session.partial is None else _READ_ON
             chunk = _read(self.fd, size)
             if chunk:
                 session.receive(chunk)
             else:
                 self._end()
             return len(chunk) == size
-        with bulk.room() as room:
+        with bulk.free_space() as room:
             size = len(room)
             count = _read_into(self.fd, [room])
         if count:
@@ -139,7 +139,7 @@ class Connection:
         session = self.session
         out = session.out
         if session.backlog is not None:
-            session.leave_behind(out, 0)
+            session.keep_unsent(out, 0)
         elif len(out) == 1:
             data = out[0]
             out.clear()
@@ -173,7 +173,7 @@ class Connection:
 
     def keep(self, replies: list[Framed], taken: int) -> None:
         """The kernel took only the first `taken` bytes: the rest goes when it takes more."""
-        self.session.leave_behind(replies, taken)
+        self.session.keep_unsent(replies, taken)
         if self.session.backlog is not None:
             self.server.make_poller.watch_writing(self.fd, True)
 
@@ -364,7 +364,7 @@ class UvServer:
                 continue
             session = connection.session
             try:
-                if events != READ or session.unsent or session.rest is not None or connection.queued:
+                if events != READ or session.unsent or session.partial is not None or connection.queued:
                     connection.attend(events)
                     continue
                 chunk = _read(fd, _FIRST_READ)

@@ -1,1 +1,1 @@
-"""Bytes to meaning and back, without I/O: no asyncio, threads, time or logging."""
+"""Sans-I/O sessions: bytes to commands, results to bytes. No asyncio, threads, time or logging."""

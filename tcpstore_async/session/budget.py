@@ -1,13 +1,15 @@
-"""One budget for everything that peers make a server hold.
+"""One memory budget for everything that peers make a server hold.
 
-Knows: what each thing costs in memory, who holds how much, and who has to go when it is too much. Must not know: how
-bytes travel, opcodes, what time it is.
-Invariants: `used` is the store and what every session holds, overheads included; a session that leaves or is evicted
-gives back at once all that nobody else holds. Above the first mark the largest holder goes; above the second no command
-enlarges the store; what is left up to the limit is for replies, requests under way and connections.
+It knows what each thing costs in memory, which peer holds how much, and which one to evict when it is too much. It does
+not know how bytes travel, opcodes, or what time it is.
 
-What a reply and the store share is counted in both, but once, however many replies hold it. Who stored something is
-known by growth: when the store shrinks, everybody's share shrinks alike.
+Invariants: `used` counts the store and what every session holds, overheads included. A session that leaves or is
+evicted releases at once everything that no other session holds. Above the first mark the largest holder is evicted;
+above the second mark no command enlarges the store; the rest, up to the limit, is for replies, incomplete requests and
+connections.
+
+What a reply and the store share is counted in both, but only once however many replies hold it. A peer's share of the
+store is what the store grew by during its commands; when the store shrinks, all shares shrink in proportion.
 """
 
 from collections import deque
@@ -17,69 +19,70 @@ from typing import Final
 
 from ..errors import BudgetError
 from ..incremental import KeyListing
-from ..keyspace import Keyspace, Waiter
+from ..keyspace import Keyspace
 from ..values import Framed
+from ..waiters import Waiter
 
 SESSION_BYTES: Final = 1024
-"""What one connection of the event-driven server takes, without anything that it asks for."""
+"""Bytes counted for one idle connection of the event-driven server."""
 
 _UNSENT_BYTES: Final = 1024
-"""What holds the unsent bytes of one peer; an empty deque is 760."""
+"""Bytes counted for the queue of one peer's unsent replies; an empty deque has 760."""
 
 _PIN_BYTES: Final = 256
-"""What holds one piece of a reply that is kept by reference, or one of copied pieces."""
+"""Bytes counted, besides its contents, for a piece of a reply kept by reference, or for a chunk of copied pieces."""
 
 _SLOT_BYTES: Final = 9
-"""What one more reference to such a piece takes."""
+"""Bytes counted for one more reference to such a piece."""
 
 _COPIED: Final = 64
-"""Pieces shorter than that are copied together: an object for each would cost many times its bytes."""
+"""Pieces shorter than this are copied into chunks: an object for each would cost many times its bytes."""
 
 _CHUNK: Final = 32 * 1024
-"""Length from which no more is added to a chunk of copied pieces."""
+"""Length of a chunk from which on no more is added to it."""
 
 PIECES: Final = 256
-"""Pieces that go out in one write."""
+"""Most pieces in one write."""
 
 _SHARES: Final = 16
-"""Parts of the budget, of which two lie above the first mark and one above the second."""
+"""The first mark lies 2/16 below the limit, the second 1/16."""
 
 _STEP: Final = 128
-"""The part of the budget by which it must fill up further before another one goes, and that makes a holder large."""
+"""1/128 of the budget is how much it must fill up before the next eviction, and the least that a victim holds."""
 
 _SMALLEST_SCALE: Final = 1e-9
 
 
 class _Pin:
-    """A piece of a reply that is kept by reference, however often."""
+    """A piece of a reply kept by reference, however many replies share it."""
 
     def __init__(self, cost: int, holder: "Unsent") -> None:
         self.cost = cost
         self.references = 1
         self.holder: Unsent | None = holder
-        """Who is taken for the one that holds it; None if that one has let go of it, and others have not."""
+        """The queue for which it counts; None once that has released it while others have not."""
 
 
 class Unsent:
-    """Bytes for one peer that the kernel has not taken, in order."""
+    """The replies to one peer that the kernel has not accepted, in order."""
 
     def __init__(self, budget: "Budget") -> None:
         self.budget = budget
         self.pieces: deque[Framed] = deque()
         self.taken: int = 0
-        """How much of the first piece the kernel has taken."""
+        """Bytes of the first piece that the kernel has accepted."""
         self.cost: int = _UNSENT_BYTES
-        """What it takes beside pinned pieces."""
+        """Bytes counted besides pinned pieces."""
         self.pinned: int = 0
-        """What pieces take for which it is taken to be the holder."""
+        """Bytes of the pinned pieces that count for this queue."""
         self.referenced: int = 0
-        """What pieces take to which it refers."""
+        """Bytes of all pinned pieces in this queue."""
         self._chunk: bytearray | None = None
-        """The last piece, if it consists of copied ones and may grow."""
+        """The last piece, if it is a chunk of copied pieces that may grow."""
         budget.charge(_UNSENT_BYTES)
 
     def add(self, replies: list[Framed], taken: int = 0) -> None:
-        """Keep replies, without their first `taken` bytes; those may be more than 0 if nothing is kept yet."""
+        """Append replies, without their first `taken` bytes, which must be 0 unless the queue is empty."""
         pieces = self.pieces
         before = self.cost
         for piece in replies:
@@ -106,14 +109,14 @@ class Unsent:
         self.budget.charge(self.cost - before)
 
     def batch(self) -> list[Framed | memoryview]:
-        """What to write next."""
+        """Return the pieces to write next."""
         batch: list[Framed | memoryview] = list(islice(self.pieces, PIECES))
         if self.taken:
             batch[0] = memoryview(batch[0])[self.taken :]
         return batch
 
     def took(self, count: int) -> bool:
-        """The kernel took so many bytes more; whether those were all."""
+        """Remove `count` bytes that the kernel has accepted; True if that was everything."""
         pieces = self.pieces
         before = self.cost
         count += self.taken
@@ -128,7 +131,7 @@ class Unsent:
         return not pieces
 
     def release(self) -> None:
-        """Let go of everything."""
+        """Drop everything."""
         before = self.cost
         while self.pieces:
             self._drop(self.pieces.popleft())
@@ -172,58 +175,58 @@ class Unsent:
 
 
 class Holder(Waiter):
-    """One peer, and what it makes the server hold."""
+    """A peer as the budget sees it: what it makes the server hold."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stored: float = 0.0
-        """How much of the store it has made, in units of `Budget.scale`."""
+        """Its share of the store, in units of `Budget._scale`."""
         self.held: int = 0
-        """What is kept of its unfinished requests."""
+        """Bytes counted for its incomplete requests."""
         self.backlog: Unsent | None = None
-        """What the kernel has not taken of its replies; None while it takes everything."""
+        """Its replies that the kernel has not accepted; None while it accepts everything."""
 
-    def introduction(self) -> int:
-        """Bytes kept of its introduction."""
+    def introduction_bytes(self) -> int:
+        """Return the bytes counted for what the peer said about itself."""
         raise NotImplementedError
 
     def evict(self, error: BudgetError) -> None:
-        """Let go of everything that can be let go of, and have the connection closed."""
+        """Release everything outside the store and have the connection closed."""
         raise NotImplementedError
 
 
 class Budget:
-    """What all peers of one server make it hold."""
+    """Counts what all peers of one server make it hold, and evicts the largest holder when that is too much."""
 
     def __init__(self, limit: int, keyspace: Keyspace, serving: Callable[[], Holder | None]) -> None:
         self.limit = limit
         self.keyspace = keyspace
         self.serving = serving
-        """Whose command is being done."""
+        """Returns the peer whose command is being executed."""
         self.others: int = 0
-        """Everything but the store."""
+        """Bytes counted for everything but the store."""
         self.orphaned: int = 0
-        """Of that, what pinned pieces take that nobody in particular holds."""
+        """Of these, bytes of pinned pieces that count for no queue in particular."""
         self.pins: dict[int, _Pin] = {}
         """By the identity of the piece."""
         self.holders: dict[Holder, bool] = {}
         self.seen: int = 0
-        """The size of the store when it was last looked at."""
+        """The size of the store when `attribute` last ran."""
         self._stored: int = 0
         """The same without waiters."""
         self._listing: KeyListing | None = None
-        """The last long list of keys that somebody was sent, for whoever asks for it next."""
+        """The last long reply to LIST_KEYS, for the next client that asks."""
         self._scale: float = 1.0
-        """What one unit of `Holder.stored` is now, in bytes."""
+        """Bytes that one unit of `Holder.stored` is worth now."""
         self._next: int = 0
-        """What may be used before the next one goes."""
+        """Bytes that may be used before the next eviction."""
         self._first_mark: int = 0
         self._second_mark: int = 0
         self.resize(limit)
-        keyspace.full = self._full
+        keyspace.on_full = self._make_room
 
     def resize(self, limit: int) -> None:
-        """Allow for so much."""
+        """Set the limit, in bytes."""
         self.limit = limit
         self._first_mark = limit - 2 * (limit // _SHARES)
         self._second_mark = limit - limit // _SHARES
@@ -231,11 +234,11 @@ class Budget:
         self.charge(0)
 
     def used(self) -> int:
-        """Bytes that are counted."""
+        """Return all bytes that are counted."""
         return self.keyspace.size + self.others
 
     def charge(self, amount: int) -> None:
-        """Count so much more, or less."""
+        """Count so many bytes more, or less, outside the store."""
         self.others += amount
         keyspace = self.keyspace
         if amount < 0 and self._next > self._first_mark and keyspace.size + self.others <= self._first_mark:
@@ -244,23 +247,23 @@ class Budget:
         keyspace.max_size = (most if most < self._second_mark else self._second_mark) - self.others
 
     def enter(self, holder: Holder, size: int) -> None:
-        """A peer has come, whose connection takes `size` bytes."""
+        """Add a peer whose connection counts `size` bytes."""
         self.holders[holder] = True
         self.charge(size)
 
     def forget(self, holder: Holder, size: int) -> bool:
-        """A peer goes: give back what it holds, except what is stored, and its waiters; whether it was known."""
+        """Remove a peer and what it holds outside the store; False if that was done before."""
         if not self.holders.pop(holder, False):
             return False
         if holder.backlog is not None:
             holder.backlog.release()
             holder.backlog = None
-        self.charge(-size - holder.held - holder.introduction())
+        self.charge(-size - holder.held - holder.introduction_bytes())
         holder.held = 0
         return True
 
     def attribute(self) -> None:
-        """Note who has made the store larger, or that it is smaller."""
+        """Add what the store has grown by to the serving peer's share, or shrink all shares in proportion."""
         keyspace = self.keyspace
         self.seen = keyspace.size
         if self._listing is not None and self._listing.changes != keyspace.changes:
@@ -279,12 +282,12 @@ class Budget:
                 self._scale = 1.0
 
     def listing(self) -> KeyListing | None:
-        """The list of keys as it is sent, if it is still at hand."""
+        """Return the cached reply to LIST_KEYS if the keys are still the same."""
         listing = self._listing
         return listing if listing is not None and listing.changes == self.keyspace.changes else None
 
     def expect_listing(self, size: int, holder: Holder) -> None:
-        """Make room for a list of so many bytes. Raises BudgetError if there is none."""
+        """Make sure that there is memory for a listing of so many bytes. Raises BudgetError if not."""
         self._drop_listing()
         self.charge(size)
         try:
@@ -293,7 +296,7 @@ class Budget:
             self.charge(-size)
 
     def keep_listing(self, listing: KeyListing) -> None:
-        """Have the list at hand until it changes: those who ask for it at once must not get a copy each."""
+        """Cache a listing until the keys change, so that clients that ask at the same time share one copy."""
         if listing.size > _CHUNK and listing.changes == self.keyspace.changes:
             self._drop_listing()
             self._listing = listing
@@ -306,7 +309,7 @@ class Budget:
             self.charge(-listing.size)
 
     def relieve(self, holder: Holder) -> None:
-        """Have somebody go if too much is used now that `holder` holds more. Raises BudgetError if that is `holder`."""
+        """Evict a peer if too much is used, now that `holder` holds more. Raises BudgetError if that is `holder`."""
         if self.used() <= self._next:
             return
         self._drop_listing()
@@ -323,8 +326,8 @@ class Budget:
             self._remove(victim, holder, most, used, self.limit)
         self.charge(0)
 
-    def _full(self, growth: int) -> None:
-        """The store is about to grow above a mark. Raises BudgetError if it must not."""
+    def _make_room(self, growth: int) -> None:
+        """Evict peers so that the store may grow above a mark. Raises BudgetError if it must not grow."""
         self.attribute()
         self._drop_listing()
         serving = self.serving()
@@ -344,7 +347,7 @@ class Budget:
 
     def _remove(self, victim: Holder, serving: Holder | None, held: int, used: int, allowed: int) -> None:
         if victim is serving:
-            self.charge(0)  # what is raised has no name here: its frames, and the request in them, would be in a cycle
+            self.charge(0)  # a local variable for the error would make a cycle with the frames, and the request in them
             raise BudgetError(used, allowed, self.limit, held)
         victim.evict(BudgetError(used, allowed, self.limit, held))
 
@@ -365,11 +368,11 @@ class Budget:
         return largest, most
 
     def _holds(self, holder: Holder) -> int:
-        """What it holds, and what it has stored."""
+        """Bytes that a peer holds, its waiters and its share of the store included."""
         return self._releases(holder) + holder.weight + int(holder.stored * self._scale)
 
     def _releases(self, holder: Holder) -> int:
-        """What is free again at once if it goes."""
+        """Bytes that are free again at once if a peer is evicted."""
         backlog = holder.backlog
         unsent = 0 if backlog is None else backlog.cost + backlog.pinned
-        return holder.held + holder.introduction() + unsent
+        return holder.held + holder.introduction_bytes() + unsent

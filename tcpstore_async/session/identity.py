@@ -1,7 +1,7 @@
-"""What our servers and clients say to each other beyond PyTorch's protocol; `docs/wire.md` specifies it.
+"""How a server of ours identifies itself to clients of ours. `docs/wire.md` specifies the format.
 
-Knows: how a server says who it is, and a client who it is. Must not know: when that is asked, how bytes travel.
-Invariant: whatever a server answers, a client that reads it here has either one of our servers or a stock one.
+This module knows the identity's JSON, not when it is requested or how bytes travel. Whatever a server replies,
+`read_identity` classifies it: one of our servers, or another one.
 """
 
 from typing import Final
@@ -12,28 +12,28 @@ from .. import values
 from ..version import VERSION
 
 EXTENSION: Final = 2
-"""The number of the extension: which commands there are."""
+"""The version of the extension: which of its commands the server has."""
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who a server is."""
+    """A server's identity."""
 
     server: str
     version: str
     extension: int
     instance: str
-    """Differs for every server ever started."""
+    """Unique to each server ever started."""
     backend: str = ""
     build: str = ""
 
 
 def identity(instance: str, backend: str) -> bytes:
-    """What a server of this package says of itself."""
+    """Encode the identity of a server of this package."""
     return msgspec.json.encode(Identity("tcpstore_async", VERSION, EXTENSION, instance, backend, build()))
 
 
 def read_identity(raw: bytes) -> Identity | None:
-    """Who answered; None if it is not one of ours, or too old to have the commands that are used here."""
+    """Decode an identity; None if it is not one of our servers, or too old to have the commands used here."""
     try:
         found = msgspec.json.decode(raw, type=Identity)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -42,5 +42,5 @@ def read_identity(raw: bytes) -> Identity | None:
 
 
 def build() -> str:
-    """How the hot path of this installation runs: `compiled` or `interpreted`."""
+    """Return how the hot path of this installation runs: `compiled` or `interpreted`."""
     return "interpreted" if (values.__file__ or "").endswith(".py") else "compiled"

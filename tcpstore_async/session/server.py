@@ -1,9 +1,10 @@
-"""The server's side of a connection: bytes in, meaning done, bytes out.
+"""The server's side of a connection, without I/O: bytes in, commands executed, replies out.
 
-Knows: one engine for each server, one session for each connection, and what is known of its peer. Must not know: how
-bytes travel, what time it is.
-Invariants: however bytes are cut into chunks, what is done and answered is the same. A command is executed once, when
-it is complete. Whatever arrives, a session answers or raises PeerError; after that it is to be left and dropped.
+There is one `Engine` for each server and one `ServerSession` for each connection. Neither knows how bytes travel or
+what time it is.
+
+Invariants: commands and replies do not depend on how bytes are cut into chunks. A command is executed once, when it is
+complete. Whatever arrives, a session replies or raises PeerError; after an error, call `leave` and drop it.
 """
 
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from ..errors import BudgetError, LimitError, ProtocolError
 from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPieces, Value
 from ..keyspace import Keyspace
 from ..limits import Limits
-from ..values import Framed, length, pack, unpack
+from ..values import PREFIX, Framed, length, pack, unpack
 from ..wire.codecs import COUNTED_KEYS, STOP_WAITING, Handler, LargeValue, PartialRequest, RequestCodec, encode_popped
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
 from .budget import SESSION_BYTES, Budget, Holder, Unsent
@@ -23,19 +24,18 @@ NO_PID: Final = -1
 
 _WOKEN: Final = bytes([STOP_WAITING])
 
-_KEPT_BYTES: Final = 64
-"""What holds bytes that are not decoded yet."""
+_BUFFER_BYTES: Final = 64
+"""Bytes counted for an input buffer, besides its contents."""
 
 PORTION: Final = 1000
-"""Keys, or waiters, of a command that are dealt with in one turn: half a millisecond at most, compiled."""
+"""Keys, or waiters, of a command that are handled in one step: half a millisecond at most, compiled."""
 
-_MOST_SAID: Final = 2048
-"""Bytes that a peer may say of itself: names and framed values, so that their number has a limit too."""
+_MAX_INTRODUCTION: Final = 2048
+"""Bytes of an INTRODUCE: names and framed values, which limits the number of items too."""
 
-_LONGEST_PID: Final = 20
-"""Digits of a process id, at the most."""
+_MAX_PID_DIGITS: Final = 19
 
-_LONGEST_TOKEN: Final = 8 + 64
+_MAX_TOKEN: Final = PREFIX + 64
 """Bytes of the token of a rank that joins, framed."""
 
 Introduction = dict[str, str]
@@ -45,7 +45,7 @@ _NO_INTRODUCTION: Final[Introduction] = {}
 
 
 class _Slot:
-    """A row of the table as an engine serves it: its shapes, and the method that gives it its meaning."""
+    """A row of the command table as an engine serves it: its codecs and the method that executes it."""
 
     def __init__(self, command: Command, call: Handler) -> None:
         self.command = command
@@ -56,46 +56,46 @@ class _Slot:
 
 
 class Engine:
-    """One server: its keyspace, its limits, and the sessions that have something to send."""
+    """What the sessions of one server share: keyspace, limits, budget and command table."""
 
     def __init__(self, limits: Limits, portion: int = PORTION, session_bytes: int = SESSION_BYTES) -> None:
         self.limits = limits
         self.keyspace = Keyspace(limits, portion)
         self.budget = Budget(limits.budget_bytes, self.keyspace, lambda: self.serving)
         self.session_bytes = session_bytes
-        """What one connection of the server takes."""
+        """Bytes counted for one connection of this kind of server."""
         self.pending_flush: list[ServerSession] = []
-        """Sessions that another session's command gave bytes, or evicted; the server flushes or closes them."""
+        """Sessions that another session's command gave output to, or evicted; the server flushes or closes them."""
         self.evicted: dict[ServerSession, BudgetError] = {}
-        """Those whose connections are to be closed, and why."""
+        """Sessions whose connections the server has to close, and why."""
         self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
-        """Those that have not sent VALIDATE, oldest first."""
+        """Sessions that have not sent VALIDATE, oldest first."""
         self.listing: KeyListing | None = None
-        """The list of keys that is being put together."""
+        """The reply to LIST_KEYS that is being made in steps."""
         self.joins: int = 0
         """How many ranks the owner of this server expects to join, if it has one."""
         self.unfinished: int = 0
-        """Bytes kept of requests that are not complete, of all sessions."""
+        """Bytes held of incomplete requests, all sessions together."""
         self.handshake: list[_Slot | None] = [None] * 256
         self.commands: list[_Slot | None] = [None] * 256
         self.first: _Slot
         self.serving: ServerSession | None = None
-        """The session whose command is being done."""
+        """The session whose command is being executed."""
         for command in filter(None, BY_OPCODE):
-            slot = _Slot(command, self._meaning(command))
+            slot = _Slot(command, self._method(command))
             if command.flags & Flag.HANDSHAKE:
                 self.handshake[command.opcode] = self.first = slot
             else:
                 self.commands[command.opcode] = slot
 
     def identify(self, identity: bytes) -> None:
-        """Say who this server is to those who ask; see `extension`."""
+        """Set what clients of the extension read to learn who this server is; see `session/identity.py`."""
         self.keyspace.reserved[SERVER_KEY] = pack(identity)
 
     def announce(self, joins: int) -> None:
-        """Say how many ranks the owner of this server expects to join, in all stores it has made on it.
+        """Publish how many ranks the owner of this server expects to join, in all stores that it has made on it.
 
-        0 once the server is about to go. Those whom this wakes are in `dirty`.
+        0 means that the server is about to stop. Sessions that this wakes are in `pending_flush`.
         """
         self.joins = joins
         self.keyspace.reserve(JOINS_KEY, pack(b"%d" % joins), last=not joins)
@@ -106,17 +106,17 @@ class Engine:
         return (joined if isinstance(joined, int) else 0) >= self.joins
 
     def oldest_unvalidated(self) -> "ServerSession | None":
-        """The session that has been without VALIDATE for longest."""
+        """Return the session that has been connected longest without sending VALIDATE."""
         return next(iter(self.unvalidated), None)
 
     def overdue(self, now: float) -> "ServerSession | None":
-        """Who should have sent VALIDATE by now; the time is of the server's clock."""
+        """Return a session that has exceeded `Limits.validate_seconds`; `now` is a time of the server's clock."""
         oldest = self.oldest_unvalidated()
         most = self.limits.validate_seconds
         return oldest if oldest is not None and most and now - oldest.connected_at >= most else None
 
-    def _meaning(self, command: Command) -> Handler:
-        """What does a command, given its fields."""
+    def _method(self, command: Command) -> Handler:
+        """Return the function that executes a command, given its fields."""
         owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
         method: Handler = getattr(owner, command.method)
         if command.flags & (Flag.SESSION | Flag.PARKS | Flag.HOLDS):
@@ -124,7 +124,7 @@ class Engine:
         return method if command.reply.measure is None else self._list_keys
 
     def _with_session(self, method: Handler, arity: int) -> Handler:
-        """A method that is also given the session. Not for any number of fields at once, which costs 0.1 µs a call."""
+        """Bind the session as a method's first argument. (One lambda for any arity would cost 0.1 µs a call.)"""
         if arity == 0:
             return lambda: method(self.serving)
         if arity == 1:
@@ -132,69 +132,69 @@ class Engine:
         return lambda first, second: method(self.serving, first, second)
 
     def _list_keys(self) -> list[Framed]:
-        """The reply to LIST_KEYS: one copy for all who ask while the keys are the same."""
-        names = self.budget.listing()
-        if names is not None:
-            return names.pieces
+        """Reply to LIST_KEYS: one copy for all clients that ask while the keys are the same."""
+        listing = self.budget.listing()
+        if listing is not None:
+            return listing.pieces
         keyspace = self.keyspace
         serving = self.serving
         assert serving is not None
-        names = self.listing
+        listing = self.listing
         size = 0
-        if names is None or names.changes != keyspace.changes:
+        if listing is None or listing.changes != keyspace.changes:
             keys = keyspace.list_keys()
             assert COUNTED_KEYS.measure is not None
             size = COUNTED_KEYS.measure(keys)
             self.budget.expect_listing(size, serving)
-            names = KeyListing(keys, size, keyspace.changes)
+            listing = KeyListing(keys, size, keyspace.changes)
             if len(keys) <= keyspace.portion:
-                names.step(len(keys))
-                self._keep_listing(names)
-                return names.pieces
-            self.listing = names
-        keyspace.job = ListKeys(names, self._keep_listing)
-        keyspace.job.held = size
+                listing.step(len(keys))
+                self._keep_listing(listing)
+                return listing.pieces
+            self.listing = listing
+        keyspace.incremental = ListKeys(listing, self._keep_listing)
+        keyspace.incremental.held = size
         return []
 
-    def _keep_listing(self, names: KeyListing) -> None:
-        """A list is complete."""
-        if self.listing is names:
+    def _keep_listing(self, listing: KeyListing) -> None:
+        """Cache a complete listing."""
+        if self.listing is listing:
             self.listing = None
-        self.budget.keep_listing(names)
+        self.budget.keep_listing(listing)
 
 
 class ServerSession(Holder):
-    """One connection, and what is known of its peer."""
+    """One connection: its incomplete request, its replies, and what is known about its peer."""
 
-    def __init__(self, engine: Engine, owner: object, host: str, port: int, came: float) -> None:
+    def __init__(self, engine: Engine, owner: object, host: str, port: int, connected_at: float) -> None:
         super().__init__()
         self.engine = engine
         self.owner: object = owner
-        """The door's connection; None once it is gone."""
+        """The server's connection; None after `leave`."""
         self.host = host
         self.port = port
-        self.connected_at = came
-        """When it came, in seconds of the door's clock."""
+        self.connected_at = connected_at
+        """In seconds of the server's clock."""
         self.pid: int = NO_PID
-        """Its process: what it says when it introduces itself, else the number of its first PING, which PyTorch's
-        client, and ours, send in the handshake."""
+        """The peer's process: from its INTRODUCE, else the number of its first PING, which PyTorch's client and ours
+        send in the handshake."""
         self.table: list[_Slot | None] = engine.handshake
         self.out: list[Framed] = []
-        """Replies for the door to take, in order."""
+        """Replies for the server to take, in order."""
         self.unsent: int = 0
-        """Bytes of replies, `out` included, that the kernel has not taken yet."""
-        self.rest: PartialRequest | None = None
-        """What goes on with a frame that was decoded in part."""
+        """Bytes of replies, `out` included, that the kernel has not accepted yet."""
+        self.partial: PartialRequest | None = None
+        """The request that has been decoded in part."""
         self.peer: Introduction = _NO_INTRODUCTION
-        """What the peer has said of itself, in its own words."""
+        """What the peer said about itself with INTRODUCE."""
         self.slot: _Slot = engine.first
-        """Its last command, the one that `rest` is for included. What it waits for is `parked`, or `counter`."""
-        self.job: IncrementalCommand | None = None
-        """What its last command has left to do; `receive(b"")` goes on with it."""
+        """The last command, incomplete ones included. What it awaits is in `parked` or `counter`."""
+        self.incremental: IncrementalCommand | None = None
+        """The last command, if it is still running; `receive(b"")` goes on with it."""
         self.input_buffer: bytearray | None = None
-        """Bytes not decoded yet."""
+        """Bytes that are not decoded yet."""
         self.need: int = 0
-        """The length that `kept` must have before decoding can go on; 0 if it waits for its turn, or the peer."""
+        """The length of `input_buffer` from which decoding can go on; 0 if it waits for something else."""
         engine.unvalidated[self] = None
         engine.budget.enter(self, engine.session_bytes)
         self._relieve()
@@ -205,12 +205,12 @@ class ServerSession(Holder):
         known.update(self.peer)
         return f"{address} ({', '.join(f'{name} {text}' for name, text in known.items())})" if known else address
 
-    # In
+    # Input
 
     def receive(self, chunk: bytes) -> None:
-        """Take bytes in, execute what is complete, put the replies into `out`.
+        """Take bytes, execute the commands that are complete, and put their replies into `out`.
 
-        Stops while more than `Limits.unsent_high_water` bytes of replies are unsent, and after each portion of a long
+        Stops while more than `Limits.unsent_high_water` bytes of replies are unsent, and after each step of a long
         command; see `stalled`. Raises PeerError.
         """
         kept = self.input_buffer
@@ -234,16 +234,16 @@ class ServerSession(Holder):
         at = held = 0
         if keyspace.working:
             keyspace.resolve(self)
-        if self.job is not None and not self._go_on():
-            self._keep_for_job(chunk, 0)
+        if self.incremental is not None and not self._go_on():
+            self._keep_for_incremental(chunk, 0)
             return
         if self.unsent > high_water:
             self._stall(chunk, 0)
             return
-        while at < end or self.rest is not None:
+        while at < end or self.partial is not None:
             handoff = self.handoff
-            rest = self.rest
-            if rest is None:
+            partial = self.partial
+            if partial is None:
                 slot = self.table[chunk[at]]
                 if slot is None:
                     raise ProtocolError(self._refusal(chunk[at]))
@@ -253,21 +253,21 @@ class ServerSession(Holder):
                 slot = self.slot
                 held = self.held
                 if held:
-                    self._count_held(0)  # what it holds may be in the store when this is done
-                result, stop = rest.decode(slot.call, chunk, at, end, limits)
-                self.rest = None
+                    self._count_held(0)  # executing the command may move what it holds to the store
+                result, stop = partial.decode(slot.call, chunk, at, end, limits)
+                self.partial = None
             if stop < 0:
                 self._suspend(result, chunk, at, -stop)
                 return
             at = stop
             if keyspace.working:  # it may have woken itself
                 keyspace.resolve(self)
-            if keyspace.job is not None:
-                self._take_job(at if rest is None else max(held, at))
+            if keyspace.incremental is not None:
+                self._take_incremental(at if partial is None else max(held, at))
                 if handoff is not None:
-                    keyspace.settle(self, handoff)
-                if not isinstance(self.job, ReplyInPieces) or not self._go_on():
-                    self._keep_for_job(chunk, at)
+                    keyspace.end_handoff(self, handoff)
+                if not isinstance(self.incremental, ReplyInPieces) or not self._go_on():
+                    self._keep_for_incremental(chunk, at)
                     return
                 if self.unsent > high_water:
                     self._stall(chunk, at)
@@ -278,34 +278,38 @@ class ServerSession(Holder):
             if result:
                 if slot.in_pieces:
                     size = length(result)
-                    self.check_room(size)
+                    self.check_reply_size(size)
                     out.extend(result)
                     self.unsent += size
                 else:
                     out.append(result)
                     self.unsent += len(result)
             if handoff is not None:
-                engine.keyspace.settle(self, handoff)
+                engine.keyspace.end_handoff(self, handoff)
             if self.unsent > high_water:
                 self._stall(chunk, at)
                 return
         if self.held:
             self._account()
 
-    def bulk(self) -> LargeValue | None:
-        """The large value under way: the door may fill its `room`, and then call `receive(b"")`, instead of reading."""
-        rest = self.rest
-        return rest if isinstance(rest, LargeValue) and self.input_buffer is None else None
+    def large_value(self) -> LargeValue | None:
+        """Return the large value under way, if any.
+
+        Instead of reading, the server may receive into its `free_space`, report that to `fill`, and call
+        `receive(b"")`.
+        """
+        partial = self.partial
+        return partial if isinstance(partial, LargeValue) and self.input_buffer is None else None
 
     def stalled(self) -> bool:
-        """Whether requests are kept back until the peer reads its replies; `receive(b"")` goes on with them.
+        """Whether requests are held back until replies have been sent; `receive(b"")` goes on with them.
 
-        So it does, whatever is unsent, if there is a `job`.
+        While a command is `incremental`, `receive(b"")` goes on whatever is unsent.
         """
         return self.input_buffer is not None and self.need == 0
 
     def leave(self) -> None:
-        """The connection is gone. Waiters that this wakes are in `Engine.dirty`."""
+        """Release everything: the connection is gone. Sessions that this wakes are in `Engine.pending_flush`."""
         self.engine.keyspace.leave(self)
         self._let_go()
         if self.engine.evicted:
@@ -317,8 +321,8 @@ class ServerSession(Holder):
         self._let_go()
         self.engine.pending_flush.append(self)
 
-    def leave_behind(self, replies: list[Framed], taken: int) -> None:
-        """Keep replies of which the kernel has taken the first `taken` bytes, behind those that are kept already."""
+    def keep_unsent(self, replies: list[Framed], taken: int) -> None:
+        """Queue replies of which the kernel has accepted the first `taken` bytes, behind those that are queued."""
         if self in self.engine.evicted:
             return
         if self.backlog is None:
@@ -327,87 +331,88 @@ class ServerSession(Holder):
         self._relieve()
 
     def _let_go(self) -> None:
+        """Release everything but what the keyspace holds."""
         engine = self.engine
         if engine.unvalidated:
             engine.unvalidated.pop(self, None)
         engine.unfinished -= self.held
         engine.budget.forget(self, engine.session_bytes)
-        self.rest = None
+        self.partial = None
         self.input_buffer = None
         self.out.clear()
-        if self.job is not None:
-            self.job.abandon()
-            self.job = None
+        if self.incremental is not None:
+            self.incremental.abandon()
+            self.incremental = None
 
     def _relieve(self) -> None:
-        """It has been given something to hold: somebody may have to go for that."""
+        """Have the budget evict somebody, perhaps this session, if it now holds too much."""
         try:
             self.engine.budget.relieve(self)
         except BudgetError as error:
             self.evict(error)
 
-    def _take_job(self, size: int) -> None:
-        """What was just decoded, and took so many bytes, has a job to do."""
+    def _take_incremental(self, size: int) -> None:
+        """Take over the rest of the command that was just called, whose request has so many bytes."""
         keyspace = self.engine.keyspace
-        job = keyspace.job
-        keyspace.job = None
-        self.job = job
-        if job is not None and job.keeps:
-            job.held = size
+        incremental = keyspace.incremental
+        keyspace.incremental = None
+        self.incremental = incremental
+        if incremental is not None and incremental.keeps:
+            incremental.held = size
 
-    def _keep_for_job(self, chunk: bytes, at: int) -> None:
-        """The last command is not done: what was sent behind it waits."""
+    def _keep_for_incremental(self, chunk: bytes, at: int) -> None:
+        """Hold back what follows a command that is not done."""
         self.need = 0
         self.input_buffer = bytearray(memoryview(chunk)[at:])
         self._account()
 
     def _go_on(self) -> bool:
-        """Do the next portion of the last command, and say its result if that was all."""
-        job = self.job
-        assert job is not None
+        """Do the next step of the last command. True if that was all; its reply is in `out` then."""
+        incremental = self.incremental
+        assert incremental is not None
         keyspace = self.engine.keyspace
-        done = job.step(keyspace.portion)
-        if job.parts:
-            self.out.extend(job.parts)
-            self.unsent += length(job.parts)
-            job.parts = []
+        done = incremental.step(keyspace.portion)
+        if incremental.parts:
+            self.out.extend(incremental.parts)
+            self.unsent += length(incremental.parts)
+            incremental.parts = []
         if not done:
             return False
-        if keyspace.job is not None:
-            self._take_job(0)
+        if keyspace.incremental is not None:
+            self._take_incremental(0)
             return False
-        self.job = None
+        self.incremental = None
         slot = self.slot
-        result = job.result
+        result = incremental.result
         if slot.encode is not None and not isinstance(result, list):
             result = slot.encode(result)
         if isinstance(result, list):
             size = length(result)
-            self.check_room(size)
+            self.check_reply_size(size)
             self.out.extend(result)
             self.unsent += size
         elif result:
             self.out.append(result)
             self.unsent += len(result)
-        self.out.extend(job.said)
-        self.unsent += length(job.said)
+        self.out.extend(incremental.behind)
+        self.unsent += length(incremental.behind)
         return True
 
     def _stall(self, chunk: bytes, at: int) -> None:
-        """The peer is behind with reading: its further requests wait."""
+        """Hold back requests, as the peer reads its replies too slowly."""
         self._keep(chunk, at, 0)
 
-    def check_room(self, size: int) -> None:
-        """Raise LimitError for a reply of so many bytes that no budget allows for it."""
+    def check_reply_size(self, size: int) -> None:
+        """Raise LimitError for a reply of more bytes than the whole budget."""
         most = self.engine.limits.budget_bytes
         if size > most:
             raise LimitError("budget_bytes", size, most)
 
-    def _suspend(self, rest: PartialRequest | None, chunk: bytes, at: int, need: int) -> None:
-        """A frame is not complete: keep what is needed to go on."""
-        if rest is not None:
-            self.rest = rest
-            at = rest.at
+    def _suspend(self, partial: PartialRequest | None, chunk: bytes, at: int, need: int) -> None:
+        """Keep what an incomplete request needs to go on."""
+        if partial is not None:
+            self.partial = partial
+            at = partial.at
         self._keep(chunk, at, need - at)
 
     def _keep(self, chunk: bytes, at: int, need: int) -> None:
@@ -417,12 +422,12 @@ class ServerSession(Holder):
         self._account()
 
     def _account(self) -> None:
-        """Count what is held for unfinished requests. Raises LimitError."""
-        held = 0 if self.input_buffer is None else _KEPT_BYTES + len(self.input_buffer)
-        if self.rest is not None:
-            held += self.rest.held()
-        if self.job is not None:
-            held += self.job.held
+        """Count what is held of unfinished requests. Raises LimitError."""
+        held = 0 if self.input_buffer is None else _BUFFER_BYTES + len(self.input_buffer)
+        if self.partial is not None:
+            held += self.partial.held()
+        if self.incremental is not None:
+            held += self.incremental.held
         if held != self.held:
             self._count_held(held)
             self.engine.budget.relieve(self)
@@ -436,14 +441,14 @@ class ServerSession(Holder):
 
     def _refusal(self, opcode: int) -> str:
         if self.table is self.engine.handshake:
-            return f"the first frame is not VALIDATE but opcode {opcode}"
-        return f"opcode {opcode} is unknown"
+            return f"first frame is not VALIDATE but opcode {opcode}"
+        return f"unknown opcode {opcode}"
 
     # Commands that concern the connection
 
     def validate(self, magic: int) -> None:
         if magic != MAGIC:
-            raise ProtocolError(f"VALIDATE carries {magic:#x}, not {MAGIC:#x}")
+            raise ProtocolError(f"VALIDATE carries {magic:#x}, expected {MAGIC:#x}")
         self.table = self.engine.commands
         self.engine.unvalidated.pop(self, None)
 
@@ -453,35 +458,36 @@ class ServerSession(Holder):
         return nonce
 
     def introduce(self, items: list[tuple[bytes, Framed]]) -> None:
-        """Keep what the peer says of itself, for logs. Raises ProtocolError if that is no short text."""
-        if len(items) > _MOST_SAID or sum(len(name) + len(blob) for name, blob in items) > _MOST_SAID:
-            raise ProtocolError(f"it introduces itself with more than {_MOST_SAID} bytes")
-        before = self.introduction()
-        self.peer = {_readable(name): _readable(unpack(blob)) for name, blob in items}
+        """Keep what the peer says about itself, for logs. Raises ProtocolError if it is too long."""
+        if len(items) > _MAX_INTRODUCTION or sum(len(name) + len(value) for name, value in items) > _MAX_INTRODUCTION:
+            raise ProtocolError(f"INTRODUCE of more than {_MAX_INTRODUCTION} bytes")
+        before = self.introduction_bytes()
+        self.peer = {_printable(name): _printable(unpack(value)) for name, value in items}
         pid = self.peer.get("pid", "")
-        if pid.isdecimal() and len(pid) < _LONGEST_PID:
+        if pid.isdecimal() and len(pid) <= _MAX_PID_DIGITS:
             self.pid = int(pid)
-        self.engine.budget.charge(self.introduction() - before)
+        self.engine.budget.charge(self.introduction_bytes() - before)
         self.engine.budget.relieve(self)
 
-    def introduction(self) -> int:
+    def introduction_bytes(self) -> int:
         peer = self.peer
         if not peer:
             return 0
         return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items())
 
     def join(self, key: bytes, token: Framed) -> int:
-        """Raises ProtocolError for a token that is too long to be one, or if the value is no number."""
-        if len(token) > _LONGEST_TOKEN:
-            raise ProtocolError(f"a token of {len(token)} bytes")
+        """See `Keyspace.join`. Raises ProtocolError for a token that is too long."""
+        if len(token) > _MAX_TOKEN:
+            raise ProtocolError(f"JOIN with a token of {len(token) - PREFIX} bytes (max {_MAX_TOKEN - PREFIX})")
         return self.engine.keyspace.join(self, key, unpack(token))
 
-    # Out
+    # Output
 
     def fire(self, value: Value | None) -> None:
-        """Say it, whatever is unsent: a peer has one value at most to come, which others' commands must not refuse."""
-        if self.job is not None and self.job.settled:
-            self.job.said.extend([_WOKEN] if value is None else value if isinstance(value, list) else [value])
+        """Send the end of a wait, whatever is unsent: one value at most, which must not fail another's command."""
+        if self.incremental is not None and self.incremental.determined:
+            behind = self.incremental.behind
+            behind.extend([_WOKEN] if value is None else value if isinstance(value, list) else [value])
             return
         if value is None:
             self.out.append(_WOKEN)
@@ -495,10 +501,10 @@ class ServerSession(Holder):
         self.engine.pending_flush.append(self)
 
     def grant(self, length: int, item: Framed | None) -> None:
-        """The same for an item."""
+        """Send the end of a wait for an item."""
         pieces = encode_popped((length, item))
-        if self.job is not None and self.job.settled:
-            self.job.said.extend(pieces)
+        if self.incremental is not None and self.incremental.determined:
+            self.incremental.behind.extend(pieces)
             return
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))
@@ -506,15 +512,15 @@ class ServerSession(Holder):
 
 
 def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSession]:
-    """Those that came after the world was complete: they belong to a next round.
+    """Return the sessions connected after the world was complete: they belong to the next round.
 
-    A peer that was there before, by host and process, keeps its later connections too.
+    A peer that was connected before, judged by host and process, keeps its later connections too.
     """
     early = {(one.host, one.pid) for one in sessions if one.connected_at <= complete and one.pid != NO_PID}
     return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
 
 
-def _readable(raw: bytes) -> str:
-    """Text that cannot break a line of the log."""
+def _printable(raw: bytes) -> str:
+    """Text that cannot break a log line."""
     text = raw.decode(errors="replace")
     return text if text.isprintable() else repr(text)[1:-1]

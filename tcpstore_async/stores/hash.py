@@ -17,9 +17,10 @@ from ..client.requests import texts_of
 from ..coercion import Text, Timeout, in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..deadline import Deadline
 from ..errors import ProtocolError, QueueEmptyError, StoreTimeoutError
-from ..keyspace import CallbackWaiter, Keyspace
+from ..keyspace import Keyspace
 from ..limits import Limits
 from ..values import Framed, pack, unpack
+from ..waiters import CallbackWaiter
 from .base import Store
 from .exclusive import LOCK, do, forked
 

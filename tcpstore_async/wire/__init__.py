@@ -1,1 +1,1 @@
-"""Bytes: what can be said on the wire, by both ends. No state, clock or socket."""
+"""The wire format, for both ends: codecs and the command table. No state, clock or socket."""

@@ -1,14 +1,10 @@
-"""Room at the end of a buffer, for bytes that are about to be received.
-
-Knows: how a bytearray is made longer without a look at its new bytes. Must not know: what is received.
-Invariant: the new bytes have no meaning: whoever asks for them writes them before anybody reads them.
-"""
+"""Receive buffers that grow without being filled with zeros first."""
 
 from typing import Any
 
 try:
     import ctypes
-except ImportError:  # Python may have been built without
+except ImportError:  # Python built without libffi
     _resize: Any = None
 else:
     _resize = ctypes.pythonapi.PyByteArray_Resize
@@ -17,9 +13,9 @@ else:
 
 
 def resize_uninitialized(buffer: bytearray, size: int) -> None:
-    """Make the buffer `size` bytes long.
+    """Make the buffer `size` bytes long. The new bytes are undefined: write them before reading them.
 
-    Python's own ways fill the new bytes with zeros and copy those: a third of what a SET of 1 MiB costs in all.
+    Python's own ways fill the new bytes with zeros first: a third of the time of a SET of 1 MiB.
     """
     if _resize is None:
         buffer += bytes(size - len(buffer))

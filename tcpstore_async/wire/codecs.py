@@ -1,9 +1,10 @@
-"""The shapes of requests and replies: each one a pair of decode and encode, used by both ends.
+"""The codecs of request fields and replies, used by both ends. Integers are little-endian.
 
-Knows: how fields lie in bytes, little-endian, and the limits on lengths. Must not know: opcodes, what a request means,
-where bytes come from.
-Invariant: a length is checked against its limit as soon as it is read, before the bytes it announces; nothing is
-decoded twice but the one or two lengths of a frame whose rest was still under way.
+A codec encodes and decodes one layout of fields. It knows the limits on lengths, but not opcodes, what a request means,
+or where bytes come from.
+
+Invariants: a length is checked against its limit as soon as it is read, before the bytes that it announces. Nothing is
+decoded twice, except the one or two lengths before the point at which a frame was cut.
 """
 
 from collections.abc import Callable
@@ -14,71 +15,75 @@ from librt.strings import read_i64_le
 
 from ..errors import LimitError, ProtocolError
 from ..limits import Limits
-from ..values import NO_BLOB, PREFIX, Framed, pack
+from ..values import ABSENT, PREFIX, Framed, pack
 from .buffers import resize_uninitialized
 
 Fields = tuple[Any, ...]
 Handler = Callable[..., Any]
-"""What is to be done with the fields of a request."""
+"""A function that takes the fields of a request."""
 
 _U32: Final = Struct("<I")
 _I64: Final = Struct("<q")
 _U64: Final = Struct("<Q")
 _ONE_KEY: Final = Struct("<QQ")
-"""How many keys, and how long the first is."""
+"""The number of keys and the length of the first."""
 _read_u32: Final = _U32.unpack_from
 
 LARGE_VALUE_BYTES: Final = 64 * 1024
-"""Length from which an unfinished value is received into the buffer in which it will be stored."""
+"""Length from which on an incomplete value is received into the buffer in which it will be stored."""
 
 _FIRST_BUFFER: Final = 4 * 1024
-"""What a bulk value is given before more of it has arrived, in bytes; later three times what has."""
+"""Initial buffer of a large value, in bytes. It grows to four times what has arrived."""
 
 ITEM_BYTES: Final = 64
-"""What holds one key of an unfinished list is counted as this many bytes."""
+"""Bytes counted for one key of an incomplete list, besides its contents."""
 
 _PAIR_BYTES: Final = 160
-"""What holds a key and a value."""
+"""Bytes counted for a key and a value of an incomplete list."""
 
 
 class PartialRequest:
-    """What is still to come of a frame whose beginning has been decoded."""
+    """The state of a request that has been decoded in part."""
 
     at: int
-    """Where, in the data last decoded, the bytes begin that were not used up."""
+    """Where the unused bytes begin in the data that was last decoded."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        """As `Request.decode`, going on where the frame was left."""
+        """As `RequestCodec.decode`, going on from here."""
         raise NotImplementedError
 
     def held(self) -> int:
-        """Bytes kept for the frame so far."""
+        """Return the bytes held for the request so far."""
         raise NotImplementedError
 
 
 class RequestCodec:
-    """The shape of a request's fields, those behind the opcode."""
+    """The layout of a request's fields, which follow the opcode."""
 
     arity: int = 1
-    """How many fields there are."""
+    """The number of fields."""
+
+    layout: str = ""
+    """The fields as `docs/wire.md` writes them."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        """Decode the fields that start at `at` in data[:end], and give them to `call`.
+        """Decode the fields that start at `at` in data[:end] and pass them to `call`.
 
-        Returns its result and where the fields stop. While they are not all there: None, or the `Rest` that has to go
-        on, and minus the length that `data` must have before that can do anything. Raises LimitError. (Handing the
-        fields on from here, not through a tuple, is worth 0.15 µs a command in plain Python.)
+        Returns the result of `call` and where the fields stop. If they are incomplete: None, or the `PartialRequest` to
+        go on with, and minus the length that `data` must have to get further. Raises LimitError. (Calling from here
+        instead of returning a tuple of fields saves 0.15 µs a command in plain Python.)
         """
         raise NotImplementedError
 
     def encode(self, fields: Fields) -> bytes:
-        """The bytes of the fields."""
+        """Return the fields as bytes."""
         raise NotImplementedError
 
 
 class _Nothing(RequestCodec):
     def __init__(self) -> None:
         self.arity = 0
+        self.layout = ""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         return call(), at
@@ -88,6 +93,9 @@ class _Nothing(RequestCodec):
 
 
 class _U32Field(RequestCodec):
+    def __init__(self) -> None:
+        self.layout = "u32"
+
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         stop = at + 4
         if stop > end:
@@ -99,6 +107,9 @@ class _U32Field(RequestCodec):
 
 
 class _I64Field(RequestCodec):
+    def __init__(self) -> None:
+        self.layout = "i64"
+
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         stop = at + 8
         if stop > end:
@@ -114,7 +125,7 @@ def _unsigned(length: int) -> int:
 
 
 def _key_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
-    """Where the key at `at` stops, or minus the length that must be there to go on. Raises LimitError."""
+    """Return where the key at `at` stops, or minus the length that is needed to go on. Raises LimitError."""
     start = at + 8
     if start > end:
         return -start
@@ -138,6 +149,9 @@ def _value_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
 
 
 class _Key(RequestCodec):
+    def __init__(self) -> None:
+        self.layout = "key"
+
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
         if start <= end:
@@ -153,6 +167,7 @@ class _Key(RequestCodec):
 class _KeyI64(RequestCodec):
     def __init__(self) -> None:
         self.arity = 2
+        self.layout = "key, i64"
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
@@ -170,11 +185,12 @@ class _KeyI64(RequestCodec):
 class _KeyValues(RequestCodec):
     """A key and one or more values."""
 
-    def __init__(self, values: int, bulk: bool) -> None:
+    def __init__(self, values: int, large: bool) -> None:
         self.arity = 1 + values
+        self.layout = "key" + ", value" * values
         self.values = values
-        self.bulk = bulk
-        """Whether a large last value may be received as a `Bulk`."""
+        self.large = large
+        """Whether a large last value may be received as a `LargeValue`."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = _key_stop(data, at, end, limits)
@@ -184,7 +200,7 @@ class _KeyValues(RequestCodec):
         for left in range(self.values, 0, -1):
             stop = _value_stop(data, start, end, limits)
             if stop < 0:
-                if self.bulk and left == 1 and -stop - start >= LARGE_VALUE_BYTES:
+                if self.large and left == 1 and -stop - start >= LARGE_VALUE_BYTES:
                     return LargeValue(fields, -stop - start, data, start, end), -(end + 1)
                 return None, stop
             fields.append(data[start:stop])
@@ -196,7 +212,7 @@ class _KeyValues(RequestCodec):
 
 
 class _KeyValue(_KeyValues):
-    """A key and one value, with a fast path for a frame that is all there."""
+    """A key and one value, with a fast path for a complete frame."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
@@ -215,9 +231,9 @@ class _KeyValue(_KeyValues):
 
 
 class LargeValue(PartialRequest):
-    """A large last value, received straight into the buffer that will be stored.
+    """A request whose large last value is received straight into the buffer that will be stored.
 
-    The buffer grows as bytes arrive: an announcement alone must not cost memory.
+    The buffer grows as bytes arrive: announcing a length alone costs no memory.
     """
 
     def __init__(self, fields: list[Any], size: int, data: bytes, start: int, end: int) -> None:
@@ -227,14 +243,14 @@ class LargeValue(PartialRequest):
         self.buffer = bytearray(min(size, _FIRST_BUFFER))
         self.at = self._take(data, start, end)
 
-    def room(self) -> memoryview:
-        """The part of the buffer to be filled next; empty once the value is complete."""
+    def free_space(self) -> memoryview:
+        """Return the part of the buffer to be filled next; empty once the value is complete."""
         if self.filled == len(self.buffer) and self.filled < self.size:
             resize_uninitialized(self.buffer, min(self.size, 4 * self.filled))
         return memoryview(self.buffer)[self.filled :]
 
     def fill(self, count: int) -> None:
-        """`count` bytes have been put into `room()`."""
+        """Note that `count` bytes have been written to `free_space`."""
         self.filled += count
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
@@ -248,9 +264,9 @@ class LargeValue(PartialRequest):
 
     def _take(self, data: bytes, at: int, end: int) -> int:
         while at < end and self.filled < self.size:
-            with self.room() as room:
-                count = min(end - at, len(room))
-                room[:count] = data[at : at + count]
+            with self.free_space() as space:
+                count = min(end - at, len(space))
+                space[:count] = data[at : at + count]
             self.filled += count
             at += count
         return at
@@ -261,17 +277,18 @@ def _alone(key: bytes) -> bytes:
 
 
 def _pair(key: bytes, value: Framed) -> tuple[bytes, Framed]:
-    hash(key)  # while its turn lasts: those of all keys together would hold everybody up
+    hash(key)  # cached from now on: hashing all keys at once would hold the loop for long
     return key, value
 
 
 class _CountedList(RequestCodec):
     """A count and as many items."""
 
-    def __init__(self, item: RequestCodec, pick: Handler) -> None:
+    def __init__(self, item: RequestCodec, layout: str, pick: Handler) -> None:
+        self.layout = f"u64 *n*, *n* × {layout}"
         self.item = item
         self.pick = pick
-        """Makes an item of the list from its fields."""
+        """Makes a list item from its fields."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
@@ -300,9 +317,9 @@ class _CountedList(RequestCodec):
 
 
 def _take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, limits: Limits) -> int:
-    """Append the keys that are here, until `items` holds `count`; where they stop.
+    """Append complete keys to `items` until it holds `count`, and return where they stop.
 
-    A loop of its own, without a call for every key, halves a MULTI_GET of 1,000 keys.
+    A loop of its own, without a call for every key, halves the time of a MULTI_GET of 1,000 keys.
     """
     longest = limits.key_bytes
     for _left in range(count - len(items)):
@@ -320,22 +337,22 @@ def _take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, lim
 class _PartialList(PartialRequest):
     """The items of a counted list that have arrived so far."""
 
-    def __init__(self, shape: _CountedList, count: int, items: list[Any], size: int) -> None:
-        self.shape = shape
+    def __init__(self, codec: _CountedList, count: int, items: list[Any], size: int) -> None:
+        self.codec = codec
         self.count = count
         self.items = items
         self.size = size
         self.at = 0
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        item = self.shape.item
+        item = self.codec.item
         items = self.items
         start = at
         if item is KEY:
             at = _take_keys(items, self.count, data, at, end, limits)
         need = 0
         while len(items) < self.count:
-            field, stop = item.decode(self.shape.pick, data, at, end, limits)
+            field, stop = item.decode(self.codec.pick, data, at, end, limits)
             if stop < 0:
                 need = -stop
                 break
@@ -349,48 +366,50 @@ class _PartialList(PartialRequest):
         return (self, -need) if need else (call(items), at)
 
     def held(self) -> int:
-        return self.size + (ITEM_BYTES if self.shape.item is KEY else _PAIR_BYTES) * len(self.items)
+        return self.size + (ITEM_BYTES if self.codec.item is KEY else _PAIR_BYTES) * len(self.items)
 
 
 class ReplyCodec:
-    """The shape of a reply."""
+    """The layout of a reply."""
+
+    layout: str = ""
+    """The reply as `docs/wire.md` writes it."""
 
     encode: Callable[[Any], Any] | None
-    """From a result to the reply's bytes, or its pieces; None if the result is that already, or says nothing."""
+    """Converts a result to the reply's bytes, or its pieces; None if the result is these already, or nothing."""
 
     in_pieces: bool = False
-    """Whether the reply is a list of pieces, so that values need no copy."""
+    """Whether the reply is a list of pieces, so that values are not copied."""
 
     measure: Callable[[Any], int] | None = None
-    """For a reply that is built from what may be much larger than its request: its length in bytes."""
+    """Returns the length in bytes, for a reply that may be much larger than its request."""
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
-        """Decode the reply that starts at `at` in data[:end]; `count` is the number of keys that were asked for.
+        """Decode the reply that starts at `at` in data[:end]; `count` is the number of keys in the request.
 
-        Returns the result and where it stops. While it is not all there: None, or the `RestOfReply` that has to go on,
-        and minus the length that `data` must have before that can do anything. Raises ProtocolError for a reply that
-        cannot be true.
+        Returns the result and where it stops. If it is incomplete: None, or the `PartialReply` to go on with, and minus
+        the length that `data` must have to get further. Raises ProtocolError for what cannot be a reply.
         """
         raise NotImplementedError
 
 
 class PartialReply:
-    """What is still to come of a reply of several items."""
+    """The state of a reply of several items that has been decoded in part."""
 
     def __init__(self, count: int, items: list[Framed], bare: bool) -> None:
         self.count = count
         self.items = items
         self.bare = bare
-        """Whether an item is kept without its length, as keys are."""
+        """Whether items are kept without their length prefix, as keys are."""
         self.at = 0
-        """Where, in the data last decoded, the bytes begin that were not used up."""
+        """Where the unused bytes begin in the data that was last decoded."""
 
     def decode(self, data: bytes, at: int, end: int) -> tuple[Any, int]:
-        """As `Reply.decode`, going on where the reply was left."""
+        """As `ReplyCodec.decode`, going on from here."""
         items = self.items
         skip = PREFIX if self.bare else 0
         while len(items) < self.count:
-            stop = _blob_stop(data, at, end)
+            stop = _framed_stop(data, at, end)
             if stop < 0:
                 self.at = at
                 return self, stop
@@ -400,11 +419,12 @@ class PartialReply:
 
 
 MAX_REPLY_ITEM: Final = 2**40
-"""No value is so long, in bytes, and no store holds so many keys: a reply that says so is not one."""
+"""Bytes of a value, and number of keys, from which on a reply cannot be valid."""
 
 
 class _NoReply(ReplyCodec):
     def __init__(self) -> None:
+        self.layout = ""
         self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
@@ -413,6 +433,7 @@ class _NoReply(ReplyCodec):
 
 class _Echo(ReplyCodec):
     def __init__(self) -> None:
+        self.layout = "u32"
         self.encode = _U32.pack
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
@@ -424,6 +445,7 @@ class _Echo(ReplyCodec):
 
 class _Number(ReplyCodec):
     def __init__(self) -> None:
+        self.layout = "i64"
         self.encode = _I64.pack
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
@@ -441,13 +463,14 @@ WAIT_CANCELED: Final = 1
 
 
 class _Byte(ReplyCodec):
-    """One byte: `yes` for a true result, `no` for a false one; if `no` is None a false one says nothing."""
+    """One byte: `yes` for a true result, `no` for a false one; if `no` is None, a false one has no reply."""
 
-    def __init__(self, yes: int, no: int | None, complaint: str) -> None:
+    def __init__(self, yes: int, no: int | None, layout: str, error: str) -> None:
+        self.layout = layout
         self.yes = yes
         self.no = no
-        self.complaint = complaint
-        """What PyTorch's client says of any other byte."""
+        self.error = error
+        """The message of PyTorch's client for any other byte."""
         self.encode = (b"" if no is None else bytes([no]), bytes([yes])).__getitem__
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
@@ -455,51 +478,54 @@ class _Byte(ReplyCodec):
             return None, -(at + 1)
         byte = data[at]
         if byte != self.yes and byte != self.no:
-            raise ProtocolError(self.complaint)
+            raise ProtocolError(self.error)
         return byte == self.yes, at + 1
 
 
-def _blob_stop(data: bytes, at: int, end: int) -> int:
+def _framed_stop(data: bytes, at: int, end: int) -> int:
     start = at + 8
     if start > end:
         return -start
     length: int = read_i64_le(data, at)
     if not 0 <= length < MAX_REPLY_ITEM:
-        raise ProtocolError(f"a reply announces {_unsigned(length)} bytes")
+        raise ProtocolError(f"reply announces {_unsigned(length)} bytes")
     stop = start + length
     return stop if stop <= end else -stop
 
 
-class _Blob(ReplyCodec):
-    def __init__(self) -> None:
+class _Value(ReplyCodec):
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
         self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
-        stop = _blob_stop(data, at, end)
+        stop = _framed_stop(data, at, end)
         if stop < 0:
             return None, stop
         return data[at:stop], stop
 
 
 class _NoValue(ReplyCodec):
-    """What ends a FETCH without a value: a length that no value has."""
+    """The end of a FETCH without a value: a length that no value has."""
 
     def __init__(self) -> None:
+        self.layout = "8 bytes `ff`"
         self.encode = None
 
     def decode(self, data: bytes, at: int, end: int, count: int) -> tuple[Any, int]:
         stop = at + PREFIX
         if stop > end:
             return None, -stop
-        if data[at:stop] != NO_BLOB:
-            raise ProtocolError("the answer to a canceled FETCH is expected")
-        return NO_BLOB, stop
+        if data[at:stop] != ABSENT:
+            raise ProtocolError("expected the reply to a canceled FETCH")
+        return ABSENT, stop
 
 
-class _Blobs(ReplyCodec):
-    """Values, as many as keys were asked for."""
+class _Values(ReplyCodec):
+    """One value for each key of the request."""
 
     def __init__(self) -> None:
+        self.layout = "*n* × value"
         self.encode = None
         self.in_pieces = True
 
@@ -511,6 +537,7 @@ class _CountedKeys(ReplyCodec):
     """A count and as many keys."""
 
     def __init__(self) -> None:
+        self.layout = "i64 *n*, *n* × key"
         self.encode = _encode_keys
         self.measure = _measure_keys
 
@@ -520,7 +547,7 @@ class _CountedKeys(ReplyCodec):
             return None, -start
         number: int = read_i64_le(data, at)
         if not 0 <= number < MAX_REPLY_ITEM:
-            raise ProtocolError(f"a reply announces {_unsigned(number)} keys")
+            raise ProtocolError(f"reply announces {_unsigned(number)} keys")
         return PartialReply(number, [], bare=True).decode(data, start, end)
 
 
@@ -539,7 +566,8 @@ def _encode_keys(keys: list[bytes]) -> bytes:
 class _Popped(ReplyCodec):
     """A length and, if it is more than 0, a value."""
 
-    def __init__(self, encode: Callable[[Any], Any]) -> None:
+    def __init__(self, layout: str, encode: Callable[[Any], Any]) -> None:
+        self.layout = layout
         self.encode = encode
         self.in_pieces = True
 
@@ -550,7 +578,7 @@ class _Popped(ReplyCodec):
         length: int = read_i64_le(data, at)
         if length <= 0:
             return (length, None), start
-        stop = _blob_stop(data, start, end)
+        stop = _framed_stop(data, start, end)
         if stop < 0:
             return None, stop
         return (length, data[start:stop]), stop
@@ -561,7 +589,7 @@ def encode_popped(popped: tuple[int, Framed | None]) -> list[Framed]:
     return [_I64.pack(length)] if item is None else [_I64.pack(length), item]
 
 
-def _encode_popped_later(popped: tuple[int, Framed | None] | None) -> list[Framed]:
+def _encode_deferred_popped(popped: tuple[int, Framed | None] | None) -> list[Framed]:
     return [] if popped is None else encode_popped(popped)
 
 
@@ -570,23 +598,21 @@ U32: Final[RequestCodec] = _U32Field()
 I64: Final[RequestCodec] = _I64Field()
 KEY: Final[RequestCodec] = _Key()
 KEY_I64: Final[RequestCodec] = _KeyI64()
-KEY_VALUE: Final[RequestCodec] = _KeyValue(1, bulk=True)
-KEY_VALUE_VALUE: Final[RequestCodec] = _KeyValues(2, bulk=True)
-KEYS: Final[RequestCodec] = _CountedList(KEY, _alone)
-ITEMS: Final[RequestCodec] = _CountedList(_KeyValue(1, bulk=False), _pair)
+KEY_VALUE: Final[RequestCodec] = _KeyValue(1, large=True)
+KEY_VALUE_VALUE: Final[RequestCodec] = _KeyValues(2, large=True)
+KEYS: Final[RequestCodec] = _CountedList(KEY, "key", _alone)
+ITEMS: Final[RequestCodec] = _CountedList(_KeyValue(1, large=False), "(key, value)", _pair)
 
 NO_REPLY: Final[ReplyCodec] = _NoReply()
 ECHO: Final[ReplyCodec] = _Echo()
 NUMBER: Final[ReplyCodec] = _Number()
-PRESENCE: Final[ReplyCodec] = _Byte(READY, NOT_READY, "ready or not_ready response expected")
-WAKE: Final[ReplyCodec] = _Byte(STOP_WAITING, None, "Stop_waiting response is expected")
-CANCELED: Final[ReplyCodec] = _Byte(WAIT_CANCELED, None, "wait_canceled response is expected")
-BLOB: Final[ReplyCodec] = _Blob()
-DEFERRED_VALUE: Final[ReplyCodec] = _Blob()
-"""As BLOB, but perhaps later."""
+PRESENCE: Final[ReplyCodec] = _Byte(READY, NOT_READY, "u8: 0 or 1", "ready or not_ready response expected")
+WAKE: Final[ReplyCodec] = _Byte(STOP_WAITING, None, "u8: 0, now or later", "Stop_waiting response is expected")
+CANCELED: Final[ReplyCodec] = _Byte(WAIT_CANCELED, None, "u8: 1", "wait_canceled response is expected")
+VALUE: Final[ReplyCodec] = _Value("value")
+DEFERRED_VALUE: Final[ReplyCodec] = _Value("value, now or later")
 NO_VALUE: Final[ReplyCodec] = _NoValue()
-BLOBS: Final[ReplyCodec] = _Blobs()
+VALUES: Final[ReplyCodec] = _Values()
 COUNTED_KEYS: Final[ReplyCodec] = _CountedKeys()
-POPPED: Final[ReplyCodec] = _Popped(encode_popped)
-POPPED_LATER: Final[ReplyCodec] = _Popped(_encode_popped_later)
-"""As POPPED, but perhaps later."""
+POPPED: Final[ReplyCodec] = _Popped("i64 *n*; value if *n* > 0", encode_popped)
+DEFERRED_POPPED: Final[ReplyCodec] = _Popped("i64 *n*; value if *n* > 0; now or later", _encode_deferred_popped)

@@ -149,16 +149,16 @@ class EngineTarget:
     def _receive(self, peer: str, piece: bytes) -> None:
         session = self.sessions[peer]
         try:
-            bulk = session.bulk() if self.bulk else None
+            bulk = session.large_value() if self.bulk else None
             while bulk is not None and piece:
-                with bulk.room() as room:
+                with bulk.free_space() as room:
                     count = min(len(room), len(piece))
                     room[:count] = piece[:count]
                 bulk.fill(count)
                 piece = piece[count:]
                 session.receive(b"")
                 self._flush(session)
-                bulk = session.bulk()
+                bulk = session.large_value()
             if piece:
                 session.receive(piece)
             self._flush(session)

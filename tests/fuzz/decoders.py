@@ -23,7 +23,7 @@ from tcpstore_async.session.identity import Identity, read_identity
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica
 from tcpstore_async.stores.file.store import FileStore
-from tcpstore_async.values import NO_BLOB, pack
+from tcpstore_async.values import ABSENT, pack
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, Command
 
 
@@ -230,8 +230,8 @@ def _session_seeds() -> dict[str, bytes]:
         "wait-woken": bytes([_number("wait")]) + _hear(b"\0"),
         "wait-canceled": bytes([_number("wait")]) + cancel + _hear(b"\1"),
         "wait-woken-and-canceled": bytes([_number("wait")]) + cancel + _hear(b"\0", b"\1"),
-        "fetch-canceled": bytes([_number("fetch")]) + cancel + _hear(NO_BLOB),
-        "fetch-woken-and-canceled": bytes([_number("fetch")]) + cancel + _hear(blob, NO_BLOB),
+        "fetch-canceled": bytes([_number("fetch")]) + cancel + _hear(ABSENT),
+        "fetch-woken-and-canceled": bytes([_number("fetch")]) + cancel + _hear(blob, ABSENT),
         "lease": bytes([_number("lease_later")]) + _hear(b"\1" + bytes(7) + blob),
         "lease-canceled": bytes([_number("lease_later")]) + cancel + _hear(b"\xff" * 8),
         "popped": bytes([_number("queue_pop")]) + _hear(b"\2" + bytes(7) + blob),

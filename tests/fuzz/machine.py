@@ -56,9 +56,9 @@ class Machine:
         try:
             if session.stalled() or session.unsent > LIMITS.unsent_high_water:
                 return
-            bulk = session.bulk()
+            bulk = session.large_value()
             if bulk is not None and len(data) > 1:
-                with bulk.room() as room:
+                with bulk.free_space() as room:
                     count = min(len(room), len(data))
                     room[:count] = data[:count]
                 bulk.fill(count)
@@ -115,7 +115,7 @@ class Machine:
         # What is leased, or given back, must not keep a full store full.
         if not 0 <= used <= LIMITS.budget_bytes + leases * PARKED_BYTES + (leases + queues) * (QUEUE_BYTES + 40):
             raise Broken(f"used: {used}")
-        others = sum(engine.session_bytes + session.held + session.introduction() for session in present)
+        others = sum(engine.session_bytes + session.held + session.introduction_bytes() for session in present)
         if engine.budget.others != others:
             raise Broken(f"counted beside the store: {engine.budget.others}, held {others}")
         for session in present:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from tcpstore_async.errors import PeerError
-from tcpstore_async.keyspace import Keyspace, Waiter
+from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import framed, size, unpack
+from tcpstore_async.waiters import AWAITING_ITEM, AWAITING_VALUE, IDLE, Waiter
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 from .model import MAGIC, Closed, Model, Peer
@@ -226,7 +227,7 @@ class Fleet:
     def _finish_steps(self, session: ServerSession) -> None:
         """Where commands are done in steps: all of them, for the model does a command at once."""
         keyspace = self.engine.keyspace
-        while session.job is not None:
+        while session.incremental is not None:
             session.receive(b"")
         while keyspace.work:
             keyspace.step()
@@ -306,7 +307,8 @@ class Fleet:
             found = {ticket: (key, unpack(item)) for ticket, (key, item) in leased.items()}
             _same("leases", list(found.items()), list(line.peer.leased.items()))
             recount += sum(len(key) + ENTRY_BYTES + len(item) + PARKED_BYTES for key, item in leased.values())
-            _same("popping", line.session.popping, line.peer.popping)
+            popping = line.session.awaited, line.session.number
+            _same("popping", popping if line.session.state == AWAITING_ITEM else None, line.peer.popping)
             _same("rank", line.session.joined, line.peer.rank)
         for joins in keyspace.joins.values():
             recount += sum(len(token) + PARKED_BYTES for token in joins.connections)
@@ -321,7 +323,7 @@ class Fleet:
         weights = sum(session.weight for session in sessions)
         weights += sum(counter.weight for counter in keyspace.counters.values())
         _same("weights", weights, keyspace.parked)
-        others = sum(engine.session_bytes + session.held + session.introduction() for session in sessions)
+        others = sum(engine.session_bytes + session.held + session.introduction_bytes() for session in sessions)
         _same("counted beside the store", engine.budget.others, others)
         self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}
@@ -351,14 +353,16 @@ class Fleet:
             }
             _same("registrations", registered, expected)
             _same("left", max(session.remaining, 0), max(peer.remaining, 0))
-            _same("fetching", session.fetching, peer.fetching)
-            counting = None if session.counter is None else (session.counter.key, session.target)
+            _same("waiting", session.state != IDLE, session.remaining > 0)
+            fetching = session.awaited if session.state == AWAITING_VALUE else None
+            _same("fetching", fetching, peer.fetching)
+            counting = None if session.counter is None else (session.counter.key, session.number)
             _same("counting", counting, peer.counting)
             _same("introduced", session.peer, peer.introduced)
             if session.remaining > 0 and sum(map(abs, registered.values())) < session.remaining and counting is None:
                 raise Difference(f"a lost wake-up: {session.remaining} to come, of {registered}")
             kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
-            rest = 0 if session.rest is None else session.rest.held()
+            rest = 0 if session.partial is None else session.partial.held()
             _same("held", session.held, kept + rest)
             _same("validated", session not in engine.unvalidated, session.table is engine.commands)
 

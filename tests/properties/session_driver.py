@@ -24,7 +24,7 @@ def with_store_of(most: int) -> Engine:
     """An engine whose store alone is limited, so that nobody but who goes over the limit is closed."""
     engine = Engine(Limits())
     engine.budget.keyspace = Keyspace(Limits())
-    engine.keyspace.full = None
+    engine.keyspace.on_full = None
     engine.keyspace.max_size = most
     return engine
 
@@ -68,12 +68,12 @@ def tell_as_door(session: ServerSession, chunks: Iterable[bytes]) -> Heard:
         for chunk in chunks:
             at = 0
             while at < len(chunk):
-                bulk = session.bulk()
+                bulk = session.large_value()
                 if bulk is None:
                     session.receive(chunk[at : at + 65536])
                     at += 65536
                 else:
-                    with bulk.room() as room:
+                    with bulk.free_space() as room:
                         count = min(len(room), len(chunk) - at)
                         room[:count] = chunk[at : at + count]
                     bulk.fill(count)

@@ -53,7 +53,7 @@ class SteppedFleet(Fleet):
             line = self.lines[slot] = Line(session, self.model)
             session.receive(HANDSHAKE.frame)
             line.peer.validated = True
-        if line.session.job is not None:
+        if line.session.incremental is not None:
             return
         self.done += 1
         handoff = line.peer.handoff
@@ -62,7 +62,7 @@ class SteppedFleet(Fleet):
             line.session.receive(command.frame)
         except PeerError:
             refused = True
-        job = line.session.job
+        job = line.session.incremental
         if job is None:
             self._do(slot, line, command, refused)
         else:
@@ -112,7 +112,7 @@ class SteppedFleet(Fleet):
                 self.engine.keyspace.step()
                 self.compare()
             return
-        job = line.session.job
+        job = line.session.incremental
         if isinstance(job, ReadKeys) and not under.begun and self.engine.keyspace.reading is None:
             under.begun = True
             self._do(slot, line, under.command, refused=False)
@@ -122,7 +122,7 @@ class SteppedFleet(Fleet):
             line.session.receive(b"")
         except PeerError:
             refused = True
-        done = refused or line.session.job is None
+        done = refused or line.session.incremental is None
         if done:
             self.under[slot] = None
         if isinstance(job, ParkOnKeys) and (job.at > at or done):

@@ -135,7 +135,7 @@ def test_unfinished_frames_of_all_connections_together() -> None:
     error = engine.evicted[first]
     assert error.size > error.allowed == 100 * MIB - 2 * (100 * MIB // 16)
     assert error.held > 64 * MIB
-    assert (first.input_buffer, first.rest, first.held) == (None, None, 0)
+    assert (first.input_buffer, first.partial, first.held) == (None, None, 0)
     assert engine.unfinished == second.held + third.held
     first.leave()
     second.receive(frame[-10:])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.limits import Limits
-from tcpstore_async.values import NO_BLOB, pack
+from tcpstore_async.values import ABSENT, pack
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import PartialReply, ReplyCodec, RequestCodec
 
@@ -40,13 +40,13 @@ REPLIES: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("PRESENCE", st.booleans()),
     ("WAKE", st.just(True)),
     ("CANCELED", st.just(True)),
-    ("BLOB", values),
+    ("VALUE", values),
     ("DEFERRED_VALUE", values),
-    ("NO_VALUE", st.just(NO_BLOB)),
-    ("BLOBS", st.lists(values, max_size=8)),
+    ("NO_VALUE", st.just(ABSENT)),
+    ("VALUES", st.lists(values, max_size=8)),
     ("COUNTED_KEYS", st.lists(keys, max_size=8)),
     ("POPPED", st.just((0, None)) | st.tuples(st.integers(1, 2**62), values)),
-    ("POPPED_LATER", st.just((0, None)) | st.just((-1, None)) | st.tuples(st.integers(1, 2**62), values)),
+    ("DEFERRED_POPPED", st.just((0, None)) | st.just((-1, None)) | st.tuples(st.integers(1, 2**62), values)),
 ]
 
 

@@ -53,8 +53,8 @@ def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 OFFENCES = {
     "key_bytes": b"\x03" + u64(8193),
     "value_bytes": b"\x01" + blob(b"k") + u64((8 << 20) + 1),
-    "over the limit keys": b"\x05" + u64((128 << 10) + 1),
-    "opcode 200 is unknown": b"\xc8",
+    "limit exceeded: keys": b"\x05" + u64((128 << 10) + 1),
+    "unknown opcode 200": b"\xc8",
 }
 
 

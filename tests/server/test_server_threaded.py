@@ -266,7 +266,7 @@ def test_one_that_goes_while_it_is_written_to(server: Served, other: RawPeer, en
             fetching = stack.enter_context(RawPeer(server.port))
             connection = server.connection(fetching)
             fetching.send(fetch(b"/large"))
-            until(lambda: connection.session.fetching, "it waits")  # noqa: B023
+            until(lambda: connection.session.state, "it waits")  # noqa: B023
             other.send(b"\x01" + blob(b"/large") + blob(bytes(8 * MIB)))
             until(lambda: not connection.caught_up.is_set(), "the kernel takes no more")  # noqa: B023
             for gone in (peer, fetching):

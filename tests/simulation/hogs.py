@@ -98,7 +98,7 @@ class Crowd:
         if session.out and session not in self.engine.evicted:
             said = list(session.out)
             session.out.clear()
-            session.leave_behind(said, 0)
+            session.keep_unsent(said, 0)
 
     def _flush(self) -> None:
         """As a server does: close those who were evicted, hand on what was said."""

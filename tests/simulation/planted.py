@@ -15,13 +15,14 @@ from tcpstore_async.client import requests
 from tcpstore_async.client.async_connection import AsyncConnection
 from tcpstore_async.client.pool import TCPClient
 from tcpstore_async.errors import BudgetError, QueueEmptyError
-from tcpstore_async.keyspace import Counter, Handoff, Keyspace, Waiter
+from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
 from tcpstore_async.session.budget import Budget, Holder, Unsent
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.stores.tcp import TCPStore
 from tcpstore_async.values import unpack
+from tcpstore_async.waiters import AWAITING_VALUE, IDLE, Counter, Handoff, Waiter
 
 Method = Callable[..., Any]
 Plant = tuple[type, str, Callable[[Method], Method]]
@@ -77,7 +78,7 @@ def _replies_first(session: ServerSession, value: Any) -> None:
     session.engine.pending_flush.append(session)
 
 
-def _fires_again(store: Keyspace, waiter: Waiter) -> None:
+def _fires_again(store: Keyspace, waiter: Waiter, ended: int) -> None:
     waiter.fire(None)
 
 
@@ -103,10 +104,10 @@ def _pops_and_keeps(store: Keyspace, key: bytes) -> Any:
 
 def _one_too_few(counter: Counter, total: int) -> None:
     counter.targets = [target + 1 for target in counter.targets]
-    counter.awaiting = {target + 1: crowd for target, crowd in counter.awaiting.items()}
-    for crowd in counter.awaiting.values():
-        for waiter in crowd:
-            waiter.target += 1
+    counter.awaiting = {target + 1: group for target, group in counter.awaiting.items()}
+    for group in counter.awaiting.values():
+        for waiter in group:
+            waiter.number += 1
 
 
 def _does_it_again(session: ServerSession, chunk: bytes, at: int) -> None:
@@ -115,20 +116,21 @@ def _does_it_again(session: ServerSession, chunk: bytes, at: int) -> None:
 
 def _begins_again(session: ServerSession, rest: Any, chunk: bytes, at: int, need: int) -> None:
     if rest is not None:
-        session.rest = rest
+        session.partial = rest
     session._keep(chunk, at, need - at)
 
 
-def _fetch_eats(store: Keyspace, waiter: Waiter) -> None:
-    if waiter.fetching in store.queues:
-        store.queue_pop(waiter.fetching)
+def _fetch_eats(store: Keyspace, waiter: Waiter, ended: int) -> None:
+    if ended == AWAITING_VALUE and waiter.awaited in store.queues:
+        store.queue_pop(waiter.awaited)
 
 
 def _is_no_more_promised(store: Keyspace, key: bytes, handed_on: bool = False) -> None:
     line = store.waiters[key]
     for waiter in [waiter for waiter, times in line.items() if times > 0]:
-        if store._count_down(waiter, key, line.pop(waiter)):
-            store._fire(waiter)
+        ended = store._count_down(waiter, key, line.pop(waiter))
+        if ended != IDLE:
+            store._fire(waiter, ended)
     if not line and key not in store.stale:
         del store.waiters[key]
 
@@ -187,14 +189,14 @@ PLANTED: dict[str, Plant] = {
         _instead(lambda store, waiter, ticket: store.give_back(waiter, ticket) and None),
     ),
     "a rank that joins again counts twice": (Keyspace, "join", _ignores_token),
-    "a promise is not handed on": (Keyspace, "settle", _instead(_keeps_promise)),
+    "a promise is not handed on": (Keyspace, "end_handoff", _instead(_keeps_promise)),
     "a queue wakes everybody and promises nothing": (Keyspace, "_wake_next", _instead(_is_no_more_promised)),
     "who leaves stays in line": (Keyspace, "leave", _instead(lambda store, waiter: None)),
     "who leaves keeps its promise": (Keyspace, "leave", _instead(lambda store, waiter: store._unpark(waiter))),
     "a cancel takes the others out of line": (Keyspace, "cancel_wait", _instead(_wakes_nobody_else)),
     "a cancel takes nobody out of line": (Keyspace, "cancel_wait", _instead(lambda store, waiter: True)),
     "a waiter is fired twice": (Keyspace, "_fire", _after(_fires_again)),
-    "a waiter is not fired": (Keyspace, "_fire", _instead(lambda store, waiter: None)),
+    "a waiter is not fired": (Keyspace, "_fire", _instead(lambda store, waiter, ended: None)),
     "a wake overtakes earlier replies": (ServerSession, "fire", _instead(_replies_first)),
     "a wake is not to be flushed": (
         ServerSession,
@@ -219,7 +221,7 @@ PLANTED: dict[str, Plant] = {
     "a frame cut in two is read on from its beginning": (ServerSession, "_suspend", _instead(_begins_again)),
     "a client takes a wake for the answer to its cancel": (
         ClientSession,
-        "_answer_canceled",
+        "_decode_canceled",
         _instead(_wake_is_the_answer),
     ),
     "a client believes writes too early": (ClientSession, "_complete", _instead(_believes_all)),

@@ -26,7 +26,7 @@ from typing import Any, Final
 from properties.fleet import Command, Difference, Fleet, Line
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
-from tcpstore_async.values import NO_BLOB, Framed, pack, unpack
+from tcpstore_async.values import ABSENT, Framed, pack, unpack
 from tcpstore_async.wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, WAIT_CANCELED
 from tcpstore_async.wire.commands import BY_METHOD, Flag
 
@@ -343,7 +343,7 @@ class World(Fleet):
                 if not later and heard[0] != STOP_WAITING:
                     raise Difference(f"{call.command.name} was not woken: {bytes(heard)!r}")
                 del heard[:size]
-            expected = NO_BLOB if later else bytes([WAIT_CANCELED])
+            expected = ABSENT if later else bytes([WAIT_CANCELED])
         else:
             expected = _answered(call)
         if heard[: len(expected)] != expected:

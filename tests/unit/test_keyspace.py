@@ -11,10 +11,11 @@ import pytest
 
 from properties.session_driver import with_store_of
 from tcpstore_async.errors import LimitError, ProtocolError
-from tcpstore_async.keyspace import Keyspace, Waiter
+from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import EMPTY, pack, unpack
+from tcpstore_async.waiters import Waiter
 
 
 @pytest.fixture

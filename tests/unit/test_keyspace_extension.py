@@ -13,7 +13,8 @@ from tcpstore_async.errors import LimitError, ProtocolError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import EMPTY, NO_BLOB, pack
+from tcpstore_async.values import ABSENT, EMPTY, pack
+from tcpstore_async.waiters import AWAITING_VALUE, IDLE
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 WOKEN = b"\0"
@@ -73,7 +74,7 @@ def test_a_value_is_told_when_it_appears(engine: Engine, keyspace: Keyspace, how
     assert (heard(first), heard(second), heard(other)) == ([pack(value)], [pack(value)], [])
     write(keyspace)
     assert (heard(first), heard(second)) == ([], [])
-    assert (first.remaining, first.parked, first.fetching, first.handoff) == (0, None, None, None)
+    assert (first.remaining, first.parked, first.state, first.handoff) == (0, None, IDLE, None)
     assert engine.pending_flush.count(first) == 1
 
 
@@ -83,7 +84,7 @@ def test_a_value_that_is_there_is_told_at_once(engine: Engine, keyspace: Keyspac
     write(keyspace)
     session = waiter(engine)
     assert keyspace.fetch(session, b"k") == keyspace.get(b"k")
-    assert (session.remaining, session.parked, session.fetching, keyspace.waiters) == (0, None, None, {})
+    assert (session.remaining, session.parked, session.state, keyspace.waiters) == (0, None, IDLE, {})
 
 
 def test_a_large_value_is_told_without_a_copy(engine: Engine, keyspace: Keyspace) -> None:
@@ -133,12 +134,12 @@ def test_on_a_connection_that_fetches(engine: Engine, keyspace: Keyspace, again:
     size = keyspace.size
     match again:
         case "fetch" | "wait_count":
-            with pytest.raises(ProtocolError, match="it waits already"):
+            with pytest.raises(ProtocolError, match="already has a pending wait"):
                 if again == "fetch":
                     keyspace.fetch(session, b"j")
                 else:
                     keyspace.wait_count(session, b"j", 1)
-            assert (session.fetching, keyspace.size) == (b"k", size)
+            assert (session.state, session.awaited, keyspace.size) == (AWAITING_VALUE, b"k", size)
             keyspace.set(b"k", pack(b"v"))
             assert heard(session) == [pack(b"v")]
         case "wait":
@@ -186,7 +187,7 @@ def test_whoever_fetches_no_more_is_told_nothing(engine: Engine, keyspace: Keysp
     session = waiter(engine)
     keyspace.fetch(session, b"k")
     if cancel == "cancel_fetch":
-        assert keyspace.cancel_fetch(session) == NO_BLOB
+        assert keyspace.cancel_fetch(session) == ABSENT
     elif cancel == "cancel_wait":
         assert keyspace.cancel_wait(session)
     else:
@@ -194,7 +195,7 @@ def test_whoever_fetches_no_more_is_told_nothing(engine: Engine, keyspace: Keysp
     assert nothing_is_left(keyspace)
     keyspace.set(b"k", pack(b"v"))
     assert heard(session) == []
-    assert session.fetching is None
+    assert (session.state, session.awaited) == (IDLE, b"")
     keyspace.wait(session, [b"j"])
     keyspace.set(b"j", pack(b"v"))
     assert heard(session) == [WOKEN]
@@ -405,7 +406,7 @@ def test_on_a_connection_that_counts(engine: Engine, keyspace: Keyspace, again: 
     session = waiter(engine)
     keyspace.wait_count(session, b"n", 5)
     size = keyspace.size
-    with pytest.raises(ProtocolError, match="it waits already"):
+    with pytest.raises(ProtocolError, match="already has a pending wait"):
         if again == "fetch":
             keyspace.fetch(session, b"j")
         else:
@@ -503,7 +504,7 @@ def test_a_crowd_that_leaves_one_by_one_leaves_nothing(engine: Engine, keyspace:
         session.leave()
     keyspace.add(b"n", 125)
     left = [session for session in sessions[250:] if not heard(session)]
-    assert all(session.target > 125 for session in left)
+    assert all(session.number > 125 for session in left)
     for session in left:
         session.leave()
     keyspace.delete_key(b"n")
@@ -551,7 +552,7 @@ def test_without_an_owner_nothing_is_announced(engine: Engine, keyspace: Keyspac
 def test_reserved_keys_are_not_to_be_written(engine: Engine, how: str) -> None:
     keyspace = _reserved(engine)
     session = waiter(engine)
-    with pytest.raises(ProtocolError, match="tcpstore_async/joins is not to be written"):
+    with pytest.raises(ProtocolError, match="key tcpstore_async/joins is read-only"):
         match how:
             case "set":
                 keyspace.set(JOINS_KEY, EMPTY)
@@ -571,7 +572,7 @@ def test_reserved_keys_are_not_to_be_written(engine: Engine, how: str) -> None:
 
 def test_there_is_no_queue_of_a_reserved_name(engine: Engine) -> None:
     keyspace = _reserved(engine)
-    with pytest.raises(ProtocolError, match="not to be written"):
+    with pytest.raises(ProtocolError, match="is read-only"):
         keyspace.queue_push(SERVER_KEY, pack(b"item"))
     assert (keyspace.queue_len(SERVER_KEY), keyspace.size) == (0, 0)
     assert keyspace.queue_pop(SERVER_KEY) == (0, None)
@@ -627,14 +628,14 @@ def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool)
         keyspace.wait_count(early, b"n", 1)
     needed = (PARKED_BYTES + 1) * (2 if command == "wait_count" else 1)
     keyspace.set(b"filling", pack(bytes(10_001 - needed - keyspace.size - ENTRY_BYTES - 7 - 8)))
-    before = session.remaining, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
+    before = session.remaining, session.parked, session.state, session.counter, keyspace.size, len(keyspace.counters)
     with pytest.raises(LimitError) as error:
         if command == "fetch":
             keyspace.fetch(session, b"n")
         else:
             keyspace.wait_count(session, b"n", 5)
     assert (error.value.limit, error.value.size) == ("budget_bytes", 10_001)
-    after = session.remaining, session.parked, session.fetching, session.counter, keyspace.size, len(keyspace.counters)
+    after = session.remaining, session.parked, session.state, session.counter, keyspace.size, len(keyspace.counters)
     assert after == before
     keyspace.set(b"filling", EMPTY)
     assert not keyspace.wait_count(session, b"n", 5)

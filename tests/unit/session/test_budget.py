@@ -21,7 +21,7 @@ VALUE = 1_000_000
 
 def behind(session: ServerSession, taken: int = 0) -> None:
     """The kernel takes only so much of what the session says."""
-    session.leave_behind(session.out, taken)
+    session.keep_unsent(session.out, taken)
     session.out.clear()
 
 
@@ -126,11 +126,11 @@ def test_what_a_list_under_way_holds_counts_and_goes_with_who_asked() -> None:
         session.receive(Command("set", b"%01000d" % number, b"").frame)
     before = engine.budget.used()
     session.receive(Command("list_keys").frame)
-    assert session.job is not None
+    assert session.incremental is not None
     assert engine.budget.used() - before > 100_000
     other.receive(Command("list_keys").frame)
     session.leave()
-    while other.job is not None:
+    while other.incremental is not None:
         other.receive(b"")
     assert len(b"".join(other.out)) == 8 + 100 * 1008
     assert engine.budget.listing() is not None

@@ -12,7 +12,7 @@ from tcpstore_async import Limits
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import NO_BLOB, pack, unpack
+from tcpstore_async.values import ABSENT, pack, unpack
 from tcpstore_async.wire.commands import BY_METHOD
 
 PID = 4711
@@ -104,7 +104,7 @@ def test_a_wait_is_over_when_someone_sets() -> None:
     engine = Engine(Limits())
     waiter, setter = Line(engine), Line(engine)
     call = waiter.park("wait", [b"/k"])
-    with pytest.raises(RuntimeError, match="GET cannot be sent behind a WAIT that waits"):
+    with pytest.raises(RuntimeError, match="cannot send GET while WAIT blocks"):
         waiter.client.request(BY_METHOD["get"], (b"/k",))
     setter.call("set", b"/k", pack(b"1"))
     assert waiter.fetch() == [call]
@@ -124,7 +124,7 @@ def test_a_cancel_leaves_the_connection_in_step(method: str, race: bool) -> None
     assert waiter.carry(cancel) == [call]
     assert (call.done, call.canceled, call.woken) == (True, True, race)
     assert waiter.call("ping", 9) == 9
-    with pytest.raises(RuntimeError, match="only a call that waits can be canceled, once"):
+    with pytest.raises(RuntimeError, match="only a blocking call can be canceled"):
         waiter.client.cancel(call)
 
 
@@ -158,7 +158,7 @@ def test_silent_writes_are_unconfirmed_until_a_later_reply() -> None:
         ("list_keys", (), u64(2**60), "announces 1152921504606846976 keys"),
         ("check", ([b"/k"],), b"\2", "ready or not_ready response expected"),
         ("wait", ([b"/k"],), b"\7", "Stop_waiting response is expected"),
-        ("ping", (1,), b"\1\0\0\0\0", "nobody asked for"),
+        ("ping", (1,), b"\1\0\0\0\0", "unexpected bytes"),
     ],
 )
 def test_what_cannot_be_a_reply(method: str, fields: tuple[Any, ...], said: bytes, complaint: str) -> None:
@@ -249,12 +249,12 @@ def test_a_large_fetched_value_in_pieces() -> None:
 
 def test_nothing_follows_a_fetch_but_its_cancel() -> None:
     client, call = _fetch()
-    with pytest.raises(RuntimeError, match="PING cannot be sent behind a FETCH that waits"):
+    with pytest.raises(RuntimeError, match="cannot send PING while FETCH blocks"):
         client.fence(1)
     assert client.cancel(call) == b"\x41"
     with pytest.raises(RuntimeError, match="once"):
         client.cancel(call)
-    with pytest.raises(RuntimeError, match="PING cannot be sent"):
+    with pytest.raises(RuntimeError, match="cannot send PING"):
         client.fence(1)
 
 
@@ -271,7 +271,7 @@ def test_a_count_is_canceled_as_a_wait_is() -> None:
 def test_a_canceled_fetch_in_every_order_and_cut(value: bytes | None) -> None:
     """The value may be on its way, whole or in part, before the cancel is sent or after."""
     before = b"" if value is None else pack(value)
-    said = before + NO_BLOB
+    said = before + ABSENT
     for early in range(len(before) + (value is None)):
         for cut in range(early, len(said) + 1):
             client, call = _fetch()
@@ -288,14 +288,14 @@ def test_a_canceled_fetch_in_every_order_and_cut(value: bytes | None) -> None:
 def test_a_canceled_fetch_in_pieces(size: int) -> None:
     client, call = _fetch()
     client.cancel(call)
-    assert _receive(client, _pieces(pack(b"value") + NO_BLOB, size)) == [call]
+    assert _receive(client, _pieces(pack(b"value") + ABSENT, size)) == [call]
     assert call.woken
 
 
 def test_a_value_that_was_faster_than_its_cancel() -> None:
     client, call = _fetch()
     assert client.receive(pack(b"v")) == [call]
-    with pytest.raises(RuntimeError, match="only a call that waits"):
+    with pytest.raises(RuntimeError, match="only a blocking call"):
         client.cancel(call)
 
 
@@ -322,13 +322,13 @@ def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, ra
     [
         (False, u64(2**63), "announces 9223372036854775808 bytes"),
         (False, u64(2**40 + 1), "announces"),
-        (False, NO_BLOB, "announces 18446744073709551615 bytes"),
+        (False, ABSENT, "announces 18446744073709551615 bytes"),
         (True, u64(2**63), "announces 9223372036854775808 bytes"),
         (True, b"\xff" * 7 + b"\xfe", "announces"),
-        (True, pack(b"v") + pack(b"w"), "the answer to a canceled FETCH is expected"),
-        (True, pack(b"v") + b"\1" + bytes(7), "the answer to a canceled FETCH is expected"),
-        (True, NO_BLOB * 2, "nobody asked for"),
-        (True, NO_BLOB + pack(b"v"), "nobody asked for"),
+        (True, pack(b"v") + pack(b"w"), "expected the reply to a canceled FETCH"),
+        (True, pack(b"v") + b"\1" + bytes(7), "expected the reply to a canceled FETCH"),
+        (True, ABSENT * 2, "unexpected bytes"),
+        (True, ABSENT + pack(b"v"), "unexpected bytes"),
     ],
 )
 def test_what_cannot_answer_a_fetch(canceled: bool, said: bytes, complaint: str) -> None:

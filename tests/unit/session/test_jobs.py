@@ -24,7 +24,7 @@ def ask(session: ServerSession, name: str, *fields: object) -> None:
 
 def finish(*sessions: ServerSession) -> None:
     for session in sessions:
-        while session.job is not None:
+        while session.incremental is not None:
             session.receive(b"")
         while session.engine.keyspace.work:
             session.engine.keyspace.step()
@@ -47,7 +47,7 @@ def test_who_dies_while_it_is_parked_leaves_nothing(engine: Engine) -> None:
     session = greeted(engine)
     ask(session, "wait", KEYS)
     session.receive(b"")
-    assert isinstance(session.job, ParkOnKeys)
+    assert isinstance(session.incremental, ParkOnKeys)
     assert engine.keyspace.waiters
     session.leave()
     while engine.keyspace.work:
@@ -113,9 +113,9 @@ def test_who_dies_reading_lets_the_next_one_read(engine: Engine) -> None:
     session, late = greeted(engine), greeted(engine)
     ask(session, "check", KEYS)
     ask(late, "check", KEYS)
-    assert isinstance(late.job, ReadKeys)
+    assert isinstance(late.incremental, ReadKeys)
     late.receive(b"")
-    assert engine.keyspace.reading is session.job
+    assert engine.keyspace.reading is session.incremental
     session.leave()
     finish(late)
     assert heard(late) == b"\x01"

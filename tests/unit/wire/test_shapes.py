@@ -68,13 +68,13 @@ def test_a_large_value_comes_into_its_own_buffer() -> None:
     assert (-stop, rest.at, rest.size) == (len(start) + 1, len(start), len(value))
     at = 100
     while at < len(value):
-        with rest.room() as room:
+        with rest.free_space() as room:
             count = min(len(room), 50_000, len(value) - at)
             room[:count] = value[at : at + count]
         rest.fill(count)
         at += count
         assert rest.held() <= 4 * max(at, 64 * KIB) + len(b"/k")
-    assert len(rest.room()) == 0
+    assert len(rest.free_space()) == 0
     (key, stored), stop = rest.decode(fields, b"", 0, 0, LIMITS)
     assert (key, stored, stop) == (b"/k", value, 0)
 
