@@ -1,8 +1,8 @@
-"""What callers may pass, turned into what the store works with: text to bytes, timeouts to seconds.
+"""Conversion of arguments: text to bytes, timeouts to seconds, integers to 64 bits.
 
-Knows: which types PyTorch's methods take. Must not know: what they are for.
-Invariant: every error is a TypeError or ValueError that names the argument, but for the one that PyTorch raises. So
-what is passed is an `object` here; compiled code checks every type that is narrower, in words of its own.
+It accepts the types that PyTorch's methods take and knows nothing of what they are for. Every error is a TypeError or
+ValueError that names the argument, except the one that PyTorch raises. Arguments are typed `object`, because compiled
+code would reject a wrong type with its own message.
 """
 
 import math
@@ -17,45 +17,45 @@ Text = str | bytes | bytearray
 Timeout = timedelta | float
 
 LONGEST: Final = 1e10
-"""Seconds, about 300 years."""
+"""Maximum timeout in seconds, about 300 years."""
 
 _TWO_63: Final = 2**63
 
 
 def _plain(text: str) -> TypeError:
-    """An error that hides what was raised before it: the `from None` of a raise is lost in compiled code."""
+    """Make an error without context: `raise … from None` is lost in compiled code."""
     error = TypeError(text)
     error.__cause__ = None
     return error
 
 
 def to_bytes(name: str, value: object) -> bytes:
-    """A key or value: str as UTF-8, bytes and bytearray as they are."""
+    """Convert a key or value: str to UTF-8, bytes and bytearray to bytes."""
     if isinstance(value, str):
         try:
             return value.encode()
         except UnicodeEncodeError:
-            raise _plain(f"{name} has lone surrogates and cannot be UTF-8") from None
+            raise _plain(f"{name} contains lone surrogates and cannot be encoded as UTF-8") from None
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     raise TypeError(f"{name} must be str, bytes or bytearray, not {type(value).__name__}")
 
 
 def to_bytes_list(name: str, values: object) -> list[bytes]:
-    """Keys or values: any iterable of them but text itself and dict."""
+    """Convert keys or values: any iterable of them except str, bytes, bytearray and dict."""
     if isinstance(values, (str, bytes, bytearray, dict)) or not isinstance(values, (list, Iterable)):
         raise TypeError(f"{name} must be a list of str or bytes, not {type(values).__name__}")
     items = list(values)
     try:
         return [to_bytes(name, item) for item in items]
-    except TypeError:  # only now to say which: a name for each of them costs more than the rest
+    except TypeError:  # find the culprit only now: a name for each item would cost more than the conversion
         for number, item in enumerate(items):
             to_bytes(f"{name}[{number}]", item)
         raise
 
 
 def to_pairs(keys: list[bytes], values: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Keys with their values. Raises DistStoreError, as PyTorch's TCPStore, if there are not as many of each."""
+    """Pair keys with values. Raises DistStoreError, as PyTorch's TCPStore does, if their numbers differ."""
     if len(keys) != len(values):
         raise DistStoreError("multiSet keys and values vectors must be of same size")
     return list(zip(keys, values, strict=True))
@@ -70,15 +70,15 @@ def to_int64(name: str, value: object) -> int:
         except TypeError:
             raise _plain(f"{name} must be an int, not {type(value).__name__}") from None
     if not -_TWO_63 <= number < _TWO_63:
-        raise TypeError(f"{name} must fit 64 bits, not {number}")
+        raise TypeError(f"{name} must fit in 64 bits, not {number}")
     return number
 
 
 def to_seconds(name: str, timeout: object) -> float:
-    """A timeout in seconds, cut to whole milliseconds as PyTorch's are.
+    """Convert a timeout to seconds, truncated to whole milliseconds as PyTorch's are.
 
-    A negative one, however small or large, means for ever and stays negative. One that is longer than anybody's life is
-    cut to that, so that it is a timedelta again. Raises ValueError for NaN and infinity.
+    A negative timeout, however small or large, means no timeout and stays negative. A timeout beyond `LONGEST` is cut
+    to that, so that it fits a timedelta. Raises ValueError for NaN and infinity.
     """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
@@ -87,7 +87,7 @@ def to_seconds(name: str, timeout: object) -> float:
     else:
         raise TypeError(f"{name} must be a timedelta or a number of seconds, not {type(timeout).__name__}")
     if math.isnan(seconds) or seconds == math.inf:
-        raise ValueError(f"{name} must be finite; a negative one means for ever")
+        raise ValueError(f"{name} must be finite (a negative number means no timeout)")
     if seconds < 0:
         return min(_to_milliseconds(max(seconds, -LONGEST)), -0.001)
     return _to_milliseconds(min(seconds, LONGEST))
@@ -100,7 +100,7 @@ def _to_milliseconds(seconds: float) -> float:
 def _to_float(number: int | float) -> float:
     try:
         return float(number)
-    except OverflowError:  # an int has no limit
+    except OverflowError:  # an int that no float can hold
         return math.inf if number > 0 else -math.inf
 
 
@@ -118,7 +118,7 @@ def to_host(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     if "\0" in value:
-        raise ValueError(f"{name} must have no NUL in it")
+        raise ValueError(f"{name} must not contain NUL")
     return value
 
 
@@ -130,7 +130,7 @@ def to_port(name: str, value: object) -> int:
 
 
 def to_world_size(name: str, value: object) -> int | None:
-    """How many ranks there are; None if that is unknown, for which PyTorch also takes a negative number."""
+    """Convert a number of ranks; None means unknown, for which PyTorch also accepts a negative number."""
     if value is None:
         return None
     number = to_int64(name, value)

@@ -1,8 +1,7 @@
-"""The exception tree.
+"""The exception tree. This module imports nothing.
 
-Knows: which errors exist and what they carry. Must not know: anything else; this module imports nothing.
-Invariant: names and bases that PyTorch programs match on are PyTorch's. `PeerError` and below never reach a user:
-they end one connection and become one log line.
+Names and bases that PyTorch programs match on are PyTorch's. `PeerError` and its subclasses never reach a user: they
+close one connection and become one log line.
 """
 
 
@@ -11,17 +10,17 @@ class DistError(RuntimeError):
 
 
 class DistStoreError(DistError):
-    """A store operation failed, a timeout among them, as `torch.distributed.DistStoreError`."""
+    """A store operation failed or timed out, as `torch.distributed.DistStoreError`."""
 
 
 class StoreTimeoutError(DistStoreError):
-    """A store operation was not done within its timeout. PyTorch raises a plain DistStoreError for it."""
+    """A store operation timed out. PyTorch raises a plain DistStoreError."""
 
 
 class MissingRanksError(StoreTimeoutError):
-    """Not all ranks came in time. PyTorch raises a plain RuntimeError for it.
+    """Not all ranks joined in time. PyTorch raises a plain RuntimeError.
 
-    `ranks` are those that are known to be missing.
+    `ranks` lists those known to be missing.
     """
 
     def __init__(self, text: str, ranks: list[int]) -> None:
@@ -30,23 +29,23 @@ class MissingRanksError(StoreTimeoutError):
 
 
 class DistNetworkError(DistError):
-    """A connection could not be made or was lost, as `torch.distributed.DistNetworkError`."""
+    """A connection failed or was lost, as `torch.distributed.DistNetworkError`."""
 
 
 class QueueEmptyError(DistStoreError):
-    """A pop found its queue empty, as `torch.distributed.QueueEmptyError`."""
+    """The queue to pop from is empty, as `torch.distributed.QueueEmptyError`."""
 
 
 class PeerError(Exception):
-    """The peer of one connection did what closes that connection, and only that one."""
+    """The peer did something for which its connection, and only that one, is closed."""
 
 
 class ProtocolError(PeerError):
-    """The peer sent bytes that mean nothing here, or an ADD or BARRIER on a value that is no number."""
+    """The peer broke the protocol, or sent ADD or BARRIER for a value that is no number."""
 
 
 class LimitError(PeerError):
-    """The peer went over a limit.
+    """The peer exceeded a limit.
 
     `limit` is the name of a field of `Limits`; `size` and `allowed` are in that field's unit.
     """
@@ -58,17 +57,20 @@ class LimitError(PeerError):
         self.allowed = allowed
 
     def __str__(self) -> str:
-        return f"over the limit {self.limit}: {self.size}, allowed {self.allowed}"
+        return f"limit exceeded: {self.limit}={self.size} (max {self.allowed})"
 
 
 class BudgetError(LimitError):
-    """All peers together make the server hold more than a mark below `Limits.budget_bytes`, and this one has to go."""
+    """All peers together make the server hold too much of `Limits.budget_bytes`, and this one is evicted."""
 
     def __init__(self, size: int, allowed: int, budget: int, held: int) -> None:
         super().__init__("budget_bytes", size, allowed)
         self.budget = budget
         self.held = held
-        """How much of it is this peer's, what it has stored included."""
+        """Bytes of it that are this peer's, its share of the store included."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()} of {self.budget}; this peer holds, or has stored, {self.held}"
+        return (
+            f"limit exceeded: {self.limit}={self.size} (max {self.allowed} of {self.budget}); "
+            f"this peer accounts for {self.held}"
+        )

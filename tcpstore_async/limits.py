@@ -1,8 +1,9 @@
-"""What one server grants its peers.
+"""The limits of a server: names, units and defaults.
 
-Knows: the names, units and defaults of the limits. Must not know: who checks them.
-Invariant: a `Limits` never changes once made. The defaults are met by no well-behaved job; the first three are those of
-PyTorch's libuv server.
+Where each is checked: `key_bytes`, `value_bytes`, `keys` and `request_bytes` in `wire/codecs.py`, `budget_bytes` in
+`session/budget.py`, `unsent_high_water` in `session/server.py`, `connections` and `validate_seconds` in `server/`.
+
+A `Limits` is immutable. No well-behaved job reaches the defaults; the first three are those of PyTorch's libuv server.
 """
 
 from dataclasses import dataclass
@@ -14,33 +15,33 @@ GIB = 1024 * MIB
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one server. Sizes are in bytes; whoever goes over one loses its connection, and nobody else notices."""
+    """Limits of one server, sizes in bytes. A peer that exceeds one loses its connection; others are not affected."""
 
     key_bytes: int = 8 * KIB
-    """Length of one key on the wire."""
+    """Length of a key on the wire."""
 
     value_bytes: int = 8 * MIB
-    """Length of one value in a request. Repeated APPENDs may grow a stored value beyond it, as on PyTorch's server."""
+    """Length of a value in a request. Repeated APPENDs may grow a stored value beyond it, as on PyTorch's server."""
 
     keys: int = 128 * KIB
     """Number of keys in one request."""
 
     request_bytes: int = 256 * MIB
-    """Length of one request. At least what one key and two of the largest values need."""
+    """Length of one request: at least one key and two values of the maximum length."""
 
     budget_bytes: int = 8 * GIB
-    """Everything that peers make the server hold, together, with what holds it: the store, waiters, requests under way,
-    unsent replies, introductions, connections. From 7/8 of it on whoever holds most goes; from 15/16 on the store does
-    not grow."""
+    """Everything that peers make the server hold, overheads included: the store, waiters, incomplete requests, unsent
+    replies, introductions, connections. Above 7/8 of it the largest holder is evicted; above 15/16 the store does not
+    grow."""
 
     unsent_high_water: int = MIB
-    """Bytes of replies that the kernel has not taken, at which a peer's requests wait until it has."""
+    """Unsent bytes of replies above which a peer's requests are not executed until the kernel has accepted more."""
 
     connections: int = 0
-    """Connections at once; 0 means as many as the process may open files, less a reserve."""
+    """Simultaneous connections; 0 means the process's limit on open files, less a reserve."""
 
     validate_seconds: int = 30
-    """Time that a new connection has to send VALIDATE; 0 means any. (The one limit that is not a size or a number.)"""
+    """Seconds within which a new connection must send VALIDATE; 0 means no limit."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for limits that contradict each other."""
@@ -50,14 +51,14 @@ class Limits:
 
 def _demand(name: str, given: int, least: int) -> None:
     if given < least:
-        raise ValueError(f"{name} is {given}, but with the other limits as they are it must be at least {least}")
+        raise ValueError(f"{name} is {given}, but the other limits require at least {least}")
 
 
 ENTRY_BYTES = 128
-"""What holds one key or queued item in the store is counted as this many bytes."""
+"""Bytes counted for a key or a queued item, besides its contents."""
 
 QUEUE_BYTES = 832
-"""What holds a queue is counted as this many bytes more; an empty deque is 760."""
+"""Bytes counted for a queue, besides its items; an empty deque has 760."""
 
 PARKED_BYTES = 512
-"""What holds one waiter under one key is counted as this many bytes."""
+"""Bytes counted for the registration of a waiter under a key, besides the key."""

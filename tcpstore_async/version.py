@@ -1,4 +1,4 @@
-"""The package's version, which pyproject.toml reads from here: looking it up at run time costs 10 ms."""
+"""The package's version. pyproject.toml reads it from here: looking up the metadata at run time would cost 10 ms."""
 
 from typing import Final
 

@@ -139,7 +139,7 @@ def offend(peer: RawPeer, frames: bytes) -> None:
 
 def sizes(line: str) -> tuple[int, int]:
     """The size and what is allowed, as a line names them."""
-    found = re.search(r"over the limit \w+: (\d+), allowed (\d+)", line)
+    found = re.search(r"limit exceeded: \w+=(\d+) \(max (\d+)", line)
     assert found
     return int(found[1]), int(found[2])
 

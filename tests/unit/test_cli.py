@@ -271,7 +271,7 @@ def test_limit() -> None:
         peer.ping()
         peer.send(b"\x01" + blob(b"12345"))
         assert peer.closed()
-        assert "over the limit key_bytes: 5, allowed 4" in server.log()
+        assert "limit exceeded: key_bytes=5 (max 4)" in server.log()
 
 
 @pytest.mark.parametrize("number", ["", "=", "=many", "=-1", "=1.5", "=1e9"])

@@ -36,14 +36,14 @@ def test_some_may_be_given() -> None:
 def test_a_value_must_fit_the_budget() -> None:
     least = 50 + 16
     assert Limits(value_bytes=50, budget_bytes=least)
-    with pytest.raises(ValueError, match=f"budget_bytes is {least - 1}, .* must be at least {least}"):
+    with pytest.raises(ValueError, match=f"budget_bytes is {least - 1}, .* require at least {least}"):
         Limits(value_bytes=50, budget_bytes=least - 1)
 
 
 def test_a_request_of_the_longest_key_and_values_must_be_within_its_limit() -> None:
     least = 10 + 2 * 50 + 25
     assert Limits(key_bytes=10, value_bytes=50, request_bytes=least)
-    with pytest.raises(ValueError, match=f"request_bytes is {least - 1}, .* must be at least {least}"):
+    with pytest.raises(ValueError, match=f"request_bytes is {least - 1}, .* require at least {least}"):
         Limits(key_bytes=10, value_bytes=50, request_bytes=least - 1)
 
 
@@ -51,4 +51,4 @@ def test_an_error_says_which_limit() -> None:
     error = LimitError("keys", 5, 4)
     assert isinstance(error, PeerError)
     assert (error.limit, error.size, error.allowed) == ("keys", 5, 4)
-    assert str(error) == "over the limit keys: 5, allowed 4"
+    assert str(error) == "limit exceeded: keys=5 (max 4)"
