@@ -1,8 +1,8 @@
 """The demo: `make demo`.
 
 Simulated ranks connect to a server all at once, and PyTorch processes form a group on it; then plain Python processes
-find each other on a server that one of them hosts. Exit status 0 if every step succeeded; otherwise 1, and one line says
-which failed and why.
+find each other on a server that one of them hosts. Exit status 0 if every step succeeded; otherwise 1, with one line
+that says which failed and why.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Find the missing rank: `python examples/missing_rank.py [PORT]`.
 
-One rank of four does not call two barriers. PyTorch's `monitored_barrier` names it, and so does `StoreCollectives`, which
-does not need PyTorch.
+One rank of four does not call two barriers. PyTorch's `monitored_barrier` names it, and so does `StoreCollectives`,
+which does not need PyTorch.
 """
 
 import sys

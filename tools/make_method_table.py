@@ -47,9 +47,7 @@ Difference = tuple[str, tuple[str, ...], str, tuple[str, ...]]
 
 def _of_waiting() -> list[Difference]:
     """Return the differences that all waiting methods share."""
-    handlers = (
-        "signal handlers run while it waits, so Ctrl-C ends it at once; in PyTorch they run after the call"
-    )
+    handlers = "signal handlers run while it waits, so Ctrl-C ends it at once; in PyTorch they run after the call"
     limits = (
         "a timeout of 0 means to check once, and a negative one means no limit; in PyTorch 0 means no limit, and a "
         "negative one expires at once"

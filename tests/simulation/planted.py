@@ -190,7 +190,11 @@ PLANTED: dict[str, Plant] = {
     "a hand-off is not passed on": (Keyspace, "settle", _instead(_keeps_promise)),
     "a queue wakes everybody without hand-offs": (Keyspace, "_wake_next", _instead(_is_no_more_promised)),
     "a waiter that leaves stays registered": (Keyspace, "leave", _instead(lambda store, waiter: None)),
-    "a waiter that leaves keeps its hand-off": (Keyspace, "leave", _instead(lambda store, waiter: store._unpark(waiter))),
+    "a waiter that leaves keeps its hand-off": (
+        Keyspace,
+        "leave",
+        _instead(lambda store, waiter: store._unpark(waiter)),
+    ),
     "a cancel unregisters the others": (Keyspace, "cancel_wait", _instead(_wakes_nobody_else)),
     "a cancel unregisters nobody": (Keyspace, "cancel_wait", _instead(lambda store, waiter: True)),
     "a waiter is fired twice": (Keyspace, "_fire", _after(_fires_again)),
@@ -261,9 +265,7 @@ class Real(NamedTuple):
 
 
 REAL: dict[str, Real] = {
-    "H1: a late reply to a pop is dropped": Real(
-        TCPStore, "queue_pop", _instead(_pops_without_lease), "is lost"
-    ),
+    "H1: a late reply to a pop is dropped": Real(TCPStore, "queue_pop", _instead(_pops_without_lease), "is lost"),
     "H2: a join is repeated without a token": Real(
         requests, "join", _instead(lambda token: requests.count(1 if token else 0)), "are counted"
     ),
