@@ -1,8 +1,7 @@
-"""The demo: `make demo`.
+"""The demo: a server, simulated ranks that all come at once, and PyTorch processes that form a group over it; then
+plain Python processes that host their own.
 
-Simulated ranks connect to a server all at once, and PyTorch processes form a group on it; then plain Python processes
-find each other on a server that one of them hosts. Exit status 0 if every step succeeded; otherwise 1, with one line
-that says which failed and why.
+`make demo` runs it. Exit status 0 if every step did what it should; otherwise 1 and one line that says what did not.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from tcpstore_async.serving import run_loop
 START_SECONDS = 30.0
 STEP_SECONDS = 60.0
 TORCH_SECONDS = 240.0
-"""Seconds that a step may take. Importing PyTorch alone is slow on a small machine."""
+"""How long a step may take. Importing PyTorch alone is slow on a small machine."""
 
 T = TypeVar("T")
 
@@ -35,14 +34,14 @@ def say(label: str, text: str) -> None:
 
 
 async def together(what: str, seconds: float, steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all steps concurrently and return their results; if one fails, cancel the others."""
+    """Run all at once and return their results; the first that fails ends them all."""
     tasks = [asyncio.ensure_future(step) for step in steps]
     try:
         done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
         if pending:
-            raise Failed(f"{what}: {len(pending):,} of {len(tasks):,} did not finish within {seconds:g} s")
+            raise Failed(f"{what}: {len(pending):,} of {len(tasks):,} were not done after {seconds:g} s")
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
@@ -52,7 +51,7 @@ async def together(what: str, seconds: float, steps: Sequence[Coroutine[Any, Any
 
 @asynccontextmanager
 async def server() -> AsyncIterator[dict[str, Any]]:
-    """Run `tcpstore serve` in a process; yield its ready line."""
+    """`tcpstore serve` in a process of its own; yields its ready line."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         with log.open("wb") as errors:
@@ -67,7 +66,7 @@ async def server() -> AsyncIterator[dict[str, Any]]:
             try:
                 line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
             except asyncio.TimeoutError:
-                raise Failed(f"the server was not ready within {START_SECONDS:g} s") from None
+                raise Failed(f"the server was not ready after {START_SECONDS:g} s") from None
             if not line:
                 raise Failed(f"the server did not start: {last_line(log.read_text())}")
             yield json.loads(line)
@@ -75,7 +74,7 @@ async def server() -> AsyncIterator[dict[str, Any]]:
             try:
                 status = await asyncio.wait_for(process.wait(), STEP_SECONDS)
             except asyncio.TimeoutError:
-                raise Failed(f"the server was still running {STEP_SECONDS:g} s after SIGTERM") from None
+                raise Failed(f"the server still ran {STEP_SECONDS:g} s after SIGTERM") from None
             if status:
                 raise Failed(f"the server ended with status {status}: {last_line(log.read_text())}")
         finally:
@@ -99,15 +98,15 @@ async def simulated_ranks(port: int, count: int) -> None:
         joined = sorted(await together("joining", STEP_SECONDS, [join(number) for number in range(count)]))
         seconds = time.monotonic() - start
         if [arrival for arrival, _ in joined] != list(range(1, count + 1)):
-            raise Failed("the server did not count every rank exactly once")
+            raise Failed("the server did not count every rank that joined once")
         say("joined", f"{len(joined):,} in {seconds:.2f} s; rank {joined[0][1]} first, rank {joined[-1][1]} last")
 
         start = time.monotonic()
         passed = sorted(await together("the barrier", STEP_SECONDS, [pass_barrier(rank) for rank in ranks]))
         seconds = time.monotonic() - start
         if [arrival for arrival, _ in passed] != list(range(1, count + 1)):
-            raise Failed("the barrier did not count every rank exactly once")
-        say("barrier", f"{len(passed):,} passed in {seconds:.2f} s; rank {passed[-1][1]} arrived last and released all")
+            raise Failed("the barrier did not count every rank once")
+        say("barrier", f"{len(passed):,} passed in {seconds:.2f} s; rank {passed[-1][1]} came last and let them all go")
     finally:
         for rank in ranks:
             rank.leave()
@@ -128,7 +127,7 @@ async def plain_ranks(count: int) -> None:
 
 
 async def plain_rank(port: "asyncio.Future[int]", rank: int, count: int) -> dict[str, Any]:
-    """Run one plain process and return its report. Rank 0 reports the port to the others."""
+    """One plain process; its report. Rank 0 says at which port the others find it."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(Path(__file__).with_name("plain_rank.py"))),
         *map(str, (await port if rank else 0, rank, count)),
@@ -146,7 +145,7 @@ async def plain_rank(port: "asyncio.Future[int]", rank: int, count: int) -> dict
 
 
 async def report_of(process: asyncio.subprocess.Process, name: str) -> dict[str, Any]:
-    """Return the last line that a process prints, decoded. Raise Failed if the process fails."""
+    """The last line that a process prints. Raises Failed if it fails."""
     out, errors = await process.communicate()
     if process.returncode:
         text = last_line(errors.decode(errors="replace"))
@@ -181,7 +180,7 @@ async def torch_ranks(port: int, count: int) -> None:
 
 
 async def torch_rank(port: int, rank: int, count: int) -> dict[str, Any]:
-    """Run one PyTorch process and return its report."""
+    """One PyTorch process; its report."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-W", "ignore", str(Path(__file__).with_name("torch_rank.py"))),
@@ -197,7 +196,7 @@ async def torch_rank(port: int, rank: int, count: int) -> dict[str, Any]:
 
 
 def last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["(no output)"])[-1]
+    return (text.strip().splitlines() or ["(it said nothing)"])[-1]
 
 
 async def demo(ranks: int, torch: int, plain: int) -> None:
@@ -206,7 +205,7 @@ async def demo(ranks: int, torch: int, plain: int) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
     raise_file_limit()
     if max_connections_by_files() < ranks:
-        raise Failed(f"the limit of open files (ulimit -n) is too low for {ranks:,} ranks")
+        raise Failed(f"this process may open too few files for {ranks:,} ranks (ulimit -n)")
     start = time.monotonic()
     async with server() as ready:
         print("Server: tcpstore serve --port 0")
@@ -217,7 +216,7 @@ async def demo(ranks: int, torch: int, plain: int) -> None:
             await torch_ranks(ready["port"], torch)
     if plain:
         await plain_ranks(plain)
-    print("\nThe servers have stopped. Every step succeeded.")
+    print("\nThe servers have stopped; everything above did what it should.")
     print(NEXT if torch else NEXT_WITHOUT_TORCH)
 
 
@@ -241,7 +240,7 @@ def positive(text: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="demo", description="Demonstrate the server.")
+    parser = argparse.ArgumentParser(prog="demo", description="Show the server at work.")
     parser.add_argument("--ranks", type=positive, default=1000, help="simulated ranks (1000)")
     parser.add_argument("--torch", type=int, default=4, help="PyTorch processes (4); 0 leaves PyTorch out")
     parser.add_argument("--plain", type=int, default=8, help="plain Python processes (8); 0 leaves them out")

@@ -1,7 +1,7 @@
-"""One of the demo's plain Python processes, without PyTorch: the ranks find each other through a store.
+"""One of the demo's plain Python processes: no PyTorch, only a store through which the ranks find each other.
 
-python plain_rank.py PORT RANK WORLD_SIZE. Rank 0 hosts the server and prints its port; PORT may be 0 then. Each rank
-prints its report as one line of JSON.
+python plain_rank.py PORT RANK WORLD_SIZE; rank 0 hosts the server and, given port 0, prints which one it got. Prints
+one line of JSON.
 """
 
 import json
@@ -37,7 +37,7 @@ def main(port: int, rank: int, world_size: int) -> None:
 
 
 def reach(address: str) -> None:
-    """Check that the address accepts connections."""
+    """Show that somebody is at home there."""
     host, port = address.split(":")
     socket.create_connection((host, int(port)), timeout=60.0).close()
 

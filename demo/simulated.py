@@ -1,4 +1,4 @@
-"""Simulated ranks: connections that send what PyTorch's client sends, encoded by the package's codecs."""
+"""Simulated ranks: connections that say what PyTorch's client says, in the package's own encoding."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ _BY_NAME = {command.name: command for command in COMMANDS}
 
 
 class Failed(Exception):
-    """A step of the demo failed; the text says which and why."""
+    """A step of the demo failed; the text says which and how."""
 
 
 class Rank:
@@ -24,8 +24,8 @@ class Rank:
         self._writer = writer
         self._received = b""
 
-    async def request(self, name: str, *fields: Any) -> Any:
-        """Send one command and return the decoded reply, or None at once if it has no reply."""
+    async def ask(self, name: str, *fields: Any) -> Any:
+        """Send one command and return the decoded reply; None at once where there is none."""
         command = _BY_NAME[name]
         self._writer.write(bytes([command.opcode]) + command.request.encode(fields))
         while True:
@@ -39,20 +39,20 @@ class Rank:
                 raise Failed(f"the server closed the connection of simulated rank {self.number}") from None
 
     async def join(self) -> int:
-        """Join as PyTorch's client does, and return the number of ranks that have joined, this one included."""
-        await self.request("VALIDATE", MAGIC)
+        """Introduce itself as PyTorch's client does; which of all ranks it is, in order of arrival."""
+        await self.ask("VALIDATE", MAGIC)
         nonce = os.getpid()
-        if await self.request("PING", nonce) != nonce:
-            raise Failed(f"simulated rank {self.number} got a wrong reply to its PING")
-        arrival: int = await self.request("ADD", b"init/", 1)
+        if await self.ask("PING", nonce) != nonce:
+            raise Failed(f"simulated rank {self.number} got a wrong answer to its PING")
+        arrival: int = await self.ask("ADD", b"init/", 1)
         return arrival
 
     async def pass_barrier(self, key: bytes, world: int) -> int:
-        """Pass PyTorch's store_based_barrier, and return the order of arrival, from 1. The last rank releases all."""
-        arrival: int = await self.request("ADD", key, 1)
+        """PyTorch's store_based_barrier: the last to arrive lets all go; which one it was, in order of arrival."""
+        arrival: int = await self.ask("ADD", key, 1)
         if arrival == world:
-            await self.request("SET", key + b":last_worker", pack(b"1"))
-        await self.request("WAIT", [key + b":last_worker"])
+            await self.ask("SET", key + b":last_worker", pack(b"1"))
+        await self.ask("WAIT", [key + b":last_worker"])
         return arrival
 
     def leave(self) -> None:

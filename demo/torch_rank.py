@@ -1,4 +1,4 @@
-"""One PyTorch process of the demo: stock PyTorch on our server.
+"""One PyTorch process of the demo. Everything in it is stock PyTorch; it does not know what server it talks to.
 
 python torch_rank.py PORT RANK WORLD_SIZE; prints one line of JSON.
 """

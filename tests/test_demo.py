@@ -35,7 +35,7 @@ def test_a_thousand_ranks_join_and_pass_a_barrier(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--torch", "0", "--plain", "0")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"joined +1,000 in [\d.]+ s; rank \d+ first, rank \d+ last\n", done.stdout)
-    assert re.search(r"barrier +1,000 passed in [\d.]+ s; rank \d+ arrived last", done.stdout)
+    assert re.search(r"barrier +1,000 passed in [\d.]+ s; rank \d+ came last", done.stdout)
     assert "Try next" in done.stdout
     assert_server_gone(done.stdout)
 

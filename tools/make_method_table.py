@@ -1,17 +1,17 @@
-"""Write the table of methods into docs/compatibility.md: `python tools/make_method_table.py`.
+"""Writes the table of methods into docs/compatibility.md: `python tools/make_method_table.py`.
 
-The classes tell which store has which method. The differences from PyTorch are declared here, one sentence each, with
-the probes that show them. tests/contract/test_table.py checks that the page is up to date, and makes the calls of
-tests/contract/table_probes.py on PyTorch's stores and on ours: methods declared the same must agree, and those declared
-different must differ.
+Which store has which method is looked up in the classes; how it differs from PyTorch's stands here, in one sentence
+each, with the probes that show it. tests/contract/test_table.py proves the page fresh, and makes the calls of
+tests/contract/table_probes.py on PyTorch's stores and on ours: what is said to be the same is, and what is said to
+differ does.
 
-Not probed, because PyTorch's behaviour is unsafe or not reproducible:
+Not tried, because PyTorch cannot be asked safely, or not twice with the same answer:
 
-* `multi_set` with fewer values than keys on FileStore and HashStore: PyTorch's reads out of bounds.
-* A timeout of 0 for an existing key on a TCPStore: PyTorch's does not wait for the reply, so the result is random.
-* Queues on PyTorch's legacy server, which closes the connection. A legacy client of our server is probed.
-* Millisecond timeouts, and everything else that takes a clock, a crash or a second process: docs/quirks.md names the
-  tests for those.
+* `multi_set` with fewer values than keys on FileStore and HashStore: PyTorch's reads memory that is not its own.
+* A timeout of 0 for what is there on a TCPStore: PyTorch's does not wait for the answer, which may be there or not.
+* Queues on PyTorch's legacy server, which loses the connection. A client that takes our server for one is tried.
+* That timeouts are kept to the millisecond, and everything else that takes a clock, a crash or a second process: those
+  are tests of their own, which docs/quirks.md names.
 """
 
 from __future__ import annotations
@@ -40,22 +40,24 @@ PYTORCH: dict[str, frozenset[str]] = {
 LOCAL = ("FileStore", "HashStore")
 BASES = ("TCPStore", *LOCAL)
 OF_ITS_OWN = frozenset(["list_keys"])
-"""Methods of PrefixStore that are not forwarded to the store below, in PyTorch or here."""
+"""Methods of PrefixStore that do not go through to the store under it, in PyTorch or here."""
 
 Difference = tuple[str, tuple[str, ...], str, tuple[str, ...]]
 
 
 def _of_waiting() -> list[Difference]:
-    """Return the differences that all waiting methods share."""
-    handlers = "signal handlers run while it waits, so Ctrl-C ends it at once; in PyTorch they run after the call"
-    limits = (
-        "a timeout of 0 means to check once, and a negative one means no limit; in PyTorch 0 means no limit, and a "
-        "negative one expires at once"
+    """What is the same for all methods that wait."""
+    handlers = (
+        "handlers of signals run while it waits, so Ctrl-C ends it at once; PyTorch's lets none run before it is over"
     )
-    hash_text = "the timeout error names the time and the keys; PyTorch's is `Wait timeout`"
+    limits = (
+        "a timeout of 0 is one look and a negative one for ever; PyTorch's takes 0 for ever, and a negative one for "
+        "none at all"
+    )
+    hash_text = "when time is up, the text names the time and the keys; PyTorch's says `Wait timeout`"
     file_text = (
-        "on timeout, raises StoreTimeoutError, a DistStoreError, which names the time and the keys; PyTorch raises "
-        "RuntimeError, with `Wait timeout` or another text"
+        "when time is up, raises StoreTimeoutError, a DistStoreError, whose text names the time and the keys; "
+        "PyTorch's raises RuntimeError, with `Wait timeout` or a text of its own"
     )
     timeout_message = {
         "barrier": ("not complete",),
@@ -66,7 +68,7 @@ def _of_waiting() -> list[Difference]:
     }
     found: list[Difference] = []
     for method, probes in timeout_message.items():
-        queues = method == "queue_pop"  # PyTorch's FileStore has none
+        queues = method == "queue_pop"  # of which PyTorch's FileStore has none
         found.append(
             (method, ("TCPStore", "HashStore") if queues else BASES, handlers, ("freed by a signal's handler",))
         )
@@ -77,46 +79,45 @@ def _of_waiting() -> list[Difference]:
     return found
 
 
-_NO_QUEUES = "supported; PyTorch raises NotImplementedError"
-_LEGACY = "works with `use_libuv=False` if the server is ours; PyTorch raises NotImplementedError"
-_ASSIGNABLE = "can be assigned; in PyTorch it is read-only"
+_NO_QUEUES = "there are queues; PyTorch's raises NotImplementedError"
+_LEGACY = "works with `use_libuv=False`, if the server turns out to be ours; PyTorch's raises NotImplementedError"
+_ASSIGNABLE = "may be assigned to; PyTorch's may not"
 
 DIFFERENCES: list[Difference] = [
     *_of_waiting(),
-    ("add", ("HashStore",), "wakes the waiters of the key; PyTorch's does not", ("wakes",)),
-    ("add", LOCAL, "the ValueError for a value that is not a number names the key; PyTorch's is `stoll`", ("to text",)),
-    ("add", LOCAL, "an empty value is not a number; PyTorch takes it as 0", ("to the empty value",)),
+    ("add", ("HashStore",), "wakes those who wait for the key", ("wakes",)),
+    ("add", LOCAL, "the ValueError for a value that is no number names the key; PyTorch's says `stoll`", ("to text",)),
+    ("add", LOCAL, "the empty value is no number; PyTorch's takes it for 0", ("to the empty value",)),
     (
         "append",
         ("FileStore",),
-        "appends a value that equals the stored one; PyTorch loses it",
+        "appends a value that equals the present one, too; PyTorch's loses it",
         ("the present value",),
     ),
-    ("barrier", BASES, "accepts an int as timeout", ("timeout in seconds",)),
+    ("barrier", BASES, "takes an int as timeout, too", ("timeout in seconds",)),
     (
         "barrier",
         LOCAL,
-        "callers that arrive after the barrier is complete pass, whatever their world size; in PyTorch only the caller "
-        "that completes it passes",
+        "who comes when the world is complete passes, whatever its size; PyTorch's lets only who completes it pass",
         ("of none", "of fewer than are there"),
     ),
     (
         "barrier",
         ("HashStore",),
-        "the timeout error names the time and the keys; PyTorch's is `Wait timeout`",
+        "when time is up, the text names the time and the keys; PyTorch's says `Wait timeout`",
         ("not complete, the store's timeout",),
     ),
     (
         "barrier",
         ("FileStore", "PrefixStore"),
-        "respects `set_timeout`; PyTorch waits for 300 s unless a timeout is passed",
+        "heeds `set_timeout`; PyTorch's waits for 300 s unless it is given a timeout",
         ("not complete, the store's timeout",),
     ),
     (
         "barrier",
         ("PrefixStore",),
-        "is the barrier of the store below: over a TCPStore one request, with its error texts and world sizes; PyTorch "
-        "uses two keys",
+        "is the barrier of the store under it: over a TCPStore one call, with its texts and sizes; PyTorch's makes two "
+        "keys there",
         (
             "its key is there",
             "its keys",
@@ -127,17 +128,17 @@ DIFFERENCES: list[Difference] = [
             "timeout 0",
         ),
     ),
-    ("clone", ("FileStore",), "keeps the timeout; PyTorch's clone has 300 s", ("timeout",)),
+    ("clone", ("FileStore",), "keeps the timeout", ("timeout",)),
     (
         "compare_set",
         ("TCPStore",),
-        "wakes no waiters if it stores nothing; PyTorch's server wakes all waiters of the key",
+        "one that stores nothing wakes nobody; that of PyTorch's server wakes all who wait for the key",
         ("that failed wakes",),
     ),
     (
         "delete_key",
         ("FileStore",),
-        "returns whether the key existed; PyTorch always returns True",
+        "says whether the key was there; PyTorch's always says yes",
         ("not there", "twice"),
     ),
     (
@@ -150,20 +151,20 @@ DIFFERENCES: list[Difference] = [
     (
         "list_keys",
         ("FileStore",),
-        "omits PyTorch's own counters, which PyTorch lists as `efcount/` and `leanup/`",
+        "leaves PyTorch's counters out, of which it lists `efcount/` and `leanup/`",
         ("none", "some", "deleted", "beside *"),
     ),
     (
         "list_keys",
         ("PrefixStore",),
-        "lists keys that begin with the prefix and a slash; PyTorch also lists those that only begin with the prefix, "
-        "and strips as many characters",
+        "lists keys that begin with the prefix and a slash; PyTorch's also those that only begin with the prefix, and "
+        "takes as many characters off",
         ("beside a longer prefix",),
     ),
     (
         "multi_set",
         LOCAL,
-        "raises DistStoreError unless there are as many values as keys; PyTorch drops values or reads out of bounds",
+        "raises DistStoreError if there are not as many values as keys; PyTorch's misbehaves",
         ("more values than keys",),
     ),
     ("port", ("TCPStore",), _ASSIGNABLE, ("given",)),
@@ -173,16 +174,16 @@ DIFFERENCES: list[Difference] = [
     ("queue_len", ("TCPStore",), _LEGACY, ("legacy",)),
     ("queue_pop", ("TCPStore",), _LEGACY, ("legacy",)),
     ("queue_push", ("TCPStore",), _LEGACY, ("legacy",)),
-    ("set_timeout", BASES, "accepts an int", ("an int",)),
-    ("set_timeout", BASES, "limits a timeout to 300 years; in PyTorch it overflows", ("the longest",)),
+    ("set_timeout", BASES, "takes an int, too", ("an int",)),
+    ("set_timeout", BASES, "cuts a timeout beyond 300 years to that; PyTorch's wraps", ("the longest",)),
     (
         "wait",
         BASES,
-        "accepts an int as timeout, and None for the store's timeout",
+        "takes an int as timeout, too, and None for the store's",
         ("timeout in seconds", "timeout None"),
     ),
 ]
-"""Method, stores, how ours differ from PyTorch's of the same name, and patterns of the probes that show it."""
+"""Method, stores, how ours differ from PyTorch's of the same name, and patterns of the names of probes that show it."""
 
 UNNAMED = EVERYWHERE - set("barrier clone has_extended_api list_keys num_keys queue_pop timeout".split())
 """The methods whose arguments have no names in PyTorch."""
@@ -192,29 +193,29 @@ BY_NAME = "by name"
 
 
 def differences(store: str, method: str) -> list[Difference]:
-    """Return the differences of a store's method, whatever is below the store."""
+    """How a method of a store differs, whatever is under it."""
     return [row for row in DIFFERENCES if row[0] == method and store in row[1]]
 
 
 def differs_underneath(method: str) -> bool:
-    """Return whether a PrefixStore's method is that of the store below, and differs on one of these."""
+    """Whether a PrefixStore's method is that of the store under it, and differs on one."""
     return method not in OF_ITS_OWN and any(
         differences(base, method) for base in BASES if method in PYTORCH["PrefixStore"]
     )
 
 
 def public(store: type) -> set[str]:
-    """Return the names that users can call or read."""
+    """What users may call or read."""
     return {name for name in dir(store) if not name.startswith("_")} | ({"host", "port"} & _assigned(store))
 
 
 def _assigned(store: type) -> set[str]:
-    """Return the attributes that only instances have."""
+    """What is not in the class, but on every instance."""
     return {"host", "port"} if store in (TCPStore, AsyncTCPStore) else set()
 
 
 def notes() -> list[str]:
-    """Return every sentence once, in the order of the table."""
+    """Every sentence once, in the order in which the table comes to it."""
     found: dict[str, None] = {}
     for _, _, text, _ in sorted(DIFFERENCES, key=lambda row: row[0]):
         found[text] = None
@@ -229,29 +230,31 @@ def cell(store: type, name: str) -> str:
     if name not in PYTORCH[store.__name__]:
         return "ours only"
     numbers = sorted({notes().index(text) + 1 for _, _, text, _ in differences(store.__name__, name)})
-    found = [f"differs ({', '.join(map(str, numbers))})"] if numbers else []
+    said = [f"differs ({', '.join(map(str, numbers))})"] if numbers else []
     if store is PrefixStore and differs_underneath(name):
-        found.insert(0, "as below")
-    return ", ".join(found) or "same"
+        said.insert(0, "as under it")
+    return ", ".join(said) or "same"
 
 
 def render_methods() -> str:
-    """Return the table and its notes, in Markdown."""
+    """The table and its notes, in Markdown."""
     names = sorted(set().union(*map(public, STORES)), key=str.lower)
     lines = [
         "| | " + " | ".join(store.__name__ for store in STORES) + " |",
         "|---" * (len(STORES) + 1) + "|",
         *(f"| `{name}` | " + " | ".join(cell(store, name) for store in STORES) + " |" for name in names),
         "",
-        "*same*: as PyTorch's class of that name; *ours only*: PyTorch's class has no such method; *as below*: differs "
-        "where the method of the store below differs. `AsyncTCPStore` has no counterpart; its methods are coroutines.",
+        "*same*: as PyTorch's class of that name; *ours only*: it has none of that name. Of `AsyncTCPStore`, which has "
+        "no counterpart, methods are awaited.",
         "",
-        "Every cell was tested on both. In addition, all our stores",
+        "*As under it*: a PrefixStore's method differs as that of the store under it does.",
         "",
-        "* accept arguments by the names in [reference.md](reference.md); in PyTorch only those of `barrier` and "
-        "`queue_pop` have names, and the other methods raise TypeError;",
-        "* have their own texts for TypeErrors, which name the argument, and for AttributeErrors;",
-        "* raise StoreTimeoutError, a DistStoreError, on timeout, where PyTorch raises DistStoreError.",
+        "Every cell was tried on both. On every store, ours besides:",
+        "",
+        "* take arguments by the names in [reference.md](reference.md); of PyTorch's methods only `barrier` and "
+        "`queue_pop` have names for them, the others raise TypeError;",
+        "* have texts of their own for TypeErrors, which name the argument, and for AttributeErrors;",
+        "* raise StoreTimeoutError, a DistStoreError, where time is up and PyTorch's raise DistStoreError.",
         "",
         *(f"{number}. {text[0].upper()}{text[1:]}." for number, text in enumerate(notes(), 1)),
     ]
@@ -259,7 +262,7 @@ def render_methods() -> str:
 
 
 def put(page: str) -> str:
-    """Return the page with the table in it, at the end if there was none."""
+    """The page with the table in it, at its end if it has had none."""
     table = f"{BEGIN}\n\n{render_methods()}\n\n{END}"
     if BEGIN not in page:
         return f"{page or '# Compatibility'}\n## Methods\n\n{table}\n".replace(
