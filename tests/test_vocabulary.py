@@ -48,7 +48,8 @@ PHRASES = {
 
 ALLOWED = (
     r"thundering[- _]herds?",
-    r"unread_(?:soft|hard)_bytes",  # names of limits in the changelog
+    r"unread_(?:soft|hard)_bytes",  # limits that the changelog names
+    r"bench/spike/doors\.py",  # in an old commit
 )
 
 NO_TEXT_LINES = ("keyspace.py", "waiters.py", "pool.py", "wait_queue.py", "aio.py", "async_connection.py")
