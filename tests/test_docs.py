@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from tcpstore_async.cli import main
 from test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +123,54 @@ def _attributes(name: str) -> set[str]:
             if text != name:
                 found |= _attributes(text)
     return found
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        found = set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE))
+        assert found <= targets, f"{page.name} names {found - targets}"
+
+
+def test_modules_to_run_exist() -> None:
+    for page in PAGES:
+        for module in re.findall(r"python -m (bench[\w.]*)", page.read_text()):
+            path = ROOT / module.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").exists(), f"{page.name} names {module}"
+
+
+# reference.md
+
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    import tcpstore_async
+    from tcpstore_async import collectives
+
+    mine = {
+        name for name, value in vars(collectives).items() if getattr(value, "__module__", "") == collectives.__name__
+    }
+    names = {*tcpstore_async.__all__, *(name for name in mine if not name.startswith("_"))}
+    names |= {name for name in dir(tcpstore_async.Store) if not name.startswith("_")}
+    names |= set(inspect.signature(tcpstore_async.Limits).parameters)
+    for store in (tcpstore_async.TCPStore, tcpstore_async.FileStore, tcpstore_async.PrefixStore):
+        names |= set(inspect.signature(store).parameters)
+    missing = {name for name in names if not re.search(rf"\b{name}\b", REFERENCE)}
+    assert not missing
+
+
+def test_the_reference_has_every_variable() -> None:
+    used = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r"\bTCPSTORE_[A-Z]+\b", path.read_text())}
+    assert used | {"TCPSTORE_PURE"} == set(re.findall(r"`(TCPSTORE_[A-Z]+)`", REFERENCE))
+
+
+def test_the_reference_has_every_logger_and_command() -> None:
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    for name in {name for text in sources for name in re.findall(r'getLogger\("tcpstore_async(\.\w+)"', text)}:
+        assert f"`{name}`" in REFERENCE or f"`tcpstore_async{name}`" in REFERENCE
+    for name in main.commands:
+        assert f"`{name}" in REFERENCE
 
 
 # design.md

@@ -110,6 +110,14 @@ def test_a_module_uses_the_fields_words(path: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_names_of_tests_use_the_fields_words(path: Path) -> None:
+    names = [path.stem, *re.findall(r"^ *(?:async )?def (test_\w+)|^class (\w+)", path.read_text(), re.MULTILINE)]
+    names = ["".join(name) for name in names]
+    found = [f"{name}: {what}" for name in names for what in in_text(name.replace("_", " "))]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_page_uses_the_fields_words(path: Path) -> None:
     found = [
