@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for folder in ("tcpstore_async", "demo", "examples") for path in (ROOT / folder).rglob("*.py"))
 TOOLS = sorted(path for folder in ("bench", "tools") for path in (ROOT / folder).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob(".github/**/*.*")])
 
 INSTEAD = {
