@@ -1,4 +1,4 @@
-"""Sphinx: the pages of this folder, the report of the benchmark, and the reference made from docstrings."""
+"""Sphinx configuration: the pages in this folder, the benchmark report, and API pages from docstrings."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ version = release = VERSION
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header"]  # a page that is a part of another starts with a lower heading
+suppress_warnings = ["myst.header"]  # an included page starts at a lower heading level
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -33,7 +33,7 @@ SOURCES = "https://github.com/tcpstore-async/tcpstore_async/blob/main/"
 
 
 def _link_to_sources(app: Sphinx, name: str, text: list[str]) -> None:
-    """What lies outside of this folder is no page here but a file of the repository."""
+    """Turn links that leave this folder into links to the repository."""
     base = (ROOT / "bench/results") if name == "report" else Path(app.srcdir)
 
     def link(found: re.Match[str]) -> str:

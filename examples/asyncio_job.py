@@ -1,6 +1,6 @@
-"""A job of asyncio programs: tasks of several processes take work from one queue. `python examples/asyncio_job.py`
+"""A job of asyncio programs: tasks in several processes take work from one queue. `python examples/asyncio_job.py`
 
-The first process has the server on its own loop. No PyTorch, no threads.
+The first process runs the server on its own loop. No PyTorch, no threads.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""torchrun on a server that runs already and outlives the job: `python examples/daemon_and_torchrun.py [PORT]`.
+"""torchrun on a running server that outlives the job: `python examples/daemon_and_torchrun.py [PORT]`.
 
-What it does, by hand, on a machine that stays, and on each of two nodes:
+To do the same by hand, run the first command on a machine that stays up, and the second on each of two nodes:
 
     tcpstore serve --host :: --port 29400
     torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=tcpstore --rdzv-endpoint=HOST:29400 --rdzv-id=JOB train.py
@@ -24,7 +24,7 @@ def main(port: int) -> int:
     serve = [PYTHON, "-m", "tcpstore_async", "serve", "--host", "127.0.0.1", "--port", str(port)]
     with subprocess.Popen(serve, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
-        server.stdout.readline()  # one line, once it accepts connections
+        server.stdout.readline()  # it prints one line when it accepts connections
         try:
             failed = 0
             for job in ("first", "second"):

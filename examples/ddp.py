@@ -1,14 +1,14 @@
-"""A DDP training whose ranks meet on our server. It needs no change but the two lines with tcpstore_async.
+"""DDP training on our server. Only the two lines with tcpstore_async are new.
 
-Under torchrun, which may have our rendezvous too:
+With torchrun, here with our rendezvous backend:
 
     torchrun --nproc-per-node=2 --rdzv-backend=tcpstore --rdzv-endpoint=localhost:29400 examples/ddp.py
 
-By hand, a process for each rank:
+By hand, with one process per rank:
 
     MASTER_ADDR=localhost MASTER_PORT=29555 WORLD_SIZE=2 RANK=0 python examples/ddp.py
 
-Without any change to a program: leave the two lines out and set TCPSTORE_INSTALL=1 (see train.py).
+To leave the program unchanged, omit the two lines and set TCPSTORE_INSTALL=1 (see train.py).
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""A process group on a store that the program makes, and uses itself.
+"""A process group on a store that the program creates, and also uses itself.
 
-Run it as `python examples/explicit_store.py [PORT]`. Nothing is installed in PyTorch for this; the store
-goes where PyTorch's own would.
+Run it as `python examples/explicit_store.py [PORT]`. This needs no `install()`: pass the store where you would pass
+PyTorch's.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Who is it that does not come? Run it as `python examples/missing_rank.py [PORT]`.
+"""Find the missing rank: `python examples/missing_rank.py [PORT]`.
 
-`monitored_barrier` names a rank from within PyTorch, and `StoreCollectives` does without PyTorch. One rank of four
-stays away from both.
+One rank of four does not call two barriers. PyTorch's `monitored_barrier` names it, and so does `StoreCollectives`,
+which does not need PyTorch.
 """
 
 import sys

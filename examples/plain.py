@@ -1,6 +1,6 @@
-"""Ranks without PyTorch find each other: run it as `python examples/plain.py`, which starts four.
+"""Ranks without PyTorch find each other: `python examples/plain.py [PORT]` starts four.
 
-Each tells the others its name and reads theirs.
+Each rank sets its name and reads those of the others.
 """
 
 import multiprocessing
@@ -27,7 +27,7 @@ if __name__ == "__main__":
         one.start()
     for one in ranks:
         one.join()
-        if one.exitcode:  # rank 0's port is taken, say: nobody can meet the others any more
+        if one.exitcode:  # for example, rank 0's port is in use: the others would wait for it
             for other in ranks:
                 other.terminate()
     sys.exit(any(one.exitcode for one in ranks))

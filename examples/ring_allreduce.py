@@ -1,7 +1,7 @@
 """The ring all-reduce, from sends to the right and receives from the left: `python examples/ring_allreduce.py [PORT]`.
 
-The tensor is cut into as many chunks as there are ranks. In a first round every rank adds its part to the chunk that
-comes by, in a second one the sums come by; each rank sends and receives every chunk twice at most, however many ranks
+The tensor is split into one chunk per rank. In the first round each rank adds its part to the chunks that it receives,
+and in the second the sums are passed around. Each rank sends and receives every chunk at most twice, however many ranks
 there are.
 """
 
@@ -21,7 +21,7 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % world, (rank + 1) % world
     chunks = tensor.tensor_split(world)
-    for step in range(world - 1):  # afterwards the chunk right of this rank's own is complete here
+    for step in range(world - 1):  # afterwards this rank has the sum of the chunk after its own
         sent, received = chunks[(rank - step) % world], chunks[(rank - step - 1) % world]
         received += pass_on(sent, received, left, right)
     for step in range(world - 1):

@@ -1,7 +1,7 @@
-"""Distributed SGD with gradients averaged by hand, so that nothing is hidden.
+"""Distributed SGD that averages the gradients by hand, so that every step is visible.
 
-Run it as `python examples/sgd.py [PORT]`. Every rank has a part of the data, and all have the
-same model after every step.
+Run it as `python examples/sgd.py [PORT]`. Each rank has a part of the data, and all have the same model after each
+step.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""A program that knows nothing of us; what it is started with decides where its ranks meet:
+"""A program without any of our code. Environment variables select our server:
 
     TCPSTORE_INSTALL=1 MASTER_ADDR=localhost MASTER_PORT=29555 WORLD_SIZE=2 RANK=0 python examples/train.py
 
-On a server that runs already (`tcpstore serve --host 0.0.0.0`), every rank a client, jobs told apart by name:
+On a running server (`tcpstore serve --host 0.0.0.0`), where every rank is a client and jobs have different names:
 
     TCPSTORE_INSTALL=1 TCPSTORE_JOIN=1 TCPSTORE_JOB=experiment MASTER_ADDR=… RANK=… python examples/train.py
 """

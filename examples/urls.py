@@ -1,6 +1,6 @@
-"""`init_process_group` by every kind of URL, on our server: run it as `python examples/urls.py [PORT]`.
+"""`init_process_group` with every kind of URL, on our server: run it as `python examples/urls.py [PORT]`.
 
-tcp:// names the master in the URL, env:// in the environment, file:// needs no server but a file that all ranks see.
+tcp:// names the master in the URL, env:// in the environment; file:// needs a shared file instead of a server.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Runs the programs in examples/ as a user would."""
+"""Run the programs in examples/ as a user would."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 ABORTED_BY_GLOO = "terminate called without an active exception"
-"""Said now and then by a process that ends right behind a backward pass, whatever its store: PyTorch's issue 190489."""
+"""Printed occasionally by a process that exits right after a backward pass, with any store: PyTorch's issue 190489."""
 
 
 def run(*command: str, world: int = 1, attempts: int = 1, **env: str) -> list[str]:
-    """What so many ranks of a command print, each. Only what Gloo has aborted is tried again."""
+    """Run `world` ranks of a command and return what each prints. Only runs that Gloo has aborted are repeated."""
     codes, printed = run_once(*command, world=world, env=env)
     if attempts > 1 and any(ABORTED_BY_GLOO in text for text in printed):
         return run(*command, world=world, attempts=attempts - 1, **env)
@@ -49,6 +49,6 @@ def run_once(*command: str, world: int, env: dict[str, str]) -> tuple[list[int],
 
 
 def lines_of(name: str, *arguments: object, attempts: int = 1) -> list[str]:
-    """What one program prints that starts its ranks itself."""
+    """Return the lines that a program prints which starts its ranks itself."""
     (printed,) = run(str(EXAMPLES / name), *map(str, arguments), attempts=attempts)
     return printed.splitlines()

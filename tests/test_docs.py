@@ -1,15 +1,31 @@
-"""The documentation is fresh, and its links lead somewhere."""
+"""The documentation is up to date: generated pages, links, and what it says about the code."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from tcpstore_async.cli import main
+from test_architecture import LAYERS
+
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PACKAGE = ROOT / "tcpstore_async"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+
+BASES = [ROOT, PACKAGE, ROOT / "tests", ROOT / "tests" / "simulation", ROOT / "tests" / "conformance", ROOT / "bench"]
+"""Where a path in a page may begin."""
+
+OF_USERS = {"rank.py", "train.py", "report.md", "run.json", "run-TIME.json", "earlier.json", "loadgen.c", "compare.py"}
+"""Files that users have, or whose folder the page has named before."""
+
+OF_OLD_COMMITS = {"bench/spike/doors.py"}
 
 
 def test_the_wire_page_is_fresh() -> None:
@@ -21,12 +37,15 @@ def test_the_wire_page_is_fresh() -> None:
     assert (ROOT / "docs" / "wire.md").read_text() == module.render(), "run tools/make_wire_doc.py"
 
 
-def test_the_generator_has_no_row_too_many() -> None:
+def test_the_wire_page_has_one_row_per_command() -> None:
     from tcpstore_async.wire.commands import COMMANDS
 
     text = (ROOT / "docs" / "wire.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", text, re.MULTILINE)
     assert rows == [(str(command.opcode), command.name) for command in COMMANDS]
+
+
+# Links
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -43,8 +62,159 @@ def test_links(page: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Those of headings, as GitHub makes them, and those that stand there."""
+    """Return the anchors of headings, as GitHub makes them, and explicit ones."""
     text = page.read_text()
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     return made | set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
+
+
+# Names of files, classes and functions
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        pytest.skip("it tells of the past")
+    for path in _code(page.read_text()):
+        if re.fullmatch(r"[\w./-]+\.(?:py|md|c|json|toml|yml)|(?:bench|docs|examples|tests|tools)/[\w./-]*", path):
+            assert path in OF_USERS | OF_OLD_COMMITS or _find(path), f"{page.name} names {path}, which does not exist"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_attributes_that_a_page_names_exist(page: Path) -> None:
+    for name in _code(page.read_text()):
+        owner, _, attribute = name.partition("(")[0].partition(".")
+        if owner in _classes() and attribute and "." not in attribute:
+            assert attribute in _attributes(owner), f"{page.name} names {name}, which does not exist"
+
+
+def _code(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def _find(path: str) -> Path | None:
+    return next((base / path for base in BASES if (base / path).exists()), None)
+
+
+@functools.cache
+def _classes() -> dict[str, list[ast.ClassDef]]:
+    found: dict[str, list[ast.ClassDef]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def _attributes(name: str) -> set[str]:
+    """Return the methods and attributes of the classes of a name, inherited ones included."""
+    found: set[str] = set()
+    for node in _classes().get(name, []):
+        for part in ast.walk(node):
+            if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.add(part.name)
+            elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+                found.add(part.attr)
+            elif isinstance(part, (ast.Name)) and isinstance(part.ctx, ast.Store):
+                found.add(part.id)
+        for base in node.bases:
+            text = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
+            if text != name:
+                found |= _attributes(text)
+    return found
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        found = set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE))
+        assert found <= targets, f"{page.name} names {found - targets}"
+
+
+def test_modules_to_run_exist() -> None:
+    for page in PAGES:
+        for module in re.findall(r"python -m (bench[\w.]*)", page.read_text()):
+            path = ROOT / module.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").exists(), f"{page.name} names {module}"
+
+
+# reference.md
+
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    import tcpstore_async
+    from tcpstore_async import collectives
+
+    mine = {
+        name for name, value in vars(collectives).items() if getattr(value, "__module__", "") == collectives.__name__
+    }
+    names = {*tcpstore_async.__all__, *(name for name in mine if not name.startswith("_"))}
+    names |= {name for name in dir(tcpstore_async.Store) if not name.startswith("_")}
+    names |= set(inspect.signature(tcpstore_async.Limits).parameters)
+    for store in (tcpstore_async.TCPStore, tcpstore_async.FileStore, tcpstore_async.PrefixStore):
+        names |= set(inspect.signature(store).parameters)
+    missing = {name for name in names if not re.search(rf"\b{name}\b", REFERENCE)}
+    assert not missing
+
+
+def test_the_reference_has_every_variable() -> None:
+    used = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r"\bTCPSTORE_[A-Z]+\b", path.read_text())}
+    assert used | {"TCPSTORE_PURE"} == set(re.findall(r"`(TCPSTORE_[A-Z]+)`", REFERENCE))
+
+
+def test_the_reference_has_every_logger_and_command() -> None:
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    for name in {name for text in sources for name in re.findall(r'getLogger\("tcpstore_async(\.\w+)"', text)}:
+        assert f"`{name}`" in REFERENCE or f"`tcpstore_async{name}`" in REFERENCE
+    for name in main.commands:
+        assert f"`{name}" in REFERENCE
+
+
+# design.md
+
+
+def test_the_layers_are_those_of_the_code() -> None:
+    listed: dict[str, int] = {}
+    layer = -1
+    for line in _block("## Layers").splitlines():
+        if heading := re.match(r"│ +(\d)\b", line):
+            layer = int(heading[1])
+        elif entry := re.match(r"[├└]── (.*)", line):
+            for name in re.findall(r"\w+(?=\.py|/)", entry[1].split("  ")[0]):
+                listed[name] = layer
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert set(listed) == there - {"__init__"}
+    assert listed == {name: min(LAYERS[name], 7) for name in listed}
+
+
+def _block(heading: str) -> str:
+    """Return the first code block after a heading."""
+    found = re.search(r"```\n(.*?)```", DESIGN[DESIGN.index(heading) :], re.DOTALL)
+    assert found
+    return found[1]
+
+
+ANSWERS = re.findall(r"^\| (.+?) \| (.+) \|$", DESIGN.partition("## Where is")[2].partition("\n## ")[0], re.MULTILINE)[
+    2:
+]
+
+
+@pytest.mark.parametrize(("question", "answer"), ANSWERS, ids=[question for question, _ in ANSWERS])
+def test_where_is(question: str, answer: str) -> None:
+    """Each file in the answer exists, and defines the names that follow it."""
+    names = _code(answer)
+    assert names, question
+    files = [file for name in names if re.search(r"\.py$|/$", name) and (file := _find(name))]
+    for name in names:
+        if re.search(r"\.py$|/$", name):
+            assert _find(name), f"{question}: there is no {name}"
+        elif re.fullmatch(r"_?[A-Za-z]\w*(?:\.\w+)?", name):
+            owner, _, attribute = name.partition(".")
+            if attribute:
+                assert attribute in _attributes(owner), f"{question}: there is no {name}"
+            else:
+                text = "".join(file.read_text() for file in files if file.suffix == ".py")
+                assert re.search(rf"\b{name}\b", text), f"{question}: no {name} in {[file.name for file in files]}"

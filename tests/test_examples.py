@@ -1,4 +1,4 @@
-"""The examples that need no PyTorch run, and print what they should; every example is run by a test."""
+"""The examples that do not need PyTorch print what they should; every example is run by a test."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def test_plain() -> None:
     assert lines_of("plain.py", free_port()) == ["rank 0, rank 1, rank 2, rank 3"]
 
 
-def test_plain_on_a_port_that_is_taken() -> None:
-    """It ends at once, and what it says last is why."""
+def test_plain_on_a_port_in_use() -> None:
+    """It ends at once, and its last line gives the reason."""
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         [code], [printed] = run_once(str(EXAMPLES / "plain.py"), str(port), world=1, env={})

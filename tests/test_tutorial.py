@@ -1,4 +1,4 @@
-"""The tutorial's programs do what it says."""
+"""The tutorial's programs run and print what it says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ TUTORIAL = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text()
 PROGRAMS: list[str] = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
 
 
-def program(holds: str) -> str:
-    (found,) = [text for text in PROGRAMS if holds in text]
+def program(fragment: str) -> str:
+    """Return the program that contains a fragment."""
+    (found,) = [text for text in PROGRAMS if fragment in text]
     return found
 
 
@@ -36,17 +37,17 @@ def test_ranks_find_each_other(tmp_path: Path) -> None:
         for rank in range(4)
     ]
     try:
-        said = [rank.communicate(timeout=LIMIT) for rank in ranks]
+        printed = [rank.communicate(timeout=LIMIT) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
     name = socket.gethostname()
-    everybody = [f"{name}:{9000 + rank}".encode() for rank in range(4)]
-    assert said == [(f"{rank} {everybody}\n", "") for rank in range(4)]
+    addresses = [f"{name}:{9000 + rank}".encode() for rank in range(4)]
+    assert printed == [(f"{rank} {addresses}\n", "") for rank in range(4)]
 
 
-def test_asynchronous(tmp_path: Path) -> None:
+def test_the_asyncio_client(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program("asyncio.run")], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
     )

@@ -139,7 +139,7 @@ def test_no_descriptor_left_for_accept(backend: str) -> None:
                 assert newcomer.read(4) == b"pong"
 
 
-def test_a_herd_finds_the_file_table_grown(backend: str) -> None:
+def test_a_thundering_herd_finds_the_file_table_grown(backend: str) -> None:
     """Growing it takes tens of milliseconds each time, in which a herd fills the backlog."""
     with tcpstore_server("--backend", backend, "--limit", "connections=5000") as server:
         assert Watch(server.process.pid).file_table() > 5000

@@ -189,15 +189,19 @@ PLANTED: dict[str, Plant] = {
         _instead(lambda store, waiter, ticket: store.give_back(waiter, ticket) and None),
     ),
     "a rank that joins again counts twice": (Keyspace, "join", _ignores_token),
-    "a promise is not handed on": (Keyspace, "end_handoff", _instead(_keeps_promise)),
-    "a queue wakes everybody and promises nothing": (Keyspace, "_wake_next", _instead(_is_no_more_promised)),
-    "who leaves stays in line": (Keyspace, "leave", _instead(lambda store, waiter: None)),
-    "who leaves keeps its promise": (Keyspace, "leave", _instead(lambda store, waiter: store._unpark(waiter))),
-    "a cancel takes the others out of line": (Keyspace, "cancel_wait", _instead(_wakes_nobody_else)),
-    "a cancel takes nobody out of line": (Keyspace, "cancel_wait", _instead(lambda store, waiter: True)),
+    "a hand-off is not passed on": (Keyspace, "end_handoff", _instead(_keeps_promise)),
+    "a queue wakes everybody without hand-offs": (Keyspace, "_wake_next", _instead(_is_no_more_promised)),
+    "a waiter that leaves stays registered": (Keyspace, "leave", _instead(lambda store, waiter: None)),
+    "a waiter that leaves keeps its hand-off": (
+        Keyspace,
+        "leave",
+        _instead(lambda store, waiter: store._unpark(waiter)),
+    ),
+    "a cancel unregisters the others": (Keyspace, "cancel_wait", _instead(_wakes_nobody_else)),
+    "a cancel unregisters nobody": (Keyspace, "cancel_wait", _instead(lambda store, waiter: True)),
     "a waiter is fired twice": (Keyspace, "_fire", _after(_fires_again)),
     "a waiter is not fired": (Keyspace, "_fire", _instead(lambda store, waiter, ended: None)),
-    "a wake overtakes earlier replies": (ServerSession, "fire", _instead(_replies_first)),
+    "a wake-up overtakes earlier replies": (ServerSession, "fire", _instead(_replies_first)),
     "a wake is not to be flushed": (
         ServerSession,
         "fire",
@@ -212,14 +216,14 @@ PLANTED: dict[str, Plant] = {
         "delete_key",
         _instead(lambda store, key: 0 if store.values.pop(key, None) is None else 1),
     ),
-    "bytes of who leaves stay counted": (
+    "bytes of a session that leaves stay counted": (
         ServerSession,
         "leave",
         _before(lambda session: setattr(session, "held", 0)),
     ),
     "a command is done again after a stall": (ServerSession, "_stall", _instead(_does_it_again)),
     "a frame cut in two is read on from its beginning": (ServerSession, "_suspend", _instead(_begins_again)),
-    "a client takes a wake for the answer to its cancel": (
+    "a client takes a wake-up for the reply to its cancel": (
         ClientSession,
         "_decode_canceled",
         _instead(_wake_is_the_answer),
@@ -263,22 +267,20 @@ class Real(NamedTuple):
 
 
 REAL: dict[str, Real] = {
-    "H1: the answer to a pop that comes late is dropped": Real(
-        TCPStore, "queue_pop", _instead(_pops_without_lease), "is lost"
-    ),
-    "H2: a join is sent again without a token": Real(
+    "H1: a late reply to a pop is dropped": Real(TCPStore, "queue_pop", _instead(_pops_without_lease), "is lost"),
+    "H2: a join is repeated without a token": Real(
         requests, "join", _instead(lambda token: requests.count(1 if token else 0)), "are counted"
     ),
-    "H5: a pop that was outrun asks for all keys": Real(
+    "H5: a pop that lost a race reads all keys": Real(
         TCPStore, "queue_pop", _instead(_pops_without_lease), "names of all keys"
     ),
-    "H6: a handler of signals waits for the call that it interrupts": Real(
+    "H6: a signal handler waits for the call that it interrupts": Real(
         TCPClient, "_within_another", _instead(lambda client, me: False), "a handler of signals timed out"
     ),
     "M13: the item of a cancelled pop stays with its connection": Real(
         AsyncConnection, "give_back", _instead(lambda connection, lease: None), "keeps what nobody asked for"
     ),
-    "a pop is confirmed before it has come": Real(
+    "a pop is confirmed before its reply has arrived": Real(
         ServerSession, "grant", _after(lambda session, length, item: session.leases.clear()), "is lost"
     ),
 }
@@ -301,8 +303,8 @@ def _last_one_goes(real: Method) -> Method:
 
 
 HOGGED: dict[str, Plant] = {
-    "H3: replies that nobody reads are counted for nothing": (Unsent, "add", _instead(_counts_nothing)),
-    "who comes last has to go": (Budget, "relieve", _last_one_goes),
+    "H3: unsent replies are not counted": (Unsent, "add", _instead(_counts_nothing)),
+    "the newest peer is evicted, not the largest": (Budget, "relieve", _last_one_goes),
     "a session that goes stays counted": (
         Budget,
         "forget",
