@@ -1,8 +1,7 @@
-"""Has PyTorch take its stores from here, without a change to the program.
+"""Make PyTorch take its stores from here without a change to the program.
 
-Knows: PyTorch's table of rendezvous handlers, and what they are given. Must not know: how a store works, how a server
-is started, when what was opened is over.
-Invariant: `uninstall` leaves PyTorch as it was.
+This module replaces entries of PyTorch's table of rendezvous handlers and, if asked, its store classes; `uninstall`
+leaves PyTorch as it was. How a store works, how a server is started and when a store is closed is decided elsewhere.
 """
 
 import functools
@@ -19,7 +18,7 @@ from .. import errors
 from .. import rendezvous_url as plain
 from ..coercion import Timeout, in_milliseconds, to_seconds
 from ..stores import tcp
-from . import opened, stores, tcpstore_patch
+from . import lifetimes, stores, tcpstore_patch
 from .cpp_client import open_native
 from .errors import DistNetworkError, joint
 from .monkeypatch import Monkeypatch
@@ -32,7 +31,7 @@ _rendezvous: Final = importlib.import_module("torch.distributed.rendezvous")
 """The module, whose name in `torch.distributed` is its function's."""
 
 _CppTCPStore: Final[Any] = dist.TCPStore
-"""As it is now: `install(classes=True)` puts another in its place."""
+"""As it is now: `install(classes=True)` replaces it."""
 
 Found = tuple[dist.Store, int, int]
 
@@ -42,12 +41,13 @@ log = logging.getLogger("tcpstore_async.torch")
 
 
 def install(client: str = "native", classes: bool = False) -> None:
-    """Have `init_process_group`, `init_device_mesh` and `init_rpc` take tcp://, env:// and file:// from here.
+    """Make `init_process_group`, `init_device_mesh` and `init_rpc` take tcp://, env:// and file:// from here.
 
-    The server is ours, in a process of its own on rank 0. The client that PyTorch gets is its own C++ one or, with
-    `client="python"`, ours. Wherever else PyTorch's own `TCPStore` is to host a server, as in torchrun's agent, it is a
-    client of ours instead. With `classes`, `torch.distributed.TCPStore` and the others are ours too, for programs that
-    make stores themselves. May be called again, also with other arguments; some ranks of a world may do without.
+    Rank 0 hosts our server in a process of its own. The client that PyTorch gets is its own C++ client or, with
+    `client="python"`, ours. Wherever else PyTorch's own `TCPStore` would host a server, as in torchrun's agent, it
+    becomes a client of our server instead. With `classes`, `torch.distributed.TCPStore` and the other store classes are
+    replaced by ours, for programs that make stores themselves. May be called again, also with other arguments. Not
+    every rank of a world needs it. Raises ValueError if `client` is neither "native" nor "python".
     """
     if client not in _CLIENTS:
         raise ValueError(f"client must be native or python, not {client!r}")
@@ -59,25 +59,29 @@ def install(client: str = "native", classes: bool = False) -> None:
     if classes:
         for name in _CLASSES:
             _replaced.replace(dist, name, getattr(stores, name))
-    opened.follow_ends()
+    lifetimes.follow_starts(_replaced)
+    lifetimes.follow_ends()
 
 
 def uninstall() -> None:
-    """Leave PyTorch as it was before `install`.
+    """Restore PyTorch as it was before `install`.
 
-    What is open stays open until it is over: as long as that is so for a process group or for RPC,
-    `destroy_process_group` and `rpc.shutdown` remain ours, to close it.
+    Process groups and RPC that use our stores go on: until the last of them has ended, `destroy_process_group` and
+    `rpc.shutdown` still close the stores that were opened for them.
     """
     _replaced.restore()
-    opened.follow_ends_no_more()
+    lifetimes.stop_following()
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Found]:
-    """As `tcpstore_async.rendezvous`; the stores are `torch.distributed.Store`s with our client."""
-    return _as_pytorchs(plain.rendezvous(url, rank, world_size, **options))
+    """Meet as `tcpstore_async.rendezvous` does; the stores are `torch.distributed.Store`s with our client.
+
+    Close the store: nothing else does before the process exits.
+    """
+    return _as_torch_stores(plain.rendezvous(url, rank, world_size, **options))
 
 
-def _as_pytorchs(found: Iterator[plain.Found]) -> Iterator[Found]:
+def _as_torch_stores(found: Iterator[plain.Found]) -> Iterator[Found]:
     while True:
         try:
             store, found_rank, found_size = next(found)
@@ -92,39 +96,39 @@ def _as_pytorchs(found: Iterator[plain.Found]) -> Iterator[Found]:
 
 
 def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
-    """The store of a place, ours or PyTorch's client of our server.
+    """Return the store of a place: ours, or PyTorch's client of our server.
 
-    Raises DistNetworkError and DistStoreError as TCPStore, but at once if the timeout is 0 or negative.
+    Raises DistNetworkError and DistStoreError as TCPStore does, but at once if the timeout is 0 or negative.
     """
-    opened.make_way()
+    lifetimes.close_ended()
     seconds = to_seconds("timeout", timeout)
-    if seconds <= 0:  # which is for ever to ours; a program that PyTorch would have told at once must not hang
+    if seconds <= 0:  # our client would wait for ever where PyTorch's raises at once
         text = f"The client socket has timed out after {in_milliseconds(seconds)}ms while trying to connect to"
         raise DistNetworkError(f"{text} ({place.host}, {place.port}).")
     try:
         if client == "python":
             ours = stores.of(plain.open_store(place, timeout))
-            opened.remember(ours)
-            _tell_whose_server(place, seconds)
+            lifetimes.opened(ours, stores.close_with_clones)
+            _warn_of_foreign_server(place, seconds)
             return ours
         native, server = open_native(place, timeout)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
-    _tell_whose_server(place, seconds)
+    _warn_of_foreign_server(place, seconds)
     if server is not None:
-        opened.remember(native, server.release)
+        lifetimes.opened(native, lambda _: server.release())
     return native
 
 
-def _tell_whose_server(place: plain.Place, seconds: float) -> None:
-    """Say so once in a job if it is PyTorch's, because a launcher hosts it that knows nothing of us."""
+def _warn_of_foreign_server(place: plain.Place, seconds: float) -> None:
+    """Log once per job that the server is PyTorch's, because a launcher hosts it without our package."""
     if place.rank or place.prefix or place.hosts():
         return
     try:
         with tcp.TCPStore(place.host, place.port, timeout=seconds, use_libuv=place.use_libuv) as store:
             ours = store._connection().extended()
     except errors.DistError:
-        return  # whoever needs it will say so
+        return  # whoever needs the server will raise
     if not ours:
         log.warning(
             "the server at %s, port %d, is PyTorch's, not ours: torchrun's agent hosts it, and was started without "
@@ -136,21 +140,23 @@ def _tell_whose_server(place: plain.Place, seconds: float) -> None:
 
 def _tcp(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
     place = plain.read_tcp(url)
-    yield _open(client, place, timeout), place.rank, place.world_size
+    store = _open(client, place, timeout)
+    yield store, place.rank, place.world_size
     raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
 
 
 def _env(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
     place = plain.read_env(url)
-    yield _open(client, place, timeout), place.rank, place.world_size
+    store = _open(client, place, timeout)
+    yield store, place.rank, place.world_size
     raise RuntimeError("Unable to perform re-rendezvous using env:// method")
 
 
 def _file(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
     place = plain.read_file(url)
-    opened.make_way()
+    lifetimes.close_ended()
     store = stores.FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
-    opened.remember(store)
+    lifetimes.opened(store, stores.close_with_clones)
     yield store, place.rank, place.world_size
     raise RuntimeError("Unable to perform rerendezvous using file:// method")
 
@@ -164,9 +170,9 @@ _WORDS: Final = frozenset({"0", "1", "classes", *_CLIENTS})
 
 
 def from_environment() -> None:
-    """Install as TCPSTORE_INSTALL says: 1, native, python, or classes; more than one with commas between them.
+    """Install as TCPSTORE_INSTALL says: 1, native, python or classes, or several of them separated by commas.
 
-    0 and nothing leave PyTorch alone. Raises ValueError for any other word, and for words that contradict each other.
+    0 and an empty value leave PyTorch alone. Raises ValueError for unknown and for contradictory words.
     """
     text = os.environ.get("TCPSTORE_INSTALL", "")
     words = {word.strip() for word in text.lower().split(",")} - {""}

@@ -1,14 +1,10 @@
-"""What was put in whose place.
-
-Knows: names of modules and keys of tables. Must not know: what stands there.
-Invariant: `restore` puts back the same objects.
-"""
+"""Reversible monkeypatches: `restore` puts back the very objects that were replaced."""
 
 from typing import Any
 
 
 class Monkeypatch:
-    """Attributes of modules and classes, and entries of dicts that are others for a while."""
+    """Attributes of modules and classes, and entries of dicts, that are replaced for a while."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, Any, Any]] = []
@@ -17,12 +13,12 @@ class Monkeypatch:
         return bool(self._before)
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Put `new` in the place of what is there."""
+        """Replace an attribute or, if `owner` is a dict, an entry. Raises KeyError if there is none of that name."""
         if isinstance(owner, dict):
             self._before.append((owner, name, owner[name]))
             owner[name] = new
         else:
-            self._before.append((owner, name, vars(owner)[name]))  # of a class, not what it makes of a function
+            self._before.append((owner, name, vars(owner)[name]))  # the class's own function, not a bound one
             setattr(owner, name, new)
 
     def restore(self) -> None:

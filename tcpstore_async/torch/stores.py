@@ -1,14 +1,14 @@
 """Our stores as `torch.distributed.Store`s: every method is the plain store's.
 
-Knows: which names PyTorch's C++ side looks up on a Python store, and what it passes. Must not know: what a method
-does.
-Invariants: a store that PyTorch holds lives until it is closed or PyTorch lets go of it. PyTorch keeps the C++ half
-only, and when Python drops the other one, its methods are gone from under PyTorch. One that nobody holds is closed.
+PyTorch's C++ side may keep a store after Python has dropped it, but it keeps the C++ half only, calls the methods of
+the Python half, and never reports when it lets go. So every store is kept here until it is closed. That is done by the
+program, by `lifetimes` for what a rendezvous under `install()` has opened, and at the latest when the process exits.
+
+This module knows which names PyTorch's C++ side looks up on a Python store, and what it passes; what a method does is
+the plain store's business.
 """
 
 import atexit
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
@@ -22,53 +22,30 @@ from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..stores import base, file, hash, tcp
 from ..stores import prefix as plain_prefix
 from .errors import joint
-from .held import Hold, is_held
 
 S = TypeVar("S", bound="Store")
 
 _CPP_CLASSES: Final[dict[str, Any]] = {
     name: getattr(dist, name) for name in ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 }
-"""As they are now: `install(classes=True)` puts others in their place."""
+"""As they are now: `install(classes=True)` replaces them."""
 
-_open: Final[dict[int, "weakref.ref[Store]"]] = {}
-"""By identity. A set of weak references cannot be gone through while another thread makes a store."""
-
-_kept: Final[dict[int, Hold]] = {}
-"""What Python has dropped and PyTorch held then, by identity. Python may have got it back since."""
-
-
-def _all_open() -> list["Store"]:
-    return [store for reference in list(_open.values()) if (store := reference()) is not None]
+_open: Final[set["Store"]] = set()
+"""The stores that are not closed: the references that keep them."""
 
 
 @atexit.register
-def close_open() -> None:
+def close_all() -> None:
     """Close every store that is still open."""
-    for store in _all_open():
+    for store in list(_open):
         store.close()
 
 
 def close_with_clones(store: "Store") -> None:
-    """Close a store and the clones that PyTorch has made of it, which nobody else can."""
-    for one in _all_open():
-        if one is store or one._origin() is store:
+    """Close a store and the clones that PyTorch has made of it, which nobody else can close."""
+    for one in list(_open):
+        if one is store or one._origin is store:
             one.close()
-
-
-def close_let_go() -> None:
-    """Close what nobody holds any more, of which nothing tells if PyTorch was the last."""
-    while any(_let_go_of(kept) for kept in list(_kept.values())):
-        pass  # a prefix lets go of the store below
-
-
-def _let_go_of(kept: Hold) -> bool:
-    """Whether nobody else held it."""
-    if not kept.is_last():
-        return False
-    _kept.pop(id(kept.store), None)
-    kept.store._let_go()
-    return True
 
 
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
@@ -80,7 +57,7 @@ def _method(name: str) -> Callable[..., Any]:
 
     def method(self: "Store", *given: Any, **named: Any) -> Any:
         try:
-            self._hear_timeout()
+            self._sync_timeout()
             return getattr(self._plain, name)(*given, **named)
         except errors.DistError as error:
             raise joint(error) from error.__cause__
@@ -118,41 +95,19 @@ class _StandsFor:
 class Store(dist.Store, _StandsFor, metaclass=_Kind):
     """A `torch.distributed.Store` whose methods are those of a plain store.
 
-    It may be dropped while PyTorch holds it: it, and its clones, live until `close()`, `destroy_process_group` under
-    `install()`, the end of the process or, if PyTorch has let go of it, until the next store is made. Dropped while
-    nobody holds it, it is closed.
+    It lives until `close()`, even if the program drops it: PyTorch may still use it. What a rendezvous under
+    `install()` has opened is closed when its process group or RPC ends, everything else when the process exits.
     """
 
     def __init__(self, plain: base.Store) -> None:
         super().__init__()
         self._plain: Any = plain
-        self._told: timedelta | None = None
-        """The timeout that the plain store was given last. PyTorch sets that of the C++ half behind our back."""
-        self._origin: weakref.ref[Store] = weakref.ref(self)
-        """Of which store this is a clone, or a clone's clone."""
+        self._known_timeout: timedelta | None = None
+        """The timeout that the plain store has. PyTorch changes that of the C++ half without notice."""
+        self._origin: Store | None = None
+        """The store that this one is a clone of, directly or through other clones."""
         self.set_timeout(plain.timeout)
-        self._closed = self._unmade = False
-        _open[id(self)] = weakref.ref(self)
-
-    _unmade = True
-
-    def __del__(self, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Dropped by Python. That is told only once: what PyTorch holds is kept until nobody at all holds it.
-
-        When the interpreter goes, all are closed, and nothing here may be there any more.
-        """
-        if self._unmade or _finalizing():
-            return
-        if is_held(self):
-            _kept[id(self)] = Hold(self)
-            if not self._closed:
-                _open[id(self)] = weakref.ref(self)  # a collection of garbage has ended the other
-        elif not self._closed:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Nobody holds it any more."""
-        self.close()
+        _open.add(self)
 
     @classmethod
     def _of(cls: type[S], plain: base.Store) -> S:
@@ -160,12 +115,12 @@ class Store(dist.Store, _StandsFor, metaclass=_Kind):
         Store.__init__(store, plain)
         return store
 
-    def _hear_timeout(self) -> None:
-        """Take over the timeout that PyTorch has set, if it has."""
+    def _sync_timeout(self) -> None:
+        """Give the plain store the timeout of the C++ half, if PyTorch has changed that."""
         timeout = _timeout_in_cpp(self)
-        if timeout != self._told:
+        if timeout != self._known_timeout:
             self._plain.set_timeout(timeout)
-            self._told = timeout
+            self._known_timeout = timeout
 
     set = _method("set")
     get = _method("get")
@@ -197,17 +152,13 @@ class Store(dist.Store, _StandsFor, metaclass=_Kind):
             copy = self._of(self._plain.clone())
         except errors.DistError as error:
             raise joint(error) from error.__cause__
-        copy._origin = self._origin
+        copy._origin = self if self._origin is None else self._origin
         return copy
 
     def close(self) -> None:
-        """Give back what the store holds, and let it go. May be called again."""
+        """Release what the store holds: connections, files, its server. May be called again."""
         self._plain.close()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._closed = True
-        _open.pop(id(self), None)
+        _open.discard(self)
 
     def __enter__(self: S) -> S:
         return self
@@ -220,7 +171,6 @@ class Store(dist.Store, _StandsFor, metaclass=_Kind):
 
 
 def _made(kind: type[base.Store], *given: Any, **named: Any) -> base.Store:
-    close_let_go()
     try:
         return kind(*given, **named)
     except errors.DistError as error:
@@ -320,27 +270,23 @@ class PrefixStore(Store):
     @property
     def timeout(self) -> timedelta:
         """That of the store below."""
-        self._hear_timeout()
+        self._sync_timeout()
         return _timeout_in_cpp(self)
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set that of the store below."""
         self._plain.set_timeout(timeout)
-        self._hear_below()
+        self._sync_timeout_below()
 
-    def _hear_timeout(self) -> None:
-        super()._hear_timeout()
-        self._hear_below()
+    def _sync_timeout(self) -> None:
+        super()._sync_timeout()
+        self._sync_timeout_below()
 
-    def _hear_below(self) -> None:
+    def _sync_timeout_below(self) -> None:
         timeout: timedelta = self._plain.timeout
-        if timeout != self._told:
+        if timeout != self._known_timeout:
             super().set_timeout(timeout)
-            self._told = timeout
-
-    def _let_go(self) -> None:
-        """The store below may be held by others, also if this one owns it; if not, it is let go of next."""
-        self._forget()
+            self._known_timeout = timeout
 
     @property
     def underlying_store(self) -> dist.Store:
@@ -358,7 +304,7 @@ class PrefixStore(Store):
     def clone(self) -> "PrefixStore":
         """The same prefix over a clone of the store below, which is closed with it."""
         copy = PrefixStore(self._prefix, cast(Any, self._underlying).clone(), owns=True)
-        copy._origin = self._origin
+        copy._origin = self if self._origin is None else self._origin
         return copy
 
 

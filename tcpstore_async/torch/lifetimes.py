@@ -1,0 +1,207 @@
+"""Close what a rendezvous under `install()` opened when the process group or RPC that it was for ends.
+
+What belongs to whom is learned where PyTorch passes the store on: `init_process_group` is the only caller of
+`rendezvous` in its module, and `init_rpc` gives its store to `_init_rpc_backend`. Both names are replaced by functions
+that note it. A store of a program's own rendezvous is not closed here.
+
+This module knows the functions of PyTorch that begin and end a process group and RPC, and must not know how a store
+works or how one is opened.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import RLock, get_ident
+from typing import Any, Final, cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from . import native_server
+from .monkeypatch import Monkeypatch
+
+Closer = Callable[[Any], None]
+
+_rpc: Final = cast(Any, dist.rpc)
+
+_GROUP: Final = "process group"
+_RPC: Final = "rpc"
+
+_IS_ACTIVE: Final[dict[str, Callable[[], bool]]] = {
+    _GROUP: dist.is_initialized,
+    _RPC: lambda: bool(_rpc._is_current_rpc_agent_set()),
+}
+
+_closers: Final[WeakKeyDictionary[Any, Closer]] = WeakKeyDictionary()
+"""How the stores are closed that our rendezvous handlers have opened."""
+
+
+class _Use:
+    """A store that a process group or RPC was given."""
+
+    def __init__(self, purpose: str, store: Any, close: Closer) -> None:
+        self.purpose = purpose
+        self.pinned = True
+        """Whether a function of PyTorch's is at work on it: one that starts what it is for, or shrinks the group."""
+        self._store = store
+        self._close = close
+        self._thread = get_ident()
+
+    def has_ended(self) -> bool:
+        """Whether what the store was for is over, or was never completed.
+
+        A thread that asks for another store has left the function that pinned this one, though an exception may
+        still refer to that function's frame.
+        """
+        return (not self.pinned or self._thread == get_ident()) and not _IS_ACTIVE[self.purpose]()
+
+    def close(self) -> None:
+        self._close(self._store)
+
+
+_uses: Final[list[_Use]] = []
+_lock: Final = RLock()  # reentrant: a garbage collection may close a store meanwhile
+
+
+def opened(store: dist.Store, close: Closer) -> None:
+    """Note that a rendezvous of ours has opened `store`, and what closes it."""
+    with _lock:
+        _closers[store] = close
+
+
+@contextmanager
+def _starting(purpose: str, store: Any) -> Iterator[None]:
+    """While what `store` was opened for starts. Does nothing for a store that is not ours to close."""
+    with _lock:
+        use = _Use(purpose, store, _closers.pop(store)) if store in _closers else None
+        if use is not None:
+            _uses.append(use)
+    try:
+        yield
+    finally:
+        if use is not None:
+            use.pinned = False
+
+
+def close_ended() -> None:
+    """Close the stores whose process group or RPC has ended, so that the next rendezvous starts clean."""
+    _close(_Use.has_ended)
+
+
+def _end(purpose: str) -> None:
+    _close(lambda use: use.purpose == purpose and not use.pinned)
+
+
+def _close(ended: Callable[[_Use], bool]) -> None:
+    with ExitStack() as closing:  # all of them, whatever one raises
+        closing.callback(_restore)
+        closing.callback(native_server.stop_unused)
+        with _lock:
+            for use in [use for use in _uses if ended(use)]:
+                _uses.remove(use)
+                closing.callback(use.close)
+
+
+# Where process groups and RPC start
+
+
+def follow_starts(patch: Monkeypatch) -> None:
+    """Replace the functions through which process groups and RPC get their stores."""
+    patch.replace(distributed_c10d, "rendezvous", _group_rendezvous(distributed_c10d.rendezvous))
+    if _rpc.is_available():
+        patch.replace(_rpc, "_init_rpc_backend", _rpc_start(_rpc._init_rpc_backend))
+
+
+def _group_rendezvous(rendezvous: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_process_group` keeps the iterator until it returns or raises, and with it the context entered here."""
+
+    def follow(found: Iterator[Any]) -> Iterator[Any]:
+        for one in found:
+            with _starting(_GROUP, one[0]):
+                yield one
+
+    @functools.wraps(rendezvous)
+    def replacement(*given: Any, **named: Any) -> Iterator[Any]:
+        return follow(rendezvous(*given, **named))
+
+    return replacement
+
+
+def _rpc_start(start: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start)
+    def replacement(backend: Any, store: Any, *given: Any, **named: Any) -> Any:
+        with _starting(_RPC, _opened_below(store)):
+            return start(backend, store, *given, **named)
+
+    return replacement
+
+
+def _opened_below(store: Any) -> Any:
+    """The store under PyTorch's prefixes that a rendezvous of ours has opened, or the lowest one."""
+    while store not in _closers and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+# Where they end
+
+_ends: Final = Monkeypatch()
+_following = False
+
+
+def follow_ends() -> None:
+    """Replace the functions in which process groups and RPC end."""
+    global _following
+    _following = True
+    if _ends:
+        return
+    # Programs may have imported `destroy_process_group` by name before; this is the last function that it calls.
+    _replace_end(distributed_c10d, "_unregister_all_process_groups", _GROUP)
+    if "_finalize_shrunk_group" in vars(distributed_c10d):
+        _ends.replace(distributed_c10d, "_finalize_shrunk_group", _keeping(distributed_c10d._finalize_shrunk_group))
+    if _rpc.is_available():
+        _replace_end(_rpc, "shutdown", _RPC)
+
+
+def _replace_end(owner: Any, name: str, purpose: str) -> None:
+    end = getattr(owner, name)
+
+    @functools.wraps(end)
+    def replacement(*given: Any, **named: Any) -> Any:
+        try:
+            return end(*given, **named)
+        finally:
+            _end(purpose)
+
+    _ends.replace(owner, name, replacement)
+
+
+def _keeping(shrink: Callable[..., Any]) -> Callable[..., Any]:
+    """Shrinking the default group destroys it and makes another one over the same store."""
+
+    @functools.wraps(shrink)
+    def replacement(*given: Any, **named: Any) -> Any:
+        with _lock:
+            kept = [use for use in _uses if use.purpose == _GROUP and not use.pinned]
+            for use in kept:
+                use.pinned = True
+        try:
+            return shrink(*given, **named)
+        finally:
+            for use in kept:
+                use.pinned = False
+
+    return replacement
+
+
+def stop_following() -> None:
+    """Restore these functions, once they have ended what was opened before."""
+    global _following
+    _following = False
+    close_ended()
+
+
+def _restore() -> None:
+    if not _following and not _uses:
+        _ends.restore()
