@@ -14,7 +14,7 @@ from conformance.cases import own_cases
 from conformance.extension import extension_cases
 from conformance.script import Deed
 from conformance.vectors import libuv_vectors
-from properties.test_shapes import REPLIES, REQUESTS
+from properties.test_codecs import REPLIES, REQUESTS
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
@@ -45,8 +45,8 @@ def test_a_command_has_its_method(command: Command) -> None:
 
 
 @commands
-def test_a_command_has_shapes_with_both_directions(command: Command) -> None:
-    """That they round-trip is shown in tests/properties/test_shapes.py, for every shape listed there."""
+def test_a_command_has_codecs_for_both_directions(command: Command) -> None:
+    """That they round-trip is shown in tests/properties/test_codecs.py, for every shape listed there."""
     shown = {id(getattr(codecs, name)) for name, _ in [*REQUESTS, *REPLIES]}
     assert id(command.request) in shown
     assert id(command.reply) in shown

@@ -330,7 +330,7 @@ def test_what_a_woken_waiter_did_not_take_wakes_the_next(engine: Engine, keyspac
     assert (keyspace.handoffs, keyspace.waiters, keyspace.queue_len(b"q")) == ({}, {}, 1)
 
 
-def test_a_push_counts_down_those_in_line_who_want_more(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_push_counts_down_waiters_that_want_more(engine: Engine, keyspace: Keyspace) -> None:
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q", b"k"])
     keyspace.wait(b, [b"q"])
@@ -340,7 +340,7 @@ def test_a_push_counts_down_those_in_line_who_want_more(engine: Engine, keyspace
     assert woken(a)
 
 
-def test_a_set_of_a_queues_name_wakes_all_in_line(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_set_of_a_queues_name_wakes_all_waiters(engine: Engine, keyspace: Keyspace) -> None:
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q"])
     keyspace.wait(b, [b"q"])
@@ -423,7 +423,7 @@ def test_those_whom_a_queue_passed_over_may_leave(engine: Engine, keyspace: Keys
     assert keyspace.queue_len(b"q") == 2
 
 
-def test_a_line_keeps_no_room_for_those_who_left(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_queue_of_waiters_keeps_no_space_for_those_that_left(engine: Engine, keyspace: Keyspace) -> None:
     """The next push would step over it."""
     sessions = [waiter(engine) for _ in range(1_000)]
     for session in sessions:

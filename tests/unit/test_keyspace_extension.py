@@ -201,7 +201,7 @@ def test_whoever_fetches_no_more_is_told_nothing(engine: Engine, keyspace: Keysp
     assert heard(session) == [WOKEN]
 
 
-def test_a_fetch_takes_no_item_from_those_in_line(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_fetch_takes_no_item_from_other_waiters(engine: Engine, keyspace: Keyspace) -> None:
     """As a WAIT and a GET behind it would."""
     fetchers = [waiter(engine) for _ in range(40)]  # enough for a long line
     first, second = waiter(engine), waiter(engine)

@@ -64,7 +64,7 @@ def test_a_cancel_behind_a_wait_is_done_after_it(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_key_that_comes_and_goes_while_it_is_parked_counts_from_its_turn_on(engine: Engine) -> None:
+def test_a_key_that_comes_and_goes_while_it_is_parked_counts_from_its_portion_on(engine: Engine) -> None:
     """Keys that were not looked at yet are as they are then; those that were are counted down once they come."""
     session, other = greeted(engine), greeted(engine)
     ask(session, "wait", KEYS)

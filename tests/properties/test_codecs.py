@@ -70,7 +70,7 @@ def said(reply: ReplyCodec, result: Any) -> bytes:
     return b"".join(encoded) if isinstance(encoded, list) else bytes(encoded)
 
 
-def test_every_shape_is_tried() -> None:
+def test_every_codec_is_tried() -> None:
     names = {name for name in vars(codecs) if isinstance(getattr(codecs, name), RequestCodec | ReplyCodec)}
     assert names == {name for name, _ in REQUESTS} | {name for name, _ in REPLIES}
 

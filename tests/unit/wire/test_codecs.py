@@ -1,4 +1,4 @@
-"""How fields lie in bytes. What holds for all shapes is in tests/properties/test_shapes.py."""
+"""How fields lie in bytes. What holds for all codecs is in tests/properties/test_codecs.py."""
 
 from __future__ import annotations
 
