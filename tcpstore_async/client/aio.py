@@ -102,7 +102,7 @@ class AsyncTCPStore:
             await asyncio.wait(tasks)
 
     def __del__(self) -> None:
-        connections = getattr(self, "_lanes", None)
+        connections = getattr(self, "_connections", None)
         if connections:
             text = f"an AsyncTCPStore of {self.host}:{self.port} was not closed"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)

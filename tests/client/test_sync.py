@@ -337,7 +337,7 @@ def test_surplus_connections_are_closed_when_idle(ours: int, key: str, monkeypat
         for one in waits:
             one.result(LIMIT)
         assert len(connections(store)) > 1
-        monkeypatch.setattr(pool, "SURPLUS_SECONDS", 0.0)
+        monkeypatch.setattr(pool, "IDLE_SECONDS", 0.0)
         until(lambda: store.add(key + "n", 1) and len(connections(store)) == 1)
         assert store.get(key) == b""
 
