@@ -42,6 +42,8 @@ FLAGS: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 _EACH: Final = (FLAGS,)
 
+_PEEK: Final[int] = socket.MSG_PEEK | socket.MSG_DONTWAIT
+
 _COMPILED: Final = build() == "compiled"
 
 NO_THREAD: Final = 0
@@ -270,6 +272,28 @@ class SyncConnection:
         finally:
             self.tidy()
             self.frame, self.sent = frame, sent
+
+    # Idle, or in another thread's use
+
+    def hung_up(self) -> bool:
+        """Whether the peer has closed or reset it. Takes nothing from whoever reads it, not even the error."""
+        poll = select.poll()
+        try:
+            poll.register(self.peer, getattr(select, "POLLRDHUP", 0))
+        except ValueError:
+            return False  # closed by ourselves
+        return bool(poll.poll(0))
+
+    def loss(self) -> OSError | None:
+        """While it is idle: the error that the next call on it would raise, or None."""
+        try:
+            if not self.peer.recv(1, _PEEK):
+                return ConnectionError(LOST)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return error
+        return ConnectionError(LOST) if self.hung_up() else None
 
     # Reading
 

@@ -24,7 +24,7 @@ import pytest
 from client.fakes import Fake
 from support import LIMIT, tcpstore_server
 from tcpstore_async import DistNetworkError, TCPStore
-from tcpstore_async.client import wait_queue
+from tcpstore_async.client import background, wait_queue
 from tcpstore_async.deadline import Deadline
 from tcpstore_async.serving import build
 
@@ -324,7 +324,7 @@ def test_a_handler_within_a_call(
     """It does not wait for the call that it interrupts, but for the server at most, if something was written before."""
     event, call = INTERRUPTED[interrupted]
     scene = Scene(gate, observer, key)
-    threads = {thread for thread in threading.enumerate() if thread not in gate._threads}
+    threads = _threads(gate)
     with scene.store as store:
         scene.earlier = earlier
         if earlier:
@@ -375,7 +375,17 @@ def test_a_handler_within_a_call(
             assert not any(connection.user for connection in store._client._connections)
             assert len(store._client._connections) <= 3
     _all_gone(gate)
-    assert {thread for thread in threading.enumerate() if thread not in gate._threads} <= threads
+    assert _threads(gate) <= threads
+    assert [thread.name for thread in threading.enumerate()].count(background.THREAD_NAME) <= 1
+
+
+def _threads(gate: Gate) -> set[threading.Thread]:
+    """All but the gate's and the background loop's, of which a fork makes another one."""
+    return {
+        thread
+        for thread in threading.enumerate()
+        if thread not in gate._threads and thread.name != background.THREAD_NAME
+    }
 
 
 def _all_gone(gate: Gate) -> None:
