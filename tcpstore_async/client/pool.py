@@ -210,7 +210,7 @@ class TCPClient:
                         connection.user = NO_THREAD
                         if self._lost or self._free_queue.tickets or len(self._connections) > 1:
                             self._pass_on(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
+                except BaseException:  # an interrupt; assume no second one this soon
                     self._release(connection)
                     raise
 
@@ -222,10 +222,8 @@ class TCPClient:
         With `then` that is asked next on the same connection, before anything else, and its result returned. The
         seconds are counted from `began` if that is given. 0 means one look.
         """
-        connection = None
-        deadline = Deadline.of_a_call(seconds, began)
-        try:
-            connection = self._lease(deadline, seconds, deadline.began)
+
+        def wait(connection: SyncConnection, deadline: Deadline) -> Any:
             call = connection.request(ask, deadline)
             self._wait_for(connection, call, deadline, one_look=seconds == 0)
             if then is not None:
@@ -233,6 +231,20 @@ class TCPClient:
                 call = connection.request(then, deadline)
                 connection.read_until(call, deadline)
             return call.result
+
+        return self._on_a_connection(wait, ask, Deadline.of_a_call(seconds, began), seconds)
+
+    def _on_a_connection(
+        self, work: Callable[[SyncConnection, Deadline], Any], ask: Request, deadline: Deadline, seconds: float
+    ) -> Any:
+        """Lease a connection for `work`, which may raise DeadlineExceeded, OSError and ProtocolError.
+
+        Raises StoreTimeoutError, which names the request and the seconds, and DistNetworkError.
+        """
+        connection = None
+        try:
+            connection = self._lease(deadline, seconds, deadline.began)
+            return work(connection, deadline)
         except DeadlineExceeded as out:
             raise requests.late(ask, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
@@ -241,7 +253,7 @@ class TCPClient:
             if connection is not None:
                 try:
                     self._release(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
+                except BaseException:  # an interrupt; assume no second one this soon
                     self._release(connection)
                     raise
 
@@ -263,10 +275,7 @@ class TCPClient:
     def _pop(
         self, lease: Request, seconds: float, began: float, taken: list[Framed], confirmed: list[int]
     ) -> bytes | None:
-        connection = None
-        deadline = Deadline.of_a_call(seconds, began)
-        try:
-            connection = self._lease(deadline, seconds, deadline.began)
+        def pop(connection: SyncConnection, deadline: Deadline) -> bytes | None:
             try:
                 call = connection.request(lease, deadline)
                 if lease[0].parks:
@@ -284,27 +293,17 @@ class TCPClient:
                 if not confirmed:
                     connection.give_back(lease)
                 raise
-        except DeadlineExceeded as out:
-            raise requests.late(lease, seconds, out.__cause__) from out.__cause__
-        except (OSError, ProtocolError) as error:
-            raise self._failed(connection, error) from None
-        finally:
-            if connection is not None:
-                try:
-                    self._release(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
-                    self._release(connection)
-                    raise
+
+        value: bytes | None = self._on_a_connection(pop, lease, Deadline.of_a_call(seconds, began), seconds)
+        return value
 
     def pop_unconfirmed(self, ask: Request, seconds: float, began: float, wait: Request | None) -> bytes | None:
         """Take an item from a server of PyTorch's, after a wait if that is given; None if there is none.
 
         Whatever keeps it from the caller, it is pushed back, to the end of the queue, when it has come.
         """
-        connection = None
-        deadline = Deadline.of_a_call(seconds, began)
-        try:
-            connection = self._lease(deadline, seconds, deadline.began)
+
+        def pop(connection: SyncConnection, deadline: Deadline) -> bytes | None:
             if wait is not None:
                 self._wait_for(connection, connection.request(wait, deadline), deadline, one_look=seconds == 0)
                 deadline = _at_least(MIN_ROUND_TRIP, deadline)
@@ -317,17 +316,9 @@ class TCPClient:
             except BaseException:
                 connection.stranded += mine or [call for call in connection.session.pending if call.fields is ask[1]]
                 raise
-        except DeadlineExceeded as out:
-            raise requests.late(wait or ask, seconds, out.__cause__) from out.__cause__
-        except (OSError, ProtocolError) as error:
-            raise self._failed(connection, error) from None
-        finally:
-            if connection is not None:
-                try:
-                    self._release(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
-                    self._release(connection)
-                    raise
+
+        value: bytes | None = self._on_a_connection(pop, wait or ask, Deadline.of_a_call(seconds, began), seconds)
+        return value
 
     def _say_last_word(self) -> None:
         word = self.last_word
@@ -356,9 +347,8 @@ class TCPClient:
         For replies of a few bytes: nothing is read while the requests are sent. Raises StoreTimeoutError,
         DistNetworkError.
         """
-        connection = None
-        try:
-            connection = self._lease(deadline, deadline.timeout, deadline.began)
+
+        def exchange(connection: SyncConnection, deadline: Deadline) -> list[Any]:
             connection.broken = True
             sent = [connection.session.request(*ask) for ask in asks]
             connection.send(b"".join([data for data, _ in sent]), deadline)
@@ -369,17 +359,9 @@ class TCPClient:
                     connection.read_until(call, deadline)
                     results.append(call.result)
             return results
-        except DeadlineExceeded as out:
-            raise requests.late(asks[0], deadline.timeout, out.__cause__) from out.__cause__
-        except (OSError, ProtocolError) as error:
-            raise self._lose(_said(error)) from None
-        finally:
-            if connection is not None:
-                try:
-                    self._release(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
-                    self._release(connection)
-                    raise
+
+        results: list[Any] = self._on_a_connection(exchange, asks[0], deadline, deadline.timeout)
+        return results
 
     def _wait_for(self, connection: SyncConnection, call: PendingCall, deadline: Deadline, one_look: bool) -> None:
         """Read until a call that waits is over. Raises OSError, ProtocolError or OutOfTime."""
@@ -561,7 +543,7 @@ class TCPClient:
         except BaseException:
             try:
                 self._give_up(connection, ticket, me)
-            except BaseException:  # an interrupt, of which there is no second so soon
+            except BaseException:  # an interrupt; assume no second one this soon
                 self._give_up(connection, ticket, me)
             raise
 
