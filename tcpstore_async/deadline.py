@@ -4,6 +4,7 @@ Knows: the monotonic clock, which thread runs handlers of signals. Must not know
 Not to be compiled: that a function of the interpreter is entered is what runs the handlers of signals that have come.
 """
 
+import random
 import threading
 import time
 from datetime import timedelta
@@ -24,6 +25,14 @@ does not end that call; its handler runs after it."""
 
 _NEVER: Final = 20 * 24 * 3600.0
 """A timeout of so many seconds is none: system calls take no more than 2**31 ms."""
+
+_FIRST_PAUSE: Final = 0.05
+_LONGEST_PAUSE: Final = 2.0
+
+
+def backoff(failures: int) -> float:
+    """Return the seconds to wait after so many failures in a row: 0.05, doubled up to 2, by half more or less."""
+    return random.uniform(0.5, 1.5) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
 
 
 class Deadline:

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, cast
 
-from ..coercion import Text, Timeout, to_bytes, to_host, to_port, to_seconds
+from ..coercion import Text, Timeout, to_host, to_port, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import PendingCall
 from ..session.identity import Identity, read_identity
-from ..values import EMPTY, Framed, unpack
-from . import capabilities, requests
+from ..values import Framed, unpack
+from . import capabilities, exchanges, requests
 from .async_connection import AsyncConnection
 from .client_info import introduction
 from .connect import connect
@@ -220,10 +220,9 @@ class AsyncTCPStore:
         if await self._knows(capabilities.BARRIER, patience):
             await self._park(ask, patience)
             return
-        name = to_bytes("key", key)
-        if await self._ask_when_free(requests.add(name + requests.BARRIER_MEMBERS, 1), patience) >= world_size:
-            await self._ask_when_free(requests.set_(name + requests.BARRIER_LAST, b"1"), patience)
-        await self._park(requests.wait([requests.key_of(name + requests.BARRIER_LAST)]), patience)
+        arrive = exchanges.arrive(key, ask[1][1])
+        wait = await exchanges.run_async(lambda request: self._ask_when_free(request, patience), arrive)
+        await self._park(wait, patience)
 
     # Queues
 
@@ -311,19 +310,13 @@ class AsyncTCPStore:
             pass  # it was lost with the connection, or its server does not answer any more
 
     async def _is_plain(self, name: bytes, doubts: int) -> bool:
-        """Whether a wait for a queue of this name ends because of a value that is no item.
-
-        What is not empty is one for certain. What lists the keys, and only values, says so of an empty one, but costs
-        the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
-        """
-        ask = self._ask
-        if len(await ask(requests.get(name))) > len(EMPTY):
-            return True
-        if doubts < requests.DOUBTS or not await ask(requests.check([name])) or await ask(requests.queue_len(name)):
-            return False
+        """Return whether a plain value, rather than a queue, has this name; in doubt True without LIST_KEYS."""
+        plain = await exchanges.run_async(self._ask, exchanges.is_plain(name, doubts))
+        if plain is not None:
+            return plain
         if not await self._knows(capabilities.LIST_KEYS, _CallDeadline(requests.LIST_KEYS, self._timeout)):
             return True
-        return name in await ask(requests.LIST_KEYS)
+        return name in await self._ask(requests.LIST_KEYS)
 
     # Who the server is
 

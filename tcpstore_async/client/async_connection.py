@@ -17,7 +17,7 @@ from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import LOST, ClientSession, PendingCall
 from ..wire.codecs import Fields
 from ..wire.commands import Command
-from .requests import Request, confirm, give_back, timeout_message
+from .requests import VALUE_BYTES, Request, confirm, give_back, size_hint, timeout_message
 
 
 class AsyncConnection(asyncio.Protocol):
@@ -39,6 +39,8 @@ class AsyncConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._futures: dict[PendingCall, asyncio.Future[Any]] = {}
         self._outbox: list[bytes] = []
+        self._longest = 0
+        """Bytes of the longest request, once one was longer than the largest value a server accepts by default."""
         self._silent: list[asyncio.Future[Any]] = []
         """Of the silent requests in the outbox."""
         self._drained: asyncio.Future[None] | None = None
@@ -153,7 +155,7 @@ class AsyncConnection(asyncio.Protocol):
         try:
             done = self.session.receive(data)
         except ProtocolError as error:
-            self._fail(DistNetworkError(f"the server's reply makes no sense: {error}"))
+            self._fail(DistNetworkError(f"invalid reply from the server: {error}"))
             self.transport.abort()
             return
         for call in done:
@@ -167,7 +169,7 @@ class AsyncConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._fail(DistNetworkError(str(error) if error is not None else LOST))
+        self._fail(DistNetworkError((str(error) if error is not None else LOST) + size_hint(self._longest)))
 
     def pause_writing(self) -> None:
         self._drained = self._loop.create_future()
@@ -187,7 +189,10 @@ class AsyncConnection(asyncio.Protocol):
         if not outbox or self.transport.is_closing():
             return
         self._outbox = []
-        self.transport.write(b"".join(outbox))
+        data = b"".join(outbox)
+        if len(data) > VALUE_BYTES:
+            self._longest = max(self._longest, *map(len, outbox))
+        self.transport.write(data)
         silent, self._silent = self._silent, []
         for future in silent:
             if self._drained is not None:

@@ -20,8 +20,8 @@ QUEUES: Final = "queues"
 LIST_KEYS: Final = "list_keys"
 
 _SINCE: Final = {
-    QUEUES: "has no queues: PyTorch's servers have them since 2.8, the legacy one never",
-    LIST_KEYS: "cannot list its keys: PyTorch's servers can since 2.10",
+    QUEUES: "has no queues (PyTorch's has since 2.8, its legacy server never)",
+    LIST_KEYS: "cannot list its keys (PyTorch's can since 2.10)",
 }
 
 
@@ -38,4 +38,4 @@ def tries(what: str) -> list[Request]:
 
 def lacks(what: str, host: str, port: int) -> NotImplementedError:
     """What is raised where nothing else can be done instead."""
-    return NotImplementedError(f"the server at {host}, port {port}, {_SINCE[what]}")
+    return NotImplementedError(f"the server at {host}:{port} {_SINCE[what]}")

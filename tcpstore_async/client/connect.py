@@ -10,7 +10,6 @@ import asyncio
 import errno
 import ipaddress
 import os
-import random
 import select
 import socket
 import threading
@@ -20,12 +19,10 @@ from typing import Any, Final
 
 from aiohappyeyeballs import start_connection
 
-from ..deadline import MIN_ROUND_TRIP, Deadline
+from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..errors import DistNetworkError, ProtocolError
 from ..session.client import ClientSession, PendingCall
 
-_FIRST_PAUSE: Final = 0.05
-_LONGEST_PAUSE: Final = 2.0
 _LAST_TRY: Final = 0.05
 """Seconds that are kept for the last try."""
 
@@ -34,7 +31,7 @@ _NO_ANSWER: Final = "no answer"
 _HANG_UPS: Final = 2
 """Answers to the handshake that fail to come before it is tried without PING, or with it again. One may be a reset."""
 
-_FULL: Final = " (so does a server that has no room for more connections; its log says so then)"
+_FULL: Final = " (a server at its connection limit also does this; see its log)"
 
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried beside one that has not answered."""
@@ -60,12 +57,12 @@ class _Tries:
         self.host = host
         self.port = port
         self.deadline = deadline
-        self.pause = _FIRST_PAUSE
         self.pings = True
         """Whether to shake hands with a PING: PyTorch's servers before 2.5 close the connection for it."""
         self.cause = ""
         """Why the last try failed, or the one before, if the last one's time was too short to say anything."""
         self._short = False
+        self._failures = 0
         self._hung_up = 0
         """Connections in a row that the peer has closed instead of an answer."""
 
@@ -88,11 +85,11 @@ class _Tries:
         if left is not None and left <= _LAST_TRY:
             raise DistNetworkError(
                 f"The client socket has timed out after {round(1000 * self.deadline.timeout)}ms while trying to "
-                f"connect to ({self.host}, {self.port}). {self.deadline.spent():.1f} s were spent; the last cause: "
+                f"connect to ({self.host}, {self.port}). Gave up after {self.deadline.spent():.1f} s; last error: "
                 f"{self.cause}."
             ) from None
-        wait = random.uniform(0.5, 1.5) * self.pause
-        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+        self._failures += 1
+        wait = backoff(self._failures)
         return wait if left is None else min(wait, left - _LAST_TRY)
 
 
@@ -169,7 +166,7 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
         except OSError as error:
             failed = error
         except ValueError as error:  # too long a label, say
-            failed = OSError(f"{host!r} is no host name: {error}")
+            failed = OSError(f"{host!r} is not a valid host name: {error}")
         try:
             loop.call_soon_threadsafe(tell, found, failed)
         except RuntimeError:
@@ -213,7 +210,7 @@ class _Attempt:
         while not poll.poll(self.tick() * 1000):
             pass
         if os.getpid() != self.pid:  # a handler of signals has forked: what comes is for the parent
-            raise OSError("the process was forked meanwhile")
+            raise OSError("the process forked while connecting")
 
     def sleep(self) -> None:
         """Until time is up."""

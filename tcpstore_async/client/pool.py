@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
-from ..limits import Limits
 from ..session.client import PendingCall
 from ..session.identity import Identity, read_identity
 from ..values import Framed, unpack
@@ -47,14 +46,7 @@ what it is told may go to the call that it has interrupted, or be held up by a l
 
 _FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
 
-_VALUE_BYTES: Final = Limits().value_bytes
-
-_TOO_LONG: Final = (
-    " (a request of %d bytes was sent before: a server closes the connection for a value over its limit,"
-    f" which is {_VALUE_BYTES} bytes unless it was set)"
-)
-
-_FORKED: Final = "the process was forked in the midst of this call, whose outcome only the parent hears"
+_FORKED: Final = "the process forked during this call; only the parent receives the reply"
 
 
 class TCPClient:
@@ -703,7 +695,7 @@ class TCPClient:
     def _drop(self, connection: SyncConnection) -> None:
         """Close a connection that is out of step; the store goes on if nothing was lost with it."""
         if connection.session.unconfirmed() or self.identity is None:
-            self._lose("a connection had to be closed in the midst of a call")
+            self._lose("a connection was closed in the middle of a call, which had sent or received only part of a message")
             return
         with self._lock:
             if connection in self._connections:
@@ -715,8 +707,8 @@ class TCPClient:
         if connection is not None and connection.gone:
             return DistNetworkError(_FORKED)
         said = _said(error)
-        if connection is not None and connection.longest > _VALUE_BYTES and isinstance(error, OSError):
-            said += _TOO_LONG % connection.longest
+        if connection is not None and isinstance(error, OSError):
+            said += requests.size_hint(connection.longest)
         return self._lose(said)
 
     def _lose(self, reason: str) -> DistNetworkError:
@@ -772,7 +764,7 @@ class TCPClient:
                 error = connection.loss()
                 if error is not None:
                     lost = self._failed(connection, error)
-                    log.debug("lost an idle connection to %s, port %d: %s", self.host, self.port, lost)
+                    log.debug("lost the idle connection to %s:%d: %s", self.host, self.port, lost)
                     return True
             return done
         finally:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..coercion import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..errors import StoreTimeoutError
+from ..limits import Limits
 from ..values import Framed, pack
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, WORKERS_KEY, Command
@@ -54,10 +55,10 @@ JOINS: Final[Request] = _GET, (JOINS_KEY,)
 
 _tickets: Final = count_from(1)
 
-DOUBTS: Final = 8
-"""How often in one pop a queue may be found both there and empty, before it is asked for all keys what it is."""
+ANOTHER: Final = "a different server now listens at the address of this store's server"
 
-ANOTHER: Final = "another server has taken the place of the one that this store was on"
+VALUE_BYTES: Final = Limits().value_bytes
+"""The size of a value that every server accepts unless it was started with another limit."""
 
 
 def key_of(key: object) -> bytes:
@@ -211,6 +212,16 @@ def late(ask: Request, seconds: float, cause: BaseException | None = None) -> St
     error = StoreTimeoutError(timeout_message(ask, seconds))
     error.__cause__ = cause
     return error
+
+
+def size_hint(longest: int) -> str:
+    """Explain, at the end of the error of a lost connection, that a request of so many bytes may be the cause."""
+    if longest <= VALUE_BYTES:
+        return ""
+    return (
+        f" (a request of {longest} bytes was sent before: a server closes the connection when a value exceeds its limit,"
+        f" by default {VALUE_BYTES} bytes)"
+    )
 
 
 def _listed(names: list[bytes]) -> str:

@@ -8,13 +8,12 @@ PyTorch's. A server that is joined again and again gets time to breathe.
 
 import logging
 import os
-import random
 import time
 from typing import Final
 
 from ..client import requests
 from ..client.pool import TCPClient
-from ..deadline import Deadline
+from ..deadline import Deadline, backoff
 from ..errors import DistNetworkError, StoreTimeoutError
 from ..values import unpack
 from ..wire.commands import JOINS_KEY
@@ -23,9 +22,6 @@ log = logging.getLogger("tcpstore_async.stores")
 
 _ROUND_SECONDS: Final = 10.0
 """How long a rank that has joined too early holds out for the server of its round, at the most."""
-
-_FIRST_PAUSE: Final = 0.05
-_LONGEST_PAUSE: Final = 2.0
 
 _MOST_LOSSES: Final = 8
 """Connections that one server may close in the midst of a join before that is an error."""
@@ -72,7 +68,7 @@ class Rank:
         self.losses += 1
         if self._counted or self.is_master or self.losses >= _MOST_LOSSES or self.deadline.passed():
             raise self.blame(error) from None
-        wait = random.uniform(0.5, 1.5) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (self.losses - 1))
+        wait = backoff(self.losses)
         left = self.deadline.left()
         time.sleep(wait if left is None else min(wait, left))
 
@@ -81,7 +77,7 @@ class Rank:
         if self.losses < _TELLING:
             return error
         return DistNetworkError(
-            f"{error} {self.losses} connections were closed when they joined: see the server's log."
+            f"{error} The server closed {self.losses} connections in a row while this rank joined; see its log."
         )
 
     def _meets_ours(self, client: TCPClient) -> bool:
@@ -112,7 +108,9 @@ class Rank:
         announced = self._announced(client)
         if not announced or there <= self.world or there <= announced or announced % self.world:
             return announced != 0
-        log.info("%s, port %d, has more ranks than the world: is this a next round?", client.host, client.port)
+        log.info(
+            "%s:%d has more ranks than world_size; checking whether a newer round is starting", client.host, client.port
+        )
         limit = min(_ROUND_SECONDS, _ROUND_SECONDS if self.deadline.timeout < 0 else self.deadline.timeout / 2)
         left = self.deadline.left()
         try:

@@ -15,15 +15,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ..client import capabilities, requests
+from ..client import capabilities, exchanges, requests
 from ..client.client_info import introduction
 from ..client.pool import TCPClient
 from ..client.requests import Request
-from ..coercion import Text, Timeout, in_milliseconds, to_bool, to_bytes, to_host, to_int64, to_port, to_world_size
+from ..coercion import Text, Timeout, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from ..server.master import ServerHandle, host
-from ..values import EMPTY, unpack
+from ..values import unpack
 from ..wire.commands import WORKERS_KEY
 from .base import Store
 from .joining import Rank
@@ -124,6 +124,9 @@ class TCPStore(Store):
                 client.close()
                 assert rank is not None
                 rank.pause(error)
+            except StoreTimeoutError as error:
+                client.close()
+                raise StoreTimeoutError(f"no reply from {self.host}:{self.port} while joining: {error}") from None
             except BaseException:
                 client.close()
                 raise
@@ -189,7 +192,7 @@ class TCPStore(Store):
         return f"TCPStore(client=TCPClient({client.describe() if client else '<nullptr>'}), server={server})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("cannot pickle 'TCPStore' object: make one in the other process, or clone() it")
+        raise TypeError("cannot pickle 'TCPStore' object: create one in the other process, or clone() it")
 
     # Values
 
@@ -297,20 +300,8 @@ class TCPStore(Store):
             if item is not None:
                 return item
             doubts += 1
-            if not block or self._is_plain(client, name, doubts):
+            if not block or _is_plain(client, name, doubts):
                 raise QueueEmptyError("queue is empty")
-
-    def _is_plain(self, client: TCPClient, name: bytes, doubts: int) -> bool:
-        """Whether a wait for a queue of this name ends because of a value that is no item.
-
-        What is not empty is one for certain. What lists the keys, and only values, says so of an empty one, but costs
-        the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
-        """
-        if len(client.call(requests.get(name))) > len(EMPTY):
-            return True
-        if doubts < requests.DOUBTS or not client.call(requests.check([name])) or client.call(requests.queue_len(name)):
-            return False
-        return not client.knows(capabilities.LIST_KEYS, requests.LIST_KEYS) or name in client.call(requests.LIST_KEYS)
 
     def queue_len(self, key: Text) -> int:
         ask = requests.queue_len(requests.key_of(key))
@@ -324,17 +315,15 @@ class TCPStore(Store):
         if self._connection().knows(capabilities.BARRIER, ask, seconds, began):
             self._park(ask, seconds, began=began)
         else:
-            self._barrier_over_keys(to_bytes("key", key), ask, seconds, began)
+            self._barrier_over_keys(key, ask, seconds, began)
 
-    def _barrier_over_keys(self, name: bytes, ask: Request, seconds: float, began: float) -> None:
+    def _barrier_over_keys(self, key: Text, ask: Request, seconds: float, began: float) -> None:
         """As the base class, with one timeout for all of it."""
         client = self._connection()
-        _, world_size = ask[1]
         deadline = Deadline.of_a_call(seconds, began)
         try:
-            if client.call(requests.add(name + requests.BARRIER_MEMBERS, 1), deadline) >= world_size:
-                client.call(requests.set_(name + requests.BARRIER_LAST, b"1"), deadline)
-            client.call_blocking(requests.wait([requests.key_of(name + requests.BARRIER_LAST)]), seconds, began=began)
+            wait = exchanges.run(lambda request: client.call(request, deadline), exchanges.arrive(key, ask[1][1]))
+            client.call_blocking(wait, seconds, began=began)
         except StoreTimeoutError:
             raise StoreTimeoutError(requests.timeout_message(ask, seconds)) from None
 
@@ -342,7 +331,7 @@ class TCPStore(Store):
 
     def _connection(self) -> TCPClient:
         if self._client is None:
-            raise DistNetworkError("the store has not been made")
+            raise DistNetworkError("the store was not initialized")
         return self._client
 
     def _park(self, ask: Request, seconds: float, then: Request | None = None, began: float | None = None) -> Any:
@@ -437,6 +426,15 @@ def _agent_hosts(port: int) -> bool:
     if number is None:
         raise RuntimeError("Invalid value for environment variable: MASTER_PORT")
     return agent in _YES and int(number[1]) == port
+
+
+def _is_plain(client: TCPClient, name: bytes, doubts: int) -> bool:
+    """Return whether a plain value, rather than a queue, has this name; in doubt True of a server without LIST_KEYS."""
+    plain = exchanges.run(client.call, exchanges.is_plain(name, doubts))
+    if plain is None:
+        ask = requests.LIST_KEYS
+        return not client.knows(capabilities.LIST_KEYS, ask) or name in client.call(ask)
+    return plain
 
 
 def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None:

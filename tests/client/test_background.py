@@ -299,7 +299,7 @@ def test_a_large_value_that_the_server_rejects(losses: Losses) -> None:
         store.set("k", bytes(64 << 20))
         _end(fake)
         assert losses.noticed.wait(LIMIT)
-        with pytest.raises(DistNetworkError, match="over its limit"):
+        with pytest.raises(DistNetworkError, match="exceeds its limit"):
             store.add("n", 1)
 
 

@@ -54,8 +54,8 @@ def fails_in_time(how: How, host: str, port: int, cause: str, timeout: float = 0
     assert text.startswith(
         f"The client socket has timed out after {timeout * 1000:.0f}ms while trying to connect to ({host}, {port})."
     )
-    assert " s were spent; the last cause: " in text
-    assert cause in text.partition("last cause: ")[2]
+    assert " s; last error: " in text
+    assert cause in text.partition("last error: ")[2]
     assert spent < timeout + MARGIN
 
 
@@ -92,7 +92,7 @@ def test_a_last_try_of_little_time_does_not_hide_why_others_failed(seconds: floa
     tries.deadline = Deadline(60.0, time.monotonic() - 60.0 + seconds)
     tries.limit()
     tries.deadline = Deadline(60.0, time.monotonic() - 60.0)
-    with pytest.raises(DistNetworkError, match=f"the last cause: .*{cause}"):
+    with pytest.raises(DistNetworkError, match=f"last error: .*{cause}"):
         tries.after(TimeoutError())
 
 

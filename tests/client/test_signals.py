@@ -363,7 +363,7 @@ def test_a_handler_within_a_call(
             with pytest.raises(DistNetworkError, match="has been closed"):
                 store.add(key + "after", 1)
         elif handler == "raise" and interrupted == "writing":  # a request that is on its way in part
-            with pytest.raises(DistNetworkError, match="in the midst of a call"):
+            with pytest.raises(DistNetworkError, match="in the middle of a call"):
                 store.add(key + "after", 1)
         else:
             scene.read_your_writes()
@@ -449,7 +449,7 @@ def test_a_child_that_goes_on_with_the_parents_call(
                 status = 1
                 try:
                     assert isinstance(error, DistNetworkError)
-                    assert "forked in the midst of this call" in str(error)
+                    assert "forked during this call" in str(error)
                     assert store.add(key + "n", 1) == 6
                     status = 0
                 finally:

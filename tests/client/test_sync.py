@@ -434,7 +434,7 @@ def test_a_full_buffer_honours_the_timeout(frozen: Any) -> None:
         with pytest.raises(StoreTimeoutError, match=r"^set timeout after 100ms$"):
             for _ in range(100):
                 store.set("k", bytes(8 << 20))
-        with pytest.raises(DistNetworkError, match="in the midst of a call"):
+        with pytest.raises(DistNetworkError, match="in the middle of a call"):
             store.add("n", 1)
         frozen.thaw()
 
@@ -495,7 +495,7 @@ def test_interrupts_at_any_moment(ours: int, key: str) -> None:
                 store.set(key + "b", str(number))
                 assert store.get(key + "b") == b"%d" % number
             except DistNetworkError as error:
-                assert "in the midst of a call" in str(error)
+                assert "in the middle of a call" in str(error)
                 return
 
     def disturbed(store: TCPStore) -> None:
@@ -531,7 +531,7 @@ def test_interrupts_at_any_moment(ours: int, key: str) -> None:
                 try:
                     disturbed(store)
                 except DistNetworkError as error:
-                    assert "in the midst of a call" in str(error)
+                    assert "in the middle of a call" in str(error)
                     lost += 1
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
