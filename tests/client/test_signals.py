@@ -408,7 +408,7 @@ def test_another_thread_that_asks_who_the_server_is(gate: Gate, key: str, monkey
         def handle() -> None:
             asking.start()
             end = threading.Event()
-            while client._asking == 0 or not client._free_queue.tickets:
+            while client._identifying == 0 or not client._free_queue.tickets:
                 end.wait(0.001)
             gate.answering.set()
             assert store.get(key + "v") == b"x"
@@ -624,7 +624,7 @@ def test_a_signal_just_before_the_wait(gate: Gate, key: str, monkeypatch: pytest
         with TCPStore("127.0.0.1", gate.port, timeout=TIMEOUT) as store:
             gate.answering.clear()
             strike = getattr(ctypes.PyDLL(None), "raise")
-            monkeypatch.setattr(Deadline, "moment", partial(max, (Seconds(0.1),), key=strike))
+            monkeypatch.setattr(Deadline, "poll_seconds", partial(max, (Seconds(0.1),), key=strike))
             assert store.add(key, 1) == 1
             assert struck.is_set()
     finally:
