@@ -1,1 +1,1 @@
-"""Client doors."""
+"""The clients: synchronous and async, and what they share."""

@@ -1,9 +1,10 @@
-"""The async client: typed methods over lanes.
+"""The async client: typed methods over shared connections.
 
-Knows: which method is which command, when a call may share a connection and when it needs one of its own, deadlines.
-Must not know: bytes on the wire, sockets.
-Invariants: a call that waits keeps no other call waiting. What a store has written is there for whatever it asks next,
-on whichever connection. Cancelling a call leaves every connection in step.
+It knows which method is which command, when a call may share a connection and when it needs its own, and deadlines. It
+must not know bytes on the wire or sockets.
+
+Invariants: a blocked call delays no other call. What a store has written is visible to its later requests, on whichever
+connection. Cancelling a call leaves every connection in step.
 """
 
 import asyncio
@@ -14,73 +15,73 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, cast
 
-from ..coercion import Text, Timeout, to_bytes, to_host, to_port, to_seconds
+from ..coercion import Text, Timeout, to_host, to_port, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..session.client import PendingCall
 from ..session.identity import Identity, read_identity
-from ..values import EMPTY, Framed, unpack
-from . import capabilities, requests
+from ..values import Framed, unpack
+from . import capabilities, exchanges, requests
 from .async_connection import AsyncConnection
 from .client_info import introduction
 from .connect import connect
 from .requests import ANOTHER, Request
 
-_PAUSE = 0.05
-"""Seconds until it is tried again what a server knows."""
+_RETRY_SECONDS = 0.05
+"""Seconds until a probe is repeated that failed for lack of time of another call."""
 
 
 class _CallDeadline(Deadline):
-    """How long a call may take, and what it says then. 0 means one look: that takes what a round trip takes."""
+    """The deadline of one call, and the error when it has passed. A timeout of 0 still allows one round trip."""
 
-    def __init__(self, ask: Request, seconds: float, began: float | None = None) -> None:
+    def __init__(self, request: Request, seconds: float, began: float | None = None) -> None:
         super().__init__(seconds or MIN_ROUND_TRIP, began)
-        self.one_look = seconds == 0
-        self._ask = ask
+        self.once = seconds == 0
+        self._request = request
         self._seconds = seconds
 
     def error(self) -> StoreTimeoutError:
-        return StoreTimeoutError(requests.timeout_message(self._ask, self._seconds))
+        return StoreTimeoutError(requests.timeout_message(self._request, self._seconds))
 
 
 class AsyncTCPStore:
-    """A client of a TCPStore server, for asyncio. Made by `connect`; belongs to the loop that made it.
+    """A client of a TCPStore server for asyncio, created by `connect` and bound to the loop that created it.
 
-    The methods are those of `torch.distributed.TCPStore`, with `await`. Every one of them raises StoreTimeoutError, a
-    DistStoreError, when the store's timeout has passed, and DistNetworkError when the connection is lost. Calls may be
-    made from any number of tasks at once.
+    The methods are those of `torch.distributed.TCPStore`, with `await`. Each raises StoreTimeoutError, which is a
+    DistStoreError, when the store's timeout passes, and DistNetworkError when the connection is lost. Any number of
+    tasks may make calls at once.
     """
 
     def __init__(self, host: str, port: int, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self.host = to_host("host", host)
         self.port = to_port("port", port)
         self.identity: Identity | None = None
-        """Who the server is, if it is one of ours and was asked."""
+        """The server's identity, once requested, if the server is one of ours."""
         self._timeout = to_seconds("timeout", timeout)
         self._connections: dict[AsyncConnection, None] = {}
         self._free: dict[AsyncConnection, None] = {}
-        """Those on which nothing waits."""
+        """Connections without a blocking call."""
         self._current: AsyncConnection | None = None
-        """The one on which calls share a connection; all writes that may not have been executed yet are on it."""
+        """The connection that calls share; every unconfirmed write is on it."""
         self._opening: asyncio.Task[None] | None = None
-        self._taken = False
-        """Whether a call that needs a connection to wait on is looking for one."""
-        self._turns: deque[asyncio.Future[None]] = deque()
-        """Those that will look after it."""
-        self._asking: asyncio.Task[None] | None = None
-        self._asked = False
-        self._trying: dict[str, asyncio.Task[None]] = {}
-        self._known: dict[str, bool] = {}
-        """What PyTorch's servers have not always known: whether this one does, if that was tried."""
+        self._slot_taken = False
+        """Whether a blocking call is looking for a connection."""
+        self._slot_waiters: deque[asyncio.Future[None]] = deque()
+        """Blocking calls that will look for a connection after it."""
+        self._identifying: asyncio.Task[None] | None = None
+        self._identified = False
+        self._probing: dict[str, asyncio.Task[None]] = {}
+        self._supported: dict[str, bool] = {}
+        """Whether the server supports what older servers of PyTorch do not, as far as probed."""
         self._lost: DistNetworkError | None = None
         self._stranded: set[asyncio.Task[None]] = set()
-        """Pops whose callers have gone, on servers where they need not be confirmed: their items are pushed back."""
+        """Tasks that push back the items of pops, on servers of PyTorch, whose callers have given up."""
 
     @classmethod
     async def connect(cls, host: str, port: int, *, timeout: Timeout = DEFAULT_TIMEOUT) -> "AsyncTCPStore":
-        """Connect to the server at this address, trying again until the timeout. Raises DistNetworkError.
+        """Connect to the server at this address, retrying until the timeout. Raises DistNetworkError.
 
-        The timeout is that of every later call too; negative means for ever, 0 one try.
+        The timeout, in seconds or a timedelta, is also that of later calls; negative means none, 0 one attempt.
         """
         store = cls(host, port, timeout)
         await store._open_connection()
@@ -93,16 +94,16 @@ class AsyncTCPStore:
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection. Calls under way fail; later ones too."""
+        """Close every connection. Calls in progress fail, and so do later ones."""
         if self._stranded and self._lost is None:
             await asyncio.wait(self._stranded, timeout=MIN_ROUND_TRIP)
         self._lose(DistNetworkError("the store has been closed"))
-        tasks = [*([self._opening] if self._opening else []), *self._trying.values()]
+        tasks = [*([self._opening] if self._opening else []), *self._probing.values()]
         if tasks:
             await asyncio.wait(tasks)
 
     def __del__(self) -> None:
-        connections = getattr(self, "_lanes", None)
+        connections = getattr(self, "_connections", None)
         if connections:
             text = f"an AsyncTCPStore of {self.host}:{self.port} was not closed"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
@@ -114,11 +115,11 @@ class AsyncTCPStore:
         return timedelta(seconds=self._timeout)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Change the timeout of later calls; negative means for ever."""
+        """Change the timeout of later calls; negative means none."""
         self._timeout = to_seconds("timeout", timeout)
 
     async def clone(self) -> "AsyncTCPStore":
-        """A store of its own connections to the same server, with the same timeout."""
+        """Return a store with its own connections to the same server and the same timeout."""
         if self._lost is not None:
             raise self._lost
         clone = await self.connect(self.host, self.port, timeout=self.timeout)
@@ -130,142 +131,145 @@ class AsyncTCPStore:
     # Values
 
     async def set(self, key: Text, value: Text) -> None:
-        await self._ask(requests.set_(key, value))
+        await self._call(requests.set_(key, value))
 
     async def get(self, key: Text) -> bytes:
-        """The value, as soon as there is one."""
+        """Return the value as soon as the key exists."""
         name = requests.key_of(key)
-        ask = requests.wait([name])
-        patience = _CallDeadline(ask, self._timeout)
-        if self.identity is None and not await self._extended(patience):
-            await self._park(ask, patience)
-            return unpack(await self._ask_when_free(requests.get(name), patience))
-        found = await self._look(name, patience)
-        return unpack(await self._park(requests.fetch(name), patience) if found is None else found)
+        request = requests.wait([name])
+        deadline = _CallDeadline(request, self._timeout)
+        if self.identity is None and not await self._extended(deadline):
+            await self._call_blocking(request, deadline)
+            return unpack(await self._call_when_free(requests.get(name), deadline))
+        found = await self._try_get(name, deadline)
+        return unpack(await self._call_blocking(requests.fetch(name), deadline) if found is None else found)
 
-    async def _look(self, name: bytes, patience: _CallDeadline) -> Framed | None:
-        """The value if it is there: without a connection that others could not use. Not for servers of PyTorch's, whose
-        legacy one closes the connection for a GET of a key that is missing.
+    async def _try_get(self, name: bytes, deadline: _CallDeadline) -> Framed | None:
+        """Return the value if the key exists, without occupying a connection.
+
+        Not for PyTorch's servers: the legacy one closes the connection on a GET of a missing key.
         """
-        connection = self._ready_connection() or await self._free_connection(patience)
+        connection = self._ready_connection() or await self._free_connection(deadline)
         _, there = connection.call(*requests.check([name]))
         _, value = connection.call(*requests.get(name))
-        found: Framed = await self._answer(value, patience)
+        found: Framed = await self._await_reply(value, deadline)
         if there.result():
             return found
-        if patience.one_look:
-            raise patience.error()
+        if deadline.once:
+            raise deadline.error()
         return None
 
     async def add(self, key: Text, amount: int) -> int:
-        """Add to a counter, 0 if it is missing, and return the sum."""
-        return int(await self._ask(requests.add(key, amount)))
+        """Add to a counter, which starts at 0, and return the sum."""
+        return int(await self._call(requests.add(key, amount)))
 
     async def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        """Set `desired` if the value is `expected`, a missing key being empty; the value afterwards.
+        """Set `desired` if the value is `expected`, and return the value afterwards. A missing key counts as empty.
 
-        For a missing key that was expected to hold something, `expected` is returned and nothing set, as in PyTorch.
+        If the key is missing and `expected` is not empty, nothing is set and `expected` is returned, as in PyTorch.
         """
-        return unpack(await self._ask(requests.compare_set(key, expected, desired)))
+        return unpack(await self._call(requests.compare_set(key, expected, desired)))
 
     async def append(self, key: Text, value: Text) -> None:
-        await self._ask(requests.append(key, value))
+        await self._call(requests.append(key, value))
 
     async def check(self, keys: Iterable[Text]) -> bool:
-        """Whether all keys are there."""
-        return bool(await self._ask(requests.check(requests.keys_of(keys))))
+        """Return whether all keys exist."""
+        return bool(await self._call(requests.check(requests.keys_of(keys))))
 
     async def ping(self) -> None:
-        """One round trip: the server is there, and has executed everything that was sent before."""
-        await self._ask(requests.NO_KEY)
+        """Make one round trip, after which the server has executed everything sent before."""
+        await self._call(requests.NO_KEY)
 
     async def delete_key(self, key: Text) -> bool:
-        """Remove a key; whether it was there."""
-        return bool(await self._ask(requests.delete_key(key)) == 1)
+        """Remove a key; return whether it existed."""
+        return bool(await self._call(requests.delete_key(key)) == 1)
 
     async def num_keys(self) -> int:
-        """How many keys there are, PyTorch's own counter of workers included."""
-        return int(await self._ask(requests.NUM_KEYS))
+        """Return the number of keys, including PyTorch's own counter of workers."""
+        return int(await self._call(requests.NUM_KEYS))
 
     async def list_keys(self) -> list[str]:
-        """The names of all keys, in no order, without PyTorch's own. Raises UnicodeDecodeError for a name not UTF-8."""
-        await self._need(capabilities.LIST_KEYS, requests.LIST_KEYS)
-        return requests.texts_of(requests.names_of(await self._ask(requests.LIST_KEYS)))
+        """Return all keys, unordered, without PyTorch's own. Raises UnicodeDecodeError if one is not UTF-8."""
+        await self._require(capabilities.LIST_KEYS, requests.LIST_KEYS)
+        return requests.texts_of(requests.names_of(await self._call(requests.LIST_KEYS)))
 
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
-        """The values, as soon as all are there."""
+        """Return the values as soon as all keys exist."""
         names = requests.keys_of(keys)
-        patience = _CallDeadline(requests.wait(names), self._timeout)
-        await self._extended(patience)
-        await self._park(requests.wait(names), patience)
-        return [unpack(value) for value in await self._ask_when_free(requests.multi_get(names), patience)]
+        deadline = _CallDeadline(requests.wait(names), self._timeout)
+        await self._extended(deadline)
+        await self._call_blocking(requests.wait(names), deadline)
+        return [unpack(value) for value in await self._call_when_free(requests.multi_get(names), deadline)]
 
     async def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
-        """Set all, or none. Raises DistStoreError if there are not as many values as keys."""
-        await self._ask(requests.multi_set(keys, values))
+        """Set all keys or none. Raises DistStoreError if the numbers of keys and values differ."""
+        await self._call(requests.multi_set(keys, values))
 
     # Waiting
 
     async def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        """Until all keys are there. The timeout is the store's unless given; 0 means one look, negative for ever."""
-        ask = requests.wait(requests.keys_of(keys))
-        patience = _CallDeadline(ask, self._seconds(timeout))
-        await self._extended(patience)  # so that a further connection can be checked
-        await self._park(ask, patience)
+        """Block until all keys exist.
+
+        The timeout, in seconds or a timedelta, defaults to the store's; 0 checks once, negative means none.
+        """
+        request = requests.wait(requests.keys_of(keys))
+        deadline = _CallDeadline(request, self._seconds(timeout))
+        await self._extended(deadline)  # so that a further connection can be verified
+        await self._call_blocking(request, deadline)
 
     async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        """Until `world_size` callers have arrived at this key, each counted once a call; it is never reset."""
-        ask = requests.barrier(key, world_size)
-        patience = _CallDeadline(ask, self._seconds(timeout))
-        if await self._knows(capabilities.BARRIER, patience):
-            await self._park(ask, patience)
+        """Block until `world_size` calls have arrived at this key. It is never reset: use a new key for every round."""
+        request = requests.barrier(key, world_size)
+        deadline = _CallDeadline(request, self._seconds(timeout))
+        if await self._supports(capabilities.BARRIER, deadline):
+            await self._call_blocking(request, deadline)
             return
-        name = to_bytes("key", key)
-        if await self._ask_when_free(requests.add(name + requests.BARRIER_MEMBERS, 1), patience) >= world_size:
-            await self._ask_when_free(requests.set_(name + requests.BARRIER_LAST, b"1"), patience)
-        await self._park(requests.wait([requests.key_of(name + requests.BARRIER_LAST)]), patience)
+        arrive = exchanges.arrive(key, request[1][1])
+        wait = await exchanges.run_async(lambda request: self._call_when_free(request, deadline), arrive)
+        await self._call_blocking(wait, deadline)
 
     # Queues
 
     async def queue_push(self, key: Text, value: Text) -> None:
-        ask = requests.queue_push(key, value)
-        await self._need(capabilities.QUEUES, ask)
-        await self._ask(ask)
+        request = requests.queue_push(key, value)
+        await self._require(capabilities.QUEUES, request)
+        await self._call(request)
 
     async def queue_len(self, key: Text) -> int:
-        ask = requests.queue_len(requests.key_of(key))
-        await self._need(capabilities.QUEUES, ask)
-        return int(await self._ask(ask))
+        request = requests.queue_len(requests.key_of(key))
+        await self._require(capabilities.QUEUES, request)
+        return int(await self._call(request))
 
     async def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Take the oldest item; with `block`, as soon as there is one.
 
-        Raises QueueEmptyError without `block`, or if a plain value of that name is there instead. If the caller is
-        cancelled, or its time is up, when the item is on its way already, it goes back to the front of the queue; on
-        PyTorch's servers to the end.
+        Raises QueueEmptyError without `block`, or if the key holds a plain value. If the call is cancelled or times out
+        when the item is already on its way, the item returns to the front of the queue; on PyTorch's servers, to the
+        end.
         """
         name = requests.key_of(key)
-        patience = _CallDeadline(requests.wait([name]) if block else requests.queue_pop(name), self._timeout)
-        await self._need(capabilities.QUEUES, requests.queue_pop(name), patience if block else None)
-        if not await self._extended(patience):
-            return await self._pop_from_pytorchs(name, block, patience)
-        item = await self._pop(requests.lease(name, block and not patience.one_look), patience)
+        deadline = _CallDeadline(requests.wait([name]) if block else requests.queue_pop(name), self._timeout)
+        await self._require(capabilities.QUEUES, requests.queue_pop(name), deadline if block else None)
+        if not await self._extended(deadline):
+            return await self._pop_from_pytorchs(name, block, deadline)
+        item = await self._pop(requests.lease(name, block and not deadline.once), deadline)
         if item is not None:
             return unpack(item)
-        if block and patience.one_look and not (await self.check([key]) and await self.queue_len(key) == 0):
-            raise patience.error()
+        if block and deadline.once and not (await self.check([key]) and await self.queue_len(key) == 0):
+            raise deadline.error()
         raise QueueEmptyError("queue is empty")
 
-    async def _pop(self, lease: Request, patience: _CallDeadline) -> Framed | None:
-        """Take the item that a server of ours leases; None if there is none. It is the caller's once this returns."""
+    async def _pop(self, lease: Request, deadline: _CallDeadline) -> Framed | None:
+        """Take an item that a server of ours leases; return None if there is none."""
         blocks = lease[0].parks
-        connection = await (self._connection_to_wait_on(patience) if blocks else self._free_connection(patience))
+        connection = await (self._connection_to_wait_on(deadline) if blocks else self._free_connection(deadline))
         try:
             if blocks:
                 call, future = self._lease(connection, lease)
-                _, item = await self._until(connection, call, future, patience)
+                _, item = await self._await_blocking(connection, call, future, deadline)
             else:
-                _, item = await self._answer(connection.call(*lease)[1], patience)
+                _, item = await self._await_reply(connection.call(*lease)[1], deadline)
         except BaseException:
             connection.give_back(lease)
             raise
@@ -273,28 +277,28 @@ class AsyncTCPStore:
             connection.confirm(lease)
         return cast("Framed | None", item)
 
-    async def _pop_from_pytorchs(self, name: bytes, block: bool, patience: _CallDeadline) -> bytes:
+    async def _pop_from_pytorchs(self, name: bytes, block: bool, deadline: _CallDeadline) -> bytes:
         doubts = 0
         while True:
-            if block and not patience.one_look:
-                await self._park(requests.wait([name]), patience)
+            if block and not deadline.once:
+                await self._call_blocking(requests.wait([name]), deadline)
             item = await self._pop_unconfirmed(name)
             if item is not None:
                 return unpack(item)
             doubts += 1
             if not block or await self._is_plain(name, doubts):
                 raise QueueEmptyError("queue is empty")
-            if patience.one_look:
-                raise patience.error()
+            if deadline.once:
+                raise deadline.error()
 
     async def _pop_unconfirmed(self, name: bytes) -> Framed | None:
-        """Take an item from a server of PyTorch's; None if there is none. If the caller goes, it is pushed back."""
-        ask = requests.queue_pop(name)
-        patience = _CallDeadline(ask, self._timeout)
-        connection = await self._free_connection(patience)
-        _, future = connection.call(*ask)
+        """Take an item from a server of PyTorch; return None if there is none. If the caller gives up, push it back."""
+        request = requests.queue_pop(name)
+        deadline = _CallDeadline(request, self._timeout)
+        connection = await self._free_connection(deadline)
+        _, future = connection.call(*request)
         try:
-            _, item = await self._answer(asyncio.shield(future), patience)
+            _, item = await self._await_reply(asyncio.shield(future), deadline)
         except BaseException:
             stranded = asyncio.ensure_future(self._push_back(name, future))
             self._stranded.add(stranded)
@@ -306,177 +310,173 @@ class AsyncTCPStore:
         try:
             _, item = await popped
             if item is not None:
-                await self._ask_when_free(requests.push_back(name, item))
+                await self._call_when_free(requests.push_back(name, item))
         except (DistNetworkError, StoreTimeoutError):
-            pass  # it was lost with the connection, or its server does not answer any more
+            pass  # the item is lost with the connection, or the server no longer answers
 
     async def _is_plain(self, name: bytes, doubts: int) -> bool:
-        """Whether a wait for a queue of this name ends because of a value that is no item.
-
-        What is not empty is one for certain. What lists the keys, and only values, says so of an empty one, but costs
-        the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
-        """
-        ask = self._ask
-        if len(await ask(requests.get(name))) > len(EMPTY):
+        """Return whether a plain value, rather than a queue, has this name; in doubt True without LIST_KEYS."""
+        plain = await exchanges.run_async(self._call, exchanges.is_plain(name, doubts))
+        if plain is not None:
+            return plain
+        if not await self._supports(capabilities.LIST_KEYS, _CallDeadline(requests.LIST_KEYS, self._timeout)):
             return True
-        if doubts < requests.DOUBTS or not await ask(requests.check([name])) or await ask(requests.queue_len(name)):
-            return False
-        if not await self._knows(capabilities.LIST_KEYS, _CallDeadline(requests.LIST_KEYS, self._timeout)):
-            return True
-        return name in await ask(requests.LIST_KEYS)
+        return name in await self._call(requests.LIST_KEYS)
 
-    # Who the server is
+    # Server identity and capabilities
 
     async def server(self) -> Identity | None:
-        """Who the server is; None if it is one of PyTorch's, or another that speaks as it."""
+        """Return the server's identity; None for PyTorch's servers and others without our extension."""
         await self._extended(_CallDeadline(requests.HAS_EXTENSION, self._timeout))
         return self.identity
 
-    async def _extended(self, patience: _CallDeadline) -> bool:
-        """Whether the server is one of ours. Asks it, once, the first time this is asked."""
-        if not self._asked:
-            if self._asking is None or self._asking.done():
-                self._asking = _shared(self._ask_who())
-            await self._outcome(self._asking, patience)
+    async def _extended(self, deadline: _CallDeadline) -> bool:
+        """Return whether the server is one of ours; the first time, request that from the server."""
+        if not self._identified:
+            if self._identifying is None or self._identifying.done():
+                self._identifying = _shared(self._identify())
+            await self._join_task(self._identifying, deadline)
         return self.identity is not None
 
-    async def _knows(self, what: str, patience: _CallDeadline) -> bool:
-        """Whether the server knows what older ones of PyTorch's do not: tried once, on a connection of its own."""
-        if what not in self._known and await self._extended(patience):
-            self._known[what] = True
-        while what not in self._known:
-            trying = self._trying.get(what)
+    async def _supports(self, what: str, deadline: _CallDeadline) -> bool:
+        """Return whether the server supports a capability; probe once, on a separate connection."""
+        if what not in self._supported and await self._extended(deadline):
+            self._supported[what] = True
+        while what not in self._supported:
+            trying = self._probing.get(what)
             if trying is None or trying.done():
-                trying = self._trying[what] = _shared(self._find_out(what))
+                trying = self._probing[what] = _shared(self._probe(what))
             try:
-                await self._outcome(trying, patience)
+                await self._join_task(trying, deadline)
             except StoreTimeoutError:
-                if patience.passed():
+                if deadline.passed():
                     raise
-                await asyncio.sleep(_PAUSE)  # it was another's time, or the store's, that was up
-        return self._known[what]
+                await asyncio.sleep(_RETRY_SECONDS)  # another call's deadline, or the store's timeout, has passed
+        return self._supported[what]
 
-    async def _need(self, what: str, ask: Request, patience: _CallDeadline | None = None) -> None:
-        """Raises NotImplementedError if the server does not know what the call `ask` needs."""
-        if not self._known.get(what) and not await self._knows(what, patience or _CallDeadline(ask, self._timeout)):
+    async def _require(self, what: str, request: Request, deadline: _CallDeadline | None = None) -> None:
+        """Raise NotImplementedError if the server lacks a capability that the call `request` needs."""
+        if not self._supported.get(what) and not await self._supports(
+            what, deadline or _CallDeadline(request, self._timeout)
+        ):
             raise capabilities.lacks(what, self.host, self.port)
 
-    async def _find_out(self, what: str) -> None:
-        for _ in range(capabilities.TRIES):
-            if await self._try(capabilities.tries(what)):
-                self._known[what] = True
+    async def _probe(self, what: str) -> None:
+        for _ in range(capabilities.PROBES):
+            if await self._probe_once(capabilities.probe(what)):
+                self._supported[what] = True
                 return
-            await self._ask(requests.NO_KEY)  # unless the store, or the server, has gone altogether
-        self._known[what] = False
+            await self._call(requests.NO_KEY)  # raises if the store, or the whole server, is lost
+        self._supported[what] = False
 
-    async def _try(self, asks: list[Request]) -> bool:
+    async def _probe_once(self, batch: list[Request]) -> bool:
         peer, session = await connect(self.host, self.port, Deadline(self._timeout))
         connection = AsyncConnection(session, lambda *_: None, lambda _: None)
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
         try:
-            for ask in asks:
-                await self._answer(connection.call(*ask)[1], _CallDeadline(ask, self._timeout))
+            for request in batch:
+                await self._await_reply(connection.call(*request)[1], _CallDeadline(request, self._timeout))
         except DistNetworkError:
             return False
         finally:
             connection.close()
         return True
 
-    async def _ask_who(self) -> None:
-        if await self._ask(requests.HAS_EXTENSION):
-            self.identity = read_identity(unpack(await self._ask(requests.WHO_ARE_YOU)))
+    async def _identify(self) -> None:
+        if await self._call(requests.HAS_EXTENSION):
+            self.identity = read_identity(unpack(await self._call(requests.WHO_ARE_YOU)))
         if self.identity is not None:
-            await self._ask(requests.introduce(introduction()))
-        self._asked = True
+            await self._call(requests.introduce(introduction()))
+        self._identified = True
 
-    async def _outcome(self, task: "asyncio.Task[None]", patience: _CallDeadline) -> None:
-        """Wait for what several calls need, each for as long as it may. Raises what that has raised."""
-        await asyncio.wait({task}, timeout=patience.left())
+    async def _join_task(self, task: "asyncio.Task[None]", deadline: _CallDeadline) -> None:
+        """Wait for a task that several calls need, each until its deadline. Raises the task's error."""
+        await asyncio.wait({task}, timeout=deadline.left())
         if self._lost is not None:
             raise self._lost
         if not task.done():
-            raise patience.error()
+            raise deadline.error()
         error = None if task.cancelled() else task.exception()
         if isinstance(error, StoreTimeoutError) or (isinstance(error, DistNetworkError) and self._connections):
-            raise patience.error() from error
+            raise deadline.error() from error
         if error is not None:
             raise error
 
     async def _verify(self, connection: AsyncConnection) -> None:
-        """A further connection must lead to the same server, where that can be asked."""
+        """Check that a further connection leads to the same server. Raises DistNetworkError."""
         known = self.identity
         if known is None:
             return
         connection.call(*requests.introduce(introduction()))
         _, answer = connection.call(*requests.WHO_ARE_YOU)
-        patience = _CallDeadline(requests.WHO_ARE_YOU, self._timeout)
-        found = read_identity(unpack(await self._answer(answer, patience)))
+        deadline = _CallDeadline(requests.WHO_ARE_YOU, self._timeout)
+        found = read_identity(unpack(await self._await_reply(answer, deadline)))
         if found is None or found.instance != known.instance:
             error = DistNetworkError(ANOTHER)
             self._connection_lost(connection, error)
             raise error
 
-    # How calls are made
+    # Making calls
 
-    def _ask(self, ask: Request) -> Awaitable[Any]:
-        """A call that the server answers at once, or not at all."""
+    def _call(self, request: Request) -> Awaitable[Any]:
+        """Make a call that the server answers at once, or not at all."""
         connection = self._ready_connection()
         if connection is not None:  # the common case, without a coroutine
-            _, future = connection.call(*ask)
+            _, future = connection.call(*request)
             if self._timeout >= 0 and not future.done():
-                connection.limit(future, ask, self._timeout)
+                connection.limit(future, request, self._timeout)
             return future
-        return self._ask_when_free(ask)
+        return self._call_when_free(request)
 
-    async def _ask_when_free(self, ask: Request, patience: _CallDeadline | None = None) -> Any:
-        patience = patience or _CallDeadline(ask, self._timeout)
-        connection = await self._free_connection(patience)
-        _, future = connection.call(*ask)
-        return future.result() if future.done() else await self._answer(future, patience)
+    async def _call_when_free(self, request: Request, deadline: _CallDeadline | None = None) -> Any:
+        deadline = deadline or _CallDeadline(request, self._timeout)
+        connection = await self._free_connection(deadline)
+        _, future = connection.call(*request)
+        return future.result() if future.done() else await self._await_reply(future, deadline)
 
-    async def _park(self, ask: Request, patience: _CallDeadline) -> Any:
-        """A call that is answered when something happens, or canceled when time is up."""
-        connection = await self._connection_to_wait_on(patience)
-        call, future = self._lease(connection, ask)
-        if patience.one_look:
+    async def _call_blocking(self, request: Request, deadline: _CallDeadline) -> Any:
+        """Make a call that is answered when something happens, and cancel it at the deadline."""
+        connection = await self._connection_to_wait_on(deadline)
+        call, future = self._lease(connection, request)
+        if deadline.once:
             connection.cancel(call)
-        result = await self._until(connection, call, future, patience)
+        result = await self._await_blocking(connection, call, future, deadline)
         if call.canceled and not call.woken:
-            raise patience.error()
+            raise deadline.error()
         return result
 
-    def _lease(self, connection: AsyncConnection, ask: Request) -> tuple[PendingCall, "asyncio.Future[Any]"]:
-        """Send a call that waits; behind a fence if there are writes that other connections must not overtake."""
+    def _lease(self, connection: AsyncConnection, request: Request) -> tuple[PendingCall, "asyncio.Future[Any]"]:
+        """Send a blocking call, behind a fence if writes are unconfirmed that other connections must not overtake."""
         if connection.session.unconfirmed():
             connection.send_fence()
-        call, future = connection.call(*ask)
+        call, future = connection.call(*request)
         assert call is not None
         self._free.pop(connection, None)
         return call, future
 
-    async def _until(
-        self, connection: AsyncConnection, call: PendingCall, future: "asyncio.Future[Any]", patience: _CallDeadline
+    async def _await_blocking(
+        self, connection: AsyncConnection, call: PendingCall, future: "asyncio.Future[Any]", deadline: _CallDeadline
     ) -> Any:
         try:
-            return await self._answer(future, patience, lambda: connection.cancel(call))
+            return await self._await_reply(future, deadline, lambda: connection.cancel(call))
         except asyncio.CancelledError:
             connection.cancel(call)
             raise
 
-    async def _answer(
-        self, future: "asyncio.Future[Any]", patience: _CallDeadline, expire: Callable[[], None] = lambda: None
+    async def _await_reply(
+        self, future: "asyncio.Future[Any]", deadline: _CallDeadline, expire: Callable[[], None] = lambda: None
     ) -> Any:
-        """What a future brings, unless time is up before."""
+        """Return the future's result, or raise the deadline's error."""
         if future.done():
             return future.result()
-        left = patience.left()
+        left = deadline.left()
         if left is None:
             return await future
 
         def end() -> None:
             expire()
             if not future.done():
-                future.set_exception(patience.error())
+                future.set_exception(deadline.error())
 
         timer = asyncio.get_running_loop().call_later(left, end)
         try:
@@ -487,46 +487,46 @@ class AsyncTCPStore:
     def _seconds(self, timeout: Timeout | None) -> float:
         return self._timeout if timeout is None else to_seconds("timeout", timeout)
 
-    # Lanes
+    # Connections
 
-    async def _connection_to_wait_on(self, patience: _CallDeadline) -> AsyncConnection:
-        """The same for a call that keeps it. Such calls take turns: thousands must not all look at once."""
-        await self._take_turn(patience)
+    async def _connection_to_wait_on(self, deadline: _CallDeadline) -> AsyncConnection:
+        """Return a free connection for a blocking call. One call at a time looks for one, not thousands at once."""
+        await self._acquire_slot(deadline)
         try:
-            return await self._free_connection(patience)
+            return await self._free_connection(deadline)
         finally:
-            self._end_turn()
+            self._release_slot()
 
-    async def _take_turn(self, patience: _CallDeadline) -> None:
-        if not self._taken:
-            self._taken = True
+    async def _acquire_slot(self, deadline: _CallDeadline) -> None:
+        if not self._slot_taken:
+            self._slot_taken = True
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._slot_waiters.append(slot)
         try:
-            await asyncio.wait({turn}, timeout=patience.left())
+            await asyncio.wait({slot}, timeout=deadline.left())
         except asyncio.CancelledError:
-            if not turn.cancel():  # it has come
-                self._end_turn()
+            if not slot.cancel():  # it was granted just now
+                self._release_slot()
             raise
-        if turn.cancel():
-            raise patience.error()
+        if slot.cancel():
+            raise deadline.error()
 
-    def _end_turn(self) -> None:
-        while self._turns:
-            turn = self._turns.popleft()
-            if not turn.done():
-                turn.set_result(None)
+    def _release_slot(self) -> None:
+        while self._slot_waiters:
+            slot = self._slot_waiters.popleft()
+            if not slot.done():
+                slot.set_result(None)
                 return
-        self._taken = False
+        self._slot_taken = False
 
     def _ready_connection(self) -> AsyncConnection | None:
-        """The connection that calls share, unless something waits on it."""
+        """Return the shared connection, unless a call is blocked on it."""
         connection = self._current
         return connection if connection is not None and connection.session.waiting is None else None
 
-    async def _free_connection(self, patience: _CallDeadline) -> AsyncConnection:
-        """A connection on which nothing waits and on which all that this store has written is there."""
+    async def _free_connection(self, deadline: _CallDeadline) -> AsyncConnection:
+        """Return a connection without a blocked call, on which everything that this store has written is visible."""
         while True:
             if self._lost is not None:
                 raise self._lost
@@ -535,10 +535,10 @@ class AsyncTCPStore:
                 return ready
             connection = self._current
             if connection is not None and connection.fence is not None and connection.session.unconfirmed():
-                fence = connection.fence  # by the time that it is done the connection may have another
-                await asyncio.wait({fence}, timeout=patience.left())
+                fence = connection.fence  # when it is done the connection may have another one
+                await asyncio.wait({fence}, timeout=deadline.left())
                 if not fence.done():
-                    raise patience.error()
+                    raise deadline.error()
                 continue
             if self._free:
                 self._current, _ = self._free.popitem()
@@ -546,7 +546,7 @@ class AsyncTCPStore:
                 continue
             if self._opening is None or self._opening.done():
                 self._opening = _shared(self._open_connection())
-            await self._outcome(self._opening, patience)
+            await self._join_task(self._opening, deadline)
 
     async def _open_connection(self) -> None:
         peer, session = await connect(self.host, self.port, Deadline(self._timeout))
@@ -565,7 +565,7 @@ class AsyncTCPStore:
             self._connections[connection] = self._free[connection] = None
 
     def _close_later(self, connection: AsyncConnection) -> None:
-        """A connection beside the first is closed when nothing is on it after a while, or after another."""
+        """Close a further connection after IDLE_SECONDS if it is idle then, otherwise check again."""
         asyncio.get_running_loop().call_later(IDLE_SECONDS, _weak(self._close_surplus), connection)
 
     def _close_surplus(self, connection: AsyncConnection) -> None:
@@ -576,23 +576,23 @@ class AsyncTCPStore:
                 self._drop(connection)
                 connection.close()
                 return
-            connection.send_fence()  # so that it can go the next time
+            connection.send_fence()  # so that it can be closed the next time
         self._close_later(connection)
 
     def _drop(self, connection: AsyncConnection) -> None:
-        """Have no further call take it."""
+        """Remove a connection from those that calls may use."""
         self._connections.pop(connection, None)
         self._free.pop(connection, None)
         if connection is self._current:
             self._current = None
 
     def _connection_freed(self, connection: AsyncConnection) -> None:
-        """Nothing waits on it any more."""
+        """Note that no call is blocked on the connection any more."""
         if connection in self._connections:
             self._free[connection] = None
 
     def _connection_lost(self, connection: AsyncConnection, error: DistNetworkError) -> None:
-        """A connection was lost, and with it perhaps what was written on it: the store is lost, as PyTorch's is."""
+        """Lose the store with a connection, as PyTorch's is, because writes may be lost with it."""
         self._lose(error)
 
     def _lose(self, error: DistNetworkError) -> None:
@@ -600,20 +600,20 @@ class AsyncTCPStore:
         for connection in list(self._connections):
             self._drop(connection)
             connection.close(self._lost)
-        for task in (self._opening, *self._trying.values()):
+        for task in (self._opening, *self._probing.values()):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
 
 def _shared(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-    """A task on which several calls wait; each of them may go before it ends."""
+    """Start a task for which several calls wait, each of which may give up before its end."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return task
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """The same, but it does not keep its object: a store that is forgotten must be seen to go."""
+    """Return a callback that does not keep the method's object alive, so that `__del__` reports a forgotten store."""
     reference = weakref.WeakMethod(method)
 
     def call(*given: Any) -> None:

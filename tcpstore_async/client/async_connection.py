@@ -1,9 +1,10 @@
-"""One connection of a client, on the loop.
+"""One connection of the async client, on its event loop.
 
-Knows: a session, the futures of its calls, and what is to be written. Must not know: which other lanes there are, what
-a call means.
-Invariants: what was sent is never sent again. A call whose caller has gone is still answered, and its answer dropped:
-the connection stays in step. When the connection is lost, every call on it fails with the reason.
+It knows a session, the futures of its calls, and the bytes to be written; it must not know other connections or what a
+call means.
+
+Invariants: no request is sent twice. A call whose caller has gone is still answered, and its reply is dropped, so the
+connection stays in step. When the connection is lost, every call on it fails with the reason.
 """
 
 import asyncio
@@ -17,11 +18,11 @@ from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import LOST, ClientSession, PendingCall
 from ..wire.codecs import Fields
 from ..wire.commands import Command
-from .requests import Request, confirm, give_back, timeout_message
+from .requests import VALUE_BYTES, Request, confirm, give_back, size_hint, timeout_message
 
 
 class AsyncConnection(asyncio.Protocol):
-    """Writes of one turn of the loop go out together."""
+    """Sends the requests of one iteration of the loop together."""
 
     def __init__(
         self,
@@ -32,27 +33,29 @@ class AsyncConnection(asyncio.Protocol):
         self.session = session
         self.lost: DistNetworkError | None = None
         self.fence: asyncio.Future[Any] | None = None
-        """Done when the writes before a call that waits have been executed."""
+        """Done when the writes before a blocking call have been executed."""
         self._on_lost = on_lost
         self._on_free = on_free
-        """Is told when a call that waited does so no more."""
+        """Called when a blocking call has ended."""
         self._loop = asyncio.get_running_loop()
         self._futures: dict[PendingCall, asyncio.Future[Any]] = {}
         self._outbox: list[bytes] = []
+        self._longest = 0
+        """Bytes of the longest request, once one was longer than the largest value a server accepts by default."""
         self._silent: list[asyncio.Future[Any]] = []
-        """Of the silent requests in the outbox."""
+        """Futures of the requests in the outbox that have no reply."""
         self._drained: asyncio.Future[None] | None = None
         self._closing = False
         self._due: deque[tuple[float, asyncio.Future[Any], Request, float]] = deque()
-        """Calls that have a limit, the first to expire first."""
+        """Calls with a timeout, the first to expire first."""
         self._timer: asyncio.TimerHandle | None = None
-        self._rings = 0.0
-        """When the timer is to ring."""
+        self._fires_at = 0.0
+        """When the timer fires."""
 
     # Calls
 
     def call(self, command: Command, fields: Fields) -> tuple[PendingCall | None, "asyncio.Future[Any]"]:
-        """Send a request. The future becomes its result, or None once a silent one is in the kernel's hands."""
+        """Send a request. The future gets its result, or None once the kernel has a request without a reply."""
         if self.lost is not None:
             raise self.lost
         data, call = self.session.request(command, fields)
@@ -66,66 +69,66 @@ class AsyncConnection(asyncio.Protocol):
             self._futures[call] = future
         return call, future
 
-    def limit(self, future: "asyncio.Future[Any]", ask: Request, seconds: float) -> None:
-        """Fail a call that is not answered in so many seconds. One timer serves all that have the same limit."""
+    def limit(self, future: "asyncio.Future[Any]", request: Request, seconds: float) -> None:
+        """Fail a call that is not answered within so many seconds. Calls with the same timeout share a timer."""
         due = self._due
         while due and due[0][1].done():
             due.popleft()
         when = self._loop.time() + (seconds or MIN_ROUND_TRIP)
         if due and when < due[-1][0]:
-            self._loop.call_at(when, _expire, future, ask, seconds)
+            self._loop.call_at(when, _expire, future, request, seconds)
             return
-        due.append((when, future, ask, seconds))
-        if self._timer is None or when < self._rings:  # it may be set for one that has been answered
-            self._ring(when)
+        due.append((when, future, request, seconds))
+        if self._timer is None or when < self._fires_at:  # it may be set for a call that has been answered
+            self._set_timer(when)
 
     def _expire_due(self) -> None:
         due = self._due
         now = self._loop.time()
         while due and (due[0][1].done() or due[0][0] <= now):
-            _, future, ask, seconds = due.popleft()
-            _expire(future, ask, seconds)
+            _, future, request, seconds = due.popleft()
+            _expire(future, request, seconds)
         self._timer = None
         if due:
-            self._ring(due[0][0])
+            self._set_timer(due[0][0])
 
-    def _ring(self, when: float) -> None:
+    def _set_timer(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._rings = when
+        self._fires_at = when
         self._timer = self._loop.call_at(when, self._expire_due)
 
     def send_fence(self) -> None:
-        """Send a PING, so that others know when the writes before it have been executed."""
+        """Send a PING, whose reply confirms the writes before it."""
         data, call = self.session.fence(0)
         self._write(data)
         self.fence = self._futures[call] = self._loop.create_future()
 
     def cancel(self, call: PendingCall) -> None:
-        """End the wait of a call, if it still waits. Its lane is free once the server has answered."""
+        """Cancel a blocked call. The connection is free once the server has replied."""
         if call is self.session.waiting and not call.canceled and self.lost is None:
             self._write(self.session.cancel(call))
 
     def confirm(self, lease: Request) -> None:
-        """Say that a leased item has reached its caller. Raises DistNetworkError if it goes back instead."""
+        """Confirm that a leased item has reached its caller. Raises DistNetworkError if it goes back instead."""
         if self.lost is not None:
             raise self.lost
         self._write(self.session.request(*confirm(lease))[0])
 
     def give_back(self, lease: Request) -> None:
-        """Have an item that was leased, or is on its way, or awaited, go back."""
+        """Return an item to the server that was leased, is on its way, or is waited for."""
         call = self.session.waiting
         if call is not None and call.fields is lease[1]:
             self.cancel(call)
-        elif self.lost is None:  # else it goes back with the connection
+        elif self.lost is None:  # otherwise it goes back with the connection
             self._write(self.session.request(*give_back(lease))[0])
 
     def idle(self) -> bool:
-        """Whether nothing is under way on it."""
+        """Return whether nothing is in progress on it."""
         return not self.session.pending and not self._outbox and self._drained is None
 
     def close(self, reason: DistNetworkError | None = None) -> None:
-        """Close; calls under way fail."""
+        """Close the connection. Calls in progress fail."""
         self._closing = True
         self._flush()
         if self._drained is None:
@@ -135,12 +138,12 @@ class AsyncConnection(asyncio.Protocol):
         self._fail(reason or DistNetworkError("the store has been closed"))
 
     def forget(self) -> None:
-        """Close at once, whichever thread this is in and even if the loop has been closed."""
+        """Close at once, from any thread, even if the loop has been closed."""
         self._closing = True
         try:
             self._loop.call_soon_threadsafe(self.transport.abort)
         except RuntimeError:
-            pass  # then the transport warns and closes when it goes, too
+            pass  # the transport closes itself when it is collected, with a warning
 
     # Called by the loop
 
@@ -153,7 +156,7 @@ class AsyncConnection(asyncio.Protocol):
         try:
             done = self.session.receive(data)
         except ProtocolError as error:
-            self._fail(DistNetworkError(f"the server's reply makes no sense: {error}"))
+            self._fail(DistNetworkError(f"invalid reply from the server: {error}"))
             self.transport.abort()
             return
         for call in done:
@@ -167,7 +170,7 @@ class AsyncConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._fail(DistNetworkError(str(error) if error is not None else LOST))
+        self._fail(DistNetworkError((str(error) if error is not None else LOST) + size_hint(self._longest)))
 
     def pause_writing(self) -> None:
         self._drained = self._loop.create_future()
@@ -187,7 +190,10 @@ class AsyncConnection(asyncio.Protocol):
         if not outbox or self.transport.is_closing():
             return
         self._outbox = []
-        self.transport.write(b"".join(outbox))
+        data = b"".join(outbox)
+        if len(data) > VALUE_BYTES:
+            self._longest = max(self._longest, *map(len, outbox))
+        self.transport.write(data)
         silent, self._silent = self._silent, []
         for future in silent:
             if self._drained is not None:
@@ -212,14 +218,14 @@ class AsyncConnection(asyncio.Protocol):
         for future in futures:
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # the caller may have gone
+                future.exception()  # marks it as retrieved: the caller may have gone
         if not self._closing:
             self._on_lost(self, error)
 
 
-def _expire(future: "asyncio.Future[Any]", ask: Request, seconds: float) -> None:
+def _expire(future: "asyncio.Future[Any]", request: Request, seconds: float) -> None:
     if not future.done():
-        future.set_exception(StoreTimeoutError(timeout_message(ask, seconds)))
+        future.set_exception(StoreTimeoutError(timeout_message(request, seconds)))
 
 
 def _pass_on(target: "asyncio.Future[Any]", source: "asyncio.Future[None]") -> None:

@@ -1,8 +1,7 @@
-"""What PyTorch's older servers lack: how that is found out, and what is said then.
+"""What older servers of PyTorch lack: how to find out, and the error.
 
-Knows: which commands came late, and how to try them. Must not know: connections.
-Invariant: a try is made on a connection of its own, for a server that does not know a command closes the connection,
-and with it what the store has written there. Every command of a try is answered at once, and nothing of it stays.
+A capability is probed on a connection of its own, because a server that does not know a command closes the connection,
+and with it the writes on it. Every command of a probe is answered at once and leaves nothing behind.
 """
 
 import os
@@ -12,21 +11,21 @@ from ..wire.commands import BY_METHOD
 from . import requests
 from .requests import Request
 
-TRIES: Final = 2
-"""Connections that have to be lost before a server counts as one that does not know something."""
+PROBES: Final = 2
+"""Connections that must be lost to a probe before the server counts as lacking the capability."""
 
 BARRIER: Final = "barrier"
 QUEUES: Final = "queues"
 LIST_KEYS: Final = "list_keys"
 
 _SINCE: Final = {
-    QUEUES: "has no queues: PyTorch's servers have them since 2.8, the legacy one never",
-    LIST_KEYS: "cannot list its keys: PyTorch's servers can since 2.10",
+    QUEUES: "has no queues (PyTorch's has since 2.8, its legacy server never)",
+    LIST_KEYS: "cannot list its keys (PyTorch's can since 2.10)",
 }
 
 
-def tries(what: str) -> list[Request]:
-    """What to ask, one after the other, to find out whether a server knows this; nobody else can have such keys."""
+def probe(what: str) -> list[Request]:
+    """Return requests that a server with this capability answers, on keys that no one else uses."""
     if what == LIST_KEYS:
         return [requests.LIST_KEYS]
     name = b"tcpstore_async/try/" + os.urandom(8).hex().encode()
@@ -37,5 +36,5 @@ def tries(what: str) -> list[Request]:
 
 
 def lacks(what: str, host: str, port: int) -> NotImplementedError:
-    """What is raised where nothing else can be done instead."""
-    return NotImplementedError(f"the server at {host}, port {port}, {_SINCE[what]}")
+    """Return the error of a call that the server cannot serve."""
+    return NotImplementedError(f"the server at {host}:{port} {_SINCE[what]}")

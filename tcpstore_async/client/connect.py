@@ -1,16 +1,16 @@
-"""Making a connection: resolving, connecting and shaking hands, under one deadline.
+"""Opening a connection: resolve, connect and shake hands under one deadline.
 
-Knows: addresses, both families, when to try again. Must not know: what the connection is for.
-Invariants: the deadline covers everything and is kept, whatever a resolver or a peer does. A peer's name is never
-looked up. What fails in a way that may pass is tried again until the deadline; a look-up that hangs is left behind in a
-thread that nobody waits for.
+It knows addresses of both families and when to retry; it must not know what the connection is for.
+
+Invariants: the deadline covers everything, whatever a resolver or a peer does. A peer's name is never looked up.
+Failures that may pass are retried until the deadline. A look-up that hangs is left behind in a thread for which nothing
+waits.
 """
 
 import asyncio
 import errno
 import ipaddress
 import os
-import random
 import select
 import socket
 import threading
@@ -20,63 +20,61 @@ from typing import Any, Final
 
 from aiohappyeyeballs import start_connection
 
-from ..deadline import MIN_ROUND_TRIP, Deadline
+from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..errors import DistNetworkError, ProtocolError
 from ..session.client import ClientSession, PendingCall
 
-_FIRST_PAUSE: Final = 0.05
-_LONGEST_PAUSE: Final = 2.0
 _LAST_TRY: Final = 0.05
-"""Seconds that are kept for the last try."""
+"""Seconds reserved for the last attempt."""
 
 _NO_ANSWER: Final = "no answer"
 
 _HANG_UPS: Final = 2
-"""Answers to the handshake that fail to come before it is tried without PING, or with it again. One may be a reset."""
+"""Handshakes cut off in a row before the next one is made without PING, or with it again. One may be a reset."""
 
-_FULL: Final = " (so does a server that has no room for more connections; its log says so then)"
+_FULL: Final = " (a server at its connection limit also does this; see its log)"
 
 _STAGGER: Final = 0.1
-"""Seconds until the next address is tried beside one that has not answered."""
+"""Seconds until the next address is tried in parallel with one that has not answered."""
 
 _NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
-"""A program may have set SIGPIPE to its default, which would end it when the peer has gone."""
+"""The program may have SIGPIPE at its default, which would kill it when the peer is gone."""
 
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 180), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 300_000))
-"""A host that is gone without a word, because it has lost its power, say, is given up after five minutes, and with it
-the calls that wait for it for ever; not earlier, for a network may come back. In seconds, the last in milliseconds.
-Where a system has no such option, it keeps its own time."""
+"""Gives up on a host that vanished, say with its power, after five minutes, and with it calls without a timeout. Not
+earlier, because a network may come back. In seconds, the last one in milliseconds. Where the system lacks an option,
+its own defaults apply."""
 
 _TICK: Final = 0.1
-"""Seconds between two looks whether a connection that another thread makes is still wanted."""
+"""Seconds between two checks whether a connection that is being made is still wanted."""
 
 AddressInfo = tuple[Any, Any, int, str, Any]
 
 
 class _Tries:
-    """When to try again, and when no more."""
+    """Decides when to retry, and when to give up."""
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
         self.host = host
         self.port = port
         self.deadline = deadline
-        self.pause = _FIRST_PAUSE
         self.pings = True
-        """Whether to shake hands with a PING: PyTorch's servers before 2.5 close the connection for it."""
+        """Whether the handshake has a PING: PyTorch's servers before 2.5 close the connection on it."""
         self.cause = ""
-        """Why the last try failed, or the one before, if the last one's time was too short to say anything."""
+        """Why the last attempt failed, or the one before if the last had too little time to show it."""
         self._short = False
+        self._failures = 0
         self._hung_up = 0
-        """Connections in a row that the peer has closed instead of an answer."""
+        """Handshakes in a row that the peer has cut off."""
 
     def limit(self) -> float | None:
-        """Seconds that this try may take; None for as long as it likes."""
+        """Return the seconds that this attempt may take; None without limit."""
         left = self.deadline.left()
         self._short = left is not None and left <= 2 * _LAST_TRY
         return MIN_ROUND_TRIP if self.deadline.timeout == 0 else left
 
     def after(self, error: Exception) -> float:
-        """Seconds until the next try. Raises DistNetworkError if there will be none."""
+        """Return the seconds until the next attempt. Raises DistNetworkError if there is none."""
         self._hung_up = self._hung_up + 1 if isinstance(error, _HungUp) else 0
         if self._hung_up == _HANG_UPS:
             self._hung_up = 0
@@ -88,11 +86,11 @@ class _Tries:
         if left is not None and left <= _LAST_TRY:
             raise DistNetworkError(
                 f"The client socket has timed out after {round(1000 * self.deadline.timeout)}ms while trying to "
-                f"connect to ({self.host}, {self.port}). {self.deadline.spent():.1f} s were spent; the last cause: "
+                f"connect to ({self.host}, {self.port}). Gave up after {self.deadline.spent():.1f} s; last error: "
                 f"{self.cause}."
             ) from None
-        wait = random.uniform(0.5, 1.5) * self.pause
-        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+        self._failures += 1
+        wait = backoff(self._failures)
         return wait if left is None else min(wait, left - _LAST_TRY)
 
 
@@ -100,21 +98,21 @@ def _cause(error: Exception) -> str:
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, BlockingIOError)):
         return _NO_ANSWER
     if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
-        return os.strerror(error.errno)  # asyncio says in its own words that it failed, and not why
+        return os.strerror(error.errno)  # asyncio's own text says that it failed, not why
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 class _HungUp(ConnectionError):
-    """The connection was made, and lost before the handshake was answered."""
+    """The connection was lost before the handshake was answered."""
 
 
-# From a loop
+# On an event loop
 
 
 async def connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
-    """A connection to the store at this address, validated and answering.
+    """Connect to the store at this address and shake hands.
 
-    A timeout of 0 means one try. Raises DistNetworkError with the last cause.
+    A timeout of 0 allows one attempt. Raises DistNetworkError with the last error.
     """
     tries = _Tries(host, port, deadline)
     while True:
@@ -133,7 +131,7 @@ async def _try(host: str, port: int, pings: bool) -> tuple[socket.socket, Client
         try:
             await loop.sock_sendall(peer, hello)
             while not call.done:
-                _hear(session, await loop.sock_recv(peer, 4))
+                _receive(session, await loop.sock_recv(peer, 4))
         except ConnectionError as error:
             raise _HungUp(*error.args) from None
         _check(call)
@@ -149,11 +147,11 @@ async def _connect(host: str, port: int) -> socket.socket:
 
 
 async def _look_up(host: str, port: int) -> list[AddressInfo]:
-    """Ask the resolver, in a thread of its own: one that hangs must delay neither others nor the end of the process."""
+    """Resolve a name in a separate thread: one that hangs must delay neither others nor the end of the process."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[AddressInfo]] = loop.create_future()
 
-    def tell(found: list[AddressInfo] | None, error: OSError | None) -> None:
+    def deliver(found: list[AddressInfo] | None, error: OSError | None) -> None:
         if answer.done():
             return
         if error is not None:
@@ -161,7 +159,7 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
         elif found is not None:
             answer.set_result(found)
 
-    def ask() -> None:
+    def resolve() -> None:
         found: list[AddressInfo] | None = None
         failed: OSError | None = None
         try:
@@ -169,21 +167,21 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
         except OSError as error:
             failed = error
         except ValueError as error:  # too long a label, say
-            failed = OSError(f"{host!r} is no host name: {error}")
+            failed = OSError(f"{host!r} is not a valid host name: {error}")
         try:
-            loop.call_soon_threadsafe(tell, found, failed)
+            loop.call_soon_threadsafe(deliver, found, failed)
         except RuntimeError:
-            return  # the loop has been closed: nobody wants to know any more
+            return  # the loop has been closed
 
-    threading.Thread(target=ask, name=f"look-up of {host}", daemon=True).start()
+    threading.Thread(target=resolve, name=f"look-up of {host}", daemon=True).start()
     return await answer
 
 
-# From a thread without a loop
+# In a thread without a loop
 
 
 class Cancelled(Exception):
-    """While a connection was being made, another thread has closed or lost what it was for."""
+    """Another thread has closed or lost the store for which a connection was being made."""
 
 
 def _always() -> bool:
@@ -191,7 +189,7 @@ def _always() -> bool:
 
 
 class _Attempt:
-    """How long a try may take, in a thread that looks every now and then whether its outcome is still wanted."""
+    """The deadline of one attempt, in a thread that checks regularly whether the connection is still wanted."""
 
     def __init__(self, seconds: float | None, wanted: Callable[[], bool]) -> None:
         self.deadline = Deadline(-1.0 if seconds is None else seconds)
@@ -199,7 +197,7 @@ class _Attempt:
         self.pid = os.getpid()
 
     def tick(self) -> float:
-        """Seconds until the next look. Raises TimeoutError when time is up, Unwanted."""
+        """Return the seconds until the next check. Raises TimeoutError, Cancelled."""
         if not self.wanted():
             raise Cancelled
         left = self.deadline.left()
@@ -212,11 +210,11 @@ class _Attempt:
         poll.register(peer, event)
         while not poll.poll(self.tick() * 1000):
             pass
-        if os.getpid() != self.pid:  # a handler of signals has forked: what comes is for the parent
-            raise OSError("the process was forked meanwhile")
+        if os.getpid() != self.pid:  # a signal handler has forked: the reply is the parent's
+            raise OSError("the process forked while connecting")
 
     def sleep(self) -> None:
-        """Until time is up."""
+        """Sleep until the deadline."""
         try:
             while True:
                 time.sleep(self.tick())
@@ -227,9 +225,9 @@ class _Attempt:
 def connect_blocking(
     host: str, port: int, deadline: Deadline, wanted: Callable[[], bool] = _always
 ) -> tuple[socket.socket, ClientSession]:
-    """The same for a thread that has no loop: the connection comes back blocking.
+    """Connect as `connect` does, from a thread without a loop. The socket returned is blocking.
 
-    Raises DistNetworkError, or Unwanted if that is what it has become.
+    Raises DistNetworkError, or Cancelled if `wanted` no longer returns True.
     """
     tries = _Tries(host, port, deadline)
     while True:
@@ -249,7 +247,7 @@ def _try_in_this_thread(host: str, port: int, attempt: _Attempt, pings: bool) ->
             peer.sendall(hello, _NO_SIGPIPE)
             while not call.done:
                 attempt.wait_for(peer, select.POLLIN)
-                _hear(session, peer.recv(4))
+                _receive(session, peer.recv(4))
         except ConnectionError as error:
             raise _HungUp(*error.args) from None
         _check(call)
@@ -277,7 +275,7 @@ def _connect_to(address: AddressInfo, attempt: _Attempt) -> socket.socket:
 
 
 def _connect_in_a_helper(host: str, port: int, attempt: _Attempt) -> socket.socket:
-    """Look up and connect on a loop in a helper thread, for the caller may be inside of one itself."""
+    """Resolve and connect on a loop in a helper thread, because the caller may be running a loop itself."""
     limit = attempt.deadline.left()
     found: list[socket.socket] = []
     failed: list[BaseException] = []
@@ -311,7 +309,7 @@ def _connect_in_a_helper(host: str, port: int, attempt: _Attempt) -> socket.sock
             try:
                 cancel()
             except RuntimeError:
-                pass  # it has just ended
+                pass  # the helper has just ended
         _close_all(found)
         raise
     if failed:
@@ -324,7 +322,7 @@ def _close_all(peers: list[socket.socket]) -> None:
         peers.pop().close()
 
 
-# What both have in common
+# Shared by both
 
 
 def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, PendingCall]:
@@ -343,24 +341,24 @@ def _keep_alive(peer: socket.socket) -> None:
             if option is not None:
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
     except OSError:
-        pass  # some systems know the name and nothing else
+        pass  # some systems define the names only
 
 
-def _hear(session: ClientSession, chunk: bytes) -> None:
+def _receive(session: ClientSession, chunk: bytes) -> None:
     if not chunk:
         raise ConnectionError("the peer closed the connection during the handshake")
     session.receive(chunk)
 
 
 def _check(call: PendingCall) -> None:
-    """Whether it is a store's server that answered."""
+    """Check that a store's server answered. Raises ProtocolError."""
     pid = os.getpid()
     if call.command.method == "ping" and call.result != pid:
         raise ProtocolError(f"Ping failed, invalid value returned from server. Expected: {pid}, Got: {call.result}")
 
 
 def _literal(host: str, port: int) -> list[AddressInfo]:
-    """The address, if that is what the host is: there is nothing to look up."""
+    """Return the address if the host is a literal one, otherwise an empty list."""
     try:
         literal = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,55 +1,57 @@
-"""The synchronous client: connections that threads lease, write to and read from themselves.
+"""The synchronous client of one store: a pool of connections that threads lease, write to and read from themselves.
 
-Knows: which connection a call may use, deadlines, threads and forks, when to ask the server who it is. Must not know:
-what a call means.
-Invariants: a call that waits keeps no other thread waiting. What one thread has written is there for whatever any
-thread asks next, on whichever connection. A call that is interrupted, or out of time, leaves its connection in step or
-closed. A handler of signals may make calls whatever it has interrupted: it waits for the server and for other threads,
-never for what only the interrupted call could do. There is no thread of our own.
+The pool decides which connection a call may use, keeps deadlines, and copes with threads, forks and signal handlers.
+What a request means is not its business.
+
+Invariants:
+
+* A blocked call delays no other thread.
+* What one thread has written is visible to every later request of any thread, on whichever connection.
+* A call that is interrupted or times out leaves its connection in step or closed.
+* A signal handler may make calls whatever it has interrupted. It waits for the server and for other threads, never for
+  something that only the interrupted call could do.
+* The background loop takes no part in calls. It marks a store as lost whose idle connection is lost, which would
+  otherwise show at the next call only.
 """
 
+import logging
 import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from threading import RLock, get_ident
 from typing import Any, Final
 
 from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
-from ..limits import Limits
 from ..session.client import PendingCall
 from ..session.identity import Identity, read_identity
 from ..values import Framed, unpack
-from . import capabilities, requests
+from . import background, capabilities, requests
 from .connect import Cancelled, connect_blocking
 from .requests import ANOTHER, Request
 from .sync_connection import FLAGS, NO_THREAD, DeadlineExceeded, SyncConnection
 from .wait_queue import Ticket, WaitQueue
 
-_LAST_LOOK: Final = 0.05
-"""Seconds that what follows a wake gets, though that came at the last moment."""
+log = logging.getLogger("tcpstore_async.client")
 
-_PATIENCE: Final = 0.001
-"""Seconds that a thread waits for a connection before others let it go first.
+_GRACE: Final = 0.05
+"""Seconds granted to the request after a wake-up that came just before the deadline."""
 
-Without that, a thread that makes call after call gives its connection back and has it again before any other runs.
+_STARVING_AFTER: Final = 0.001
+"""Seconds after which a thread that waits for a connection has precedence.
+
+Otherwise a thread that makes call after call would take its connection again before any other thread runs.
 """
 
-_MOMENT: Final = 0.01
-"""Seconds that a thread lets others go first without a look for itself, and that a handler of signals waits to be told:
-what it is told may go to the call that it has interrupted, or be held up by a lock that this one holds."""
+_BRIEF_WAIT: Final = 0.01
+"""Seconds that a thread waits before it competes with starving threads, and between two looks of a signal handler: its
+notification may go to the call that it has interrupted, or be held up by a lock of that call."""
 
 _FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
 
-_VALUE_BYTES: Final = Limits().value_bytes
-
-_TOO_LONG: Final = (
-    " (a request of %d bytes was sent before: a server closes the connection for a value over its limit,"
-    f" which is {_VALUE_BYTES} bytes unless it was set)"
-)
-
-_FORKED: Final = "the process was forked in the midst of this call, whose outcome only the parent hears"
+_FORKED: Final = "the process forked during this call; only the parent receives the reply"
 
 
 class TCPClient:
@@ -63,55 +65,61 @@ class TCPClient:
         introduction: dict[str, str] | None = None,
         began: float | None = None,
     ) -> None:
-        """Connect, trying again until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
+        """Connect, retrying until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
 
-        The introduction is what the server may know of this client, once it turns out to be one of ours.
+        `introduction` describes this client to the server, if the server turns out to be one of ours.
         """
         self.host = host
         self.port = port
         self.timeout = timeout
         self.introduction = introduction or {}
         self.identity: Identity | None = None
-        """Who the server is, if it is one of ours and was asked."""
-        self.last_word: Request | None = None
-        """What a server of ours is told when the store is closed; it has no reply."""
+        """The server's identity, once requested, if the server is one of ours."""
+        self.farewell: Request | None = None
+        """Request without a reply that is sent to a server of ours when the store is closed."""
         self.closed = False
-        self._asked = False
-        self._known: dict[str, bool] = {}
-        """What PyTorch's servers have not always known: whether this one does, if that was tried."""
+        self._identified = False
+        self._supported: dict[str, bool] = {}
+        """Whether the server supports what older servers of PyTorch do not, as far as probed."""
         self._lost = ""
         self._start([SyncConnection(*connect_blocking(host, port, Deadline(timeout, began)))])
 
     def _start(self, connections: list[SyncConnection]) -> None:
         self._connections = connections
-        self._tries: list[SyncConnection] = []
-        """Those that are asked whether they lead to the same server, and those on which it is tried what that knows."""
+        self._probes: list[SyncConnection] = []
+        """New connections whose server is being verified, and those that probe what the server supports."""
         self._opening = NO_THREAD
-        """The thread that opens one more."""
-        self._asking = NO_THREAD
-        """The thread that asks the server who it is."""
-        self._lock = RLock()  # a handler of signals may make a call in the midst of one
+        """The thread that is opening a further connection."""
+        self._identifying = NO_THREAD
+        """The thread that is requesting the server's identity."""
+        self._lock = RLock()  # a signal handler may make a call in the middle of one
         self._free_queue = WaitQueue()
-        """For a connection."""
+        """Threads that wait for a free connection."""
         self._identity_queue = WaitQueue()
-        """To hear who the server is."""
+        """Threads that wait for the server's identity."""
         self._starving = 0
-        """Threads that have waited for a connection for long."""
+        """How many threads have waited longer than _STARVING_AFTER."""
+        self._watched = False
+        """Whether the background loop watches the connections: from the first call on, so that a store without calls
+        starts no thread."""
+        self._detour = True
+        """Whether calls must not simply take the only connection, because threads starve or the connection has to be
+        handed to the background loop."""
 
     def close(self) -> None:
-        """Close every connection. Calls under way in other threads fail, and later ones."""
+        """Close every connection. Calls in progress in other threads fail, and so do later ones."""
         if not self.closed:
             self._return_stranded()
-            self._say_last_word()
+            self._send_farewell()
         self.closed = True
         self._lose("the store has been closed")
 
     def clone(self) -> "TCPClient":
-        """Another on the same server, if it is the same still, where that can be asked. Raises DistNetworkError."""
+        """Return a client of the same server. Raises DistNetworkError, also if another server has replaced it."""
         if self._lost:
-            raise DistNetworkError(self._lost)
+            raise self._lost_error()
         clone = TCPClient(self.host, self.port, self.timeout, self.introduction)
-        clone._known = dict(self._known)
+        clone._supported = dict(self._supported)
         try:
             if self.identity is not None and (not clone.extended() or clone.identity != self.identity):
                 raise DistNetworkError(ANOTHER)
@@ -133,30 +141,30 @@ class TCPClient:
         return f"SocketImpl(fd={connection.peer.fileno()}, {ends})"
 
     def forked(self) -> None:
-        """For a forked child: it gets connections of its own; the parent's stay the parent's."""
+        """In a forked child: drop the parent's connections, to open its own with the next call."""
         me = get_ident()
-        for connection in [*self._connections, *self._tries]:
-            connection.gone = True
+        for connection in [*self._connections, *self._probes]:
+            connection.inherited = True
             if connection.user == me:
-                _replace(connection.peer)  # a handler of signals has forked: the interrupted call is still at it
+                _replace(connection.peer)  # a signal handler has forked; the interrupted call still uses it
             else:
                 connection.peer.close()
         self._start([])
 
     # Calls
 
-    def call(self, ask: Request, deadline: Deadline | None = None) -> Any:
-        """A call that the server answers at once, or not at all. Raises StoreTimeoutError, DistNetworkError.
+    def call(self, request: Request, deadline: Deadline | None = None) -> Any:
+        """Make a call that the server answers at once, or not at all. Raises StoreTimeoutError, DistNetworkError.
 
-        The deadline is the store's timeout unless given; of that, 0 means one look.
+        Without a deadline the store's timeout counts, of which 0 allows one round trip.
         """
         connection = None
         me = get_ident()
         try:
-            # `_lease` without the call, as `_release` below: 0.3 µs of the 1.7 that the client itself takes.
+            # `_lease` and, below, `_release`, inlined: 0.3 µs of the 1.7 µs that the client itself takes.
             with self._lock:
                 connections = self._connections
-                if len(connections) == 1 and not connections[0].user and not self._starving:
+                if len(connections) == 1 and not connections[0].user and not self._detour:
                     connection = connections[0]
                     connection.user = me
             if connection is None or connection.session.pending:
@@ -165,8 +173,8 @@ class TCPClient:
                     connection = self._lease_later(me, deadline)
                 if connection.session.pending:
                     connection.settle(deadline)
-            data, call = connection.session.prepare(*ask)
-            writes = call is None and ask[0].mutates
+            data, call = connection.session.prepare(*request)
+            writes = call is None and request[0].mutates
             if not connection.put(data, call, writes):
                 deadline = deadline or Deadline.of_a_call(self.timeout)
                 connection.put_rest(data, call, deadline, writes)
@@ -177,12 +185,12 @@ class TCPClient:
             try:
                 connection.read()
             except BlockingIOError:
-                pass  # there is none yet
+                pass  # no reply yet
             if not call.done:
                 connection.read_until(call, deadline or Deadline.of_a_call(self.timeout))
             return call.result
         except DeadlineExceeded as out:
-            raise requests.late(ask, self.timeout, out.__cause__) from out.__cause__
+            raise requests.late(request, self.timeout, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(connection, error) from None
         finally:
@@ -196,50 +204,62 @@ class TCPClient:
                         or connection.session.pending
                     ):
                         self._release(connection)
-                    else:  # whoever joins the line before this is seen in it, whoever does so after it sees this
+                    else:  # a thread that queues before this is seen below; one that queues after it sees this
                         connection.user = NO_THREAD
                         if self._lost or self._free_queue.tickets or len(self._connections) > 1:
-                            self._pass_on(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
+                            self._notify_free(connection)
+                except BaseException:  # an interrupt; assume no second one this soon
                     self._release(connection)
                     raise
 
     def call_blocking(
-        self, ask: Request, seconds: float, then: Request | None = None, began: float | None = None
+        self, request: Request, seconds: float, then: Request | None = None, began: float | None = None
     ) -> Any:
-        """A call that is answered when something happens; after `seconds`, negative for never, StoreTimeoutError.
+        """Make a call that is answered when something happens. Raises StoreTimeoutError, DistNetworkError.
 
-        With `then` that is asked next on the same connection, before anything else, and its result returned. The
-        seconds are counted from `began` if that is given. 0 means one look.
+        The timeout is in seconds, from `began` if given; 0 checks once, negative means none. With `then`, that request
+        follows on the same connection before any other, and its result is returned.
         """
-        connection = None
-        deadline = Deadline.of_a_call(seconds, began)
-        try:
-            connection = self._lease(deadline, seconds, deadline.began)
-            call = connection.request(ask, deadline)
-            self._wait_for(connection, call, deadline, one_look=seconds == 0)
+
+        def wait(connection: SyncConnection, deadline: Deadline) -> Any:
+            call = connection.request(request, deadline)
+            self._wait_for(connection, call, deadline, once=seconds == 0)
             if then is not None:
-                deadline = _at_least(_LAST_LOOK, deadline)
+                deadline = _at_least(_GRACE, deadline)
                 call = connection.request(then, deadline)
                 connection.read_until(call, deadline)
             return call.result
+
+        return self._on_a_connection(wait, request, Deadline.of_a_call(seconds, began), seconds)
+
+    def _on_a_connection(
+        self, work: Callable[[SyncConnection, Deadline], Any], request: Request, deadline: Deadline, seconds: float
+    ) -> Any:
+        """Lease a connection for `work`, which may raise DeadlineExceeded, OSError and ProtocolError.
+
+        They become StoreTimeoutError, with the request and the seconds in its text, and DistNetworkError.
+        """
+        connection = None
+        try:
+            connection = self._lease(deadline, seconds, deadline.began)
+            return work(connection, deadline)
         except DeadlineExceeded as out:
-            raise requests.late(ask, seconds, out.__cause__) from out.__cause__
+            raise requests.late(request, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(connection, error) from None
         finally:
             if connection is not None:
                 try:
                     self._release(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
+                except BaseException:  # an interrupt; assume no second one this soon
                     self._release(connection)
                     raise
 
     def pop(self, lease: Request, seconds: float, began: float) -> bytes | None:
-        """Take the item that a server of ours leases; None if there is none.
+        """Take an item that a server of ours leases; return None if there is none.
 
-        It is the caller's from the moment that this is said to the server. An interrupt that strikes between that and
-        the return has it pushed back, to the end of the queue. The caller must not make a call before it returns it.
+        The item is the caller's once the server has been sent the confirmation. After an interrupt between that and the
+        return, it is pushed back to the end of the queue. The caller must not make a call before it returns the item.
         """
         taken: list[Framed] = []
         confirmed: list[int] = []
@@ -253,14 +273,11 @@ class TCPClient:
     def _pop(
         self, lease: Request, seconds: float, began: float, taken: list[Framed], confirmed: list[int]
     ) -> bytes | None:
-        connection = None
-        deadline = Deadline.of_a_call(seconds, began)
-        try:
-            connection = self._lease(deadline, seconds, deadline.began)
+        def pop(connection: SyncConnection, deadline: Deadline) -> bytes | None:
             try:
                 call = connection.request(lease, deadline)
                 if lease[0].parks:
-                    self._wait_for(connection, call, deadline, one_look=False)
+                    self._wait_for(connection, call, deadline, once=False)
                 else:
                     connection.read_until(call, deadline)
                 _, item = call.result
@@ -274,83 +291,65 @@ class TCPClient:
                 if not confirmed:
                     connection.give_back(lease)
                 raise
-        except DeadlineExceeded as out:
-            raise requests.late(lease, seconds, out.__cause__) from out.__cause__
-        except (OSError, ProtocolError) as error:
-            raise self._failed(connection, error) from None
-        finally:
-            if connection is not None:
-                try:
-                    self._release(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
-                    self._release(connection)
-                    raise
 
-    def pop_unconfirmed(self, ask: Request, seconds: float, began: float, wait: Request | None) -> bytes | None:
-        """Take an item from a server of PyTorch's, after a wait if that is given; None if there is none.
+        value: bytes | None = self._on_a_connection(pop, lease, Deadline.of_a_call(seconds, began), seconds)
+        return value
 
-        Whatever keeps it from the caller, it is pushed back, to the end of the queue, when it has come.
+    def pop_unconfirmed(self, request: Request, seconds: float, began: float, wait: Request | None) -> bytes | None:
+        """Take an item from a server of PyTorch, after `wait` if given; return None if there is none.
+
+        If anything keeps the item from the caller, it is pushed back to the end of the queue once it has arrived.
         """
-        connection = None
-        deadline = Deadline.of_a_call(seconds, began)
-        try:
-            connection = self._lease(deadline, seconds, deadline.began)
+
+        def pop(connection: SyncConnection, deadline: Deadline) -> bytes | None:
             if wait is not None:
-                self._wait_for(connection, connection.request(wait, deadline), deadline, one_look=seconds == 0)
+                self._wait_for(connection, connection.request(wait, deadline), deadline, once=seconds == 0)
                 deadline = _at_least(MIN_ROUND_TRIP, deadline)
             mine: list[PendingCall] = []
             try:
-                mine.append(connection.request(ask, deadline))
+                mine.append(connection.request(request, deadline))
                 connection.read_until(mine[0], deadline)
                 item: Framed | None = mine[0].result[1]
                 return None if item is None else unpack(item)
             except BaseException:
-                connection.stranded += mine or [call for call in connection.session.pending if call.fields is ask[1]]
+                connection.stranded += mine or [
+                    call for call in connection.session.pending if call.fields is request[1]
+                ]
                 raise
-        except DeadlineExceeded as out:
-            raise requests.late(wait or ask, seconds, out.__cause__) from out.__cause__
-        except (OSError, ProtocolError) as error:
-            raise self._failed(connection, error) from None
-        finally:
-            if connection is not None:
-                try:
-                    self._release(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
-                    self._release(connection)
-                    raise
 
-    def _say_last_word(self) -> None:
-        word = self.last_word
-        if word is None:
+        value: bytes | None = self._on_a_connection(pop, wait or request, Deadline.of_a_call(seconds, began), seconds)
+        return value
+
+    def _send_farewell(self) -> None:
+        farewell = self.farewell
+        if farewell is None:
             return
         for connection in self._connections:
             if not connection.user and not connection.broken and connection.session.waiting is None:
                 try:
-                    connection.peer.send(connection.session.request(*word)[0], FLAGS)
+                    connection.peer.send(connection.session.request(*farewell)[0], FLAGS)
                 except OSError:
-                    pass  # it has been lost
+                    pass  # the connection is lost
 
     def _return_stranded(self) -> None:
-        """Before all is closed: have what was popped for callers who have gone go back, if it comes within a moment."""
+        """Before closing: push back items popped for callers that gave up, if they arrive within a second."""
         deadline = Deadline(MIN_ROUND_TRIP)
         for connection in self._connections:
             if connection.stranded and not connection.user:
                 try:
                     connection.settle(deadline)
                 except (OSError, ProtocolError, DeadlineExceeded):
-                    pass  # it has gone with the connection
+                    pass  # it was lost with the connection
 
-    def ask_all(self, asks: list[Request], deadline: Deadline) -> list[Any]:
-        """Calls that the server answers at once, all sent before the first reply is read: one round trip.
+    def call_all(self, batch: list[Request], deadline: Deadline) -> list[Any]:
+        """Make calls that the server answers at once, in one round trip. Raises StoreTimeoutError, DistNetworkError.
 
-        For replies of a few bytes: nothing is read while the requests are sent. Raises StoreTimeoutError,
-        DistNetworkError.
+        All requests are sent before the first reply is read, so the replies must be of a few bytes.
         """
-        connection = None
-        try:
-            connection = self._lease(deadline, deadline.timeout, deadline.began)
+
+        def exchange(connection: SyncConnection, deadline: Deadline) -> list[Any]:
             connection.broken = True
-            sent = [connection.session.request(*ask) for ask in asks]
+            sent = [connection.session.request(*request) for request in batch]
             connection.send(b"".join([data for data, _ in sent]), deadline)
             connection.broken = False
             results: list[Any] = []
@@ -359,123 +358,124 @@ class TCPClient:
                     connection.read_until(call, deadline)
                     results.append(call.result)
             return results
-        except DeadlineExceeded as out:
-            raise requests.late(asks[0], deadline.timeout, out.__cause__) from out.__cause__
-        except (OSError, ProtocolError) as error:
-            raise self._lose(_said(error)) from None
-        finally:
-            if connection is not None:
-                try:
-                    self._release(connection)
-                except BaseException:  # an interrupt, of which there is no second so soon
-                    self._release(connection)
-                    raise
 
-    def _wait_for(self, connection: SyncConnection, call: PendingCall, deadline: Deadline, one_look: bool) -> None:
-        """Read until a call that waits is over. Raises OSError, ProtocolError or OutOfTime."""
+        results: list[Any] = self._on_a_connection(exchange, batch[0], deadline, deadline.timeout)
+        return results
+
+    def _wait_for(self, connection: SyncConnection, call: PendingCall, deadline: Deadline, once: bool) -> None:
+        """Read until a blocking call is answered. Raises OSError, ProtocolError or DeadlineExceeded."""
         connection.read_soon()
         if call.done:
             return
-        if one_look:
+        if once:
             connection.cancel()
             connection.settle(deadline)
             if not call.woken:
                 raise DeadlineExceeded
             return
         pending = connection.session.pending
-        while pending and pending[0] is not call:  # the fence: until then others must not go elsewhere
+        while (
+            pending and pending[0] is not call
+        ):  # the fence: until its reply other threads must not use other connections
             connection.read_until(pending[0], deadline)
         with self._lock:
             connection.parked = True
             self._free_queue.notify_all()
         connection.read_until(call, deadline)
 
-    # Who the server is
+    # Server identity and capabilities
 
-    def extended(self, ask: Request | None = None, seconds: float | None = None, began: float | None = None) -> bool:
-        """Whether the server is one of ours. Asks it, once, the first time this is asked.
+    def extended(
+        self, request: Request | None = None, seconds: float | None = None, began: float | None = None
+    ) -> bool:
+        """Return whether the server is one of ours; the first time, request that from the server.
 
-        That is part of the call `ask`, which has so many seconds. Raises StoreTimeoutError, DistNetworkError.
+        The time counts as part of the call `request`, which has `seconds` from `began`. Raises StoreTimeoutError,
+        DistNetworkError.
         """
-        if not self._asked:
+        if not self._identified:
             seconds = self.timeout if seconds is None else seconds
             try:
-                self._ask_who(Deadline.of_a_call(seconds, began))
+                self._identify(Deadline.of_a_call(seconds, began))
             except (DeadlineExceeded, StoreTimeoutError):
-                raise requests.late(ask or requests.HAS_EXTENSION, seconds) from None
+                raise requests.late(request or requests.HAS_EXTENSION, seconds) from None
         return self.identity is not None
 
-    def knows(self, what: str, ask: Request, seconds: float | None = None, began: float | None = None) -> bool:
-        """Whether the server knows what older ones of PyTorch's do not: tried once, on a connection of its own.
+    def supports(self, what: str, request: Request, seconds: float | None = None, began: float | None = None) -> bool:
+        """Return whether the server supports a capability; probe once, on a separate connection.
 
-        That is part of the call `ask`, which has so many seconds. Raises StoreTimeoutError, DistNetworkError.
+        The time counts as part of the call `request`, which has `seconds` from `began`. Raises StoreTimeoutError,
+        DistNetworkError.
         """
-        known = self._known.get(what)
+        known = self._supported.get(what)
         if known is None:
-            known = self._known[what] = self.extended(ask, seconds, began) or self._tried(what, ask, seconds, began)
+            known = self.extended(request, seconds, began) or self._probe(what, request, seconds, began)
+            self._supported[what] = known
         return known
 
-    def _tried(self, what: str, ask: Request, seconds: float | None, began: float | None) -> bool:
+    def _probe(self, what: str, request: Request, seconds: float | None, began: float | None) -> bool:
         seconds = self.timeout if seconds is None else seconds
         try:
             deadline = Deadline.of_a_call(seconds, began)
-            return any(self._try_out(capabilities.tries(what), deadline) for _ in range(capabilities.TRIES))
+            return any(self._probe_once(capabilities.probe(what), deadline) for _ in range(capabilities.PROBES))
         except DeadlineExceeded:
-            raise requests.late(ask, seconds) from None
+            raise requests.late(request, seconds) from None
 
-    def _try_out(self, asks: list[Request], deadline: Deadline) -> bool:
-        connection = self._dial(deadline)
+    def _probe_once(self, batch: list[Request], deadline: Deadline) -> bool:
+        connection = self._connect(deadline)
         connection.user = get_ident()
         try:
             with self._lock:
                 if self._lost:
-                    raise DistNetworkError(self._lost)
-                self._tries.append(connection)
-            for ask in asks:
-                connection.read_until(connection.request(ask, deadline), deadline)
+                    raise self._lost_error()
+                self._probes.append(connection)
+            for request in batch:
+                connection.read_until(connection.request(request, deadline), deadline)
         except OSError:
-            self.call(requests.NO_KEY, deadline)  # unless the store, or the server, has gone altogether
+            self.call(requests.NO_KEY, deadline)  # raises if the store, or the whole server, is lost
             return False
         except ProtocolError as error:
             raise self._lose(str(error)) from None
         finally:
             with self._lock:
-                if connection in self._tries:
-                    self._tries.remove(connection)
+                if connection in self._probes:
+                    self._probes.remove(connection)
             connection.peer.close()
         return True
 
-    def _ask_who(self, deadline: Deadline) -> None:
-        """One thread asks, the others wait for the outcome. Raises OutOfTime, StoreTimeoutError, DistNetworkError."""
+    def _identify(self, deadline: Deadline) -> None:
+        """Request the identity in one thread, while others wait. Raises DeadlineExceeded, StoreTimeoutError,
+        DistNetworkError.
+        """
         me = get_ident()
         ticket = Ticket()
-        while not self._asked and not self._lost:
+        while not self._identified and not self._lost:
             with self._lock:
-                # A handler of signals does not wait for them: they may wait for what the interrupted call holds.
-                others = self._asking not in (NO_THREAD, me) and not self._within_another(me)
+                # A signal handler does not wait for another thread, which may need what the interrupted call holds.
+                others = self._identifying not in (NO_THREAD, me) and not self._within_another(me)
                 if others:
                     self._identity_queue.join(ticket)
                 else:
-                    self._asking = me
+                    self._identifying = me
             if not others:
-                self._ask_now(deadline)
-            elif not ticket.wait(deadline.moment()) and deadline.passed():
+                self._identify_now(deadline)
+            elif not ticket.wait(deadline.poll_seconds()) and deadline.passed():
                 raise DeadlineExceeded
 
-    def _ask_now(self, deadline: Deadline) -> None:
+    def _identify_now(self, deadline: Deadline) -> None:
         try:
             if self.call(requests.HAS_EXTENSION, deadline):
                 self.identity = read_identity(unpack(self.call(requests.WHO_ARE_YOU, deadline)))
             if self.identity is not None:
                 self.call(requests.introduce(self.introduction), deadline)
-            self._asked = True
+            self._identified = True
         finally:
             with self._lock:
-                self._asking = NO_THREAD
+                self._identifying = NO_THREAD
                 self._identity_queue.notify_all()
 
     def _verify(self, connection: SyncConnection, deadline: Deadline) -> None:
-        """A further connection must lead to the same server, where that can be asked."""
+        """Check that a further connection leads to the same server. Raises ProtocolError."""
         known = self.identity
         if known is None:
             return
@@ -491,17 +491,17 @@ class TCPClient:
     # Connections
 
     def _lease(self, deadline: Deadline | None, seconds: float, began: float) -> SyncConnection:
-        """A connection for this thread alone, on which all that the store has written is there.
+        """Lease a connection to this thread, on which everything that the store has written is visible.
 
-        The common case needs no deadline; it is made of the seconds of the call if there is none yet. Wherever an
-        interrupt strikes, none stays leased. Raises OutOfTime.
+        Without a deadline, one is made of `seconds` and `began` when it is needed. An interrupt leaves no connection
+        leased. Raises DeadlineExceeded.
         """
         me = get_ident()
         connection: SyncConnection | None = None
         try:
             with self._lock:
                 connections = self._connections
-                if len(connections) == 1 and not connections[0].user and not self._starving:  # the common case
+                if len(connections) == 1 and not connections[0].user and not self._detour:  # the common case
                     connection = connections[0]
                     connection.user = me
             if connection is None:
@@ -516,7 +516,7 @@ class TCPClient:
             raise
 
     def _lease_later(self, me: int, deadline: Deadline) -> SyncConnection:
-        """The same when there is none at the moment, perhaps: wait for one, or open one."""
+        """Lease a connection when none may be free: wait for one, or open one."""
         connection: SyncConnection | None = None
         ticket = Ticket()
         within = self._within_another(me)
@@ -526,8 +526,10 @@ class TCPClient:
                 if other.user == me:
                     other.await_writes(deadline)
             while connection is None:
+                if not self._watched:
+                    self._watch()
                 with self._lock:
-                    self._free_queue.join(ticket)  # before the look: whoever gives one back must see it
+                    self._free_queue.join(ticket)  # before looking: whoever releases one must see the ticket
                     if not behind:
                         connection = self._free()
                     may_open = connection is None and not behind and self._may_open(me, within)
@@ -549,51 +551,54 @@ class TCPClient:
         except BaseException:
             try:
                 self._give_up(connection, ticket, me)
-            except BaseException:  # an interrupt, of which there is no second so soon
+            except BaseException:  # an interrupt; assume no second one this soon
                 self._give_up(connection, ticket, me)
             raise
 
     def _within_another(self, me: int) -> bool:
-        """Whether this thread is in a call already, which a handler of signals has interrupted to make this one."""
-        if self._opening == me or any(connection.user == me for connection in [*self._connections, *self._tries]):
+        """Return whether this call is made by a signal handler that has interrupted another call of this store."""
+        if self._opening == me or any(connection.user == me for connection in [*self._connections, *self._probes]):
             return True
         return any(ticket.user == me for ticket in list(self._free_queue.tickets))
 
     def _confirm_within(self, connection: SyncConnection, me: int, deadline: Deadline | None) -> None:
-        """What a handler of signals has written must be executed before the call goes on that it has interrupted, for
-        that may write as well, on another connection. Raises OSError, ProtocolError or OutOfTime.
+        """In a signal handler: wait until the server has executed what the handler has written.
+
+        The interrupted call may write next, on another connection. Raises OSError, ProtocolError or DeadlineExceeded.
         """
         if any(other is not connection and other.user == me for other in list(self._connections)):
             deadline = deadline or Deadline.of_a_call(self.timeout)
             connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
 
     def _wait(self, ticket: Ticket, deadline: Deadline, briefly: bool) -> None:
-        """Until this thread is told, or for a moment if it has not even looked yet. Raises OutOfTime."""
-        left = deadline.moment()
+        """Wait until this thread is notified, or only briefly. Raises DeadlineExceeded."""
+        left = deadline.poll_seconds()
         if briefly:
-            left = _MOMENT if left is None else min(left, _MOMENT)
+            left = _BRIEF_WAIT if left is None else min(left, _BRIEF_WAIT)
         if not ticket.wait(left) and deadline.passed():
             raise DeadlineExceeded
-        if not ticket.starving and deadline.spent() > _PATIENCE:
+        if not ticket.starving and deadline.spent() > _STARVING_AFTER:
             with self._lock:
                 self._starving += 1
+                self._detour = True
                 ticket.starving = True
 
     def _leave(self, ticket: Ticket) -> None:
         self._starving -= ticket.starving
         ticket.starving = False
+        self._detour = self._starving > 0 or not self._watched
         self._free_queue.leave(ticket)
 
     def _give_up(self, connection: SyncConnection | None, ticket: Ticket, me: int) -> None:
         with self._lock:
             self._leave(ticket)
-            self._free_queue.notify()  # what this thread was told, perhaps, another must hear
+            self._free_queue.notify()  # a notification that this thread may have received is due to another
         if connection is not None and connection.user == me:
             self._release(connection)
 
     def _free(self) -> SyncConnection | None:
         if self._lost:
-            raise DistNetworkError(self._lost)
+            raise self._lost_error()
         free = None
         me = get_ident()
         for connection in self._connections:
@@ -605,8 +610,10 @@ class TCPClient:
         return free
 
     def _unconfirmed_beside(self, connection: SyncConnection) -> bool:
-        """Whether a free connection and another one both have writes that are not confirmed: two threads have written
-        at the same time. What is asked on one of them could overtake the other's, so one is confirmed first.
+        """Return whether another free connection also has unconfirmed writes.
+
+        Then two threads have written at the same time, and a request on one connection could overtake the writes on the
+        other; one has to be confirmed first.
         """
         return connection.session.unconfirmed() and any(
             other is not connection and not other.user and other.session.unconfirmed()
@@ -614,7 +621,10 @@ class TCPClient:
         )
 
     def _may_open(self, me: int, within: bool) -> bool:
-        """Whether none is to be had, and nobody else opens one. A handler of signals waits for others' writes only."""
+        """Return whether to open a connection: every other one is parked, and no thread is opening one.
+
+        A signal handler waits only for other threads' writes.
+        """
         if within:
             return not any(
                 connection.user != me and connection.session.unconfirmed() for connection in self._connections
@@ -622,9 +632,9 @@ class TCPClient:
         return not self._opening and all(connection.parked for connection in self._connections)
 
     def _open(self, deadline: Deadline, me: int, within: bool) -> None:
-        """Open one more, if nobody else does."""
+        """Open a further connection, unless another thread is doing that."""
         mine = False
-        opened: list[SyncConnection] = []  # not a name that may be None: in `finally` mypyc takes it for a Channel
+        opened: list[SyncConnection] = []  # a list: mypyc mistypes an optional in `finally`
         try:
             with self._lock:
                 if self._opening and not within:
@@ -632,19 +642,20 @@ class TCPClient:
                 mine = not self._opening
                 if mine:
                     self._opening = me
-            connection = self._dial(deadline)
+            connection = self._connect(deadline)
             opened.append(connection)
             connection.user = me
             with self._lock:
                 if self._lost:
-                    raise DistNetworkError(self._lost)
-                self._tries.append(connection)
+                    raise self._lost_error()
+                self._probes.append(connection)
             self._verify(connection, deadline)
             connection.user = NO_THREAD
             with self._lock:
                 if self._lost:
-                    raise DistNetworkError(self._lost)
+                    raise self._lost_error()
                 self._connections.append(connection)
+                self.unwatched()
         except BaseException:
             for one in opened:
                 one.peer.close()
@@ -652,43 +663,43 @@ class TCPClient:
         finally:
             with self._lock:
                 for one in opened:
-                    if one in self._tries:
-                        self._tries.remove(one)
+                    if one in self._probes:
+                        self._probes.remove(one)
                 if mine:
                     self._opening = NO_THREAD
                 self._free_queue.notify_all()
 
-    def _dial(self, deadline: Deadline) -> SyncConnection:
-        """Raises DistNetworkError; OutOfTime if it is only for the time that there is no connection."""
+    def _connect(self, deadline: Deadline) -> SyncConnection:
+        """Connect once more. Raises DistNetworkError, or DeadlineExceeded if only the time was too short."""
         try:
             return SyncConnection(*connect_blocking(self.host, self.port, deadline, lambda: not self._lost))
         except Cancelled:
-            raise DistNetworkError(self._lost) from None
+            raise self._lost_error() from None
         except DistNetworkError as error:
             if self._lost:
-                raise DistNetworkError(self._lost) from None
+                raise self._lost_error() from None
             if self._connections:
                 raise DeadlineExceeded from error
             raise
 
     def _release(self, connection: SyncConnection) -> None:
-        """Give a connection back, in step, or closed if it can be neither. May be called again."""
+        """Return a connection to the pool in step, or close it. May be called again."""
         if connection.user == get_ident():
             connection.tidy()
-            if connection.session.waiting is not None and not connection.gone:
+            if connection.session.waiting is not None and not connection.inherited:
                 connection.cancel()
-            if connection.broken and not self._lost and not connection.gone:
+            if connection.broken and not self._lost and not connection.inherited:
                 self._drop(connection)
             connection.parked = False
-            with self._lock:  # without the GIL, whoever has joined the line and looked might not be seen below
+            with self._lock:  # without the GIL, a thread that has queued and looked might not be seen below
                 connection.user = NO_THREAD
-        self._pass_on(connection)
+        self._notify_free(connection)
 
-    def _pass_on(self, connection: SyncConnection) -> None:
-        """Have others know that a connection is free. Whoever did not see that was in line before it looked."""
-        if (self._lost or connection.gone) and not connection.user:
+    def _notify_free(self, connection: SyncConnection) -> None:
+        """Notify a waiting thread of a free connection. A thread that missed it had queued before it looked."""
+        if (self._lost or connection.inherited) and not connection.user:
             connection.peer.close()
-            if connection.gone:
+            if connection.inherited:
                 return
         if self._free_queue.tickets or len(self._connections) > 1:
             with self._lock:
@@ -696,7 +707,7 @@ class TCPClient:
                 self._close_surplus(connection)
 
     def _close_surplus(self, connection: SyncConnection) -> None:
-        """Of several connections, close those that have not been used for a while."""
+        """Close all but the first connection that have been idle for IDLE_SECONDS."""
         now = connection.used = time.monotonic()
         for other in self._connections[1:]:
             if not other.user and now - other.used > IDLE_SECONDS and not other.session.unconfirmed():
@@ -704,9 +715,9 @@ class TCPClient:
                 other.peer.close()
 
     def _drop(self, connection: SyncConnection) -> None:
-        """Close a connection that is out of step; the store goes on if nothing was lost with it."""
+        """Close a connection that is out of step; lose the store only if writes may be lost with it."""
         if connection.session.unconfirmed() or self.identity is None:
-            self._lose("a connection had to be closed in the midst of a call")
+            self._lose("a connection was closed in the middle of a call: a request or reply was incomplete")
             return
         with self._lock:
             if connection in self._connections:
@@ -714,51 +725,97 @@ class TCPClient:
         connection.peer.close()
 
     def _failed(self, connection: SyncConnection | None, error: Exception) -> DistNetworkError:
-        """What a call says whose connection has failed: that the store is lost."""
-        if connection is not None and connection.gone:
+        """Lose the store because a connection failed; return the error for the call."""
+        if connection is not None and connection.inherited:
             return DistNetworkError(_FORKED)
-        said = _said(error)
-        if connection is not None and connection.longest > _VALUE_BYTES and isinstance(error, OSError):
-            said += _TOO_LONG % connection.longest
-        return self._lose(said)
+        reason = _reason(error)
+        if connection is not None and isinstance(error, OSError):
+            reason += requests.size_hint(connection.longest)
+        return self._lose(reason)
 
     def _lose(self, reason: str) -> DistNetworkError:
-        """The store is lost, as PyTorch's is when its connection goes. The error says why it was lost first."""
+        """Mark the store as lost, as PyTorch's is with its connection; return an error with the first reason."""
         with self._lock:
             self._lost = self._lost or reason
-            for connection in [*self._connections, *self._tries]:
-                _shut(connection)
-            self._connections.clear()
-            self._free_queue.notify_all()
-            self._identity_queue.notify_all()
+            try:
+                background.release(self)  # first, so that closing connections does not wake the loop
+            finally:
+                for connection in [*self._connections, *self._probes]:
+                    _shut(connection)
+                self._connections.clear()
+                self._free_queue.notify_all()
+                self._identity_queue.notify_all()
+        return self._lost_error()
+
+    def _lost_error(self) -> DistNetworkError:
+        """Return a new error for a call on a lost store."""
         error = DistNetworkError(self._lost)
-        error.__cause__ = None  # and so no context is shown, in compiled code either
+        error.__cause__ = None  # hides the context, in compiled code too
         return error
+
+    # Background loop
+
+    def _watch(self) -> None:
+        """Hand all connections to the background loop, unless the store is lost."""
+        with self._lock:
+            if self._lost:
+                return
+            self._watched = True  # before `watch`: the loop may stop right after it
+            if not background.watch(self, [connection.peer.fileno() for connection in self._connections]):
+                self._watched = False
+            self._detour = self._starving > 0 or not self._watched
+
+    def unwatched(self) -> None:
+        """Have the next call hand the connections to the background loop, which has stopped or does not know all."""
+        self._watched = False
+        self._detour = True
+
+    def check_idle(self) -> bool:
+        """On the background loop: lose the store if an idle connection is lost, with the next call's error.
+
+        A thread that uses a connection notices its loss itself. Return False if this has to be called again.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            done = True
+            for connection in list(self._connections):
+                if connection.user:
+                    done = done and not connection.hung_up()
+                    continue
+                error = connection.loss()
+                if error is not None:
+                    lost = self._failed(connection, error)
+                    log.debug("lost the idle connection to %s:%d: %s", self.host, self.port, lost)
+                    return True
+            return done
+        finally:
+            self._lock.release()
 
 
 def _at_least(seconds: float, deadline: Deadline) -> Deadline:
-    """What is left of a deadline, or so many seconds if that is more."""
+    """Return a deadline with the time left, but at least so many seconds."""
     left = deadline.left()
     return Deadline(-1.0 if left is None else max(left, seconds))
 
 
 def _shut(connection: SyncConnection) -> None:
-    """Close it; if it is leased, wake who reads from it, who closes it then: its number must not become another's."""
+    """Close a connection. If it is leased, wake its user, which closes it: the descriptor must not be reused before."""
     try:
         connection.peer.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it is gone already
+        pass  # not connected any more
     if not connection.user:
         connection.peer.close()
 
 
 def _replace(peer: socket.socket) -> None:
-    """Put a connection that has ended in its place: whoever is about to read from it hears that, and nothing else."""
+    """Replace a connection by one at its end, so that whoever is about to read from it gets that and nothing else."""
     ended, other = socket.socketpair()
     other.close()
     os.dup2(ended.fileno(), peer.fileno(), inheritable=False)
     ended.close()
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,9 +1,8 @@
-"""What a store's method asks of a server: its command and fields, made from what users pass.
+"""The request of each method of a store: its command and fields, made from the user's arguments.
 
-Knows: which method is which command, how users' keys look on the wire, what PyTorch's client says when time is up. Must
-not know: connections, waiting, threads.
-Invariant: an argument that cannot be meant, which is an `object` therefore, raises TypeError or ValueError here, before
-anything is sent.
+The module knows which method is which command, how users' keys look on the wire, and what PyTorch's client says when a
+call times out; it must not know connections, waiting or threads. Invariant: an invalid argument (hence `object`) raises
+TypeError or ValueError here, before anything is sent.
 """
 
 from itertools import count as count_from
@@ -11,6 +10,7 @@ from typing import Any, Final
 
 from ..coercion import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..errors import StoreTimeoutError
+from ..limits import Limits
 from ..values import Framed, pack
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, WORKERS_KEY, Command
@@ -40,13 +40,13 @@ _BARRIER: Final = BY_METHOD["barrier"]
 NUM_KEYS: Final[Request] = BY_METHOD["num_keys"], ()
 LIST_KEYS: Final[Request] = BY_METHOD["list_keys"], ()
 NO_KEY: Final[Request] = _CHECK, ([],)
-"""Answered at once by every server; older ones of PyTorch's have no PING."""
+"""A fence that every server answers at once; older servers of PyTorch have no PING."""
 HAS_EXTENSION: Final[Request] = _CHECK, ([SERVER_KEY],)
 WHO_ARE_YOU: Final[Request] = _GET, (SERVER_KEY,)
 
 BARRIER_MEMBERS: Final = b"/num_members"
 BARRIER_LAST: Final = b"/last_member"
-"""What PyTorch's barriers over keys append to theirs: for the counter of who has come, and for the last one's word."""
+"""Suffixes of the two keys of PyTorch's barrier: the counter of arrivals, and the key that the last one sets."""
 
 DEPART: Final[Request] = BY_METHOD["depart"], ()
 
@@ -54,10 +54,10 @@ JOINS: Final[Request] = _GET, (JOINS_KEY,)
 
 _tickets: Final = count_from(1)
 
-DOUBTS: Final = 8
-"""How often in one pop a queue may be found both there and empty, before it is asked for all keys what it is."""
+ANOTHER: Final = "a different server now listens at the address of this store's server"
 
-ANOTHER: Final = "another server has taken the place of the one that this store was on"
+VALUE_BYTES: Final = Limits().value_bytes
+"""The size of a value that every server accepts unless it was started with another limit."""
 
 
 def key_of(key: object) -> bytes:
@@ -65,7 +65,7 @@ def key_of(key: object) -> bytes:
         try:
             return b"/" + key.encode()
         except UnicodeEncodeError:
-            pass  # said below
+            pass  # reported below
     return b"/" + to_bytes("key", key)
 
 
@@ -74,7 +74,7 @@ def keys_of(keys: object) -> list[bytes]:
         try:
             return list(map(key_of, keys))
         except TypeError:
-            pass  # said below, with the place of the wrong one
+            pass  # reported below, with its index
     return [b"/" + key for key in to_bytes_list("keys", keys)]
 
 
@@ -119,7 +119,7 @@ def multi_get(names: list[bytes]) -> Request:
 
 
 def multi_set(keys: object, values: object) -> Request:
-    """Raises DistStoreError, as PyTorch, if there are not as many values as keys."""
+    """Raises DistStoreError, as PyTorch does, if the numbers of keys and values differ."""
     pairs = to_pairs(keys_of(keys), to_bytes_list("values", values))
     return _MULTI_SET, ([(name, pack(value)) for name, value in pairs],)
 
@@ -133,7 +133,7 @@ def queue_pop(name: bytes) -> Request:
 
 
 def lease(name: bytes, block: bool) -> Request:
-    """A pop that has to be confirmed: its ticket, the second field, is used once in this process."""
+    """Return a pop that has to be confirmed; its ticket, the second field, is unique in this process."""
     return (_LEASE_LATER if block else _LEASE), (name, next(_tickets))
 
 
@@ -146,7 +146,7 @@ def give_back(lease: Request) -> Request:
 
 
 def push_back(name: bytes, item: Framed) -> Request:
-    """Give back what QUEUE_POP took; it comes to the end."""
+    """Return what QUEUE_POP took to the end of the queue."""
     return _QUEUE_PUSH, (name, item)
 
 
@@ -163,22 +163,22 @@ def wait_count(name: bytes, count: int) -> Request:
 
 
 def count(workers: int) -> Request:
-    """Count so many more among PyTorch's workers; the reply is how many there are."""
+    """Add to PyTorch's counter of workers; the reply is the new count."""
     return _ADD, (WORKERS_KEY, workers)
 
 
 def join(token: bytes) -> Request:
-    """The same for one, once for each token; for an empty one, how many are there who have not been lost since."""
+    """Count one worker, once per token. With an empty token, the reply is how many have joined and not been lost."""
     return BY_METHOD["join"], (WORKERS_KEY, pack(token))
 
 
 def introduce(known: dict[str, str]) -> Request:
-    """Say who this client is."""
+    """Send the server a description of this client."""
     return BY_METHOD["introduce"], ([(name.encode(), pack(text.encode())) for name, text in known.items()],)
 
 
 def names_of(keys: list[bytes]) -> list[bytes]:
-    """Keys as users know them, PyTorch's own left out."""
+    """Return users' keys, without prefix; PyTorch's own are left out."""
     return [key[1:] for key in keys if key.startswith(b"/")]
 
 
@@ -187,30 +187,39 @@ def texts_of(names: list[bytes]) -> list[str]:
     return [name.decode() for name in names]
 
 
-def timeout_message(ask: Request, seconds: float) -> str:
-    """What a timeout says: PyTorch's words where it has such a timeout."""
-    command, fields = ask
-    said: Any = f"{command.method} timeout after {in_milliseconds(seconds)}ms"
+def timeout_message(request: Request, seconds: float) -> str:
+    """Return the text of a timeout, PyTorch's where it has one."""
+    command, fields = request
+    text: Any = f"{command.method} timeout after {in_milliseconds(seconds)}ms"
     if command is _BARRIER:
-        return f"{said}, key: {fields[0][1:].decode(errors='replace')}"
+        return f"{text}, key: {fields[0][1:].decode(errors='replace')}"
     if command is _WAIT:
-        return f"{said}, keys: {_listed(fields[0])}"
+        return f"{text}, keys: {_listed(fields[0])}"
     if command is _LEASE:
         return timeout_message(queue_pop(fields[0]), seconds)
     if command is _FETCH or command is _LEASE_LATER:
         return timeout_message(wait([fields[0]]), seconds)
-    return str(said)
+    return str(text)
 
 
-def late(ask: Request, seconds: float, cause: BaseException | None = None) -> StoreTimeoutError:
-    """The error of a call that is out of time.
+def late(request: Request, seconds: float, cause: BaseException | None = None) -> StoreTimeoutError:
+    """Return the error of a call that timed out.
 
-    It has its cause, or none, from here, and so hides what was raised inside: the `from` of a raise is lost in compiled
-    code.
+    Its cause is set here, None included, which hides the context: compiled code ignores `raise … from`.
     """
-    error = StoreTimeoutError(timeout_message(ask, seconds))
+    error = StoreTimeoutError(timeout_message(request, seconds))
     error.__cause__ = cause
     return error
+
+
+def size_hint(longest: int) -> str:
+    """Return the end of the error of a lost connection whose longest request may be the cause."""
+    if longest <= VALUE_BYTES:
+        return ""
+    return (
+        f" (a request of {longest} bytes was sent before: a server closes the connection when a value exceeds its"
+        f" limit, by default {VALUE_BYTES} bytes)"
+    )
 
 
 def _listed(names: list[bytes]) -> str:

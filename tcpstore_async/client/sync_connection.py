@@ -1,14 +1,15 @@
-"""One connection of the synchronous client: written to and read from by the thread that leases it.
+"""One connection of the synchronous client, written to and read from by the thread that leases it.
 
-Knows: a socket, a session, what is left half done on it. Must not know: which other connections there are, who may have
-it.
-Invariants: it is in step wherever an interrupt strikes, or marked as broken, which it is only if a request is on it in
-part. A handler of signals that struck in the midst of a call on it can wait until all that was written before has been
-executed, and changes nothing that the call goes on with.
+It knows a socket, a session, and what an interrupt has left half done; it must not know other connections or who may
+lease it.
 
-Handlers run between two steps of the interpreter; in compiled code, only inside of system calls that wait and in what
-is interpreted. So what must be one step is one call of C code in interpreted builds: a row of `map`s that `+=` or
-`extend` runs.
+Invariants: it is in step wherever an interrupt strikes, or marked as broken because a request was sent in part. A
+signal handler that interrupts a call on it can wait until everything written before has been executed, and changes
+nothing that the call continues with.
+
+Signal handlers run between two steps of the interpreter; in compiled code, only within blocking system calls and in
+interpreted functions. What must be one step is therefore one call of C code in interpreted builds: a row of `map`s
+consumed by `+=` or `extend`.
 """
 
 import select
@@ -26,21 +27,21 @@ from . import requests
 from .requests import Request
 
 _SHORT: Final = (960,)
-"""Most replies are this short, and malloc has a fast path for a buffer that is not longer."""
+"""Longer than most replies, and malloc has a fast path for buffers up to this size."""
 
 _LONG: Final = (256 * 1024,)
 
 _RECV_TIMEOUT: Final = struct.pack("ll", 0, 1)
-"""Most replies come within one tick of the kernel's clock, 1 to 10 ms, which this is rounded up to: for so long a read
-blocks by itself, which saves the system call that asks first.
-
-Not for longer, because a signal makes it start again.
+"""A read blocks for one tick of the kernel's clock, 1 to 10 ms, to which this is rounded up. Most replies arrive within
+it, which saves a call of poll(). Not longer, because the timeout starts again after a signal.
 """
 
 FLAGS: Final[int] = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
-"""Of every send. A program may have set SIGPIPE to its default, which would end it when the server is gone."""
+"""Flags of every send. The program may have SIGPIPE at its default, which would kill it when the server is gone."""
 
 _EACH: Final = (FLAGS,)
+
+_PEEK: Final[int] = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 _COMPILED: Final = build() == "compiled"
 
@@ -59,39 +60,39 @@ class SyncConnection:
         self.peer = peer
         self.session = session
         self.user = NO_THREAD
-        """The thread that leases it."""
+        """Identifier of the thread that leases it."""
         self.parked = False
-        """Whether the call that leases it may wait for ever; then others need not wait for it to end."""
+        """Whether the call that leases it may block for ever, so that other calls should not wait for its end."""
         self.broken = False
-        """Whether a request is on it in part, or a reply is lost in part: then it is of no use any more."""
+        """Whether a request was sent, or a reply received, in part only: then it has to be closed."""
         self.frame = b""
-        """A request that may be on it in part."""
+        """A request that may have been sent in part."""
         self.sent: list[int] = []
-        """How many bytes of that the kernel has taken, send by send."""
-        self.gone = False
-        """Whether it is that of a parent process."""
+        """How many bytes of `frame` each send has handed to the kernel."""
+        self.inherited = False
+        """Whether it belongs to the parent process."""
         self._canceled: list[int] = []
-        """Bytes sent to end the wait that is on it."""
+        """How many bytes of a cancel have been sent."""
         self._chunks: list[bytes] = []
-        """What was received but not looked at. It gets here without a step of the interpreter, at which an interrupt
-        could strike and lose it."""
+        """Received, but not given to the session. It gets here without a step of the interpreter in between, at which
+        an interrupt could lose it."""
         self._read: list[list[PendingCall]] = []
-        """What that came to, once it has been looked at."""
+        """The calls that `_chunks` completed, once the session has it."""
         self.stranded: list[PendingCall] = []
-        """Pops that were answered, or will be, for callers who have gone, where they need not be confirmed."""
+        """Pops, on servers of PyTorch, whose callers have given up: their items have to be pushed back."""
         self.longest: int = 0
-        """Bytes of the longest request that the kernel did not take at once."""
+        """Bytes of the longest request that one send did not hand over whole."""
         self.used = time.monotonic()
-        """When it was given back; kept only while it is one of several."""
+        """When it was last released; only kept while it is one of several."""
 
     # Writing
 
     def put(
         self, data: bytes, call: PendingCall | None, mutates: bool = False, fence: PendingCall | None = None
     ) -> bool:
-        """Hand a request to the kernel, as much as it takes; whether that was all. Raises OSError.
+        """Hand a request to the kernel, as much as it takes. Return whether that was all. Raises OSError.
 
-        The call, and one that goes ahead of it, are on the connection from the first byte on.
+        From the first byte on, the call and a fence ahead of it are pending.
         """
         sent: list[int] = []
         session = self.session
@@ -110,9 +111,9 @@ class SyncConnection:
                 sending = map(self.peer.send, (data,), _EACH)
                 if call is None or call.done:
                     sent += sending
-                else:  # sends when the first of the calls is looked for, and notes all of them if something was taken
-                    asked = (call,) if fence is None else (fence, call)
-                    session.pending.extend(compress(asked, chain(filterfalse(sent.append, sending), repeat(True))))
+                else:  # sends when `extend` requests the first call, and appends the calls if something was taken
+                    calls = (call,) if fence is None else (fence, call)
+                    session.pending.extend(compress(calls, chain(filterfalse(sent.append, sending), repeat(True))))
         except BlockingIOError:
             return False
         if sent and sent[0] < len(data):
@@ -131,7 +132,7 @@ class SyncConnection:
         mutates: bool = False,
         fence: PendingCall | None = None,
     ) -> None:
-        """Hand over what `put` has left. Raises OSError, or OutOfTime when some is left still."""
+        """Hand over what `put` has left. Raises OSError, or DeadlineExceeded if some is still left."""
         whole = False
         self.longest = max(self.longest, len(data))
         while not whole:
@@ -145,8 +146,9 @@ class SyncConnection:
         self.frame = b""
 
     def _push(self) -> bool:
-        """Hand over the rest of the frame, or as much as the kernel takes; whether that was all. May be called again,
-        and by a handler of signals in the midst of itself: how much is left is found out in the step that sends it.
+        """Hand over the rest of the frame, as much as the kernel takes. Return whether that was all.
+
+        A signal handler may call it in the middle of itself: the step that sends also finds out how much is left.
         """
         view = memoryview(self.frame)
         sent = self.sent
@@ -162,7 +164,7 @@ class SyncConnection:
         return sum(sent) >= len(view)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
-        """Hand bytes to the kernel, all of them. Raises OSError, or OutOfTime when some are left."""
+        """Hand all bytes to the kernel. Raises OSError, or DeadlineExceeded if some are left."""
         view = memoryview(data)
         while view:
             try:
@@ -171,33 +173,33 @@ class SyncConnection:
             except BlockingIOError:
                 self._poll(select.POLLOUT, deadline)
 
-    def request(self, ask: Request, deadline: Deadline) -> PendingCall:
-        """Send a request that is answered, behind a fence if other connections must not overtake what was written.
+    def request(self, request: Request, deadline: Deadline) -> PendingCall:
+        """Send a request that has a reply, behind a fence if it blocks and writes are unconfirmed.
 
-        Raises OSError or OutOfTime.
+        Raises OSError or DeadlineExceeded.
         """
         session = self.session
         self._canceled = []
         ahead, fence = b"", None
-        if session.unconfirmed() and ask[0].parks:
+        if session.unconfirmed() and request[0].parks:
             ahead, fence = session.prepare_fence(0)
-        data, call = session.prepare(*ask)
+        data, call = session.prepare(*request)
         assert call is not None
         if not self.put(ahead + data, call, False, fence):
             self.put_rest(ahead + data, call, deadline, False, fence)
         return call
 
     def tidy(self) -> None:
-        """After an interrupt: whether it is broken."""
+        """After an interrupt: find out whether the connection is broken."""
         sent = sum(self.sent) if self.frame else 0
         if sent:
-            self.session.written += 1  # perhaps it had not been counted; one too many does no harm
+            self.session.written += 1  # it may not have been counted; one too many does no harm
         if 0 < sent < len(self.frame):
             self.broken = True
         self.frame = b""
 
     def cancel(self) -> None:
-        """End the wait that is on it, if there is one, without waiting for the answer. May be called again."""
+        """Cancel its blocking call, if any, without waiting for the reply. May be called again."""
         call = self.session.waiting
         if call is None or call.canceled or self.broken:
             return
@@ -205,14 +207,14 @@ class SyncConnection:
             data = self.session.prepare_cancel(call)
             try:
                 self._canceled += map(self.peer.send, (data,), _EACH)
-            except OSError:  # it is lost, or full
+            except OSError:  # lost, or the kernel's buffer is full
                 self.broken = True
                 return
             self.broken = self._canceled[0] < len(data)
         call.canceled = True
 
     def give_back(self, lease: Request) -> None:
-        """Have an item that was leased, or is on its way, or awaited, go back, without waiting for anything."""
+        """Return an item to the server that was leased, is on its way, or is waited for; without blocking."""
         self.tidy()
         call = self.session.waiting
         if call is not None and call.fields is lease[1]:
@@ -223,12 +225,12 @@ class SyncConnection:
             try:
                 self.broken = self.peer.send(data, FLAGS) != len(data)
             except OSError:
-                pass  # then it goes back with the connection
+                pass  # the server takes it back with the end of the connection
 
     def confirm(self, lease: Request, sent: list[int], deadline: Deadline) -> None:
-        """Say that a leased item has come; `sent` is no longer empty from the moment it has been said.
+        """Confirm that a leased item has arrived; `sent` is not empty from the moment the confirmation is sent.
 
-        Raises OSError or OutOfTime, then it goes back with the connection.
+        Raises OSError or DeadlineExceeded; then the item goes back with the end of the connection.
         """
         data, _ = self.session.request(*requests.confirm(lease))
         try:
@@ -243,10 +245,10 @@ class SyncConnection:
             sent.append(len(data))
 
     def await_writes(self, deadline: Deadline) -> None:
-        """For a handler of signals in the midst of a call on it: wait until what was written before has been executed.
+        """In a signal handler that has interrupted a call on it: wait until earlier writes have been executed.
 
-        Nothing is read: what comes is for the call that goes on then, and wakes it. Whatever was written stands before
-        all that is to be answered, so the first byte that comes says it. Raises OSError or OutOfTime.
+        Nothing is read, because the bytes are the interrupted call's. The writes precede every request that is to be
+        answered, so the first byte of a reply confirms them. Raises OSError or DeadlineExceeded.
         """
         session = self.session
         if self.broken or self._chunks or not session.unconfirmed():
@@ -271,10 +273,32 @@ class SyncConnection:
             self.tidy()
             self.frame, self.sent = frame, sent
 
+    # Idle, or in another thread's use
+
+    def hung_up(self) -> bool:
+        """Return whether the peer has closed or reset it. Consumes neither data nor a pending error."""
+        poll = select.poll()
+        try:
+            poll.register(self.peer, getattr(select, "POLLRDHUP", 0))
+        except ValueError:
+            return False  # closed by this process
+        return bool(poll.poll(0))
+
+    def loss(self) -> OSError | None:
+        """Return the error that the next call would raise if the idle connection is lost, otherwise None."""
+        try:
+            if not self.peer.recv(1, _PEEK):
+                return ConnectionError(LOST)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return error
+        return ConnectionError(LOST) if self.hung_up() else None
+
     # Reading
 
     def settle(self, deadline: Deadline) -> None:
-        """Read what a call that was given up has left to come. Raises OSError, ProtocolError or OutOfTime."""
+        """Read the replies of calls that were given up. Raises OSError, ProtocolError or DeadlineExceeded."""
         self.cancel()
         if self.broken:
             raise ConnectionError(LOST)
@@ -285,7 +309,7 @@ class SyncConnection:
             del self.stranded[0]
 
     def push_back(self, pop: PendingCall, deadline: Deadline) -> None:
-        """Give back what a pop has taken for a caller that has gone. Raises OSError or OutOfTime."""
+        """Push back the item of a pop whose caller has given up. Raises OSError or DeadlineExceeded."""
         if pop.result[1] is not None:
             self.broken = True
             data, _ = self.session.request(*requests.push_back(pop.fields[0], pop.result[1]))
@@ -293,14 +317,14 @@ class SyncConnection:
             self.broken = False
 
     def read_until(self, call: PendingCall, deadline: Deadline) -> None:
-        """Read replies until this call is answered. Raises OSError, ProtocolError or OutOfTime."""
+        """Read replies until this call is answered. Raises OSError, ProtocolError or DeadlineExceeded."""
         while not call.done:
             if not self._chunks or self._read:
                 self._poll(select.POLLIN, deadline)
             self.read(_LONG)
 
     def read_soon(self) -> None:
-        """Read what comes at once, if anything does. Raises OSError, ProtocolError."""
+        """Read once, if something arrives within a tick. Raises OSError, ProtocolError."""
         try:
             self.read()
         except BlockingIOError:
@@ -309,7 +333,7 @@ class SyncConnection:
     def read(self, size: tuple[int] = _SHORT) -> None:
         """Read once, up to `size[0]` bytes. Raises OSError, ProtocolError."""
         chunks = self._chunks
-        if not chunks or self._read:  # the latter if an interrupt has struck where it could
+        if not chunks or self._read:  # the latter after an interrupt at the end of this method
             chunks.clear()
             self._read.clear()
             chunks += map(self.peer.recv, size)
@@ -323,7 +347,7 @@ class SyncConnection:
             self._read += map(self.session.receive, chunks)
         except ProtocolError:
             raise
-        except BaseException:  # an interrupt, of which there is no second so soon
+        except BaseException:  # an interrupt; assume no second one this soon
             if not self._read:
                 self.broken = True
                 self.session.restore(saved)
@@ -337,7 +361,7 @@ class SyncConnection:
         poll = select.poll()
         poll.register(self.peer, event)
         while True:
-            moment = deadline.moment()
+            moment = deadline.poll_seconds()
             if poll.poll(None if moment is None else moment * 1000):
                 return
             if deadline.passed():

@@ -1,7 +1,7 @@
-"""Threads in line, for a connection or for news.
+"""Queues of threads that wait for a connection, or for an event.
 
-Knows: who has waited for how long. Must not know: what for.
-Invariant: whoever is told is out of the line; whoever is in it will be told, or leaves.
+The module knows which thread has waited for how long, and must not know what for. Invariant: a thread that has been
+notified is no longer in the queue; one that is in the queue will be notified, or leaves.
 """
 
 from collections import deque
@@ -9,24 +9,24 @@ from threading import Lock, get_ident
 
 
 class Ticket:
-    """One thread's place in a line."""
+    """One thread's place in a queue."""
 
     def __init__(self) -> None:
         self.user = get_ident()
         self.notified = Lock()
-        """Can be acquired once this thread has been told."""
+        """Can be acquired once this thread has been notified."""
         self.starving = False
-        """Whether it has waited for long, and is counted as such."""
+        """Whether it is counted as having waited for long."""
 
     def wait(self, seconds: float | None) -> bool:
-        """Whether it has been told by then."""
+        """Wait to be notified; return whether it was. None means no timeout."""
         return self.notified.acquire(timeout=-1 if seconds is None else seconds)
 
 
 class WaitQueue:
-    """Threads that wait to be told of a change. All of it is done with the client's lock held.
+    """Threads that wait to be notified. Every method needs the client's lock.
 
-    Nobody waits with the lock: unlike a Condition, this stays whole wherever an interrupt strikes.
+    No thread waits with the lock held: unlike a Condition, this stays consistent wherever an interrupt strikes.
     """
 
     def __init__(self) -> None:
@@ -42,19 +42,21 @@ class WaitQueue:
             self.tickets.remove(ticket)
 
     def notify(self) -> None:
-        """Tell the first. A handler of signals may do the same in the midst of it, and tells the same one: that one
-        has both to choose from. Nor is one left out that was not told, wherever an interrupt strikes.
+        """Notify the first thread.
+
+        A signal handler that does the same in the middle of this notifies the same thread, which then finds both
+        connections. No thread leaves the queue without being notified, wherever an interrupt strikes.
         """
         if self.tickets:
             ticket = self.tickets[0]
             try:
                 ticket.notified.release()
             except RuntimeError:
-                pass  # it has been told
+                pass  # it has been notified
             try:
                 self.tickets.remove(ticket)
             except ValueError:
-                pass  # the handler has taken it out
+                pass  # a signal handler has removed it
 
     def notify_all(self) -> None:
         while self.tickets:

@@ -1,8 +1,7 @@
 """The contract of every synchronous store.
 
-Knows: PyTorch's methods, their defaults, what they promise, and which of them follow from others. Must not know: where
-keys and values are kept.
-Invariant: a method means the same on every store.
+It knows PyTorch's methods, their defaults, what they promise, and which of them follow from others. It must not know
+where keys and values are kept. Invariant: a method means the same on every store.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +17,14 @@ Self = TypeVar("Self", bound="Store")
 
 
 class Store:
-    """A key-value store that the ranks of a job share. The methods are those of `torch.distributed.Store`.
+    """A key-value store shared by the ranks of a job, with the methods of `torch.distributed.Store`.
 
-    Keys and values are str, which is taken as UTF-8, bytes or bytearray; values come back as bytes. A timeout is a
-    timedelta or a number of seconds: 0 means one look, a negative one for ever. Arguments of the wrong kind raise
-    TypeError or ValueError naming the argument. A store may be used by any number of threads at once.
+    Keys and values are bytes, bytearray, or str, which is encoded as UTF-8; values are returned as bytes. A timeout is
+    a timedelta or a number of seconds: 0 checks once, a negative one means none. An invalid argument raises TypeError
+    or ValueError with the argument's name. Any number of threads may use a store at once.
 
-    A store of one's own inherits from this and defines `set`, `get`, `add`, `compare_set`, `check`, `wait`,
-    `delete_key`, `num_keys` and `clone`; the rest works by these, as far as it can.
+    A subclass defines `set`, `get`, `add`, `compare_set`, `check`, `wait`, `delete_key`, `num_keys` and `clone`; the
+    other methods are built on these, where possible.
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -33,7 +32,7 @@ class Store:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call may take that is given no timeout of its own."""
+        """The timeout of calls that have no timeout of their own."""
         return timedelta(seconds=self._timeout)
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -49,64 +48,64 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Give back what the store holds: connections, files, its server. May be called again."""
+        """Release what the store holds: connections, files, its server. May be called again."""
 
     def set(self, key: Text, value: Text) -> None:
         """Store a value."""
         raise NotImplementedError
 
     def get(self, key: Text) -> bytes:
-        """The value, as soon as there is one. Raises StoreTimeoutError, a DistStoreError."""
+        """Return the value as soon as the key exists. Raises StoreTimeoutError, which is a DistStoreError."""
         raise NotImplementedError
 
     def add(self, key: Text, amount: int) -> int:
-        """Add to a counter, 0 if it is missing, and return the sum."""
+        """Add to a counter, which starts at 0, and return the sum."""
         raise NotImplementedError
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        """Set `desired` if the value is `expected`, a missing key being empty; the value afterwards.
+        """Set `desired` if the value is `expected`, and return the value afterwards. A missing key counts as empty.
 
-        For a missing key that was expected to hold something, `expected` is returned and nothing set, as in PyTorch.
+        If the key is missing and `expected` is not empty, nothing is set and `expected` is returned, as in PyTorch.
         """
         raise NotImplementedError
 
     def check(self, keys: Iterable[Text]) -> bool:
-        """Whether all keys are there, a queue that holds items included."""
+        """Return whether all keys exist. A queue exists while it holds items."""
         raise NotImplementedError
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        """Until all keys are there. The timeout is the store's unless given. Raises StoreTimeoutError."""
+        """Block until all keys exist. The timeout defaults to the store's. Raises StoreTimeoutError."""
         raise NotImplementedError
 
     def delete_key(self, key: Text) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; return whether it existed."""
         raise NotImplementedError
 
     def num_keys(self) -> int:
-        """How many keys there are, those included that PyTorch keeps for itself, as in PyTorch."""
+        """Return the number of keys, including those that PyTorch keeps for itself, as in PyTorch."""
         raise NotImplementedError
 
     def list_keys(self) -> list[str]:
-        """The names of all keys, in no order. Raises UnicodeDecodeError for a name that is not UTF-8."""
+        """Return all keys, unordered. Raises UnicodeDecodeError if one is not UTF-8."""
         raise NotImplementedError("this store cannot list its keys")
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        """The same, whatever bytes they are: one that is no text must not spoil the list of a view without it."""
+        """Return all keys as bytes: one that is not UTF-8 must not fail a view that does not contain it."""
         return [name.encode() for name in self.list_keys()]
 
     def append(self, key: Text, value: Text) -> None:
-        """Append to a value; a missing one is empty."""
+        """Append to a value; a missing key counts as empty."""
         more = to_bytes("value", value)
         old = self.get(key) if self.check([key]) else b""
         while (found := self.compare_set(key, old, old + more)) != old + more:
             old = found
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
-        """The values, as soon as all are there. Raises StoreTimeoutError."""
+        """Return the values as soon as all keys exist. Raises StoreTimeoutError."""
         return [self.get(key) for key in to_bytes_list("keys", keys)]
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
-        """Set all. Raises DistStoreError if there are not as many values as keys."""
+        """Set all keys. Raises DistStoreError if the numbers of keys and values differ."""
         for key, value in to_pairs(to_bytes_list("keys", keys), to_bytes_list("values", values)):
             self.set(key, value)
 
@@ -117,19 +116,19 @@ class Store:
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Take the oldest item of a queue; with `block`, as soon as there is one.
 
-        Raises StoreTimeoutError; QueueEmptyError without `block`, or if a plain value of that name is there instead.
+        Raises StoreTimeoutError, and QueueEmptyError without `block` or if the key holds a plain value.
         """
         raise NotImplementedError(NO_QUEUES)
 
     def queue_len(self, key: Text) -> int:
-        """How many items a queue holds, 0 if there is none of that name."""
+        """Return the number of items in a queue, 0 if there is none."""
         raise NotImplementedError(NO_QUEUES)
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        """Until `world_size` callers have arrived at this key. It is never reset: use a new key for every round.
+        """Block until `world_size` calls have arrived at this key. It is never reset: use a new key for every round.
 
-        Raises StoreTimeoutError; whoever has arrived stays counted. Done as in PyTorch's base class, by two keys beside
-        `key`, unless the store has something better.
+        Raises StoreTimeoutError; a call that times out stays counted. As in PyTorch's base class, two keys named after
+        `key` implement it, unless the store has something better.
         """
         name = to_bytes("key", key)
         size = to_int64("world_size", world_size)
@@ -140,17 +139,17 @@ class Store:
         self.wait([last], limit)
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are single operations."""
+        """Return whether `append`, `multi_get` and `multi_set` are single operations."""
         return False
 
     def clone(self) -> "Store":
-        """Another store on the same keys, to be closed by itself."""
+        """Return another store on the same keys, which is closed separately."""
         raise NotImplementedError
 
     def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
-        """The places of those keys that are not there, and whether all were looked at before the deadline.
+        """Return the indices of missing keys, and whether all keys were checked before the deadline.
 
-        By halves, of which one `check` says that they are whole, unless the store has something better.
+        By bisection, with one `check` for each part, unless the store has something better.
         """
         absent: list[int] = []
         spans = [(0, len(keys))] if keys else []
@@ -165,10 +164,10 @@ class Store:
             spans += [(middle, stop), (start, middle)]
         return absent, not spans
 
-    # For those who inherit
+    # For subclasses
 
     def _seconds(self, timeout: Timeout | None) -> float:
-        """The timeout of one call, in seconds."""
+        """Return the timeout of one call in seconds."""
         return self._timeout if timeout is None else to_seconds("timeout", timeout)
 
 

@@ -1,8 +1,8 @@
-"""TCPStore: the store whose keys a server keeps.
+"""TCPStore: a store whose keys are kept by a server.
 
-Knows: PyTorch's constructor, who hosts the server, how ranks join, which method waits. Must not know: bytes on the
-wire, sockets.
-Invariant: a store that has been made has joined the server of its own round; one that could not be made holds nothing.
+It knows PyTorch's constructor, who hosts the server, how ranks join, and which methods block. It must not know bytes on
+the wire or sockets. Invariant: a store that was created has joined the server of its own round; a constructor that
+fails leaves nothing behind.
 """
 
 import functools
@@ -15,15 +15,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ..client import capabilities, requests
+from ..client import capabilities, exchanges, requests
 from ..client.client_info import introduction
 from ..client.pool import TCPClient
 from ..client.requests import Request
-from ..coercion import Text, Timeout, in_milliseconds, to_bool, to_bytes, to_host, to_int64, to_port, to_world_size
+from ..coercion import Text, Timeout, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from ..server.master import ServerHandle, host
-from ..values import EMPTY, unpack
+from ..values import unpack
 from ..wire.commands import WORKERS_KEY
 from .base import Store
 from .joining import Rank
@@ -31,28 +31,30 @@ from .joining import Rank
 log = logging.getLogger("tcpstore_async.stores")
 
 _LAST_LOOK: Final = 0.2
-"""Seconds over the timeout that it may take to say how many have joined."""
+"""Seconds beyond the timeout for finding out how many ranks have joined."""
 
 _POLL_SECONDS: Final = 0.01
-"""How often a master asks a stock server who has joined, as PyTorch's does."""
+"""Seconds between two requests of a master to a stock server for the number of ranks, as PyTorch's does it."""
 
 _CHECKS_AT_ONCE: Final = 512
-"""Their replies fit any socket's buffer: PyTorch's legacy server reads no further while a peer takes no replies."""
+"""Requests in one batch. PyTorch's legacy server stops reading from a peer that does not read; their replies fit any
+socket buffer."""
 
 
 class TCPStore(Store):
-    """A client of a TCPStore server and, with `is_master`, the server. A drop-in for `torch.distributed.TCPStore`.
+    """A client of a TCPStore server and, with `is_master`, the server: a drop-in for `torch.distributed.TCPStore`.
 
-    The server runs in a process of its own, on every interface, until the last store that owns it is closed or the
-    owner ends. With `world_size` and `wait_for_workers`, a master's constructor returns when so many have joined, and
-    other ranks' when they have. Everything happens within `timeout`, which is also that of later calls.
+    The server runs in a separate process and listens on every interface, until the last store that owns it is closed or
+    its owner ends. With `world_size` and `wait_for_workers`, the master's constructor returns once that many ranks have
+    joined, and every other rank's once that rank has. All of it takes at most `timeout` (a timedelta or seconds), which
+    also applies to later calls.
 
-    Raises DistNetworkError if the server cannot be reached or its address is in use, DistStoreError if not all have
-    joined in time.
+    Raises DistNetworkError if the server cannot be reached or its address is in use, StoreTimeoutError if it does not
+    reply, and DistStoreError if not all ranks have joined in time.
     """
 
     _may_be_thread = True
-    """Whether the server may be a thread of this process."""
+    """Whether the server may run in a thread of this process."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class TCPStore(Store):
             if hosted is not None and ranks is not None:
                 if wait_for_workers:
                     hosted.announce(ranks)
-                else:  # perhaps not all come, or not at once: what keeps them out is logged only
+                else:  # perhaps not all ranks come, or not at once: what keeps them out is only logged
                     hosted.tell_of_room(ranks)
             self._client = self._connect(ranks if wait_for_workers else None, deadline)
             if hosted is not None and ranks is not None and wait_for_workers:
@@ -104,10 +106,10 @@ class TCPStore(Store):
             raise
 
     def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
-        """Connect and, if there is a number of ranks to complete, join them.
+        """Connect and, with a number of ranks, join.
 
-        A connection that is lost in between may have led to a server of the last round that was about to go, and a
-        server of ours counts a rank once: so this is the one command that is sent again.
+        A connection lost in between may have led to the previous round's server as it stopped. A server of ours counts
+        a rank once, so a join is the one command that is sent again.
         """
         rank = None if ranks is None else Rank(ranks, self._hosted is not None, deadline)
         while True:
@@ -124,23 +126,26 @@ class TCPStore(Store):
                 client.close()
                 assert rank is not None
                 rank.pause(error)
+            except StoreTimeoutError as error:
+                client.close()
+                raise StoreTimeoutError(f"no reply from {self.host}:{self.port} while joining: {error}") from None
             except BaseException:
                 client.close()
                 raise
 
     def _leave_server(self) -> ServerHandle | None:
-        """Close the connections; the server, if this store owns one, is the caller's to release."""
+        """Close the connections; return the server, if this store owns one, for the caller to release."""
         hosted, self._hosted = self._hosted, None
         self.close()
         return hosted
 
     def _joins(self, client: TCPClient, rank: Rank) -> bool:
-        """Join; whether the server turns out to be that of this store's round."""
+        """Join; return whether the server is that of this store's round."""
         return rank.join(client)
 
     @classmethod
     def _of(cls, client: TCPClient, libuv: bool) -> "TCPStore":
-        """A store without a server, on connections of its own."""
+        """Return a store that uses this client and owns no server."""
         store = cls.__new__(cls)
         _remember(store)
         Store.__init__(store, client.timeout)
@@ -153,7 +158,7 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:
-        """Whether the backend that was chosen is the event-driven one."""
+        """Whether the event-driven backend was chosen."""
         return self._libuv
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -161,14 +166,14 @@ class TCPStore(Store):
         self._connection().timeout = self._timeout
 
     def clone(self) -> "TCPStore":
-        """A store of its own connections to the same server, with the same timeout; it does not own the server."""
+        """Return a store with its own connections and the same timeout, which does not own the server."""
         return TCPStore._of(self._connection().clone(), self._libuv)
 
     def close(self) -> None:
         """Close the connections and stop the server, if this is the last store that owns it.
 
-        Calls under way in other threads fail. The port is free on return; ranks that are connected get 10 seconds to
-        finish what they do.
+        Calls in progress in other threads fail. The port is free on return; ranks that are still connected have 10
+        seconds to finish.
         """
         client, hosted = self._client, self._hosted
         if client is not None:
@@ -189,7 +194,7 @@ class TCPStore(Store):
         return f"TCPStore(client=TCPClient({client.describe() if client else '<nullptr>'}), server={server})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("cannot pickle 'TCPStore' object: make one in the other process, or clone() it")
+        raise TypeError("cannot pickle 'TCPStore' object: create one in the other process, or clone() it")
 
     # Values
 
@@ -199,10 +204,12 @@ class TCPStore(Store):
     def get(self, key: Text) -> bytes:
         client = self._connection()
         name = requests.key_of(key)
-        ask, seconds, began = requests.wait([name]), self._timeout, time.monotonic()
-        if client.extended(ask, seconds, began) and seconds:  # one look must not be canceled when it has seen something
+        request, seconds, began = requests.wait([name]), self._timeout, time.monotonic()
+        if (
+            client.extended(request, seconds, began) and seconds
+        ):  # a single check must not be cancelled once it has a value
             return unpack(client.call_blocking(requests.fetch(name), seconds, began=began))
-        return unpack(client.call_blocking(ask, seconds, requests.get(name), began))
+        return unpack(client.call_blocking(request, seconds, requests.get(name), began))
 
     def add(self, key: Text, amount: int) -> int:
         total: int = self._connection().call(requests.add(key, amount))
@@ -216,7 +223,7 @@ class TCPStore(Store):
         return present
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        self._park(requests.wait(requests.keys_of(keys)), self._seconds(timeout))
+        self._call_blocking(requests.wait(requests.keys_of(keys)), self._seconds(timeout))
 
     def delete_key(self, key: Text) -> bool:
         return bool(self._connection().call(requests.delete_key(key)) == 1)
@@ -229,14 +236,16 @@ class TCPStore(Store):
         return requests.texts_of(self._list_keys_as_bytes())
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        return requests.names_of(self._knowing(capabilities.LIST_KEYS, requests.LIST_KEYS).call(requests.LIST_KEYS))
+        return requests.names_of(self._supporting(capabilities.LIST_KEYS, requests.LIST_KEYS).call(requests.LIST_KEYS))
 
     def append(self, key: Text, value: Text) -> None:
         self._connection().call(requests.append(key, value))
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         names = requests.keys_of(keys)
-        return [unpack(blob) for blob in self._park(requests.wait(names), self._timeout, requests.multi_get(names))]
+        return [
+            unpack(blob) for blob in self._call_blocking(requests.wait(names), self._timeout, requests.multi_get(names))
+        ]
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         self._connection().call(requests.multi_set(keys, values))
@@ -245,12 +254,12 @@ class TCPStore(Store):
         return True
 
     def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
-        """By CHECKs, which every server knows and no value makes long, many in a round trip."""
-        asks = [requests.check([name]) for name in requests.keys_of(keys)]
+        """Find missing keys by CHECKs, many per round trip: every server knows them, and the replies are short."""
+        batch = [requests.check([name]) for name in requests.keys_of(keys)]
         absent: list[int] = []
-        for start in range(0, len(asks), _CHECKS_AT_ONCE):
+        for start in range(0, len(batch), _CHECKS_AT_ONCE):
             try:
-                found = self._connection().ask_all(asks[start : start + _CHECKS_AT_ONCE], deadline)
+                found = self._connection().call_all(batch[start : start + _CHECKS_AT_ONCE], deadline)
             except StoreTimeoutError:
                 return absent, False
             absent += [start + place for place, present in enumerate(found) if not present]
@@ -259,20 +268,20 @@ class TCPStore(Store):
     # Queues
 
     def queue_push(self, key: Text, value: Text) -> None:
-        ask = requests.queue_push(key, value)
-        self._queues(ask).call(ask)
+        request = requests.queue_push(key, value)
+        self._queues(request).call(request)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         name = requests.key_of(key)
-        ask = requests.wait([name]) if block else requests.queue_pop(name)
+        request = requests.wait([name]) if block else requests.queue_pop(name)
         seconds, began = self._timeout, time.monotonic()
-        client = self._queues(ask, began)
-        if not client.extended(ask, seconds, began):
+        client = self._queues(request, began)
+        if not client.extended(request, seconds, began):
             return self._pop_from_pytorchs(client, name, block, began)
         lease = requests.lease(name, bool(block) and seconds != 0)
         popped: list[bytes | None] = []
         try:
-            # When a call returns an interrupt may strike before its result is anywhere; not before it is in a list.
+            # `+=` stores the item in the step that returns it: in between, an interrupt could lose it.
             popped += map(client.pop, (lease,), (seconds,), (began,))
             if popped[0] is not None:
                 return popped[0]
@@ -285,7 +294,7 @@ class TCPStore(Store):
             and seconds == 0
             and (not client.call(requests.check([name])) or client.call(requests.queue_len(name)))
         ):
-            raise StoreTimeoutError(requests.timeout_message(ask, seconds))
+            raise StoreTimeoutError(requests.timeout_message(request, seconds))
         raise QueueEmptyError("queue is empty")
 
     def _pop_from_pytorchs(self, client: TCPClient, name: bytes, block: bool, began: float) -> bytes:
@@ -297,87 +306,75 @@ class TCPStore(Store):
             if item is not None:
                 return item
             doubts += 1
-            if not block or self._is_plain(client, name, doubts):
+            if not block or _is_plain(client, name, doubts):
                 raise QueueEmptyError("queue is empty")
 
-    def _is_plain(self, client: TCPClient, name: bytes, doubts: int) -> bool:
-        """Whether a wait for a queue of this name ends because of a value that is no item.
-
-        What is not empty is one for certain. What lists the keys, and only values, says so of an empty one, but costs
-        the most, so it is asked when that has been in doubt for long; of an older server, which cannot, it is not.
-        """
-        if len(client.call(requests.get(name))) > len(EMPTY):
-            return True
-        if doubts < requests.DOUBTS or not client.call(requests.check([name])) or client.call(requests.queue_len(name)):
-            return False
-        return not client.knows(capabilities.LIST_KEYS, requests.LIST_KEYS) or name in client.call(requests.LIST_KEYS)
-
     def queue_len(self, key: Text) -> int:
-        ask = requests.queue_len(requests.key_of(key))
-        length: int = self._queues(ask).call(ask)
+        request = requests.queue_len(requests.key_of(key))
+        length: int = self._queues(request).call(request)
         return length
 
-    # Meeting
+    # Barriers
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        ask, seconds, began = requests.barrier(key, world_size), self._seconds(timeout), time.monotonic()
-        if self._connection().knows(capabilities.BARRIER, ask, seconds, began):
-            self._park(ask, seconds, began=began)
+        request, seconds, began = requests.barrier(key, world_size), self._seconds(timeout), time.monotonic()
+        if self._connection().supports(capabilities.BARRIER, request, seconds, began):
+            self._call_blocking(request, seconds, began=began)
         else:
-            self._barrier_over_keys(to_bytes("key", key), ask, seconds, began)
+            self._barrier_over_keys(key, request, seconds, began)
 
-    def _barrier_over_keys(self, name: bytes, ask: Request, seconds: float, began: float) -> None:
-        """As the base class, with one timeout for all of it."""
+    def _barrier_over_keys(self, key: Text, request: Request, seconds: float, began: float) -> None:
+        """Do as the base class, with one timeout for all requests."""
         client = self._connection()
-        _, world_size = ask[1]
         deadline = Deadline.of_a_call(seconds, began)
         try:
-            if client.call(requests.add(name + requests.BARRIER_MEMBERS, 1), deadline) >= world_size:
-                client.call(requests.set_(name + requests.BARRIER_LAST, b"1"), deadline)
-            client.call_blocking(requests.wait([requests.key_of(name + requests.BARRIER_LAST)]), seconds, began=began)
+            wait = exchanges.run(lambda request: client.call(request, deadline), exchanges.arrive(key, request[1][1]))
+            client.call_blocking(wait, seconds, began=began)
         except StoreTimeoutError:
-            raise StoreTimeoutError(requests.timeout_message(ask, seconds)) from None
+            raise StoreTimeoutError(requests.timeout_message(request, seconds)) from None
 
     # Helpers
 
     def _connection(self) -> TCPClient:
         if self._client is None:
-            raise DistNetworkError("the store has not been made")
+            raise DistNetworkError("the store was not initialized")
         return self._client
 
-    def _park(self, ask: Request, seconds: float, then: Request | None = None, began: float | None = None) -> Any:
-        """A call that waits; the server is asked who it is before, so that a further connection can be checked."""
+    def _call_blocking(
+        self, request: Request, seconds: float, then: Request | None = None, began: float | None = None
+    ) -> Any:
+        """Make a blocking call, once the server's identity is known, so that a further connection can be verified."""
         client = self._connection()
         began = time.monotonic() if began is None else began
-        client.extended(ask, seconds, began)
-        return client.call_blocking(ask, seconds, then, began)
+        client.extended(request, seconds, began)
+        return client.call_blocking(request, seconds, then, began)
 
-    def _queues(self, ask: Request, began: float | None = None) -> TCPClient:
-        """The connections, if queues are to be had."""
-        if not self._libuv and not self._connection().extended(ask, began=began):
+    def _queues(self, request: Request, began: float | None = None) -> TCPClient:
+        """Return the client if the server has queues. Raises NotImplementedError."""
+        if not self._libuv and not self._connection().extended(request, began=began):
             raise NotImplementedError("queues not implemented on legacy TCPStore backend")
-        return self._knowing(capabilities.QUEUES, ask, began)
+        return self._supporting(capabilities.QUEUES, request, began)
 
-    def _knowing(self, what: str, ask: Request, began: float | None = None) -> TCPClient:
-        """The connections, if the server knows what the call `ask` needs: asking one that does not would lose them."""
+    def _supporting(self, what: str, request: Request, began: float | None = None) -> TCPClient:
+        """Return the client if the server supports what `request` needs; another would close the connection."""
         client = self._connection()
-        if not client.knows(what, ask, began=began):
+        if not client.supports(what, request, began=began):
             raise capabilities.lacks(what, client.host, client.port)
         return client
 
 
 _stores: Final[dict[int, "weakref.ref[TCPStore]"]] = {}
-"""All of this process. A plain dictionary can be copied in one step while another thread makes a store."""
+"""All stores of this process. A plain dictionary can be copied in one step while another thread creates a store."""
 
 
 def _remember(store: TCPStore) -> None:
-    # A C function forgets it, in which no interrupt can strike: what a callback raises is lost.
+    # The callback is a C function, in which no interrupt can strike: what a callback raises is lost.
     me = id(store)
     _stores[me] = weakref.ref(store, functools.partial(_stores.pop, me))
 
 
 def _forked() -> None:
-    """In a forked child: its stores get connections of their own."""
+    """In a forked child: have every store open its own connections."""
     for reference in list(_stores.values()):
         store = reference()
         if store is not None and store._client is not None:
@@ -389,7 +386,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _use_libuv(given: bool | None) -> bool:
-    """The argument or, if there is none, USE_LIBUV, of which only exactly 1 means yes, as in PyTorch."""
+    """Return the argument or, without one, whether USE_LIBUV is exactly 1, as in PyTorch."""
     if given is None:
         return os.environ.get("USE_LIBUV", "1") == "1"
     return to_bool("use_libuv", given)
@@ -404,7 +401,7 @@ def _host(
     may_be_thread: bool,
     timeout: float | None,
 ) -> ServerHandle | None:
-    """Host a server; None if torchrun's agent does at this address, as in PyTorch."""
+    """Host a server; return None if torchrun's agent hosts one at this address, as in PyTorch."""
     try:
         return host(
             port,
@@ -426,9 +423,9 @@ _NO: Final = ("0", "f", "false", "n", "no")
 
 
 def _agent_hosts(port: int) -> bool:
-    """Whether torchrun's agent hosts the server of this port. Raises RuntimeError, as PyTorch, for what it cannot read.
+    """Return whether torchrun's agent hosts the server of this port. Raises RuntimeError, as PyTorch does.
 
-    A rendezvous reads the same variables in another way: see `rendezvous_url`.
+    A rendezvous reads the same variables differently: see `rendezvous_url`.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "0").lower()
     if agent not in _YES + _NO:
@@ -439,8 +436,17 @@ def _agent_hosts(port: int) -> bool:
     return agent in _YES and int(number[1]) == port
 
 
+def _is_plain(client: TCPClient, name: bytes, doubts: int) -> bool:
+    """Return whether a plain value, rather than a queue, has this name; in doubt True without LIST_KEYS."""
+    plain = exchanges.run(client.call, exchanges.is_plain(name, doubts))
+    if plain is None:
+        request = requests.LIST_KEYS
+        return not client.supports(capabilities.LIST_KEYS, request) or name in client.call(request)
+    return plain
+
+
 def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None:
-    """Until all have joined: an event on our servers, a poll on PyTorch's. Raises DistStoreError."""
+    """Block until all ranks have joined: one request on our servers, polling on PyTorch's. Raises DistStoreError."""
     name = WORKERS_KEY
     try:
         if client.extended(seconds=deadline.timeout, began=deadline.began):

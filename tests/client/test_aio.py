@@ -259,7 +259,7 @@ async def test_closing_again_and_again(port: int, key: str) -> None:
 
 
 async def test_surplus_connections_are_closed_when_idle(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "SURPLUS_SECONDS", 0.05)
+    monkeypatch.setattr(aio, "IDLE_SECONDS", 0.05)
     async with store_at(port) as store:
         waiting = [asyncio.create_task(store.get(key)) for _ in range(5)]
         while sum(connection.session.waiting is not None for connection in store._connections) < 5:

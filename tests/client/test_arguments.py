@@ -182,6 +182,15 @@ def test_signatures_are_pytorchs() -> None:
         )
 
 
+async def test_a_value_over_the_limit_ends_the_async_store(port: int) -> None:
+    async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+        with pytest.raises(DistNetworkError, match=r"a request of 8388\d+ bytes .* by default 8388608 bytes"):
+            await store.set("k", bytes((8 << 20) + 1))
+            await store.add("n", 1)
+        with pytest.raises(DistNetworkError, match=r"value exceeds its limit"):
+            await store.add("n", 1)
+
+
 async def test_the_async_store_has_the_same_methods() -> None:
     missing = {"close", "set_timeout", "has_extended_api", "host", "port", "libuvBackend", "timeout"}
     for name, method in inspect.getmembers(TCPStore, inspect.isfunction):
@@ -196,10 +205,10 @@ async def test_the_async_store_has_the_same_methods() -> None:
 
 def test_a_value_over_the_limit_ends_the_store(port: int) -> None:
     with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-        with pytest.raises(DistNetworkError, match=r"value over its limit, which is 8388608 bytes"):
+        with pytest.raises(DistNetworkError, match=r"value exceeds its limit, by default 8388608 bytes"):
             store.set("k", bytes((8 << 20) + 1))
             store.add("n", 1)
-        with pytest.raises(DistNetworkError, match=r"value over its limit"):
+        with pytest.raises(DistNetworkError, match=r"value exceeds its limit"):
             store.add("n", 1)
 
 

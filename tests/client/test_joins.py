@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from client.fakes import PROBE, exactly, fake_server, greet
+from client.fakes import PROBE, exactly, fake_server, greet, silent
 from client.test_pops import Link, link_to
 from client.test_sync import until
 from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
-from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import requests
 from tcpstore_async.client.pool import TCPClient
 
@@ -109,7 +109,7 @@ def test_a_server_that_closes_at_every_join_is_an_error() -> None:
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
         assert store._client is not None
         store._client.call((requests.set_("k", "")[0], (WORKERS, blob(b"no number"))))
-        with pytest.raises(DistNetworkError, match="8 connections were closed when they joined: see the server's log"):
+        with pytest.raises(DistNetworkError, match="closed 8 connections in a row while this rank joined; see its log"):
             TCPStore("127.0.0.1", server.port, 2, timeout=LIMIT)
         assert "closed the connection of" in server.log()
 
@@ -315,3 +315,12 @@ def test_a_server_that_hangs_up_twice_is_greeted_without_ping() -> None:
     with fake_server(talk) as fake:
         TCPClient("127.0.0.1", fake.port, LIMIT).close()
     assert [hello[5] for hello in hellos] == [0x0D, 0x0D, 0x05]
+
+
+def test_a_join_that_times_out_names_the_server() -> None:
+    text = r"^no reply from 127\.0\.0\.1:{} while joining: check timeout after 100ms$"
+    with (
+        fake_server(silent) as fake,
+        pytest.raises(StoreTimeoutError, match=text.format(fake.port)),
+    ):
+        TCPStore("127.0.0.1", fake.port, 2, False, 0.1)

@@ -24,7 +24,7 @@ import pytest
 from client.fakes import Fake
 from support import LIMIT, tcpstore_server
 from tcpstore_async import DistNetworkError, TCPStore
-from tcpstore_async.client import wait_queue
+from tcpstore_async.client import background, wait_queue
 from tcpstore_async.deadline import Deadline
 from tcpstore_async.serving import build
 
@@ -324,7 +324,7 @@ def test_a_handler_within_a_call(
     """It does not wait for the call that it interrupts, but for the server at most, if something was written before."""
     event, call = INTERRUPTED[interrupted]
     scene = Scene(gate, observer, key)
-    threads = {thread for thread in threading.enumerate() if thread not in gate._threads}
+    threads = _threads(gate)
     with scene.store as store:
         scene.earlier = earlier
         if earlier:
@@ -363,7 +363,7 @@ def test_a_handler_within_a_call(
             with pytest.raises(DistNetworkError, match="has been closed"):
                 store.add(key + "after", 1)
         elif handler == "raise" and interrupted == "writing":  # a request that is on its way in part
-            with pytest.raises(DistNetworkError, match="in the midst of a call"):
+            with pytest.raises(DistNetworkError, match="in the middle of a call"):
                 store.add(key + "after", 1)
         else:
             scene.read_your_writes()
@@ -375,7 +375,17 @@ def test_a_handler_within_a_call(
             assert not any(connection.user for connection in store._client._connections)
             assert len(store._client._connections) <= 3
     _all_gone(gate)
-    assert {thread for thread in threading.enumerate() if thread not in gate._threads} <= threads
+    assert _threads(gate) <= threads
+    assert [thread.name for thread in threading.enumerate()].count(background.THREAD_NAME) <= 1
+
+
+def _threads(gate: Gate) -> set[threading.Thread]:
+    """All but the gate's and the background loop's, of which a fork makes another one."""
+    return {
+        thread
+        for thread in threading.enumerate()
+        if thread not in gate._threads and thread.name != background.THREAD_NAME
+    }
 
 
 def _all_gone(gate: Gate) -> None:
@@ -398,7 +408,7 @@ def test_another_thread_that_asks_who_the_server_is(gate: Gate, key: str, monkey
         def handle() -> None:
             asking.start()
             end = threading.Event()
-            while client._asking == 0 or not client._free_queue.tickets:
+            while client._identifying == 0 or not client._free_queue.tickets:
                 end.wait(0.001)
             gate.answering.set()
             assert store.get(key + "v") == b"x"
@@ -439,7 +449,7 @@ def test_a_child_that_goes_on_with_the_parents_call(
                 status = 1
                 try:
                     assert isinstance(error, DistNetworkError)
-                    assert "forked in the midst of this call" in str(error)
+                    assert "forked during this call" in str(error)
                     assert store.add(key + "n", 1) == 6
                     status = 0
                 finally:
@@ -614,7 +624,7 @@ def test_a_signal_just_before_the_wait(gate: Gate, key: str, monkeypatch: pytest
         with TCPStore("127.0.0.1", gate.port, timeout=TIMEOUT) as store:
             gate.answering.clear()
             strike = getattr(ctypes.PyDLL(None), "raise")
-            monkeypatch.setattr(Deadline, "moment", partial(max, (Seconds(0.1),), key=strike))
+            monkeypatch.setattr(Deadline, "poll_seconds", partial(max, (Seconds(0.1),), key=strike))
             assert store.add(key, 1) == 1
             assert struck.is_set()
     finally:

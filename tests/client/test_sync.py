@@ -337,7 +337,7 @@ def test_surplus_connections_are_closed_when_idle(ours: int, key: str, monkeypat
         for one in waits:
             one.result(LIMIT)
         assert len(connections(store)) > 1
-        monkeypatch.setattr(pool, "SURPLUS_SECONDS", 0.0)
+        monkeypatch.setattr(pool, "IDLE_SECONDS", 0.0)
         until(lambda: store.add(key + "n", 1) and len(connections(store)) == 1)
         assert store.get(key) == b""
 
@@ -434,7 +434,7 @@ def test_a_full_buffer_honours_the_timeout(frozen: Any) -> None:
         with pytest.raises(StoreTimeoutError, match=r"^set timeout after 100ms$"):
             for _ in range(100):
                 store.set("k", bytes(8 << 20))
-        with pytest.raises(DistNetworkError, match="in the midst of a call"):
+        with pytest.raises(DistNetworkError, match="in the middle of a call"):
             store.add("n", 1)
         frozen.thaw()
 
@@ -495,7 +495,7 @@ def test_interrupts_at_any_moment(ours: int, key: str) -> None:
                 store.set(key + "b", str(number))
                 assert store.get(key + "b") == b"%d" % number
             except DistNetworkError as error:
-                assert "in the midst of a call" in str(error)
+                assert "in the middle of a call" in str(error)
                 return
 
     def disturbed(store: TCPStore) -> None:
@@ -531,7 +531,7 @@ def test_interrupts_at_any_moment(ours: int, key: str) -> None:
                 try:
                     disturbed(store)
                 except DistNetworkError as error:
-                    assert "in the midst of a call" in str(error)
+                    assert "in the middle of a call" in str(error)
                     lost += 1
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)

@@ -246,7 +246,7 @@ def _pops_without_lease(store: TCPStore, key: str, block: bool = True) -> bytes:
     began = time.monotonic()
     client = store._queues(wait if block else pop, began)
     while True:
-        _, item = store._park(wait, store._timeout, pop, began) if block else client.call(pop)
+        _, item = store._call_blocking(wait, store._timeout, pop, began) if block else client.call(pop)
         if item is not None:
             return unpack(item)
         if not block or (

@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 
 from properties.fleet import Difference
 from tcpstore_async.client import connect
-from tcpstore_async.client.connect import _hear
+from tcpstore_async.client.connect import _receive
 from tcpstore_async.client.wait_queue import Ticket
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
@@ -465,7 +465,7 @@ def _connect(host: str, port: int, attempt: Any, pings: bool) -> tuple[socket.so
         while not call.done:
             while not poll.poll(attempt.tick() * 1000):
                 pass
-            _hear(session, peer.recv(4))
+            _receive(session, peer.recv(4))
         return peer, session
     except BaseException:
         peer.close()
@@ -578,7 +578,7 @@ async def _try(host: str, port: int, pings: bool) -> tuple[Any, ClientSession]:
                 news = loop.create_future()
                 peer.pipe.on_data = lambda news=news, loop=loop: loop.call_soon(_set, news) and None
                 await news
-            _hear(session, peer.pipe.take(4))
+            _receive(session, peer.pipe.take(4))
         return peer, session
     except BaseException:
         peer.close()

@@ -1,0 +1,298 @@
+"""The background loop: what must happen to the connections of synchronous stores while nobody makes a call.
+
+One asyncio loop per process, in a daemon thread, serves every synchronous store. It starts with the first call of the
+first store and ends with the last store. Today it notices lost connections: a lost store fails its next call at once,
+its descriptors are closed and its waiting threads wake. Nothing here keeps idle connections alive, because the kernel
+does (`connect._KEEP_ALIVE` sets TCP keep-alive to 180 s, more often than firewalls and NAT drop idle connections); a
+peer that no longer answers keep-alive probes is an error of the socket, which the loop reports like any other loss.
+
+The loop must not know the protocol, and never stands between a call and its reply: calls write and read in their own
+threads. Replies do not wake it, because its epoll set asks for hang-ups and errors only. Without epoll (macOS) it looks
+at idle connections once a second.
+
+Invariants:
+
+* The loop's thread waits for nothing but its epoll set: a lock that is taken makes it try again later. So whoever stops
+  it, even a signal handler in the middle of a call, waits for a moment only.
+* No thread of ours exists while the process forks, so a fork warns of none and a child inherits no descriptor. After a
+  fork the loop starts again with the next call of a store, in the parent and in the child.
+* Signals are blocked in the loop's thread: handlers and EINTR stay with the main thread.
+"""
+
+import asyncio
+import atexit
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from ..deadline import Deadline
+
+THREAD_NAME: Final = "tcpstore client"
+
+_RETRY_SECONDS: Final = 0.05
+"""Until a connection is checked again that was in use, or whose store was locked, when it was lost."""
+
+_SWEEP_SECONDS: Final = 1.0
+"""Between two checks of all idle connections where there is no epoll."""
+
+_STOP_SECONDS: Final = 1.0
+"""How long a fork, the last `close`, or the end of the interpreter waits for the thread."""
+
+_HANG_UP: Final[int] = getattr(select, "EPOLLRDHUP", 0)  # EPOLLHUP and EPOLLERR are always reported
+_EDGE: Final[int] = getattr(select, "EPOLLET", 0)
+_BATCH: Final = 1024
+
+
+class Client(Protocol):
+    """The pool of one store. Both methods are called by the module, from any thread."""
+
+    def check_idle(self) -> bool:
+        """Note the loss of idle connections, without waiting. Return False to be called again soon."""
+        ...
+
+    def unwatched(self) -> None:
+        """The loop has stopped: call `watch` with the next call."""
+        ...
+
+
+class BackgroundLoop:
+    """An event loop in a daemon thread, and the connections that it watches."""
+
+    def __init__(self) -> None:
+        """Raises OSError if the process has no descriptor left."""
+        self.clients: dict[Client, set[int]] = {}
+        self.stopping = False
+        self._owners: dict[int, Client] = {}
+        self._retrying: set[Client] = set()
+        self._loop = asyncio.SelectorEventLoop()  # not the policy's: nothing here has to be fast, and asyncio is there
+        try:
+            self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        except OSError:
+            self._loop.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+
+    def start(self) -> None:
+        """Raises RuntimeError if no thread can be started."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._close()
+            raise
+
+    def stop(self) -> None:
+        """Stop the thread, which closes its descriptors, and wait for that, within a limit."""
+        self.stopping = True
+        for client in list(self.clients):
+            client.unwatched()
+        try:
+            self.call_soon(self._loop.stop)
+        except RuntimeError:
+            pass  # closed already
+        if self._thread is not threading.current_thread():  # a garbage collection there may close a store
+            self._thread.join(_STOP_SECONDS)
+            self._await_exit()
+
+    def _await_exit(self) -> None:
+        """Wait until the kernel no longer counts the thread, which a join does not guarantee, but a fork looks at."""
+        task = f"/proc/self/task/{self._thread.native_id}"
+        deadline = Deadline(_STOP_SECONDS)
+        while not self._thread.is_alive() and os.path.exists(task) and not deadline.passed():
+            time.sleep(1e-5)
+
+    def close_inherited(self) -> None:
+        """In a forked child: close the parent's epoll set, which knows the parent's connections."""
+        if self._epoll is not None:
+            self._epoll.close()
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Have the loop's thread call this; from any thread. Raises RuntimeError if the loop has ended."""
+        self._loop.call_soon_threadsafe(callback)
+
+    def watch(self, client: Client, descriptors: list[int]) -> bool:
+        """Watch these connections of a client; False if the loop is about to stop."""
+        watched = self.clients.setdefault(client, set())
+        for fd in descriptors:
+            watched.add(fd)
+            self._owners[fd] = client
+            try:
+                if self._epoll is not None:
+                    self._epoll.register(fd, _HANG_UP | _EDGE)
+            except (OSError, ValueError):
+                pass  # the connection has been closed meanwhile, or the set
+        return not self.stopping
+
+    def forget(self, client: Client) -> None:
+        """Stop watching what a client is about to close."""
+        for fd in self.clients.pop(client, ()):
+            if self._owners.get(fd) is client:
+                del self._owners[fd]
+                try:
+                    if self._epoll is not None:
+                        self._epoll.unregister(fd)
+                except (OSError, ValueError):
+                    pass  # closed before
+
+    # In the loop's thread
+
+    def _run(self) -> None:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            if self._epoll is not None:
+                self._loop.add_reader(self._epoll.fileno(), self._report)
+            else:
+                self._loop.call_later(_SWEEP_SECONDS, self._sweep)
+            self._loop.run_forever()
+        finally:
+            self._close()
+            _alive.discard(self)
+
+    def _close(self) -> None:
+        self._loop.close()
+        if self._epoll is not None:
+            self._epoll.close()
+
+    def _report(self) -> None:
+        assert self._epoll is not None
+        for client in {self._owners.get(fd) for fd, _ in self._epoll.poll(0, _BATCH)}:
+            if client is not None:
+                self._check(client)
+
+    def _check(self, client: Client) -> None:
+        self._retrying.discard(client)
+        if client in self.clients and not client.check_idle() and client not in self._retrying:
+            self._retrying.add(client)
+            self._loop.call_later(_RETRY_SECONDS, self._check, client)
+
+    def _sweep(self) -> None:
+        for client in list(self.clients):
+            client.check_idle()
+        self._loop.call_later(_SWEEP_SECONDS, self._sweep)
+
+
+_loop: BackgroundLoop | None = None
+_alive: Final[set[BackgroundLoop]] = set()
+"""Those whose threads have not ended, also after `stop`."""
+_changing = threading.Lock()
+"""Held by whoever starts or stops the loop. Only a fork waits for it: a signal handler that did might wait for the call
+that it has interrupted."""
+_ended = False
+
+
+def running() -> BackgroundLoop | None:
+    """Return the process's loop, if there is one."""
+    return _loop
+
+
+def watch(client: Client, descriptors: list[int]) -> bool:
+    """Watch connections until `release`; start the loop if there is none.
+
+    Returns False if the next call has to try again, because the loop is just being started or stopped. That there can
+    be no thread is no error: then the next call notices a loss.
+    """
+    descriptors = [fd for fd in descriptors if fd >= 0]
+    if not descriptors or _ended:
+        return True
+    loop = _loop
+    if loop is None:
+        held: list[bool] = []
+        try:
+            held += map(_changing.acquire, (False,))  # no interrupt strikes between lock and list
+            if not held[0]:
+                return False
+            loop = _started()
+        finally:
+            if True in held:
+                _changing.release()
+    return loop is None or loop.watch(client, descriptors)
+
+
+def release(client: Client) -> None:
+    """Stop watching a client, which is about to close its connections; with the last one, stop the loop."""
+    global _loop
+    loop = _loop
+    if loop is None:
+        return
+    loop.forget(client)
+    if loop.clients:
+        return
+    held: list[bool] = []
+    try:
+        held += map(_changing.acquire, (False,))  # if it is taken, a client is just coming, or the loop is stopped
+        if held[0] and _loop is loop and not loop.clients:
+            _loop = None
+            loop.stop()
+    finally:
+        if True in held:
+            _changing.release()
+
+
+def _started() -> BackgroundLoop | None:
+    """Return the loop, a new one if there is none, or None if there can be none. Needs `_changing`."""
+    global _loop
+    if _loop is None:
+        try:
+            loop = BackgroundLoop()
+        except OSError:
+            return None
+        _loop = loop
+        _alive.add(loop)
+        try:
+            loop.start()
+        except RuntimeError:
+            _loop = None
+            _alive.discard(loop)
+    return _loop
+
+
+def _stop() -> bool:
+    """Stop the loop although it has clients. Return whether `_changing` is held now, so that none is started."""
+    global _loop
+    held = _changing.acquire(timeout=_STOP_SECONDS)
+    _loop = None
+    for loop in list(_alive):
+        loop.stop()
+    return held
+
+
+_held: Final[list[bool]] = []
+"""Whether the fork under way holds `_changing`."""
+
+_inherited: Final[list[BackgroundLoop]] = []
+"""In a forked child: loops of the parent that did not stop in time. Kept, so that nothing warns that they are open."""
+
+
+def _before_fork() -> None:
+    _held.append(_stop())
+
+
+def _after_fork_in_parent() -> None:
+    if _held and _held.pop():
+        _changing.release()
+
+
+def _after_fork_in_child() -> None:
+    global _changing
+    _changing = threading.Lock()
+    _held.clear()
+    _inherited.extend(_alive)
+    _alive.clear()
+    for loop in _inherited:
+        loop.close_inherited()
+
+
+def _at_exit() -> None:
+    global _ended
+    _ended = True
+    if _stop():
+        _changing.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

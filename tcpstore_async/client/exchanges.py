@@ -1,0 +1,61 @@
+"""Operations that take several requests, written once for both clients.
+
+Each is a generator that yields requests, receives their results, and returns what follows from them. It must not know
+connections, deadlines or whether its caller awaits.
+"""
+
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Final, TypeVar
+
+from ..coercion import to_bytes
+from ..values import EMPTY
+from . import requests
+from .requests import BARRIER_LAST, BARRIER_MEMBERS, Request
+
+T = TypeVar("T")
+
+_DOUBTS: Final = 8
+"""How often one pop may find a queue both present and empty before it lists the keys to find out what it is."""
+
+
+def run(call: Callable[[Request], Any], exchange: Generator[Request, Any, T]) -> T:
+    """Run an exchange whose requests `call` makes."""
+    try:
+        request = next(exchange)
+        while True:
+            request = exchange.send(call(request))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+async def run_async(call: Callable[[Request], Awaitable[Any]], exchange: Generator[Request, Any, T]) -> T:
+    """Run an exchange whose requests `call` makes, with `await`."""
+    try:
+        request = next(exchange)
+        while True:
+            request = exchange.send(await call(request))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def arrive(key: object, world_size: int) -> Generator[Request, Any, Request]:
+    """Arrive at a barrier of two keys, for servers without BARRIER. Return the wait that ends when all have arrived."""
+    name = to_bytes("key", key)
+    if (yield requests.add(name + BARRIER_MEMBERS, 1)) >= world_size:
+        yield requests.set_(name + BARRIER_LAST, b"1")
+    return requests.wait([requests.key_of(name + BARRIER_LAST)])
+
+
+def is_plain(name: bytes, doubts: int) -> Generator[Request, Any, bool | None]:
+    """Return whether a wait for a queue ended because a plain value has its name; None if only LIST_KEYS can tell.
+
+    A value that is not empty is no queue. An empty one may be, and listing the keys is expensive, so that is left
+    until `doubts`, the number of pops that found nothing, is high.
+    """
+    if len((yield requests.get(name))) > len(EMPTY):
+        return True
+    if doubts < _DOUBTS or not (yield requests.check([name])) or (yield requests.queue_len(name)):
+        return False
+    return None

@@ -1,0 +1,463 @@
+"""The background loop: who starts and stops it, what it notices, and what it must not disturb."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from client.fakes import Fake, fake_server, greet
+from support import LIMIT, tcpstore_server
+from tcpstore_async import DistNetworkError, TCPStore
+from tcpstore_async.client import background
+
+LOST = r"remote server shutdown|reset|Broken pipe"
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with tcpstore_server() as server:
+        yield server.port
+
+
+@pytest.fixture(autouse=True)
+def _no_loop() -> Iterator[None]:
+    """No test leaves a loop or its thread, nor begins with one."""
+    assert background.running() is None
+    yield
+    assert background.running() is None
+    until(lambda: not threads())
+
+
+class Losses(logging.Handler):
+    """Collects what the client logs, and is set by it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.noticed = threading.Event()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self.noticed.set()
+
+
+@pytest.fixture
+def losses() -> Iterator[Losses]:
+    logger = logging.getLogger("tcpstore_async.client")
+    handler = Losses()
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + LIMIT
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == background.THREAD_NAME]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def pool_of(store: TCPStore) -> Any:
+    assert store._client is not None
+    return store._client
+
+
+# Start and end
+
+
+def test_it_starts_with_the_first_call_and_ends_with_the_last_store(port: int) -> None:
+    opened = descriptors()
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as first, TCPStore("127.0.0.1", port, timeout=LIMIT) as second:
+        assert not threads(), "a store that makes no call needs no thread"
+        first.set("k", "v")
+        loop = background.running()
+        assert loop is not None
+        assert len(threads()) == 1
+        assert second.get("k") == b"v"
+        assert set(loop.clients) == {first._client, second._client}
+        first.close()
+        assert background.running() is loop
+        assert second.get("k") == b"v"
+    assert background.running() is None
+    assert not threads()
+    assert descriptors() == opened
+
+
+def test_many_stores_share_one_loop(port: int) -> None:
+    stores = [TCPStore("127.0.0.1", port, timeout=LIMIT) for _ in range(20)]
+    with ThreadPoolExecutor(8) as workers:
+        list(workers.map(lambda store: store.add("n", 1), stores))
+        for store in stores:
+            store.check(["n"])  # two that start at once: one is told to try again
+        loop: Any = background.running()
+        assert len(threads()) == 1
+        assert len(loop.clients) == 20
+        list(workers.map(TCPStore.close, stores))
+
+
+def test_a_forgotten_store_releases_it(port: int) -> None:
+    store: Any = TCPStore("127.0.0.1", port, timeout=LIMIT)
+    store.set("k", "v")
+    assert threads()
+    with pytest.warns(ResourceWarning, match="a TCPStore was not closed"):  # noqa: PT031
+        del store
+        gc.collect()
+    assert background.running() is None
+
+
+def test_starting_and_ending_it_again_and_again(port: int) -> None:
+    """By several threads at once: no thread is left over, and no store is left unwatched for good."""
+
+    def work(number: int) -> None:
+        for _ in range(30):
+            with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+                store.add(f"again{number}", 1)
+
+    with ThreadPoolExecutor(4) as workers:
+        list(workers.map(work, range(4)))
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        assert [store.add(f"again{number}", 0) for number in range(4)] == [30] * 4
+        assert len(threads()) == 1
+
+
+def test_without_a_thread_calls_go_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    opened = descriptors()
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            assert store.add("threadless", 1) == 1
+            assert store.add("threadless", 1) == 2
+        assert background.running() is None
+    assert descriptors() == opened
+
+
+# What it notices
+
+
+def test_a_loss_is_noticed_without_a_call(losses: Losses) -> None:
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        peer = pool_of(store)._connections[0].peer
+        server.stop(signal.SIGKILL)
+        assert losses.noticed.wait(LIMIT)
+        until(lambda: peer.fileno() == -1)
+        assert pool_of(store)._connections == []
+        for _ in range(2):
+            with pytest.raises(DistNetworkError, match=LOST) as caught:
+                store.set("k", "v")  # the first write after a loss needed to fail before it was noticed
+            assert caught.value.__suppress_context__
+        until(lambda: background.running() is None)
+    assert [record.levelno for record in losses.records] == [logging.DEBUG]
+
+
+def test_a_reset_is_noticed_without_a_call(losses: Losses) -> None:
+    reset = threading.Event()
+
+    def talk(peer: socket.socket) -> None:
+        greet(peer)
+        peer.recv(100)
+        peer.sendall((1).to_bytes(8, "little"))
+        reset.wait(LIMIT)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with fake_server(talk) as fake, TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store:
+        assert store.add("n", 1) == 1
+        reset.set()
+        assert losses.noticed.wait(LIMIT)
+        with pytest.raises(DistNetworkError, match=r"^Connection reset by peer$"):
+            store.add("n", 1)
+
+
+def test_of_several_connections(losses: Losses) -> None:
+    """One is idle, one is waited on: whoever notices first, both have the same to say."""
+    with (
+        tcpstore_server() as server,
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store,
+        ThreadPoolExecutor(1) as workers,
+    ):
+        waiting = workers.submit(store.get, "never")
+        until(lambda: any(connection.parked for connection in pool_of(store)._connections))
+        assert store.add("n", 1) == 1
+        server.stop(signal.SIGKILL)
+        with pytest.raises(DistNetworkError, match=LOST):
+            waiting.result(LIMIT)
+        until(lambda: background.running() is None)
+        with pytest.raises(DistNetworkError, match=LOST):
+            store.add("n", 1)
+    assert len(losses.records) <= 1
+
+
+def test_a_connection_in_use_is_its_callers(losses: Losses) -> None:
+    """Until it is given back."""
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        assert store.add("n", 1) == 1
+        loop: Any = background.running()
+        (connection,) = pool_of(store)._connections
+        connection.user = -1  # a thread's
+        server.stop(signal.SIGKILL)
+        until(connection.hung_up)
+        until(lambda: loop._retrying)
+        assert pool_of(store)._connections == [connection]
+        connection.user = 0
+        assert losses.noticed.wait(LIMIT)
+        with pytest.raises(DistNetworkError, match=LOST):
+            store.add("n", 1)
+
+
+def test_it_waits_for_no_lock(losses: Losses) -> None:
+    """A signal handler may stop it in the middle of a call that holds the store's lock."""
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        assert store.add("n", 1) == 1
+        loop: Any = background.running()
+        (connection,) = pool_of(store)._connections
+        with pool_of(store)._lock:
+            server.stop(signal.SIGKILL)
+            until(connection.hung_up)
+            until(lambda: loop._retrying)
+            passed = threading.Event()
+            loop.call_soon(passed.set)
+            assert passed.wait(LIMIT)
+            assert not losses.noticed.is_set()
+        assert losses.noticed.wait(LIMIT)
+
+
+def test_without_epoll_it_looks_now_and_then(losses: Losses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(select, "epoll")
+    monkeypatch.setattr(background, "_SWEEP_SECONDS", 0.01)
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        server.stop(signal.SIGKILL)
+        assert losses.noticed.wait(LIMIT)
+
+
+def test_replies_do_not_wake_it(port: int) -> None:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        store.add("quiet", 1)
+        loop: Any = background.running()
+        (thread,) = threads()
+
+        def switches() -> str:
+            with open(f"/proc/self/task/{thread.native_id}/status") as status:
+                return next(line for line in status if line.startswith("voluntary_ctxt_switches"))
+
+        started = threading.Event()
+        loop.call_soon(started.set)
+        assert started.wait(LIMIT)
+        before = ""
+        while before != switches():
+            before = switches()
+            time.sleep(0.01)
+        for _ in range(100):
+            store.add("quiet", 1)
+        assert switches() == before
+
+
+def test_a_large_value_that_the_server_rejects(losses: Losses) -> None:
+    """The error has the hint whoever notices the end."""
+
+    def talk(peer: socket.socket) -> None:
+        greet(peer)
+        while peer.recv(1 << 20):
+            pass
+
+    with fake_server(talk) as fake, TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store:
+        store.set("k", bytes(64 << 20))
+        _end(fake)
+        assert losses.noticed.wait(LIMIT)
+        with pytest.raises(DistNetworkError, match="exceeds its limit"):
+            store.add("n", 1)
+
+
+def _end(fake: Fake) -> None:
+    for peer in fake._peers:
+        peer.shutdown(socket.SHUT_RDWR)
+
+
+# Signals, forks, the end
+
+
+def test_signals_are_blocked_in_it(port: int) -> None:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        store.set("k", "v")
+        masks: queue.SimpleQueue[set[Any]] = queue.SimpleQueue()
+        loop: Any = background.running()
+        loop.call_soon(lambda: masks.put(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+        wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD}
+        assert wanted <= masks.get(timeout=LIMIT)
+
+
+def run(program: str, *arguments: str) -> str:
+    """Run a program to whose interpreter a warning is an error; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *arguments],
+        cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+FORKS = """
+import os, sys
+from tcpstore_async import TCPStore
+from tcpstore_async.client import background
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+def polls():
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += "eventpoll" in os.readlink("/proc/self/fd/" + fd)
+        except OSError:
+            pass
+    return found
+
+at_fork = []
+def note():
+    at_fork.append((tasks(), polls()))
+os.register_at_fork(after_in_parent=note, after_in_child=note)
+with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
+    assert store.add("forks", 1) == 1
+    for number in range(20):
+        before = background.running()
+        assert before is not None and tasks() == 2
+        child = os.fork()
+        assert at_fork == [(1, 0)], f"no thread of ours exists at a fork: {at_fork}"
+        at_fork.clear()
+        assert background.running() is None
+        if child == 0:
+            assert store.add("forks", 1) == 2 * number + 2
+            assert background.running() is not None
+            store.close()
+            assert background.running() is None and tasks() == 1
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert store.add("forks", 1) == 2 * number + 3
+        assert background.running() not in (None, before)
+assert tasks() == 1
+print("good")
+"""
+
+
+def test_no_thread_exists_at_a_fork(port: int) -> None:
+    assert run(FORKS, str(port)) == "good\n"
+
+
+FORKS_BESIDE_CALLS = """
+import os, sys, threading
+from tcpstore_async import TCPStore
+stop = threading.Event()
+def work(store):
+    while not stop.is_set():
+        store.add("beside", 1)
+        with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as other:
+            other.set("k", "v")
+with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
+    threads = [threading.Thread(target=work, args=(store,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            store.add("children", 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    stop.set()
+    for thread in threads:
+        thread.join()
+    print(store.add("children", 0))
+"""
+
+
+def test_forks_while_others_start_and_stop_it(port: int) -> None:
+    assert run(FORKS_BESIDE_CALLS, str(port)) == "30\n"
+
+
+LEFT_OPEN = """
+import sys
+from tcpstore_async import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
+store.set("k", "v")
+sys.modules["kept"] = store
+import warnings
+warnings.simplefilter("ignore")
+print("good")
+"""
+
+
+def test_an_interpreter_ends_with_a_store_open(port: int) -> None:
+    assert run(LEFT_OPEN, str(port)) == "good\n"
+
+
+IMPORTS = """
+import sys
+import tcpstore_async
+assert not {"asyncio", "uvloop", "tcpstore_async.client.background"} & set(sys.modules)
+with tcpstore_async.TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
+    store.set("k", "v")
+print("good")
+"""
+
+
+def test_what_importing_costs(port: int) -> None:
+    """No loop is imported before there is a store."""
+    assert run(IMPORTS, str(port)) == "good\n"
+
+
+def test_a_handler_that_forks(port: int) -> None:
+    """And one that closes the last store: neither waits for the interrupted call."""
+    store = TCPStore("127.0.0.1", port, timeout=LIMIT)
+    store.set("k", "v")
+    statuses: list[int] = []
+
+    def handle(*_: object) -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        statuses.append(os.waitpid(child, 0)[1])
+        store.close()
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(DistNetworkError, match="has been closed"):
+            store.wait(["never"])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert statuses == [0]
