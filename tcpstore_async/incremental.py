@@ -423,17 +423,17 @@ class FreeValue(DeferredWork):
         return not self.pieces
 
 
-class FreeTokens(DeferredWork):
-    """Free the tokens of a counter of ranks that was deleted."""
+class FreeDict(DeferredWork):
+    """Free a large dict."""
 
-    def __init__(self, connections: dict[bytes, int]) -> None:
-        self.connections = connections
+    def __init__(self, items: dict[Any, Any]) -> None:
+        self.items = items
 
     def step(self, most: int) -> bool:
-        connections = self.connections
-        for _ in range(min(most, len(connections))):
-            connections.popitem()
-        return not connections
+        items = self.items
+        for _ in range(min(most, len(items))):
+            items.popitem()
+        return not items
 
 
 class FreeItems(DeferredWork):

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from .errors import LimitError, ProtocolError
 from .incremental import (
+    FreeDict,
     FreeItems,
-    FreeTokens,
     FreeValue,
     MarkStale,
     ParkOnKeys,
@@ -243,7 +243,7 @@ class Keyspace(WaiterRegistry):
             joins = self.joins.pop(key)
             self.size -= joins.size
             if len(joins.connections) > self.portion:
-                self.defer(FreeTokens(joins.connections))
+                self.defer(FreeDict(joins.connections))
         self.changes += 1
         if isinstance(old, Growing):
             self._drop(old)
@@ -472,6 +472,8 @@ class Keyspace(WaiterRegistry):
                 self.size += len(key) + QUEUE_BYTES
             queue.appendleft(item)
             self.size -= PARKED_BYTES + len(key)
+        if not self.waiters:
+            return
         for key, _ in leased:
             if key in self.waiters:
                 self._wake_next(key, handed_on=True)
@@ -670,6 +672,10 @@ class Keyspace(WaiterRegistry):
         if waiter.handoff is not None:
             self.end_handoff(waiter, waiter.handoff)
         if waiter.leases is not None:
-            leased = list(waiter.leases.values())
+            leases = waiter.leases
             waiter.leases = None
+            leased = list(leases.values())
             self._restore(leased)
+            if len(leases) > self.portion:
+                self.defer(FreeItems(leased))
+                self.defer(FreeDict(leases))

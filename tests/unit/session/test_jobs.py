@@ -211,3 +211,18 @@ def test_half_a_list_of_a_peer_that_disconnects_is_freed_in_steps(engine: Engine
     finish(session)
     assert engine.unfinished == 0
     assert nothing_is_left(engine)
+
+
+def test_many_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(engine: Engine) -> None:
+    session, other = greeted(engine), greeted(engine)
+    for number, key in enumerate(KEYS):
+        ask(other, "queue_push", b"q", key)
+        ask(session, "lease", b"q", number)
+    ask(other, "queue_push", b"q", b"last")
+    size = engine.keyspace.size
+    session.leave()
+    assert engine.keyspace.work
+    assert list(engine.keyspace.queues[b"q"]) == [pack(item) for item in [*KEYS, b"last"]]
+    finish(session)
+    assert engine.keyspace.size < size
+    assert nothing_is_left(engine)
