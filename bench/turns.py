@@ -89,6 +89,7 @@ class Loop:
 
     def send(self, data: bytes, session: ServerSession | None = None) -> None:
         """Receive this from a peer and do everything that follows from it."""
+        gc.freeze()  # preparation is old by now, or none of the server's
         session = session or self.peer
         at = 0
         try:

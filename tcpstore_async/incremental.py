@@ -28,8 +28,21 @@ _LISTING_PIECE: Final = 1024 * 1024
 _FREED: Final = 8 * 1024 * 1024
 """Bytes that are freed in one step."""
 
+_KEY_BYTES: Final = 1024 * 1024
+"""Bytes of keys after which a step ends: long keys take longer to hash and compare."""
+
 _LONG_KEY: Final = 256
 """Length of keys from which on comparing them takes longer than finding the stored copy."""
+
+
+def _portion_end(keys: list[bytes], at: int, most: int) -> int:
+    """Return where a step that begins at `at` ends: after `most` keys, or fewer long ones."""
+    stop = min(at + most, len(keys))
+    size = 0
+    while at < stop and size < _KEY_BYTES:
+        size += len(keys[at])
+        at += 1
+    return at
 
 
 class IncrementalCommand:
@@ -99,7 +112,7 @@ class ReadKeys(IncrementalCommand):
             self.determined = True
         keys = self.keys
         at = self.at
-        stop = min(at + most, len(keys))
+        stop = _portion_end(keys, at, most)
         before = self.before
         parts = self.parts
         while at < stop and len(parts) < most:
@@ -281,7 +294,7 @@ class ParkOnKeys(IncrementalCommand):
             if self.marking.step(most):
                 self.marking = None
             return False
-        stop = min(self.at + most, len(self.keys))
+        stop = _portion_end(self.keys, self.at, most)
         portion = self.keys[self.at : stop]
         if not self.parking:
             self.renew = self.renew or self.queue in portion
