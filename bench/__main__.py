@@ -45,22 +45,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 def main() -> None:
-    """Compare our servers with PyTorch's, or two runs with each other."""
+    """Benchmark TCPStore servers: ours and PyTorch's."""
 
 
 @main.command()
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 def compare(a: Path, b: Path) -> None:
-    """Print the ratios of two runs, B over A, and which differences exceed the noise."""
+    """Compare two runs.
+
+    Prints the ratios, B over A, and which differences exceed the noise.
+    """
     sys.exit(compare_files(a, b))
 
 
 @main.command("report")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="The folder.  [default: the run's]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the report.  [default: the run's]")
 def redraw(run: Path, out: Path | None) -> None:
-    """Write the report and the figures of a run anew."""
+    """Write the report and the figures of a run again."""
     sys.exit(write_report_of(run, out or run.parent))
 
 
@@ -83,20 +86,30 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option(
     "--quick",
     is_flag=True,
-    help="Under three minutes: init and barrier at 1K to 8K ranks, most others at one size.",
+    help="Finish in less than three minutes: init and barrier at 1K to 8K ranks, most others at one size.",
 )
 @click.option(
-    "--scenario", "names", multiple=True, type=click.Choice(list(SCENARIOS)), help="Measure only this; repeatable."
+    "--scenario",
+    "names",
+    multiple=True,
+    type=click.Choice(list(SCENARIOS)),
+    help="Measure only this scenario; repeatable.",
 )
-@click.option("--server", "servers", multiple=True, type=click.Choice(SERVERS), help="Measure only this; repeatable.")
-@click.option("--sizes", callback=_sizes, metavar="N,N,…", help="Replace each scenario's sizes.")
+@click.option(
+    "--server", "servers", multiple=True, type=click.Choice(SERVERS), help="Measure only this server; repeatable."
+)
+@click.option("--sizes", callback=_sizes, metavar="N,N,…", help="Measure these sizes instead of each scenario's.")
 @click.option(
     "--rounds",
     type=click.IntRange(1, 100),
-    help="Rounds per point.  [default: init and barrier 5, others 3; with --quick 3, slow ones 1]",
+    help="Rounds per size.  [default: init and barrier 5, others 3; with --quick 3, slow scenarios 1]",
 )
 @click.option(
-    "--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS), help="Measure only this; repeatable."
+    "--transport",
+    "transports",
+    multiple=True,
+    type=click.Choice(TRANSPORTS),
+    help="Measure only this transport; repeatable.",
 )
 @click.option(
     "--seconds",
@@ -106,13 +119,20 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     f"[default: {FULL_SECONDS:.0f}, with --quick {QUICK_SECONDS:.0f}]",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-results"), show_default=True
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("bench-results"),
+    show_default=True,
+    help="Folder for the results.",
 )
 def scale(
     quick: bool, names: tuple[str, ...], servers: tuple[str, ...], sizes: tuple[int, ...], rounds: int | None,
     transports: tuple[Transport, ...], seconds: float | None, out: Path,
 ) -> None:  # fmt: skip
-    """Measure every server with thousands of ranks; write run.json, report.md and figures to --out."""
+    """Measure every server with thousands of ranks.
+
+    Writes run.json, report.md and figures to --out.
+    """
     raise_file_limit()
     file = _run_file(out)
     plan = Plan(

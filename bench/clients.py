@@ -105,14 +105,14 @@ def server(kind: str, core: int | None) -> Iterator[int]:
 
 
 def check_build(port: int) -> None:
-    """Ask one of our servers for its build. Raises BuildMismatch."""
+    """Compare the build of one of our servers with the clients'. Raises BuildMismatch."""
 
-    async def ask() -> str:
+    async def server_build() -> str:
         async with await tcpstore_async.AsyncTCPStore.connect("127.0.0.1", port, timeout=TIMEOUT) as store:
             identity = await store.server()
             return identity.build if identity else "PyTorch's"
 
-    theirs = asyncio.run(ask())
+    theirs = asyncio.run(server_build())
     if theirs != build():
         raise BuildMismatch(f"the clients are {build()} and the server on port {port} is {theirs}: nothing is measured")
 
@@ -271,7 +271,7 @@ def busy_master(count: int) -> None:
             for line in (ours, theirs)
         ]
         mine, other = (functools.partial(store.add, "n", 1) for store in stores)
-        report("add, the master being busy", pairs(timed(mine, BATCH), timed(other, BATCH), count))
+        report("add, busy main thread in the master", pairs(timed(mine, BATCH), timed(other, BATCH), count))
 
 
 def measure(kind: str, pin: bool, count: int) -> None:
@@ -287,7 +287,7 @@ def measure(kind: str, pin: bool, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", choices=["ours", "libuv"], default="ours", help="whose server (ours)")
+    parser.add_argument("--server", choices=["ours", "libuv"], default="ours", help="the server (ours)")
     parser.add_argument("--pin", action="store_true", help="client on core 0, server on core 1")
     parser.add_argument("--pairs", type=int, default=30, help="paired batches (30)")
     options = parser.parse_args()

@@ -1,13 +1,14 @@
-"""What a server counts against its budget, and what that takes: every way in which a peer can make it hold memory.
+"""Compare what a server counts against its budget with the memory that it takes, for each way to fill it.
 
     python bench/fill.py [--budget 256] [--backend uv] [--only queues ...]
 
-Each way has a server of its own. It is filled to three quarters of the budget, or by so many connections as --peers
-says; then a row shows what the server counts, by how much its resident memory has grown, and the ratio of both. Filling
-goes on to a quarter more than the budget: the last columns show the largest size that the server had, in parts of the
-budget, and how many connections it closed. Exit status 1 if a ratio, or the largest size, is over 1.5.
+Each way has a server of its own. It is filled to three quarters of the budget, or by --peers connections; a row shows
+what the server counts, the growth of its resident memory, and the ratio of the two. Filling continues to a quarter more
+than the budget; the last columns show the peak of resident memory as a fraction of the budget, and how many connections
+the server closed. Exit status 1 if a ratio or a peak exceeds 1.5.
 
-The compiled build is measured if it is on PYTHONPATH (`make compile` makes it); the first line says which one it was.
+The compiled build is measured if it is up to date; otherwise, and with BENCH_BUILD=interpreted, the checkout. The first
+line names the build.
 """
 
 from __future__ import annotations
@@ -26,11 +27,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tcpstore_async import Limits, serve
-from tcpstore_async.serving import build, tune_gc
+sys.path.append(str(Path(__file__).parent.parent))
+
+from bench import builds
+
+builds.use()
+
+from tcpstore_async import Limits, serve  # noqa: E402  (the path comes first)
+from tcpstore_async.serving import build, tune_gc  # noqa: E402
+from tcpstore_async.values import pack  # noqa: E402
 
 MIB = 1 << 20
-MOST = 1.5
+MAX_RATIO = 1.5
 LARGE = 8 * MIB
 HELLO = bytes.fromhex("00cef7853c")
 SET, GET, ADD, CHECK, WAIT = 1, 3, 4, 5, 6
@@ -38,16 +46,12 @@ APPEND, MULTI_SET, PING, PUSH, LIST_KEYS = 9, 11, 13, 14, 17
 WAIT_COUNT, INTRODUCE, LEASE = 66, 67, 68
 
 
-def blob(raw: bytes) -> bytes:
-    return struct.pack("<Q", len(raw)) + raw
-
-
 def frame(opcode: int, *fields: bytes) -> bytes:
-    return bytes([opcode]) + b"".join(map(blob, fields))
+    return bytes([opcode]) + b"".join(map(pack, fields))
 
 
 def keys(opcode: int, names: list[bytes]) -> bytes:
-    return bytes([opcode]) + struct.pack("<Q", len(names)) + b"".join(map(blob, names))
+    return bytes([opcode]) + struct.pack("<Q", len(names)) + b"".join(map(pack, names))
 
 
 def number(value: int) -> bytes:
@@ -55,13 +59,13 @@ def number(value: int) -> bytes:
 
 
 class Peers:
-    """The connections of one way of filling."""
+    """The connections that fill one server."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.all: list[socket.socket] = []
 
-    def new(self, hello: bytes = HELLO) -> socket.socket:
+    def connect(self, hello: bytes = HELLO) -> socket.socket:
         peer = socket.socket()
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(("127.0.0.1", self.port))
@@ -69,8 +73,8 @@ class Peers:
         self.all.append(peer)
         return peer
 
-    def pour(self, peer: socket.socket, data: bytes) -> None:
-        """Send as much as the server takes."""
+    def send_much(self, peer: socket.socket, data: bytes) -> None:
+        """Send as much as the server reads within half a second."""
         peer.setblocking(False)
         deadline = time.monotonic() + 0.5
         while data and time.monotonic() < deadline:
@@ -81,34 +85,34 @@ class Peers:
 
 
 Way = Callable[[Peers], Iterator[None]]
-"""Goes on filling, a little more each time."""
+"""Fills a server, a little more with each `next`."""
 
 
 def stored(make: Callable[[int], bytes], count: int = 2000) -> Way:
-    """A peer that goes on storing."""
+    """Fill with one peer that stores again and again."""
 
     def fill(peers: Peers) -> Iterator[None]:
         at = 0
-        peer = peers.new()
+        peer = peers.connect()
         while True:
             try:
                 peer.sendall(b"".join(make(at + i) for i in range(count)))
             except OSError:
-                peer = peers.new()
+                peer = peers.connect()
             at += count
             yield
 
     return fill
 
 
-def told(make: Callable[[int], bytes], hello: bytes = HELLO) -> Way:
-    """Peers of which each says one thing."""
+def sent_once(make: Callable[[int], bytes], hello: bytes = HELLO) -> Way:
+    """Fill with peers that send one request each."""
 
     def fill(peers: Peers) -> Iterator[None]:
         at = 0
         while True:
             with suppress(OSError):
-                peers.new(hello).sendall(make(at))
+                peers.connect(hello).sendall(make(at))
             at += 1
             if len(make(at)) > 10_000 or at % 20 == 0:
                 yield
@@ -117,95 +121,97 @@ def told(make: Callable[[int], bytes], hello: bytes = HELLO) -> Way:
 
 
 def unread(prepare: bytes, make: Callable[[int], bytes]) -> Way:
-    """Peers of which each asks, and does not read; another one changes what is there."""
+    """Fill with peers that send requests and do not read the replies."""
 
     def fill(peers: Peers) -> Iterator[None]:
-        first = peers.new()
+        first = peers.connect()
         first.sendall(prepare)
         at = 0
         while True:
             with suppress(OSError):
-                peers.pour(peers.new(), make(at))
+                peers.send_much(peers.connect(), make(at))
             at += 1
             yield
 
     return fill
 
 
-SAID = b"".join(blob(b"%02d" % i) + blob(b"\xff\xff") for i in range(90))
+INTRODUCTION = b"".join(pack(b"%02d" % i) + pack(b"\xff\xff") for i in range(90))
 
 WAYS: dict[str, Way] = {
-    "half a large value each": told(lambda i: frame(SET, b"k", bytes(LARGE))[:-1]),
-    "half a list of short keys each": told(lambda i: keys(CHECK, [b"key"] * 131_072)[:-1]),
-    "half a list of pairs each": told(
-        lambda i: bytes([MULTI_SET]) + number(131_072) + (blob(b"key") + blob(b"value")) * 100_000
+    "half a large value each": sent_once(lambda i: frame(SET, b"k", bytes(LARGE))[:-1]),
+    "half a list of short keys each": sent_once(lambda i: keys(CHECK, [b"key"] * 131_072)[:-1]),
+    "half a list of pairs each": sent_once(
+        lambda i: bytes([MULTI_SET]) + number(131_072) + (pack(b"key") + pack(b"value")) * 100_000
     ),
-    "one byte of a frame each": told(lambda i: b"\x01"),
+    "one byte of a frame each": sent_once(lambda i: b"\x01"),
     "large values": stored(lambda i: frame(SET, b"%d" % i, bytes(LARGE)), 1),
     "short keys and values": stored(lambda i: frame(SET, b"%d" % i, b"")),
     "long keys": stored(lambda i: frame(SET, b"%d" % i + bytes(1000), b"v"), 200),
-    "counters": stored(lambda i: bytes([ADD]) + blob(b"%d" % i) + number(10**15)),
-    "values that were appended to": stored(lambda i: frame(APPEND, b"%d" % (i // 2), b"v" * 50)),
+    "counters": stored(lambda i: bytes([ADD]) + pack(b"%d" % i) + number(10**15)),
+    "values grown by APPEND": stored(lambda i: frame(APPEND, b"%d" % (i // 2), b"v" * 50)),
     "queues of one item": stored(lambda i: frame(PUSH, b"%d" % i, b"")),
     "one queue": stored(lambda i: frame(PUSH, b"q", b"")),
-    "leased items": stored(lambda i: frame(PUSH, b"q", b"") + bytes([LEASE]) + blob(b"q") + number(i)),
+    "leased items": stored(lambda i: frame(PUSH, b"q", b"") + bytes([LEASE]) + pack(b"q") + number(i)),
     "waiting for many keys": stored(lambda i: keys(WAIT, [b"%d" % (1000 * i + j) for j in range(1000)]), 1),
-    "many waiting for one key": told(lambda i: keys(WAIT, [b"k"])),
-    "many waiting for a number": told(lambda i: bytes([WAIT_COUNT]) + blob(b"n") + number(10**6 + i)),
+    "many waiting for one key": sent_once(lambda i: keys(WAIT, [b"k"])),
+    "many waiting for a count": sent_once(lambda i: bytes([WAIT_COUNT]) + pack(b"n") + number(10**6 + i)),
     "short replies": unread(b"", lambda i: frame(PING)[:1] + b"1234" + (b"\x0d" + b"1234") * 1_500_000),
     "replies of a kilobyte": unread(
         b"", lambda i: b"".join(frame(SET, b"k", b"%1000d" % j) + frame(GET, b"k") for j in range(6000))
     ),
-    "old versions, set": unread(b"", lambda i: frame(SET, b"v", bytes(LARGE)) + frame(GET, b"v") * 2),
-    "old versions, appended to": unread(
+    "old versions, SET": unread(b"", lambda i: frame(SET, b"v", bytes(LARGE)) + frame(GET, b"v") * 2),
+    "old versions, APPEND": unread(
         frame(APPEND, b"v", bytes(LARGE)) * 2, lambda i: frame(APPEND, b"v", b"x") + frame(GET, b"v")
     ),
     "LIST_KEYS": unread(
         b"".join(frame(SET, b"%d" % i + bytes(1000), b"") for i in range(8000)), lambda i: bytes([LIST_KEYS]) * 2
     ),
-    "LIST_KEYS while keys come": unread(
+    "LIST_KEYS while keys are added": unread(
         b"".join(frame(SET, b"%d" % i + bytes(1000), b"") for i in range(8000)),
         lambda i: frame(SET, b"new%d" % i, b"") + bytes([LIST_KEYS]),
     ),
-    "introductions": told(lambda i: bytes([INTRODUCE]) + number(90) + SAID),
-    "connections": told(lambda i: b"\x0d1234"),
-    "connections without VALIDATE": told(lambda i: b"", b""),
+    "introductions": sent_once(lambda i: bytes([INTRODUCE]) + number(90) + INTRODUCTION),
+    "connections": sent_once(lambda i: b"\x0d1234"),
+    "connections without VALIDATE": sent_once(lambda i: b"", b""),
 }  # fmt: skip
 
 
 class Child:
-    """A server in a process of its own, which says what it counts."""
+    """A server in a child process, which reports what it counts."""
 
     def __init__(self, budget: int, backend: str) -> None:
         command = [sys.executable, __file__, "--serve", str(budget), "--backend", backend]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        self.port: int = self._line()["port"]
+        self.port: int = self._read()["port"]
 
-    def ask(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return self._line()
+        return self._read()
 
-    def _line(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return line
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
 
     def end(self) -> str:
+        """Stop the server and return its log."""
         return self.process.communicate()[1]
 
 
 async def server(budget: int, backend: str) -> None:
+    """The child's part: serve, and report for each line of standard input."""
     tune_gc()
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     async with serve(limits=Limits(budget_bytes=budget, validate_seconds=600), backend=backend) as served:
         engine = served.engine  # type: ignore[attr-defined]
 
-        def answer() -> None:
+        def report() -> None:
             if not sys.stdin.readline():
                 ended.set()
                 return
@@ -213,26 +219,27 @@ async def server(budget: int, backend: str) -> None:
             count = served.count
             print(json.dumps({"used": engine.budget.used(), "rss": resident, "count": count}), flush=True)
 
-        loop.add_reader(sys.stdin.fileno(), answer)
+        loop.add_reader(sys.stdin.fileno(), report)
         print(json.dumps({"port": served.port}), flush=True)
         await ended.wait()
 
 
 def settled(child: Child) -> dict[str, Any]:
-    """What it says once it says the same again."""
-    before = child.ask()
+    """Return the report once it no longer changes."""
+    before = child.report()
     while True:
         time.sleep(0.05)
-        now = child.ask()
+        now = child.report()
         if now["used"] == before["used"] and now["count"] == before["count"]:
             return now
         before = now
 
 
 def measure(name: str, budget: int, backend: str, most_peers: int) -> bool:
+    """Fill a server in one way, print its row, and return whether it keeps the limits."""
     child = Child(budget, backend)
     peers = Peers(child.port)
-    warm = peers.new()
+    warm = peers.connect()
     warm.sendall(b"\x0d1234")
     warm.recv(4)
     start = settled(child)
@@ -244,7 +251,7 @@ def measure(name: str, budget: int, backend: str, most_peers: int) -> bool:
     made = 0
     try:
         for _ in steps:
-            now = child.ask()
+            now = child.report()
             peak = max(peak, (now["rss"] - start["rss"]) / budget)
             made += 1
             if not full and (now["used"] > budget * 3 / 4 or len(peers.all) >= most_peers):
@@ -269,15 +276,15 @@ def measure(name: str, budget: int, backend: str, most_peers: int) -> bool:
     print(f"{name:32} {used / MIB:8.1f} {grown / MIB:8.1f} {ratio:6.2f} {peak:8.2f} {closed:7d}", flush=True)
     if "Traceback" in log:
         print(log)
-    return ratio <= MOST and peak <= MOST
+    return ratio <= MAX_RATIO and peak <= MAX_RATIO
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=int, default=256, help="in MiB")
-    parser.add_argument("--backend", default="uv")
-    parser.add_argument("--peers", type=int, default=8000)
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--budget", type=int, default=256, help="MiB that the server may use (256)")
+    parser.add_argument("--backend", default="uv", help="uv or threaded (uv)")
+    parser.add_argument("--peers", type=int, default=8000, help="connections at which a server counts as full (8000)")
+    parser.add_argument("--only", nargs="*", default=[], help="only ways whose name contains one of these words")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -287,8 +294,8 @@ def main() -> int:
 
         uvloop.run(server(given.serve, given.backend))
         return 0
-    print(f"{build()}, budget {given.budget} MiB, {given.backend}")
-    print(f"{'':32} {'counted':>8} {'took':>8} {'ratio':>6} {'largest':>8} {'closed':>7}")
+    print(f"{build()}, budget {given.budget} MiB, backend {given.backend}; MiB")
+    print(f"{'':32} {'counted':>8} {'grew':>8} {'ratio':>6} {'peak':>8} {'closed':>7}")
     chosen = [name for name in WAYS if not given.only or any(word in name for word in given.only)]
     fine = [measure(name, given.budget * MIB, given.backend, given.peers) for name in chosen]
     return 0 if all(fine) else 1

@@ -9,7 +9,7 @@ figure is CPU time: the median over the rounds, in each of which a new process f
 several runs, because other load only ever adds. The trees alternate. A ratio is the median of the rounds' ratios; in
 brackets is its interval of at least 99 % confidence.
 
-`shapes` decodes the fields of a request, `session` receives a request and encodes its reply, `client` encodes a request
+`codecs` decodes the fields of a request, `session` receives a request and encodes its reply, `client` encodes a request
 and decodes its reply, `calls` prepares a request from a user's arguments. `bench/clients.py` measures whole calls.
 """
 
@@ -82,7 +82,7 @@ def request(method: str) -> bytes:
     return ClientSession().request(BY_METHOD[method], REQUESTS[method])[0]
 
 
-def shape(method: str) -> Row:
+def codec(method: str) -> Row:
     decode = BY_METHOD[method].request.decode
     data = request(method)
     end = len(data)
@@ -148,7 +148,7 @@ def call() -> Row:
 
 
 ROWS: dict[str, Row] = {
-    **{f"shapes   {method}": shape(method) for method in REQUESTS},
+    **{f"codecs   {method}": codec(method) for method in REQUESTS},
     **{f"session  {method}": session(method) for method in REQUESTS},
     "session  multi_get, in pieces of 16 KiB": session("multi_get", 16 * 1024),
     **{f"client   {method}": client(method) for method in ("set", *REPLIES)},

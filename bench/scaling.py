@@ -1,4 +1,4 @@
-"""What a rank costs as the job grows: our server's sessions, driven in memory without sockets.
+"""Measure the cost of a rank as the job grows: our server's sessions, driven in memory without sockets.
 
     python bench/scaling.py [--ranks 1000 19000 98304 1000000] [--runs 3]
     python bench/scaling.py --ranks 1000 16000 --max-growth 6      exit status 1 if a row grows by more than that

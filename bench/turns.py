@@ -1,14 +1,15 @@
-"""The longest time for which one request holds the loop: every command of the table, with the worst that limits allow.
+"""Measure the longest time for which one request holds the event loop, for every command at its worst.
 
-Run it as `python -m bench.turns` (`PYTHONPATH=build/compiled` for the compiled build). It prints a line for each case:
-the longest turn, the limit, and whether it is kept; it ends with 1 if one is not.
+    python -m bench.turns [--runs 5] [COMMAND ...]
 
-A turn is what the server does before others have theirs: one `receive` of what one read brings, one step of a long
-command or of the work it left, or the flush of one bunch of woken peers. Each is timed by the processor time of this
-thread, so that a busy machine does not count, garbage collection included. The sessions are real and in memory: so many
-peers as are woken here cannot have sockets in one process, so a flush writes to /dev/null instead. What the kernel
-takes for a write (some 4 µs for each peer) comes on top: `uv.py` bounds it by the number of peers and of bytes in a
-turn.
+Each case prints the longest step in milliseconds, the limit, and whether it is kept. Exit status 1 if one is not. The
+compiled build is measured if it is up to date; otherwise, and with BENCH_BUILD=interpreted, the checkout.
+
+A step is what the server does before it serves others: one `receive` of what one read brings, one portion of a long
+command or of the work that it leaves, or the flush of one batch of woken sessions. It is timed by this thread's CPU
+time, garbage collection included, so that other load does not count. The sessions are real and in memory, because a
+process cannot have sockets for as many peers as are woken here; a flush writes to /dev/null instead. The kernel's part,
+about 4 µs for each peer, comes on top: `server/uv.py` bounds the peers and bytes of one step.
 """
 
 from __future__ import annotations
@@ -17,48 +18,52 @@ import argparse
 import gc
 import os
 import statistics
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tcpstore_async.errors import PeerError
-from tcpstore_async.limits import Limits
-from tcpstore_async.session.identity import build
-from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
+from bench import builds
 
-MANY = 131_072
-CROWD = 100_000
-STORE = 800_000
-LARGE = 256
-"""MiB of a value grown by APPEND."""
+builds.use()
 
-CUT, WHOLE = 5.0, 50.0
-"""Milliseconds: what can be cut into turns, and what must be atomic."""
+from tcpstore_async.errors import PeerError  # noqa: E402  (the path comes first)
+from tcpstore_async.limits import Limits  # noqa: E402
+from tcpstore_async.session.identity import build  # noqa: E402
+from tcpstore_async.session.server import Engine, ServerSession  # noqa: E402
+from tcpstore_async.values import pack  # noqa: E402
+from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC  # noqa: E402
 
-_READ, _READ_ON, _BUNCH = 16 * 1024, 128 * 1024, 512
+KEYS_PER_REQUEST = 131_072
+WAITERS = 100_000
+STORED_KEYS = 800_000
+APPENDED_MIB = 256
+"""Size of a value grown by APPEND."""
+SHORT, LONG, LONG_WITH_VALUE = 12, 2032, 1996
+"""Lengths of keys, in bytes: with long ones a request is as large as the limit allows."""
+
+STEPWISE_MS, ATOMIC_MS = 5.0, 50.0
+"""Limits for commands that can be done in steps and for those that must be atomic."""
+
+# As in server/uv.py.
+_READ, _READ_IN_FRAME, _FLUSHES = 16 * 1024, 128 * 1024, 512
 
 Case = Callable[["Loop"], None]
+"""Prepares a server and sends the request that is measured."""
 
 
 def frame(method: str, *fields: Any) -> bytes:
-    """The bytes of a command; values are plain."""
+    """Return the bytes of a command; values are framed."""
     command = BY_METHOD[method]
     return command.prefix + command.request.encode(fields)
 
 
-def blob(raw: bytes) -> bytes:
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def names(count: int, length: int = 12) -> list[bytes]:
+def names(count: int, length: int = SHORT) -> list[bytes]:
     return [b"/%0*d" % (length - 1, number) for number in range(count)]
 
 
 class Loop:
-    """A server's turns, without its sockets."""
+    """A server's event loop without sockets; `longest` is its longest step so far, in seconds."""
 
     def __init__(self) -> None:
         self.engine = Engine(Limits())
@@ -66,29 +71,33 @@ class Loop:
         self.engine.announce(0)
         self.longest = 0.0
         self.sink = os.open(os.devnull, os.O_WRONLY)
-        self.peer = self.greet()
-        self.other = self.greet()
+        self.peer = self.connect()
+        self.other = self.connect()
 
-    def greet(self) -> ServerSession:
+    def connect(self) -> ServerSession:
         session = ServerSession(self.engine, self, "::1", 1, 0.0)
         session.receive(frame("validate", MAGIC))
         return session
 
-    def timed(self, what: Callable[..., object], *arguments: object) -> None:
+    def step(self, do: Callable[..., object], *arguments: object) -> None:
+        """Do something and time it."""
         began = time.thread_time()
-        what(*arguments)
-        self.longest = max(self.longest, time.thread_time() - began)
+        try:
+            do(*arguments)
+        finally:
+            self.longest = max(self.longest, time.thread_time() - began)
 
-    def say(self, data: bytes, session: ServerSession | None = None) -> None:
-        """Have a peer send this, and do all that follows from it."""
+    def send(self, data: bytes, session: ServerSession | None = None) -> None:
+        """Receive this from a peer and do everything that follows from it."""
+        gc.freeze()  # preparation is old by now, or none of the server's
         session = session or self.peer
         at = 0
         try:
             while at < len(data):
-                size = _READ if session.partial is None and session.input_buffer is None else _READ_ON
+                size = _READ if session.partial is None and session.input_buffer is None else _READ_IN_FRAME
                 bulk = session.large_value()
                 if bulk is None:
-                    self.timed(session.receive, data[at : at + size])
+                    self.step(session.receive, data[at : at + size])
                     at += size
                 else:
                     with bulk.free_space() as room:
@@ -96,27 +105,27 @@ class Loop:
                         room[:count] = data[at : at + count]
                     bulk.fill(count)
                     at += count
-                    self.timed(session.receive, b"")
+                    self.step(session.receive, b"")
                 self.flush([session])
-                self.go_on(session)
+                self.finish(session)
         except PeerError:
-            self.leave(session)
+            self.disconnect(session)
 
-    def go_on(self, session: ServerSession) -> None:
+    def finish(self, session: ServerSession) -> None:
         while session.stalled() or self.engine.keyspace.work or self.engine.pending_flush:
             if session.stalled():
-                self.timed(session.receive, b"")
+                self.step(session.receive, b"")
             if self.engine.keyspace.work:
-                self.timed(self.engine.keyspace.step)
+                self.step(self.engine.keyspace.step)
             self.flush([session])
             pending_flush = self.engine.pending_flush
             while pending_flush:
-                bunch = pending_flush[-_BUNCH:]
-                del pending_flush[-_BUNCH:]
-                self.flush(bunch)
+                batch = pending_flush[-_FLUSHES:]
+                del pending_flush[-_FLUSHES:]
+                self.flush(batch)
 
     def flush(self, sessions: Sequence[ServerSession]) -> None:
-        self.timed(self._flush, sessions)
+        self.step(self._flush, sessions)
 
     def _flush(self, sessions: Sequence[ServerSession]) -> None:
         for session in sessions:
@@ -127,35 +136,31 @@ class Loop:
                     session.unsent -= len(piece)
                 session.out.clear()
 
-    def leave(self, session: ServerSession) -> None:
-        self.timed(session.leave)
-        self.go_on(self.other)
+    def disconnect(self, session: ServerSession) -> None:
+        self.step(session.leave)
+        self.finish(self.other)
 
-    # What cases begin with, untimed
+    # Preparation, which is not timed
 
     def prepare(self, data: bytes, session: ServerSession | None = None) -> None:
         longest = self.longest
-        self.say(data, session)
+        self.send(data, session)
         self.longest = longest
 
-    def grow(self, key: bytes, mebibytes: int = LARGE) -> None:
-        """A value that was appended to."""
+    def grow(self, key: bytes, mebibytes: int = APPENDED_MIB) -> None:
+        """Store a value by appending."""
         for _ in range(mebibytes // 8):
-            self.prepare(frame("append", key, blob(bytes(8 << 20))))
+            self.prepare(frame("append", key, pack(bytes(8 << 20))))
 
     def fill(self, keys: list[bytes], value: bytes = b"v") -> None:
-        self.engine.keyspace.multi_set([(key, blob(value)) for key in keys])
+        self.engine.keyspace.multi_set([(key, pack(value)) for key in keys])
 
-    def crowd(self, *requests: bytes) -> list[ServerSession]:
-        """Many who wait."""
-        sessions = []
-        for number in range(CROWD):
-            session = self.greet()
-            session.receive(requests[number % len(requests)])
-            sessions.append(session)
+    def park(self, *requests: bytes) -> None:
+        """Park sessions; each sends one of the requests in turn."""
+        for number in range(WAITERS):
+            self.connect().receive(requests[number % len(requests)])
         gc.collect()
         gc.freeze()
-        return sessions
 
     def close(self) -> None:
         os.close(self.sink)
@@ -163,17 +168,17 @@ class Loop:
 
 def woken_by(request: bytes, *waits: bytes) -> Case:
     def case(loop: Loop) -> None:
-        loop.crowd(*waits)
-        loop.say(request)
+        loop.park(*waits)
+        loop.send(request)
 
     return case
 
 
-def saying(request: bytes, *before: bytes) -> Case:
+def sending(request: bytes, *before: bytes) -> Case:
     def case(loop: Loop) -> None:
         for one in before:
             loop.prepare(one)
-        loop.say(request)
+        loop.send(request)
 
     return case
 
@@ -182,113 +187,119 @@ def on_large(*requests: bytes) -> Case:
     def case(loop: Loop) -> None:
         loop.grow(b"/big")
         for request in requests:
-            loop.say(request)
+            loop.send(request)
 
     return case
 
 
-def listed(method: str, length: int, there: bool) -> Case:
+def listing(method: str, length: int, exists: bool) -> Case:
     def case(loop: Loop) -> None:
-        keys = names(MANY, length)
-        if there:
+        keys = names(KEYS_PER_REQUEST, length)
+        if exists:
             loop.fill([bytes(bytearray(key)) for key in keys])
-        loop.say(frame(method, keys))
+        loop.send(frame(method, keys))
 
     return case
 
 
 def scattered(method: str, *, keys: bool = True) -> Case:
     def case(loop: Loop) -> None:
-        there = names(STORE)
-        loop.fill(there)
+        stored = names(STORED_KEYS)
+        loop.fill(stored)
         if not keys:
-            loop.say(frame(method))
+            loop.send(frame(method))
             return
-        loop.say(frame(method, [bytes(bytearray(there[number * 7919 % STORE])) for number in range(MANY)]))
+        loop.send(
+            frame(method, [bytes(bytearray(stored[number * 7919 % STORED_KEYS])) for number in range(KEYS_PER_REQUEST)])
+        )
 
     return case
 
 
-def set_many(length: int, there: bool) -> Case:
+def set_many(length: int, exists: bool) -> Case:
     def case(loop: Loop) -> None:
-        keys = names(MANY, length)
-        if there:
+        keys = names(KEYS_PER_REQUEST, length)
+        if exists:
             loop.fill([bytes(bytearray(key)) for key in keys])
-        loop.say(frame("multi_set", [(key, blob(b"")) for key in keys]))
+        loop.send(frame("multi_set", [(key, pack(b"")) for key in keys]))
 
     return case
 
 
-def parked(request: bytes, length: int = 12) -> Case:
-    """A peer that waits for many keys, or has waited, says something else."""
+def parked(request: bytes, length: int = SHORT) -> Case:
+    """Send a request from a session that waits for many keys; without one, disconnect it."""
 
     def case(loop: Loop) -> None:
-        loop.prepare(frame("wait", names(MANY, length)))
+        loop.prepare(frame("wait", names(KEYS_PER_REQUEST, length)))
         if request:
-            loop.say(request)
+            loop.send(request)
         else:
-            loop.leave(loop.peer)
+            loop.disconnect(loop.peer)
 
     return case
 
 
-def left_over(request: bytes) -> Case:
+def after_wait(request: bytes) -> Case:
+    """Send a request from a session whose wait for many keys was replaced and is over."""
+
     def case(loop: Loop) -> None:
-        loop.prepare(frame("wait", names(MANY)) + frame("wait", [b"/x"]))
-        loop.say(frame("set", b"/x", blob(b"")), loop.other)
-        loop.say(request)
+        loop.prepare(frame("wait", names(KEYS_PER_REQUEST)) + frame("wait", [b"/x"]))
+        loop.send(frame("set", b"/x", pack(b"")), loop.other)
+        loop.send(request)
 
     return case
 
 
 def list_keys(loop: Loop) -> None:
-    loop.fill(names(STORE))
+    loop.fill(names(STORED_KEYS))
     gc.collect()
     gc.freeze()
-    loop.say(frame("list_keys"))
+    loop.send(frame("list_keys"))
 
 
-def died_in_line(loop: Loop) -> None:
-    """Those before it in the line of a queue have all gone or wait for something else, too."""
-    loop.crowd(frame("wait", [b"/q", b"/other"]))
-    loop.say(frame("queue_push", b"/q", blob(b"")))
+def passed_over(loop: Loop) -> None:
+    """Push an item for which everyone waits, but nobody can take it: each waits for another key, too."""
+    loop.park(frame("wait", [b"/q", b"/other"]))
+    loop.send(frame("queue_push", b"/q", pack(b"")))
 
 
-def targets(loop: Loop) -> None:
-    for number in range(CROWD):
-        loop.greet().receive(frame("wait_count", b"/n", number + 1))
-    loop.say(frame("add", b"/n", CROWD))
+def different_targets(loop: Loop) -> None:
+    for number in range(WAITERS):
+        loop.connect().receive(frame("wait_count", b"/n", number + 1))
+    loop.send(frame("add", b"/n", WAITERS))
 
 
 def leased(request: bytes) -> Case:
+    """Send a request from a session with many leases; without one, disconnect it."""
+
     def case(loop: Loop) -> None:
-        for number in range(MANY):
-            loop.peer.receive(frame("queue_push", b"/q", blob(b"")) + frame("lease", b"/q", number))
+        for number in range(KEYS_PER_REQUEST):
+            loop.peer.receive(frame("queue_push", b"/q", pack(b"")) + frame("lease", b"/q", number))
             loop.peer.out.clear()
             loop.peer.unsent = 0
         if request:
-            loop.say(request)
+            loop.send(request)
         else:
-            loop.leave(loop.peer)
+            loop.disconnect(loop.peer)
 
     return case
 
 
-def joined(loop: Loop) -> None:
-    for number in range(CROWD):
-        loop.greet().receive(frame("join", b"init/", blob(b"%d" % number)))
-    loop.say(frame("delete_key", b"init/"))
+def delete_joined(loop: Loop) -> None:
+    for number in range(WAITERS):
+        loop.connect().receive(frame("join", b"init/", pack(b"%d" % number)))
+    loop.send(frame("delete_key", b"init/"))
 
 
 WAIT, FETCH, COUNT = frame("wait", [b"/k"]), frame("fetch", b"/k"), frame("wait_count", b"/k", 1)
 LATER = frame("lease_later", b"/k", 1)
-V = blob(b"7")
-SPACES = frame("set", b"/s", blob(b" " * (8 << 20)))
-ZEROS = [frame("set", b"/s", blob(b"0" * (8 << 20))), frame("append", b"/s", blob(b"0"))]
-EIGHT = blob(bytes(8 << 20))
+V = pack(b"7")
+SPACES = frame("set", b"/s", pack(b" " * (8 << 20)))
+ZEROS = [frame("set", b"/s", pack(b"0" * (8 << 20))), frame("append", b"/s", pack(b"0"))]
+EIGHT = pack(bytes(8 << 20))
 
 CASES: dict[str, dict[str, Case]] = {
-    "VALIDATE": {"": saying(b"")},
+    "VALIDATE": {"": sending(b"")},
     "SET": {
         "wakes 100,000 WAITs": woken_by(frame("set", b"/k", V), WAIT),
         "wakes 100,000 FETCHes": woken_by(frame("set", b"/k", V), FETCH),
@@ -296,88 +307,89 @@ CASES: dict[str, dict[str, Case]] = {
         "over 256 MiB": on_large(frame("set", b"/big", V)),
     },
     "COMPARE_SET": {
-        "wakes 100,000": woken_by(frame("compare_set", b"/k", blob(b""), V), WAIT),
+        "wakes 100,000": woken_by(frame("compare_set", b"/k", pack(b""), V), WAIT),
         "of 256 MiB": on_large(frame("compare_set", b"/big", EIGHT, V)),
     },
     "GET": {"of 256 MiB, APPENDs between": on_large(*[frame("get", b"/big"), frame("append", b"/big", V)] * 3)},
     "ADD": {
         "wakes 100,000": woken_by(frame("add", b"/k", 1), WAIT),
         "reaches 100,000 WAIT_COUNTs": woken_by(frame("add", b"/k", 1), COUNT),
-        "reaches 100,000 numbers": targets,
-        "to 8 MiB of white space": saying(frame("add", b"/s", 1), SPACES),
+        "reaches 100,000 numbers": different_targets,
+        "to 8 MiB of white space": sending(frame("add", b"/s", 1), SPACES),
     },
     "CHECK": {
-        "131,072 keys": listed("check", 12, True),
-        "131,072 longest keys": listed("check", 2032, True),
+        "131,072 keys": listing("check", SHORT, True),
+        "131,072 longest keys": listing("check", LONG, True),
         "among 800,000": scattered("check"),
     },
     "WAIT": {
-        "131,072 keys": listed("wait", 12, False),
-        "131,072 longest keys": listed("wait", 2032, False),
-        "there already": listed("wait", 12, True),
-        "a death with 131,072": parked(b""),
-        "a death with 131,072 longest": parked(b"", 2032),
-        "is over, 131,072 left over": left_over(frame("ping", 1)),
+        "131,072 keys": listing("wait", SHORT, False),
+        "131,072 longest keys": listing("wait", LONG, False),
+        "keys that exist": listing("wait", SHORT, True),
+        "disconnection with 131,072": parked(b""),
+        "disconnection with 131,072 longest": parked(b"", LONG),
+        "131,072 replaced, then PING": after_wait(frame("ping", 1)),
     },
     "GETNUMKEYS": {"of 800,000": scattered("num_keys", keys=False)},
     "DELETE_KEY": {"256 MiB": on_large(frame("delete_key", b"/big"))},
     "APPEND": {
         "wakes 100,000": woken_by(frame("append", b"/k", V), WAIT),
-        "862 to 8 MiB of zeros, awaited": saying(frame("append", b"/s", blob(b"0")) * 862, *ZEROS),
+        "862 to 8 MiB of zeros, with waiters": sending(frame("append", b"/s", pack(b"0")) * 862, *ZEROS),
         "to 256 MiB": on_large(frame("append", b"/big", EIGHT)),
     },
     "MULTI_GET": {
-        "131,072 keys": listed("multi_get", 12, True),
-        "131,072 longest keys": listed("multi_get", 2032, True),
-        "none of them there": listed("multi_get", 12, False),
+        "131,072 keys": listing("multi_get", SHORT, True),
+        "131,072 longest keys": listing("multi_get", LONG, True),
+        "131,072 missing keys": listing("multi_get", SHORT, False),
         "among 800,000": scattered("multi_get"),
         "of 256 MiB": on_large(frame("multi_get", [b"/big"])),
     },
     "MULTI_SET": {
-        "131,072 new keys": set_many(12, False),
-        "131,072 keys": set_many(12, True),
-        "131,072 new longest keys": set_many(1996, False),
-        "131,072 longest keys": set_many(1996, True),
+        "131,072 new keys": set_many(SHORT, False),
+        "131,072 keys that exist": set_many(SHORT, True),
+        "131,072 new longest keys": set_many(LONG_WITH_VALUE, False),
+        "131,072 longest keys that exist": set_many(LONG_WITH_VALUE, True),
         "wakes 100,000": woken_by(frame("multi_set", [(b"/k", V)]), WAIT),
     },
     "CANCEL_WAIT": {"of 131,072": parked(frame("cancel_wait"))},
-    "PING": {"862": saying(frame("ping", 1) * 862)},
+    "PING": {"862": sending(frame("ping", 1) * 862)},
     "QUEUE_PUSH": {
         "wakes one of 100,000": woken_by(frame("queue_push", b"/k", V), WAIT),
-        "passes over 100,000": died_in_line,
+        "passes over 100,000": passed_over,
         "wakes 100,000 FETCHes": woken_by(frame("queue_push", b"/k", V), FETCH),
     },
-    "QUEUE_POP": {"8 MiB": saying(frame("queue_pop", b"/q"), frame("queue_push", b"/q", EIGHT))},
-    "QUEUE_LEN": {"": saying(frame("queue_len", b"/q"))},
+    "QUEUE_POP": {"8 MiB": sending(frame("queue_pop", b"/q"), frame("queue_push", b"/q", EIGHT))},
+    "QUEUE_LEN": {"": sending(frame("queue_len", b"/q"))},
     "LIST_KEYS": {"800,000": list_keys},
-    "BARRIER": {"of 100,000": woken_by(frame("barrier", b"/k", CROWD + 1), frame("barrier", b"/k", CROWD + 1))},
+    "BARRIER": {"of 100,000": woken_by(frame("barrier", b"/k", WAITERS + 1), frame("barrier", b"/k", WAITERS + 1))},
     "FETCH": {
         "of 256 MiB": on_large(frame("fetch", b"/big")),
-        "after a WAIT for 131,072": left_over(frame("fetch", b"/y")),
+        "after a WAIT for 131,072": after_wait(frame("fetch", b"/y")),
     },
     "CANCEL_FETCH": {"after a WAIT for 131,072": parked(frame("cancel_fetch"))},
     "WAIT_COUNT": {
-        "862 of 8 MiB of zeros": saying(frame("wait_count", b"/s", 0) * 862, *ZEROS),
-        "after a WAIT for 131,072": left_over(frame("wait_count", b"/y", 1)),
+        "862 of 8 MiB of zeros": sending(frame("wait_count", b"/s", 0) * 862, *ZEROS),
+        "after a WAIT for 131,072": after_wait(frame("wait_count", b"/y", 1)),
     },
-    "INTRODUCE": {"131,072 names": saying(frame("introduce", [(b"", blob(b""))] * MANY))},
-    "LEASE": {"131,072, then a death": leased(b"")},
+    "INTRODUCE": {"131,072 names": sending(frame("introduce", [(b"", pack(b""))] * KEYS_PER_REQUEST))},
+    "LEASE": {"131,072, then disconnection": leased(b"")},
     "LEASE_LATER": {
-        "after a WAIT for 131,072": left_over(frame("lease_later", b"/y", 1)),
+        "after a WAIT for 131,072": after_wait(frame("lease_later", b"/y", 1)),
         "100,000, and a value": woken_by(frame("set", b"/k", V), LATER),
     },
     "CONFIRM": {"one of 131,072": leased(frame("confirm", 1))},
     "RETURN": {"one of 131,072": leased(frame("give_back", 1))},
-    "JOIN": {"100,000, and their counter goes": joined},
-    "LEAVE": {"": saying(frame("join", b"init/", blob(b"t")) + frame("depart"))},
+    "JOIN": {"100,000, and their counter is deleted": delete_joined},
+    "LEAVE": {"": sending(frame("join", b"init/", pack(b"t")) + frame("depart"))},
 }
-"""By command: the worst that one request, or the end of a connection after it, can do."""
+"""By command: the worst that one request, or a disconnection after it, can do."""
 
 ATOMIC = ("MULTI_SET", "LIST_KEYS", "QUEUE_PUSH", "LEASE")
+"""Everyone must see all of it or nothing, or all waiters at once: who takes an item depends on those before."""
 
 
 def longest(case: Case) -> float:
-    """Milliseconds of the longest turn."""
+    """Return the longest step in milliseconds."""
     loop = Loop()
     gc.collect()
     gc.freeze()
@@ -390,25 +402,29 @@ def longest(case: Case) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.turns", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=5, help="the median of so many counts (default: 5)")
-    parser.add_argument("commands", nargs="*", metavar="COMMAND", help="names of commands (default: all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.turns", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=5, help="print the median of this many runs (default: 5)")
+    parser.add_argument("commands", nargs="*", metavar="COMMAND", help="measure only this command; repeatable")
     options = parser.parse_args()
-    without = {command.name for command in COMMANDS} ^ CASES.keys()
-    if without:
-        print(f"commands without a worst case, or cases without a command: {', '.join(sorted(without))}")
+    different = {command.name for command in COMMANDS} ^ CASES.keys()
+    if different:
+        print(f"commands without a case, or cases without a command: {', '.join(sorted(different))}")
         return 1
-    gc.set_threshold(10_000, 500, 100)  # as a server has it
-    print(f"{build()} build, longest turn in ms, median of {options.runs}")
+    gc.set_threshold(10_000, 500, 100)  # as in a server
+    print(f"{build()} build, longest step in ms, median of {options.runs}")
     over = 0
     for name, cases in CASES.items():
         if options.commands and name not in options.commands:
             continue
-        limit = WHOLE if name in ATOMIC else CUT
-        for what, case in cases.items():
+        limit = ATOMIC_MS if name in ATOMIC else STEPWISE_MS
+        for situation, case in cases.items():
             took = statistics.median(longest(case) for _ in range(options.runs))
             over += took > limit
-            print(f"{name:<13} {what:<36} {took:8.2f} {limit:4.0f} {'ok' if took <= limit else 'OVER'}", flush=True)
+            print(
+                f"{name:<13} {situation:<36} {took:8.2f} {limit:4.0f} {'ok' if took <= limit else 'OVER'}", flush=True
+            )
     return 1 if over else 0
 
 

@@ -1,7 +1,7 @@
 """What the ranks of each scenario do, and what of it is timed.
 
 Must not know rounds, time budgets or files.
-Invariant: each measurement has a new server; preparation is not in its times; a failure is a LoadError of one line, and
+Invariant: each measurement has a new server; its times exclude preparation; a failure is a LoadError of one line, and
 nothing waits longer than the limit.
 """
 
@@ -92,7 +92,7 @@ class Connection:
     def __exit__(self, *exception: object) -> None:
         self._socket.close()
 
-    def ask(self, request: bytes, reply: int) -> bytes:
+    def call(self, request: bytes, reply: int) -> bytes:
         """Send a request; return its reply, of `reply` bytes."""
         answer = b""
         try:
@@ -117,9 +117,9 @@ def wait_for_ranks(rank0: Connection, ranks: int, limit: float) -> float:
     deadline = time.monotonic() + limit
     wait, get = encode_request("wait", [b"init/"]), encode_request("get", b"init/")
     while time.monotonic() < deadline:
-        rank0.ask(wait, 1)
-        size = int.from_bytes(rank0.ask(get, 8), "little")
-        if int(rank0.ask(b"", size)) >= ranks:
+        rank0.call(wait, 1)
+        size = int.from_bytes(rank0.call(get, 8), "little")
+        if int(rank0.call(b"", size)) >= ranks:
             return time.perf_counter()
         time.sleep(POLL_SECONDS)
     raise late(limit, "rank 0 has not seen all others")
@@ -154,7 +154,7 @@ class TestBed:
         cpu, began = self.server.cpu(), time.perf_counter()
         with self.connect(name="rank 0's connection", source=source) as rank0:
             for step in join():
-                rank0.ask(step.request, step.reply)
+                rank0.call(step.request, step.reply)
             self.load.send(ClosedLoop(join(), self.limit, window=window))
             ended = wait_for_ranks(rank0, ranks, self.limit)
             took = self.load.collect()
@@ -246,17 +246,17 @@ def barrier_opcode(point: Point) -> list[Measured]:
 def knows_barrier(port: int, limit: float) -> bool:
     """Try a barrier of one rank: older PyTorch servers close the connection. Raises Unreachable if nobody answers."""
     with Connection(port, limit) as one:
-        _ask_all(one, hello())
+        _call_all(one, hello())
         try:
-            _ask_all(one, one_message_barrier(b"/probe", 1))
+            _call_all(one, one_message_barrier(b"/probe", 1))
         except Unreachable:
             return False
     return True
 
 
-def _ask_all(connection: Connection, steps: Iterable[Act]) -> None:
+def _call_all(connection: Connection, steps: Iterable[Act]) -> None:
     for step in steps:
-        connection.ask(step.request, step.reply)
+        connection.call(step.request, step.reply)
 
 
 def join_under_load(point: Point) -> list[Measured]:
@@ -279,11 +279,11 @@ def steady(point: Point) -> list[Measured]:
 def fanout(point: Point) -> list[Measured]:
     waiting = act(encode_request("add", b"/waiting", 1) + encode_request("wait", [b"/late"]), 9)
     with point.connected() as bed, bed.connect() as setter:
-        setter.ask(hello()[0].request, hello()[0].reply)
+        setter.call(hello()[0].request, hello()[0].reply)
         bed.load.send(ClosedLoop([waiting], point.limit))
         _until_all_wait(setter, point)
         cpu, before, began = bed.server.cpu(), bed.load.clocks(), time.perf_counter()
-        setter.ask(encode_request("set", b"/late", pack(b"1")), 0)
+        setter.call(encode_request("set", b"/late", pack(b"1")), 0)
         took = bed.load.collect()
         wall = took.ended - began
         clocks = list(zip(before, took.clocks, strict=True))
@@ -294,7 +294,7 @@ def fanout(point: Point) -> list[Measured]:
 
 def _until_all_wait(setter: Connection, point: Point) -> None:
     deadline = time.monotonic() + point.limit
-    while int.from_bytes(setter.ask(encode_request("add", b"/waiting", 0), 8), "little") < point.size:
+    while int.from_bytes(setter.call(encode_request("add", b"/waiting", 0), 8), "little") < point.size:
         if time.monotonic() > deadline:
             raise late(point.limit, "some ranks do not wait yet")
         time.sleep(0.01)

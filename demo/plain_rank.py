@@ -1,7 +1,8 @@
-"""One of the demo's plain Python processes: no PyTorch, only a store through which the ranks find each other.
+"""A plain Python process of the demo: the ranks find each other through a store, without PyTorch.
 
-python plain_rank.py PORT RANK WORLD_SIZE; rank 0 hosts the server and, given port 0, prints which one it got. Prints
-one line of JSON.
+    python plain_rank.py PORT RANK WORLD_SIZE
+
+Rank 0 hosts the server and first prints its port. Each rank prints its report. Both are lines of JSON.
 """
 
 import json
@@ -37,7 +38,7 @@ def main(port: int, rank: int, world_size: int) -> None:
 
 
 def reach(address: str) -> None:
-    """Show that somebody is at home there."""
+    """Connect to another rank's address."""
     host, port = address.split(":")
     socket.create_connection((host, int(port)), timeout=60.0).close()
 

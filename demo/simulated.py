@@ -1,4 +1,4 @@
-"""Simulated ranks: connections that say what PyTorch's client says, in the package's own encoding."""
+"""Simulated ranks: connections that send what PyTorch's client sends, encoded by the package."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ _BY_NAME = {command.name: command for command in COMMANDS}
 
 
 class Failed(Exception):
-    """A step of the demo failed; the text says which and how."""
+    """A step of the demo failed; the message says which and why."""
 
 
 class Rank:
@@ -24,8 +24,8 @@ class Rank:
         self._writer = writer
         self._received = b""
 
-    async def ask(self, name: str, *fields: Any) -> Any:
-        """Send one command and return the decoded reply; None at once where there is none."""
+    async def call(self, name: str, *fields: Any) -> Any:
+        """Send a command and return its decoded reply; return None at once if the command has no reply."""
         command = _BY_NAME[name]
         self._writer.write(bytes([command.opcode]) + command.request.encode(fields))
         while True:
@@ -39,20 +39,20 @@ class Rank:
                 raise Failed(f"the server closed the connection of simulated rank {self.number}") from None
 
     async def join(self) -> int:
-        """Introduce itself as PyTorch's client does; which of all ranks it is, in order of arrival."""
-        await self.ask("VALIDATE", MAGIC)
+        """Join as PyTorch's client does; return the number of ranks that have joined so far."""
+        await self.call("VALIDATE", MAGIC)
         nonce = os.getpid()
-        if await self.ask("PING", nonce) != nonce:
-            raise Failed(f"simulated rank {self.number} got a wrong answer to its PING")
-        arrival: int = await self.ask("ADD", b"init/", 1)
+        if await self.call("PING", nonce) != nonce:
+            raise Failed(f"simulated rank {self.number} received a wrong reply to PING")
+        arrival: int = await self.call("ADD", b"init/", 1)
         return arrival
 
     async def pass_barrier(self, key: bytes, world: int) -> int:
-        """PyTorch's store_based_barrier: the last to arrive lets all go; which one it was, in order of arrival."""
-        arrival: int = await self.ask("ADD", key, 1)
+        """Pass PyTorch's store_based_barrier, which the last rank opens; return the place in order of arrival."""
+        arrival: int = await self.call("ADD", key, 1)
         if arrival == world:
-            await self.ask("SET", key + b":last_worker", pack(b"1"))
-        await self.ask("WAIT", [key + b":last_worker"])
+            await self.call("SET", key + b":last_worker", pack(b"1"))
+        await self.call("WAIT", [key + b":last_worker"])
         return arrival
 
     def leave(self) -> None:

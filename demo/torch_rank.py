@@ -1,6 +1,8 @@
-"""One PyTorch process of the demo. Everything in it is stock PyTorch; it does not know what server it talks to.
+"""A PyTorch process of the demo: unmodified PyTorch, whatever server it connects to.
 
-python torch_rank.py PORT RANK WORLD_SIZE; prints one line of JSON.
+    python torch_rank.py PORT RANK WORLD_SIZE
+
+Prints its report as a line of JSON.
 """
 
 import json

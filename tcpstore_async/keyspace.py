@@ -12,18 +12,19 @@ Registrations are counted exactly as by PyTorch's libuv server, except for its q
 
 from collections import deque
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from .errors import LimitError, ProtocolError
 from .incremental import (
+    FreeDict,
     FreeItems,
-    FreeTokens,
     FreeValue,
     MarkStale,
     ParkOnKeys,
     PostponedWaitCount,
     ReadKeys,
     ReplyInPieces,
+    SetItems,
     UnparkDeparted,
     UnparkFirst,
     Value,
@@ -242,7 +243,7 @@ class Keyspace(WaiterRegistry):
             joins = self.joins.pop(key)
             self.size -= joins.size
             if len(joins.connections) > self.portion:
-                self.defer(FreeTokens(joins.connections))
+                self.defer(FreeDict(joins.connections))
         self.changes += 1
         if isinstance(old, Growing):
             self._drop(old)
@@ -282,11 +283,25 @@ class Keyspace(WaiterRegistry):
 
     def multi_set(self, items: list[tuple[bytes, Framed]]) -> None:
         """Set every pair in order, or none if the store would grow too large."""
+        if len(items) > self.portion:
+            self.incremental = SetItems(self, items)
+        else:
+            self.set_items(items, self.max_growth(items))
+
+    def max_growth(self, items: list[tuple[bytes, Framed]]) -> int:
+        """Return by how much these pairs enlarge the store if all keys are new.
+
+        Raises ProtocolError for a reserved key.
+        """
         growth = 0
         for key, value in items:
             if key in self.reserved:
                 self._growth(key, None, 0)
             growth += len(key) + ENTRY_BYTES + len(value)
+        return growth
+
+    def set_items(self, items: list[tuple[bytes, Framed]], growth: int) -> None:
+        """Set every pair in order; `growth` is their `max_growth`. Raises LimitError if there is no room."""
         values = self.values
         if self.size + growth > self.max_size:  # as if all keys were new: only then count exactly
             growth = 0
@@ -311,6 +326,10 @@ class Keyspace(WaiterRegistry):
             if key in self.waiters:
                 self._wake_all(key)
         self.size += grown
+        self.free_later(items)
+
+    def free_later(self, items: list[Any]) -> None:
+        """Free a list in steps if it is long."""
         if len(items) > self.portion:
             self.defer(FreeItems(items))
 
@@ -453,6 +472,8 @@ class Keyspace(WaiterRegistry):
                 self.size += len(key) + QUEUE_BYTES
             queue.appendleft(item)
             self.size -= PARKED_BYTES + len(key)
+        if not self.waiters:
+            return
         for key, _ in leased:
             if key in self.waiters:
                 self._wake_next(key, handed_on=True)
@@ -651,6 +672,10 @@ class Keyspace(WaiterRegistry):
         if waiter.handoff is not None:
             self.end_handoff(waiter, waiter.handoff)
         if waiter.leases is not None:
-            leased = list(waiter.leases.values())
+            leases = waiter.leases
             waiter.leases = None
+            leased = list(leases.values())
             self._restore(leased)
+            if len(leases) > self.portion:
+                self.defer(FreeItems(leased))
+                self.defer(FreeDict(leases))

@@ -1,8 +1,8 @@
-"""Lets a CUDA build of PyTorch be imported without the GPU libraries: `python tools/cuda_stubs.py .../torch/lib`.
+"""Make a CUDA build of PyTorch importable without the GPU libraries: `python tools/cuda_stubs.py .../torch/lib`.
 
-For tests only, on Linux. What the libraries in that folder need and is not there (libcudart.so.12, libcublas.so.12 and
-so on, several GB in all) is put there as small libraries that have the same names, versions and symbols, and in which
-every function says "there is no device". The real ones say that on a machine without a GPU. Needs a C compiler.
+For tests only, on Linux. For each GPU library that the libraries in that folder need and that is missing there
+(libcudart.so.12, libcublas.so.12 and so on, several GB in all), this compiles a stub with the same name, versions and
+symbols, in which every function returns "no device", as the real ones do without a GPU. Needs a C compiler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ int stub(void) { return 100; }
 
 
 class Library:
-    """What an ELF file for 64-bit little-endian machines needs, has and lacks."""
+    """The dependencies, versions and symbols of a 64-bit little-endian ELF file."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -46,7 +46,7 @@ class Library:
         self.sections = [struct.unpack_from("<IIQQQQIIQQ", self.data, start + i * size) for i in range(count)]
 
     def section(self, kind: int) -> tuple[int, int, int] | None:
-        """Offset, size, and the offset of the names that belong to it."""
+        """Return offset, size, and the offset of its string table."""
         for found in self.sections:
             if found[1] == kind:
                 return found[4], found[5], self.sections[found[6]][4]
@@ -56,7 +56,7 @@ class Library:
         return self.data[at : self.data.find(b"\0", at)].decode()
 
     def needed(self) -> Iterator[str]:
-        """The names of the libraries that it needs."""
+        """Yield the names of the libraries that it needs."""
         if found := self.section(DYNAMIC):
             offset, size, names = found
             for at in range(offset, offset + size, 16):
@@ -65,7 +65,7 @@ class Library:
                     yield self.text(names + value)
 
     def versions(self) -> dict[int, tuple[str, str]]:
-        """The versions that it needs: of which library, and what they are called."""
+        """Return the versions that it needs, by index: library and name."""
         versions: dict[int, tuple[str, str]] = {}
         if found := self.section(VERNEED):
             at, _, names = found
@@ -82,7 +82,7 @@ class Library:
         return versions
 
     def symbols(self) -> Iterator[tuple[str, bool, tuple[str, str] | None]]:
-        """GPU symbols: name, whether it is defined here, and of which library in which version it is needed."""
+        """Yield GPU symbols: name, whether it is defined here, and the library and version that it is needed from."""
         found, numbers, versions = self.section(DYNSYM), self.section(VERSYM), self.versions()
         if found is None:
             return
@@ -96,9 +96,9 @@ class Library:
 
 
 def missing(folder: Path) -> dict[str, dict[str, set[str]]]:
-    """Library to version to symbols, for every GPU library that is needed and not in the folder.
+    """Return library to version to symbols, for every GPU library that is needed and not in the folder.
 
-    Symbols without a version go with the first library: where a symbol is found does not matter then.
+    Symbols without a version are assigned to the first library, because any library may define them.
     """
     libraries = [Library(path) for path in sorted(folder.glob("*.so*"))]
     there = {path.name for path in folder.glob("*.so*")}
@@ -123,7 +123,7 @@ def missing(folder: Path) -> dict[str, dict[str, set[str]]]:
 
 
 def build(name: str, versions: dict[str, set[str]], folder: Path, compiler: str) -> None:
-    """Compile one stub into the folder."""
+    """Compile a stub into the folder."""
     source = [SOURCE]
     script = []
     for version, symbols in sorted(versions.items()):
@@ -143,12 +143,12 @@ def build(name: str, versions: dict[str, set[str]], folder: Path, compiler: str)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the folder lib of an installed PyTorch")
+    parser.add_argument("folder", type=Path, help="the lib folder of an installed PyTorch")
     folder = parser.parse_args().folder
     compiler = shutil.which("cc") or shutil.which("gcc")
     wanted = missing(folder)
     if wanted and compiler is None:
-        print("a C compiler is needed and there is none", file=sys.stderr)
+        print("no C compiler found", file=sys.stderr)
         return 1
     for name, versions in sorted(wanted.items()):
         build(name, versions, folder, str(compiler))

@@ -1,17 +1,16 @@
-"""Writes the table of methods into docs/compatibility.md: `python tools/make_method_table.py`.
+"""Write the table of methods into docs/compatibility.md: `python tools/make_method_table.py`.
 
-Which store has which method is looked up in the classes; how it differs from PyTorch's stands here, in one sentence
-each, with the probes that show it. tests/contract/test_table.py proves the page fresh, and makes the calls of
-tests/contract/table_probes.py on PyTorch's stores and on ours: what is said to be the same is, and what is said to
-differ does.
+The classes tell which store has which method. The differences from PyTorch's stores are declared here, each with the
+probes that show it. tests/contract/test_table.py checks that the page is up to date and runs
+tests/contract/table_probes.py on PyTorch's stores and on ours: the results differ where the table says so, and nowhere
+else.
 
-Not tried, because PyTorch cannot be asked safely, or not twice with the same answer:
+Not probed, because PyTorch's behaviour is unsafe or not deterministic:
 
-* `multi_set` with fewer values than keys on FileStore and HashStore: PyTorch's reads memory that is not its own.
-* A timeout of 0 for what is there on a TCPStore: PyTorch's does not wait for the answer, which may be there or not.
-* Queues on PyTorch's legacy server, which loses the connection. A client that takes our server for one is tried.
-* That timeouts are kept to the millisecond, and everything else that takes a clock, a crash or a second process: those
-  are tests of their own, which docs/quirks.md names.
+* `multi_set` with fewer values than keys on FileStore and HashStore: PyTorch's reads out of bounds.
+* A timeout of 0 for an existing key on a TCPStore: PyTorch's may return before the reply arrives.
+* Queues on PyTorch's legacy server, which closes the connection. A client that takes our server for one is probed.
+* Precision of timeouts, crashes and second processes: separate tests, named in docs/quirks.md.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ PYTORCH: dict[str, frozenset[str]] = {
 LOCAL = ("FileStore", "HashStore")
 BASES = ("TCPStore", *LOCAL)
 OF_ITS_OWN = frozenset(["list_keys"])
-"""Methods of PrefixStore that do not go through to the store under it, in PyTorch or here."""
+"""Methods that PrefixStore does not forward to the underlying store, in PyTorch or here."""
 
 Difference = tuple[str, tuple[str, ...], str, tuple[str, ...]]
 
 
 def _of_waiting() -> list[Difference]:
-    """What is the same for all methods that wait."""
+    """Return the differences that all blocking methods share."""
     handlers = (
-        "handlers of signals run while it waits, so Ctrl-C ends it at once; PyTorch's lets none run before it is over"
+        "signal handlers run while it blocks, so Ctrl-C interrupts it at once; PyTorch's runs none before it returns"
     )
     limits = (
-        "a timeout of 0 is one look and a negative one for ever; PyTorch's takes 0 for ever, and a negative one for "
-        "none at all"
+        "a timeout of 0 checks once and a negative one waits forever; in PyTorch's, 0 waits forever and a negative "
+        "timeout expires at once"
     )
-    hash_text = "when time is up, the text names the time and the keys; PyTorch's says `Wait timeout`"
+    hash_text = "the timeout error names the timeout and the keys; PyTorch's reads `Wait timeout`"
     file_text = (
-        "when time is up, raises StoreTimeoutError, a DistStoreError, whose text names the time and the keys; "
-        "PyTorch's raises RuntimeError, with `Wait timeout` or a text of its own"
+        "on a timeout, raises StoreTimeoutError, a DistStoreError, which names the timeout and the keys; PyTorch's "
+        "raises RuntimeError with `Wait timeout` or another message"
     )
     timeout_message = {
         "barrier": ("not complete",),
@@ -79,45 +78,50 @@ def _of_waiting() -> list[Difference]:
     return found
 
 
-_NO_QUEUES = "there are queues; PyTorch's raises NotImplementedError"
-_LEGACY = "works with `use_libuv=False`, if the server turns out to be ours; PyTorch's raises NotImplementedError"
-_ASSIGNABLE = "may be assigned to; PyTorch's may not"
+_NO_QUEUES = "has queues; PyTorch's raises NotImplementedError"
+_LEGACY = "works with `use_libuv=False` if the server is ours; PyTorch's raises NotImplementedError"
+_ASSIGNABLE = "can be assigned; PyTorch's cannot"
 
 DIFFERENCES: list[Difference] = [
     *_of_waiting(),
-    ("add", ("HashStore",), "wakes those who wait for the key", ("wakes",)),
-    ("add", LOCAL, "the ValueError for a value that is no number names the key; PyTorch's says `stoll`", ("to text",)),
-    ("add", LOCAL, "the empty value is no number; PyTorch's takes it for 0", ("to the empty value",)),
+    ("add", ("HashStore",), "wakes callers that wait for the key; PyTorch's does not", ("wakes",)),
+    (
+        "add",
+        LOCAL,
+        "the ValueError for a value that is not a number names the key; PyTorch's reads `stoll`",
+        ("to text",),
+    ),
+    ("add", LOCAL, "an empty value is not a number; PyTorch's takes it for 0", ("to the empty value",)),
     (
         "append",
         ("FileStore",),
-        "appends a value that equals the present one, too; PyTorch's loses it",
+        "appends a value equal to the present one; PyTorch's loses it",
         ("the present value",),
     ),
-    ("barrier", BASES, "takes an int as timeout, too", ("timeout in seconds",)),
+    ("barrier", BASES, "also accepts an int as the timeout", ("timeout in seconds",)),
     (
         "barrier",
         LOCAL,
-        "who comes when the world is complete passes, whatever its size; PyTorch's lets only who completes it pass",
+        "a caller that arrives after the world is complete passes; PyTorch's passes only the one that completes it",
         ("of none", "of fewer than are there"),
     ),
     (
         "barrier",
         ("HashStore",),
-        "when time is up, the text names the time and the keys; PyTorch's says `Wait timeout`",
+        "the timeout error names the timeout and the keys; PyTorch's reads `Wait timeout`",
         ("not complete, the store's timeout",),
     ),
     (
         "barrier",
         ("FileStore", "PrefixStore"),
-        "heeds `set_timeout`; PyTorch's waits for 300 s unless it is given a timeout",
+        "uses the timeout of `set_timeout`; PyTorch's waits 300 s unless the call has a timeout",
         ("not complete, the store's timeout",),
     ),
     (
         "barrier",
         ("PrefixStore",),
-        "is the barrier of the store under it: over a TCPStore one call, with its texts and sizes; PyTorch's makes two "
-        "keys there",
+        "is the underlying store's barrier: over a TCPStore one request, with its messages and world sizes; PyTorch's "
+        "creates two keys there",
         (
             "its key is there",
             "its keys",
@@ -132,13 +136,13 @@ DIFFERENCES: list[Difference] = [
     (
         "compare_set",
         ("TCPStore",),
-        "one that stores nothing wakes nobody; that of PyTorch's server wakes all who wait for the key",
+        "a call that stores nothing wakes nobody; with PyTorch's server it wakes all that wait for the key",
         ("that failed wakes",),
     ),
     (
         "delete_key",
         ("FileStore",),
-        "says whether the key was there; PyTorch's always says yes",
+        "returns whether the key existed; PyTorch's always returns True",
         ("not there", "twice"),
     ),
     (
@@ -151,20 +155,20 @@ DIFFERENCES: list[Difference] = [
     (
         "list_keys",
         ("FileStore",),
-        "leaves PyTorch's counters out, of which it lists `efcount/` and `leanup/`",
+        "omits PyTorch's internal counters; PyTorch's lists them as `efcount/` and `leanup/`",
         ("none", "some", "deleted", "beside *"),
     ),
     (
         "list_keys",
         ("PrefixStore",),
-        "lists keys that begin with the prefix and a slash; PyTorch's also those that only begin with the prefix, and "
-        "takes as many characters off",
+        "lists keys that begin with the prefix and a slash; PyTorch's also lists keys that merely begin with the "
+        "prefix, and removes as many characters",
         ("beside a longer prefix",),
     ),
     (
         "multi_set",
         LOCAL,
-        "raises DistStoreError if there are not as many values as keys; PyTorch's misbehaves",
+        "raises DistStoreError if the numbers of keys and values differ; PyTorch's does not check",
         ("more values than keys",),
     ),
     ("port", ("TCPStore",), _ASSIGNABLE, ("given",)),
@@ -174,48 +178,48 @@ DIFFERENCES: list[Difference] = [
     ("queue_len", ("TCPStore",), _LEGACY, ("legacy",)),
     ("queue_pop", ("TCPStore",), _LEGACY, ("legacy",)),
     ("queue_push", ("TCPStore",), _LEGACY, ("legacy",)),
-    ("set_timeout", BASES, "takes an int, too", ("an int",)),
-    ("set_timeout", BASES, "cuts a timeout beyond 300 years to that; PyTorch's wraps", ("the longest",)),
+    ("set_timeout", BASES, "also accepts an int", ("an int",)),
+    ("set_timeout", BASES, "limits a timeout to 300 years; PyTorch's wraps around", ("the longest",)),
     (
         "wait",
         BASES,
-        "takes an int as timeout, too, and None for the store's",
+        "also accepts an int as the timeout, and None for the store's",
         ("timeout in seconds", "timeout None"),
     ),
 ]
-"""Method, stores, how ours differ from PyTorch's of the same name, and patterns of the names of probes that show it."""
+"""Method, stores, how ours differ from PyTorch's, and patterns for the names of the probes that show it."""
 
 UNNAMED = EVERYWHERE - set("barrier clone has_extended_api list_keys num_keys queue_pop timeout".split())
-"""The methods whose arguments have no names in PyTorch."""
+"""Methods whose arguments are positional only in PyTorch."""
 
 BY_NAME = "by name"
-"""The probe that gives arguments by name."""
+"""The probe that passes arguments by keyword."""
 
 
 def differences(store: str, method: str) -> list[Difference]:
-    """How a method of a store differs, whatever is under it."""
+    """Return how a method of a store differs, whatever the underlying store."""
     return [row for row in DIFFERENCES if row[0] == method and store in row[1]]
 
 
 def differs_underneath(method: str) -> bool:
-    """Whether a PrefixStore's method is that of the store under it, and differs on one."""
+    """Whether PrefixStore forwards a method to the underlying store, which differs from PyTorch's."""
     return method not in OF_ITS_OWN and any(
         differences(base, method) for base in BASES if method in PYTORCH["PrefixStore"]
     )
 
 
 def public(store: type) -> set[str]:
-    """What users may call or read."""
+    """Return the public attributes."""
     return {name for name in dir(store) if not name.startswith("_")} | ({"host", "port"} & _assigned(store))
 
 
 def _assigned(store: type) -> set[str]:
-    """What is not in the class, but on every instance."""
+    """Return the public attributes that instances have and the class does not."""
     return {"host", "port"} if store in (TCPStore, AsyncTCPStore) else set()
 
 
 def notes() -> list[str]:
-    """Every sentence once, in the order in which the table comes to it."""
+    """Return every difference once, in the order of the table."""
     found: dict[str, None] = {}
     for _, _, text, _ in sorted(DIFFERENCES, key=lambda row: row[0]):
         found[text] = None
@@ -230,31 +234,30 @@ def cell(store: type, name: str) -> str:
     if name not in PYTORCH[store.__name__]:
         return "ours only"
     numbers = sorted({notes().index(text) + 1 for _, _, text, _ in differences(store.__name__, name)})
-    said = [f"differs ({', '.join(map(str, numbers))})"] if numbers else []
+    parts = [f"differs ({', '.join(map(str, numbers))})"] if numbers else []
     if store is PrefixStore and differs_underneath(name):
-        said.insert(0, "as under it")
-    return ", ".join(said) or "same"
+        parts.insert(0, "as underlying")
+    return ", ".join(parts) or "same"
 
 
 def render_methods() -> str:
-    """The table and its notes, in Markdown."""
+    """Return the table and its notes as Markdown."""
     names = sorted(set().union(*map(public, STORES)), key=str.lower)
     lines = [
         "| | " + " | ".join(store.__name__ for store in STORES) + " |",
         "|---" * (len(STORES) + 1) + "|",
         *(f"| `{name}` | " + " | ".join(cell(store, name) for store in STORES) + " |" for name in names),
         "",
-        "*same*: as PyTorch's class of that name; *ours only*: it has none of that name. Of `AsyncTCPStore`, which has "
-        "no counterpart, methods are awaited.",
+        "*same*: as in PyTorch's class of that name; *ours only*: PyTorch's class has no such method; *as underlying*: "
+        "PrefixStore forwards the call, so it differs as the underlying store does. `AsyncTCPStore` has no "
+        "counterpart; its methods are coroutines.",
         "",
-        "*As under it*: a PrefixStore's method differs as that of the store under it does.",
+        "Every cell has been tried on PyTorch's stores and on ours. On every store, our methods also:",
         "",
-        "Every cell was tried on both. On every store, ours besides:",
-        "",
-        "* take arguments by the names in [reference.md](reference.md); of PyTorch's methods only `barrier` and "
-        "`queue_pop` have names for them, the others raise TypeError;",
-        "* have texts of their own for TypeErrors, which name the argument, and for AttributeErrors;",
-        "* raise StoreTimeoutError, a DistStoreError, where time is up and PyTorch's raise DistStoreError.",
+        "* accept keyword arguments, by the names in [reference.md](reference.md); of PyTorch's only `barrier` and "
+        "`queue_pop` do, and the others raise TypeError;",
+        "* have their own messages for TypeError, which name the argument, and for AttributeError;",
+        "* raise StoreTimeoutError, a DistStoreError, on a timeout where PyTorch's raise DistStoreError.",
         "",
         *(f"{number}. {text[0].upper()}{text[1:]}." for number, text in enumerate(notes(), 1)),
     ]
@@ -262,7 +265,7 @@ def render_methods() -> str:
 
 
 def put(page: str) -> str:
-    """The page with the table in it, at its end if it has had none."""
+    """Return the page with the table in place, or at its end if it has no place for it."""
     table = f"{BEGIN}\n\n{render_methods()}\n\n{END}"
     if BEGIN not in page:
         return f"{page or '# Compatibility'}\n## Methods\n\n{table}\n".replace(

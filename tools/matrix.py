@@ -1,12 +1,11 @@
-"""Runs the tests with PyTorch against many versions of it: `make matrix`, or `python tools/matrix.py --versions 2.4`.
+"""Run the tests that need PyTorch against many versions of it: `make matrix`, or `tools/matrix.py --versions 2.4`.
 
-Every version gets a virtual environment of its own under build/matrix (or $MATRIX_DIR), which is kept, and the package
-as it is in the checkout, not compiled. What ran with what result goes to summary.json there and, as a table, to
-docs/compatibility.md. Which versions are tried, and on which Python, is found out: the newest release of every minor
-version from 2.4 on, spread over the Pythons of this machine that it supports.
+Each version has a virtual environment under build/matrix (or $MATRIX_DIR), which is kept, with the checkout's package,
+interpreted. The results go to summary.json there and, as a table, to docs/compatibility.md. By default the newest
+release of each minor version from 2.4 on is tested, spread over this machine's Pythons that it supports.
 
-PyTorch's index has builds without GPU support. Where it cannot be reached, the GPU build comes from PyPI, without the
-several GB of GPU libraries that it depends on: tools/cuda_stubs.py puts stubs in their place.
+The builds come from PyTorch's CPU index. If that is unreachable, the GPU build is installed from PyPI without its GPU
+libraries, which take several GB; tools/cuda_stubs.py replaces them by stubs.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
 
 TESTS = ("tests/interop", "tests/pytorch", "tests/client/test_[!l]*.py")
-"""Those that need PyTorch, without the test of load; what does not exist is left out."""
+"""Those that need PyTorch, without the load test; missing paths are skipped."""
 
 OLDEST = (2, 4)
 KNOWN = "2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0".split()
-"""Where no index can be asked."""
+"""Used if no index is reachable."""
 
 PYTHONS = (((2, 4), 8, 12), ((2, 5), 9, 13), ((2, 9), 10, 14))
-"""From which version of PyTorch on there are builds for which Python 3.x."""
+"""From a PyTorch version on: the oldest and newest Python 3.x with builds."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PURE = "typing_extensions filelock sympy networkx jinja2 fsspec setuptools".split()
-"""What PyTorch imports, of all that it depends on."""
+"""The dependencies that PyTorch imports."""
 
 SPACE = 6 << 30
-"""Free bytes below which nothing more is installed."""
+"""Free disk space in bytes below which nothing is installed."""
 
 INSTALL_LIMIT, TEST_LIMIT = 1800.0, 900.0
 """Seconds."""
@@ -60,19 +59,19 @@ Row = dict[str, Any]
 
 
 class Failed(Exception):
-    """A step did not work; the text says why, in one line."""
+    """A step failed; the message is one line."""
 
 
 # Which versions, on which Python
 
 
 def parts(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu as (2, 13, 0)."""
+    """Split a version: 2.13.0+cpu is (2, 13, 0)."""
     return tuple(int(part) for part in version.partition("+")[0].split("."))
 
 
 def newest_of_each(versions: Iterable[str]) -> list[str]:
-    """The newest release of every minor version that is supported, in order."""
+    """Return the newest release of each supported minor version, in order."""
     found: dict[tuple[int, ...], str] = {}
     for version in versions:
         plain = version.partition("+")[0]
@@ -83,26 +82,26 @@ def newest_of_each(versions: Iterable[str]) -> list[str]:
 
 
 def selected(wanted: list[str], known: list[str]) -> list[str]:
-    """What was asked for, where 2.6 means the newest 2.6; all that is known if nothing was."""
+    """Return the wanted versions, where 2.6 is the newest 2.6; all known ones by default."""
     newest = {".".join(version.split(".")[:2]): version for version in known}
     return sorted({newest.get(version, version) for version in wanted}, key=parts) if wanted else known
 
 
 def supported(version: str) -> tuple[int, int]:
-    """The oldest and the newest Python 3.x there are builds for."""
+    """Return the oldest and the newest Python 3.x that have builds."""
     _, oldest, newest = max(row for row in PYTHONS if row[0] <= parts(version)[:2])
     return oldest, newest
 
 
 def choose(version: str, pythons: dict[int, str]) -> int | None:
-    """A Python 3.x for a version, by its minor: from one version to the next another, so that all have their turn."""
+    """Return the minor version of a Python for a PyTorch version, varying so that every Python is used."""
     oldest, newest = supported(version)
     fitting = [minor for minor in sorted(pythons) if oldest <= minor <= newest]
     return fitting[parts(version)[1] % len(fitting)] if fitting else None
 
 
 def find_pythons() -> dict[int, str]:
-    """The CPythons of this machine from 3.10 on, by their minor version."""
+    """Return this machine's CPythons from 3.10 on, by minor version."""
     candidates = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
     candidates += [str(path) for path in sorted(Path.home().glob(".pyenv/versions/3.*/bin/python"))]
     candidates += [sys.executable]
@@ -116,14 +115,14 @@ def find_pythons() -> dict[int, str]:
 
 
 def known_versions() -> list[str]:
-    """The newest of each minor version that pip's index has."""
+    """Return the newest release of each minor version in pip's index."""
     command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     except (OSError, subprocess.SubprocessError):
         return KNOWN
-    said = re.search(r"Available versions: (.*)", done.stdout)
-    return newest_of_each(said[1].split(", ")) if said else KNOWN
+    found = re.search(r"Available versions: (.*)", done.stdout)
+    return newest_of_each(found[1].split(", ")) if found else KNOWN
 
 
 # Installing
@@ -136,10 +135,10 @@ class Environment:
         self.version = version
         self.path = folder / version
         self.marker = self.path / "matrix.json"
-        """There when PyTorch is installed and could be imported."""
+        """Exists once PyTorch is installed and has been imported."""
 
     def run(self, *command: str, limit: float = INSTALL_LIMIT, **env: str) -> str:
-        """Run a program of the environment; what it printed. Raises Failed."""
+        """Run a program of the environment and return its output. Raises Failed."""
         full = [str(self.path / "bin" / command[0]), *command[1:]]
         try:
             done = subprocess.run(
@@ -152,7 +151,7 @@ class Environment:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise Failed(f"not done within {limit:.0f} seconds") from None
+            raise Failed(f"not finished within {limit:.0f} s") from None
         if done.returncode:
             raise Failed(last_words(done.stderr or done.stdout))
         return done.stdout
@@ -161,11 +160,11 @@ class Environment:
         self.run("python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments)
 
     def make(self, python: str) -> None:
-        """Install PyTorch, unless it is there. Raises Failed."""
+        """Install PyTorch unless it is installed. Raises Failed."""
         if self.marker.exists():
             return
         if shutil.disk_usage(self.path.parent).free < SPACE:
-            raise Failed(f"less than {SPACE >> 30} GB of disk are left")
+            raise Failed(f"less than {SPACE >> 30} GB of disk space free")
         shutil.rmtree(self.path, ignore_errors=True)
         subprocess.run([python, "-m", "venv", str(self.path)], check=True, timeout=300)
         gpu_libraries = self.install_torch()
@@ -173,9 +172,9 @@ class Environment:
         self.marker.write_text(json.dumps({**found, "gpu_libraries": gpu_libraries}))
 
     def install_torch(self) -> str:
-        """Install it, and say how it does without GPU libraries. Raises Failed.
+        """Install PyTorch and return what replaces its GPU libraries. Raises Failed.
 
-        pip keeps no copy of what is so large and stays installed.
+        Without pip's cache, because the builds are large and stay installed.
         """
         if sys.platform != "linux" or platform.machine() != "x86_64":
             self.pip("--no-cache-dir", f"torch=={self.version}")
@@ -192,14 +191,14 @@ class Environment:
 
 
 def last_words(text: str) -> str:
-    """The line of an error's output that says most."""
+    """Return the most informative line of an error's output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(ERROR|\w*Error)\b", line)]
-    return ((errors or lines or ["it did not say why"])[-1])[:200]
+    return ((errors or lines or ["no output"])[-1])[:200]
 
 
 def build_package(folder: Path, environment: Environment) -> Path:
-    """The package as a wheel that is not compiled, from a copy: building in the checkout would leave things there."""
+    """Build an interpreted wheel from a copy, because a build leaves files in its folder."""
     source, wheels = folder / "source", folder / "wheels"
     for old in (source, wheels):
         shutil.rmtree(old, ignore_errors=True)
@@ -217,7 +216,7 @@ def build_package(folder: Path, environment: Environment) -> Path:
 
 
 def run_tests(environment: Environment, arguments: list[str]) -> Row:
-    """Run the tests; how many passed, were skipped and failed, and which failed. Raises Failed."""
+    """Run the tests; return counts of passed and skipped ones, and the names of failed ones. Raises Failed."""
     report = environment.path / "report.xml"
     report.unlink(missing_ok=True)
     paths = [str(path.relative_to(ROOT)) for pattern in TESTS for path in sorted(ROOT.glob(pattern))]
@@ -231,17 +230,17 @@ def run_tests(environment: Environment, arguments: list[str]) -> Row:
         try:
             process.wait(TEST_LIMIT)
         except subprocess.TimeoutExpired:
-            raise Failed(f"the tests were not done within {TEST_LIMIT:.0f} seconds") from None
+            raise Failed(f"the tests did not finish within {TEST_LIMIT:.0f} s") from None
         finally:
             process.kill()
             process.wait()
     if not report.exists():
-        raise Failed(f"pytest stopped with status {process.returncode}: see {log.name}")
+        raise Failed(f"pytest exited with status {process.returncode}: see {log.name}")
     return counts(report.read_text())
 
 
 def counts(report: str) -> Row:
-    """What a JUnit report says."""
+    """Return the counts in a JUnit report."""
     row: Row = {"passed": 0, "skipped": {}, "failed": []}
     for case in ElementTree.fromstring(report).iter("testcase"):
         kinds = {child.tag: child for child in case}
@@ -256,7 +255,7 @@ def counts(report: str) -> Row:
 
 
 def run_one(folder: Path, version: str, pythons: dict[int, str], wheel: Path | None, arguments: list[str]) -> Row:
-    """Install and test one version. What went wrong is in the row too."""
+    """Install and test one version; an error is in the row."""
     row: Row = {"torch": version, "date": time.strftime("%Y-%m-%d")}
     minor = choose(version, pythons)
     if minor is None:
@@ -289,13 +288,13 @@ def platform_version(python: str) -> str:
     return done.stdout.strip()
 
 
-# Saying what ran
+# Reporting
 
 
 def render(rows: list[Row]) -> str:
-    """The table, newest version first."""
+    """Return the table, newest version first."""
     lines = [
-        "| PyTorch | Python | GPU libraries | its client and server lack | passed | does not apply | failed |",
+        "| PyTorch | Python | GPU libraries | its store lacks | passed | not applicable | failed |",
         "| --- | --- | --- | --- | ---: | ---: | --- |",
     ]
     for row in sorted(rows, key=lambda row: parts(row["torch"]), reverse=True):
@@ -314,7 +313,7 @@ def render(rows: list[Row]) -> str:
 
 
 def put(page: str, table: str) -> str:
-    """The page with the table between the markers; what else is on it stays as it is."""
+    """Return the page with the table between its markers."""
     if BEGIN in page and END in page:
         before, rest = page.split(BEGIN, 1)
         return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
@@ -323,13 +322,13 @@ def put(page: str, table: str) -> str:
 
 
 def merged(old: list[Row], new: list[Row]) -> list[Row]:
-    """What is known of every version: a later row replaces that of the same minor version."""
+    """Merge results: a later row replaces the same minor version's."""
     found = {parts(row["torch"])[:2]: row for row in [*old, *new]}
     return [found[minor] for minor in sorted(found)]
 
 
 def write(folder: Path, row: Row) -> None:
-    """Keep one more result: after every version, so that what was interrupted is not lost."""
+    """Save a result; called after each version, so that an interruption loses nothing."""
     summary = folder / "summary.json"
     old = json.loads(summary.read_text()) if summary.exists() else []
     rows = merged(old, [row])
@@ -337,8 +336,8 @@ def write(folder: Path, row: Row) -> None:
     PAGE.write_text(put(PAGE.read_text() if PAGE.exists() else "", render(rows)))
 
 
-def say(row: Row) -> None:
-    """A result in the terminal."""
+def show(row: Row) -> None:
+    """Print a result."""
     if "error" in row:
         print(f"torch {row['torch']}: {row['error']}", flush=True)
         return
@@ -351,7 +350,7 @@ def say(row: Row) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", nargs="+", default=[], metavar="2.x", help="only these; 2.6 is the newest 2.6")
-    parser.add_argument("--list", action="store_true", help="say which versions would run on which Python, and stop")
+    parser.add_argument("--list", action="store_true", help="print which versions would run on which Python, and exit")
     parser.add_argument("--pytest", default="", metavar="OPTIONS", help="more options for pytest; nothing is written")
     given = parser.parse_args()
     folder = Path(os.environ.get("MATRIX_DIR") or ROOT / "build" / "matrix").resolve()
@@ -370,7 +369,7 @@ def main() -> int:
         print(f"torch {version} …", flush=True)
         wheel = next((folder / "wheels").glob("*.whl"), None) if (folder / "wheels").exists() else None
         row = run_one(folder, version, pythons, wheel, given.pytest.split())
-        say(row)
+        show(row)
         bad += "error" in row or bool(row["failed"])
         if not given.pytest:
             write(folder, row)

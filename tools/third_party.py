@@ -1,12 +1,11 @@
-"""Runs small jobs of other people's software, on stock PyTorch first and then on ours: `make third-party`.
+"""Run small jobs of third-party software with stock PyTorch and then with our stores: `make third-party`.
 
-Everything is installed into a virtual environment under build/third-party, which is kept: PyTorch's CPU build, this
-package as it is in the checkout, and what of accelerate, lightning, torchft and ray can be installed; what cannot is
-skipped, with the reason. Each job says in one line of JSON what came out and how long its group took to form. A mode of
-TCPSTORE_INSTALL passes if the results are those of stock PyTorch and the server is ours.
+A virtual environment under build/third-party, which is kept, has PyTorch's CPU build, the checkout's package, and as
+many of accelerate, lightning, torchft and ray as can be installed; the others are skipped, with the reason. Each job
+prints its result and the time until its group formed as a line of JSON. A mode of TCPSTORE_INSTALL passes if the
+results equal stock PyTorch's and the server is ours.
 
-A job is a function of this file, run as `python tools/third_party.py --job NAME` in every process that its launcher
-starts. None of it is imported by anything else.
+A job is a function of this file, run as `python tools/third_party.py --job NAME` in each process of its launcher.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ MODES: Final = ("0", "1", "python", "classes", "python,classes")
 
 
 def report(result: object, began: float, formed: float) -> None:
-    """Rank 0's line: the result, the seconds that the group took, whose server and client there are."""
+    """Print rank 0's report: the result, the seconds until the group formed, whose server and store."""
     import torch.distributed as dist
 
     import tcpstore_async
@@ -68,7 +67,7 @@ def report(result: object, began: float, formed: float) -> None:
 
 
 def torchrun_job() -> None:
-    """A group, and a sum over it. The clock starts when both are there."""
+    """Run `group_job` once all ranks have imported PyTorch."""
     import torch.distributed  # noqa: F401 — takes seconds, not the same for both
 
     Path(f"rank{os.environ['RANK']}").touch()
@@ -78,7 +77,7 @@ def torchrun_job() -> None:
 
 
 def group_job() -> None:
-    """A group, and a sum over it."""
+    """Form a group and sum over it."""
     import torch
     import torch.distributed as dist
 
@@ -94,7 +93,7 @@ def group_job() -> None:
 
 
 def accelerate_job() -> None:
-    """A linear model on a few numbers: the loss is the same whatever carries the group."""
+    """Train a linear model; the loss does not depend on the store."""
     import torch
 
     accelerate: Any = importlib.import_module("accelerate")
@@ -121,7 +120,7 @@ def accelerate_job() -> None:
 
 
 def lightning_job() -> None:
-    """A Trainer that starts its second process itself."""
+    """Train with a Trainer that starts its second process."""
     import torch
 
     lightning: Any = importlib.import_module("lightning")
@@ -157,7 +156,7 @@ def lightning_job() -> None:
 
 
 def torchft_job() -> None:
-    """One replica group of one rank: its manager's store is a TCPStore, and a quorum of one commits a step."""
+    """Commit a step with a replica group of one rank, whose manager uses a TCPStore."""
     import torch
     import torch.distributed as dist
 
@@ -191,7 +190,7 @@ def torchft_job() -> None:
 
 
 def ray_job() -> None:
-    """Two actors that make a group."""
+    """Form a group of two tasks."""
     ray: Any = importlib.import_module("ray")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 
@@ -200,10 +199,10 @@ def ray_job() -> None:
         import io
 
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"})
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             group_job()
-        return said.getvalue()
+        return output.getvalue()
 
     import socket
 
@@ -214,14 +213,14 @@ def ray_job() -> None:
     ray.shutdown()
 
 
-# What there is to run
+# Jobs
 
 
 class Job(NamedTuple):
     """One program and how it is launched."""
 
     package: str
-    """What has to be installed for it; empty if nothing."""
+    """The package that it needs; empty if none."""
     run: Callable[[], None]
     launcher: tuple[str, ...] = ()
     server_is_ours: tuple[str, ...] = MODES[1:]
@@ -261,7 +260,7 @@ def free_port() -> int:
 
 
 def pip(*given: str) -> str:
-    """Install; empty if that worked, else its last line."""
+    """Install packages; return the error's last line, or an empty string."""
     command = [str(PYTHON), "-m", "pip", "install", "-q", "--disable-pip-version-check", *given]
     env = {**os.environ, "TCPSTORE_PURE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT, env=env, check=False)
@@ -270,18 +269,18 @@ def pip(*given: str) -> str:
 
 
 def prepare() -> None:
-    """The environment, with PyTorch and this package."""
+    """Make the environment with PyTorch and this package."""
     if not PYTHON.exists():
         print(f"making {FOLDER}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
     why = pip(TORCH) and pip("--index-url", CPU_INDEX, TORCH)
     why = why or pip("--editable", str(ROOT))
     if why:
-        sys.exit(f"nothing can be run: {why}")
+        sys.exit(f"cannot install: {why}")
 
 
 def run(name: str, mode: str) -> dict[str, Any]:
-    """What a job reports, or `error`."""
+    """Run a job; return its report, or `error`."""
     job = JOBS[name]
     launcher = [part.format(port=free_port()) for part in job.launcher]
     env = {key: text for key, text in os.environ.items() if not key.startswith(("TCPSTORE_", "PYTHONPATH"))}
@@ -294,7 +293,7 @@ def run(name: str, mode: str) -> dict[str, Any]:
                 command, cwd=folder, capture_output=True, text=True, timeout=JOB_LIMIT, env=env, check=False
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"not done after {JOB_LIMIT:g} s"}
+            return {"error": f"not finished within {JOB_LIMIT:g} s"}
     lines = [line.partition("REPORT ")[2] for line in done.stdout.splitlines() if "REPORT " in line]
     if done.returncode or len(lines) != 1:
         return {"error": f"status {done.returncode}: {done.stderr[-1500:]}"}
@@ -303,19 +302,19 @@ def run(name: str, mode: str) -> dict[str, Any]:
 
 
 def judge(name: str, mode: str, found: dict[str, Any], stock: dict[str, Any]) -> str:
-    """What is wrong; empty if nothing is."""
+    """Return what is wrong, or an empty string."""
     if "error" in found:
         return str(found["error"])
     if found["result"] != stock.get("result"):
-        return f"the result is {found['result']}, that of stock PyTorch {stock.get('result')}"
+        return f"the result is {found['result']}, stock PyTorch's is {stock.get('result')}"
     if not found["types"]:
-        return "the store is no torch.distributed.TCPStore"
+        return "the store is not a torch.distributed.TCPStore"
     expected = "ours" if mode in JOBS[name].server_is_ours else "PyTorch's"
     return "" if found["server"] == expected else f"the server is {found['server']}"
 
 
 def compare(name: str, modes: list[str], rounds: int) -> int:
-    """Every mode in turn, so often; returns how many runs were wrong, stock's aside."""
+    """Run each mode in turn, several times; return how many runs failed, without stock PyTorch's."""
     times: dict[str, list[float]] = {mode: [] for mode in modes}
     wrong = 0
     stock: dict[str, Any] = {}
@@ -333,22 +332,24 @@ def compare(name: str, modes: list[str], rounds: int) -> int:
             print(f"{name}, TCPSTORE_INSTALL={mode}: {'FAILED: ' if why else ''}{text}", flush=True)
     if rounds > 1:
         medians = ", ".join(f"{mode}: {statistics.median(seconds):.3f}" for mode, seconds in times.items())
-        print(f"{name}: median seconds until the group is there: {medians}", flush=True)
+        print(f"{name}: median seconds until the group formed: {medians}", flush=True)
     return wrong
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(JOBS)}; default: all")
-    parser.add_argument("--modes", nargs="+", default=["1", "python"], choices=MODES, help="besides 0, which is stock")
-    parser.add_argument("--rounds", type=int, default=1, help="more than one: medians of the times, too")
+    parser.add_argument(
+        "--modes", nargs="+", default=["1", "python"], choices=MODES, help="in addition to 0, stock PyTorch"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="with more than one, print median times")
     parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.job:
         JOBS[given.job].run()
         return
     if unknown := sorted({*given.names} - {*JOBS}):
-        parser.error(f"there is no job {', '.join(unknown)}")
+        parser.error(f"unknown job: {', '.join(unknown)}")
     prepare()
     wrong = 0
     for name in given.names or JOBS:

@@ -1,4 +1,4 @@
-"""The load generator in C, and the network namespace in which it runs undisturbed."""
+"""Build the load generator, and set up a network namespace for it."""
 
 import os
 import subprocess
@@ -12,11 +12,11 @@ NAMESPACE: Final = (
     "ip link set lo up; cd /proc/sys/net; echo 65535 > core/somaxconn; echo '1024 65535' > ipv4/ip_local_port_range; "
     'echo 65535 > ipv4/tcp_max_syn_backlog; cd - >/dev/null; exec "$@"'
 )
-"""For `unshare -n bash -c`: a loopback device with room for whole jobs in backlog and range of ports."""
+"""For `unshare -n bash -c`: a loopback device, with a backlog and a range of ports large enough for whole jobs."""
 
 
 def build() -> Path:
-    """Compile the load generator, unless this version of it is there; its path."""
+    """Compile the load generator unless this version exists; return its path."""
     generator = Path(tempfile.gettempdir()) / f"tcpstore-loadgen-{os.getuid()}-{SOURCE.stat().st_mtime_ns}"
     if not generator.exists():
         made = generator.with_suffix(f".{os.getpid()}")

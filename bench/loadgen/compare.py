@@ -1,17 +1,17 @@
-"""Measure TCPStore servers side by side: the same work, in one run.
+"""Compare TCPStore servers under the same load, in one run.
 
     python bench/loadgen/compare.py --server 'ours=tcpstore serve --port {port}' --server libuv --control
 
-A server is `NAME=COMMAND`, which stays in the foreground and gets the port where the command says {port}, or `libuv` or
-`legacy`, which are PyTorch's own. Each runs on CPU 0 and the load generator on CPU 1, in a private network namespace
-with its own somaxconn and range of ports, which needs root (--no-netns stays in the present one). Repetitions are
-interleaved (A B C, B C A, ...). Printed are medians and, behind each, the ratio to the base: the median of the ratios
-taken repetition by repetition, with its 90 % bootstrap interval. A claim holds when the whole interval lies on its
-side. --control runs the base a second time: its interval is the noise. Trust CPU time before wall time, for other work
-may share the machine. --fresh starts a new server for every run, which figures of memory need.
+A server is `NAME=COMMAND`, a command that stays in the foreground, with {port} in place of the port, or PyTorch's
+`libuv` or `legacy`. Servers run on CPU 0 and the load generator on CPU 1, in a private network namespace with its own
+somaxconn and port range, which needs root (--no-netns uses the current one). Repetitions are interleaved (A B C,
+B C A, ...). The output has medians and their ratios to the base server: the median of the ratios of each repetition,
+with its 90 % bootstrap interval. A difference is real if the whole interval lies on one side of 1. --control runs the
+base a second time; its interval is the noise. If the machine does other work, trust CPU time over wall time. --fresh
+starts a new server for each run, as memory figures require.
 
-A job is `NAME: ARGUMENTS OF loadgen` or `NAME: join NEWCOMERS CLIENTS`: how long NEWCOMERS connections take to be
-served while CLIENTS others keep the server busy. Without jobs a standard set runs. Exit status 1 if any run failed.
+A job is `NAME: LOADGEN ARGUMENTS`, or `NAME: join NEW CLIENTS`, which measures how long NEW connections take to be
+served while CLIENTS others keep the server busy. Without jobs, a standard set runs. Exit status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIRST_PORT: Final = 21_000
 START_SECONDS: Final = 60.0
 RUN_SECONDS: Final = 600.0
 HEAD_START_SECONDS: Final = 0.7
-"""What the busy clients of a `join` job get before the newcomers come."""
+"""Time for the busy clients of a `join` job before the new ones connect."""
 
 STANDARD: Final = [
     "small ops, 64 clients: -n 64 -t 0.4 -w 0.1 -m add,setget,get,check",
@@ -109,7 +109,7 @@ def _answers(port: int) -> bool:
 
 
 def run_job(generator: Path, server: Server, arguments: str) -> tuple[list[Record], str]:
-    """Run one job on one server; its records, and an error text if it failed."""
+    """Run one job on one server; return its records, and an error message if it failed."""
     base = ["taskset", "-c", "1", str(generator), "-p", str(server.port), "-P", str(server.process.pid)]
     words = arguments.split()
     load = None
@@ -133,7 +133,7 @@ def run_job(generator: Path, server: Server, arguments: str) -> tuple[list[Recor
 def measure(
     servers: dict[str, str | None], jobs: list[tuple[str, str]], reps: int, fresh: bool
 ) -> tuple[list[Record], int]:
-    """Run every job on every server, interleaved; all records, and how many runs failed."""
+    """Run every job on every server, interleaved; return all records and the number of failed runs."""
     generator, names = loadgen.build(), list(servers)
     port, records, failures = FIRST_PORT, [], 0
     running: dict[str, Server] = {}
@@ -159,7 +159,7 @@ def measure(
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Median with its 90 % bootstrap interval."""
+    """Return the median and its 90 % bootstrap interval."""
     draw = random.Random(1)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
     return statistics.median(ratios), medians[50], medians[949]
@@ -191,12 +191,12 @@ def _cell(rows: dict[int, Record], base: dict[int, Record], field: str, compared
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND", help="or libuv, or legacy")
-    parser.add_argument("--base", help="ratios are to this one (default: libuv if present, else the last)")
-    parser.add_argument("--control", action="store_true", help="run the base a second time: the noise")
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--fresh", action="store_true", help="start a new server for every run")
-    parser.add_argument("--json", type=Path, help="write every record here, one a line")
-    parser.add_argument("--no-netns", action="store_true", help="stay in the present network namespace")
+    parser.add_argument("--base", help="the server that ratios refer to (default: libuv if present, else the last)")
+    parser.add_argument("--control", action="store_true", help="run the base a second time to measure the noise")
+    parser.add_argument("--reps", type=int, default=5, help="repetitions (5)")
+    parser.add_argument("--fresh", action="store_true", help="start a new server for each run")
+    parser.add_argument("--json", type=Path, help="write all records to this file, one per line")
+    parser.add_argument("--no-netns", action="store_true", help="use the current network namespace")
     parser.add_argument("jobs", nargs="*", metavar="NAME: JOB")
     options = parser.parse_args()
     if not options.no_netns and INSIDE not in os.environ:
@@ -206,7 +206,7 @@ def main() -> int:
     for given in options.server:
         name, _, command = given.partition("=")
         if not command and name not in ("libuv", "legacy"):
-            parser.error(f"--server {name}: write NAME=COMMAND, or libuv or legacy for PyTorch's")
+            parser.error(f"--server {name}: expected NAME=COMMAND, libuv or legacy")
         servers[name] = command or None
     base = options.base or ("libuv" if "libuv" in servers else list(servers)[-1])
     if options.control:

@@ -337,7 +337,9 @@ class ServerSession(Holder):
             engine.unvalidated.pop(self, None)
         engine.unfinished -= self.held
         engine.budget.forget(self, engine.session_bytes)
-        self.partial = None
+        if self.partial is not None:
+            engine.keyspace.free_later(self.partial.items)
+            self.partial = None
         self.input_buffer = None
         self.out.clear()
         if self.incremental is not None:

@@ -1,4 +1,4 @@
-"""The benchmark is in no package that is installed: its folder is found in the checkout, after everything else."""
+"""Make the benchmark, which is not installed, importable from the checkout, after everything else."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who is called ahead, and who is not."""
+"""Verdicts: which server is called ahead."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_verdicts(measured: list[Sample], text: str) -> None:
     assert ("is ahead" in verdict(run(measured))) == ("is ahead" in text)
 
 
-def test_the_run_says_which_server_is_the_reference() -> None:
-    """Though PyTorch's libuv server was measured as well: the control was not that one."""
+def test_the_reference_is_the_one_that_the_run_names() -> None:
+    """Even if PyTorch's libuv server was measured as well, because the control repeats the reference."""
     measured = [*servers(ONE, [4.0] * 3, [2.0] * 3), *samples("legacy", [2.0] * 3)]
     assert "0.50× (0.50–0.50) the time of PyTorch legacy" in verdict(run(measured, reference="legacy"))
 

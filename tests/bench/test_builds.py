@@ -1,4 +1,4 @@
-"""Which package the benchmarks measure, and that who measured it is who says so."""
+"""Which package the benchmarks measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHERE = "import tcpstore_async, bench.builds; print(tcpstore_async.__file__)"
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with a build of its sources, all of them empty."""
+    """A checkout of empty sources with a build of them."""
     (tmp_path / "build" / "compiled" / "tcpstore_async").mkdir(parents=True)
     (tmp_path / "tcpstore_async").mkdir()
     for name in ("pyproject.toml", "setup.py", "tcpstore_async/__init__.py"):
@@ -54,19 +54,19 @@ def test_a_build_that_was_not_finished_is_not(checkout: Path, capsys: pytest.Cap
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_without_a_compiler_nothing_is_said(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_build_nothing_is_printed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkout / "build" / "compiled" / "x.so").unlink()
     assert builds.chosen() == checkout
     assert capsys.readouterr().err == ""
 
 
-def test_the_other_build_can_be_asked_for(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreted_build_can_be_requested(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_BUILD", "interpreted")
     assert builds.chosen() == checkout
 
 
 def test_a_tree_comes_before_what_the_user_has(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative one, too, wherever the process runs."""
+    """Even a relative path, wherever the process runs."""
     monkeypatch.setenv("PYTHONPATH", str(checkout))
     monkeypatch.chdir(checkout / "build")
     monkeypatch.setattr(builds, "ROOT", Path(builds.__file__).parent.parent)
@@ -77,7 +77,7 @@ def test_a_tree_comes_before_what_the_user_has(checkout: Path, monkeypatch: pyte
     assert done.stdout.strip() == str(checkout / "build" / "compiled" / "tcpstore_async" / "__init__.py")
 
 
-def test_what_is_used_here_is_used_by_processes_started_here(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_use_the_same_package(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     monkeypatch.setattr(sys, "path", ["/first"])
     builds.use()

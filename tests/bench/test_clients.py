@@ -1,4 +1,4 @@
-"""The clients' benchmark: which rows it has, and that it measures no client on a server of another build."""
+"""The clients' benchmark: its rows, and that client and server must have the same build."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_row_is_measured() -> None:
 
 
 def test_a_server_of_another_build_is_refused(tmp_path: Path) -> None:
-    """It finds what lies where it is started."""
+    """The server imports the package in the folder where it starts."""
     shutil.copytree(ROOT / "tcpstore_async", tmp_path / "tcpstore_async")
     with (tmp_path / "tcpstore_async" / "session" / "identity.py").open("a") as file:
         file.write(OTHER)

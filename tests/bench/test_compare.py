@@ -1,4 +1,4 @@
-"""Two runs side by side: what changed, what else differs, and which files are no runs."""
+"""Comparing two runs: changes, other differences, and invalid files."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(("content", "why"), [(b"{", "not a benchmark run: "), (None, "No such file or directory")])
 @pytest.mark.parametrize("broken", ["a.json", "b.json"])
-def test_a_file_that_is_no_run_is_one_line(
+def test_an_invalid_file_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str, content: bytes | None, why: str
 ) -> None:
     for name in ("a.json", "b.json"):

@@ -1,4 +1,4 @@
-"""What is read off a figure: ratios, saturated points, why a line ends. Nothing covers anything else."""
+"""Figures: ratios, saturated points, reasons for endings, and that nothing overlaps."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def words(what: Run) -> str:
 
 
 def boxes(figure: Figure) -> list[tuple[str, Bbox]]:
-    """Where everything is written, in pixels."""
+    """Return where each text is drawn, in pixels."""
     figure.draw_without_rendering()
     found = [text for text in figure.findobj(Text) if text.get_visible()]
     return [(text.get_text(), text.get_window_extent()) for text in found if text.get_text()]
 
 
 def named(figure: Figure) -> dict[str, Line2D]:
-    """The points and ends that have a name in the SVG file."""
+    """Return the points and ends that have a name in the SVG file."""
     return {str(line.get_gid()): line for line in figure.findobj(Line2D) if line.get_gid()}
 
 
 def markers(figure: Figure) -> list[Bbox]:
-    """Where points are drawn, and the bars at which lines end."""
+    """Return where points are drawn, and the bars at the ends of lines."""
     figure.draw_without_rendering()
     found = [artist.get_window_extent() for artist in figure.artists if str(artist.get_gid()).startswith("end-")]
     for axes in figure.axes:
@@ -91,8 +91,8 @@ def test_title_ratios_and_legend() -> None:
     assert "96K" in found
 
 
-def test_a_ratio_of_fewer_rounds_than_the_reference_says_so() -> None:
-    """In the first round alone it is 2, but the points are 1.5 apart."""
+def test_a_ratio_of_fewer_rounds_than_the_reference_is_marked() -> None:
+    """The ratio is 2 in the only common round, but the points are 1.5 apart."""
     measured = [*samples("legacy", [3.0]), *samples("libuv", [1.5, 2.0, 2.5]), *samples("control", [1.5, 2.0, 2.5])]
     found = texts(drawn(run(measured)))
     assert "2.00×, one round" in found
@@ -198,7 +198,7 @@ def test_the_axes_of_operations_are_logarithmic_and_tight() -> None:
     assert 128 < high < 1.2 * 128
 
 
-def test_operations_have_ratios_and_say_what_is_missing() -> None:
+def test_operations_have_ratios_and_list_missing_points() -> None:
     missing = Ending("operations-get", "legacy", "sockets", 64, "it failed")
     shorter = Ending("operations-get", "uvloop", "sockets", 256, "no time left")
     of_all = [Ending("operations", server, "sockets", 256, "of all") for server in ("threaded", "legacy", "libuv")]
@@ -215,7 +215,7 @@ def test_operations_have_ratios_and_say_what_is_missing() -> None:
 
 
 def crowded(scenario: str) -> Run:
-    """Every server, close to each other, each with a long reason of its own to end."""
+    """Return a run with every server close to the others, each with its own long reason to end."""
     measured: list[Sample] = []
     if scenario == "operations":
         names = ("set", "get", "add", "check", "wait", "multi_get", "append", "compare_set", "queue_push", "num_keys")

@@ -1,4 +1,4 @@
-"""Numbers and ratios as readers see them."""
+"""Formatting of numbers and ratios."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def test_numbers(function: Callable[[float], str], value: float, text: str) -> N
         (Ratio(0.5, 0.4, 0.6, 3, 1.0), "0.50× (0.40–0.60)"),
     ],
 )
-def test_a_ratio_has_an_interval_or_says_why_not(ratio: Ratio, text: str) -> None:
+def test_a_ratio_has_an_interval_or_the_reason_why_not(ratio: Ratio, text: str) -> None:
     assert formatting.ratio(ratio) == text

@@ -37,7 +37,7 @@ def test_every_mode_runs_on_our_server(tmp_path: Path) -> None:
     assert all(record.get("ops", 1) > 0 for record in records)
 
 
-def test_a_reply_that_is_wrong_fails_the_run() -> None:
+def test_a_wrong_reply_fails_the_run() -> None:
     echo = (
         "import socket, sys\n"
         "listener = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
@@ -52,7 +52,7 @@ def test_a_reply_that_is_wrong_fails_the_run() -> None:
     assert "FAILED echo, one" in done.stdout
 
 
-def test_the_same_server_twice_is_told_as_a_ratio() -> None:
+def test_the_same_server_twice_is_reported_as_a_ratio() -> None:
     done = compare("--server", f"ours={SERVER}", "--control", "add: -n 2 -t 0.05 -w 0.01 -m add")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "control" in done.stdout

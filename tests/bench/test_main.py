@@ -1,4 +1,4 @@
-"""`python -m bench`: what is left of a run, however it ends, and its errors in one line."""
+"""`python -m bench`: what a run leaves, however it ends, and its one-line errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_run_that_measures_nothing_fails(tmp_path: Path) -> None:
 
 @contextmanager
 def at_steady(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that has the samples of `init` and is busy with `steady`."""
+    """Return a run that has the samples of `init` and is measuring `steady`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and so by what is started here
     process = subprocess.Popen(
         bench("scale", *INIT_THEN_STEADY, "--rounds", "3", "--out", str(tmp_path)),
@@ -72,7 +72,7 @@ def at_steady(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def children(pid: int) -> list[int]:
-    """The server and the generator, at one time."""
+    """Return the processes of the server and the generator."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

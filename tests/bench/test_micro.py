@@ -1,4 +1,4 @@
-"""Two trees side by side: which is which, and that a compiled one is not taken for a faster interpreted one."""
+"""Comparing two trees: which is which, and that compiled and interpreted ones are not mixed up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def micro(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def copied(folder: Path, path: str = "", more: str = "") -> Path:
-    """A checkout with more in one of its files."""
+    """Return a checkout with text appended to one of its files."""
     shutil.copytree(ROOT / "tcpstore_async", folder / "tcpstore_async", ignore=shutil.ignore_patterns("__pycache__"))
     if path:
         with (folder / "tcpstore_async" / path).open("a") as file:

@@ -1,4 +1,4 @@
-"""The report says what was measured, what was not, and that an estimate is one."""
+"""The report: what was measured, what was not, and which numbers are estimates."""
 
 from __future__ import annotations
 

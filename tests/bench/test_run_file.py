@@ -1,4 +1,4 @@
-"""The file of a run: another run's is kept, and what is no run is refused in one line."""
+"""The file of a run: an earlier run's is kept, and an invalid one is rejected in one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_another_file_is_renamed_too(tmp_path: Path) -> None:
         (msgspec.json.encode(msgspec.structs.replace(run(), format=99)), "written in format 99"),
     ],
 )
-def test_a_file_that_is_no_run_is_refused_in_one_line(tmp_path: Path, content: bytes, why: str) -> None:
+def test_an_invalid_file_is_rejected_in_one_line(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{path}: .*{why}[^\n]*$"):

@@ -63,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def taking(clock: Clock, seconds: Callable[[str, int], float]) -> Scenario:
-    """A scenario whose samples take so long."""
+    """Return a scenario whose samples take this long."""
 
     def measure(point: Point) -> list[Measured]:
         clock.now += seconds(point.server, point.size)
@@ -149,7 +149,7 @@ IN_MEMORY = scenario(memory=(4096,))
         ({"sizes": [4096], "scenarios": [IN_MEMORY], "transports": ["sockets", "memory"]}, True),
     ],
 )
-def test_a_run_fails_if_what_was_asked_for_exceeds_the_file_limit(
+def test_a_run_fails_if_a_requested_size_exceeds_the_file_limit(
     fields: dict[str, Any], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.workloads.without_sockets", lambda *_: Measured(0.1, 1, 0.1, 0.0, 0.0))
@@ -198,7 +198,7 @@ def late(point: Point) -> list[Measured]:
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
-def test_a_timeout_ends_one_series_and_fails_a_run_that_asked_for_the_size(asked_for: bool) -> None:
+def test_a_timeout_ends_one_series_and_fails_a_run_that_requested_the_size(asked_for: bool) -> None:
     plan = plan_of(scenarios=[scenario(late, sizes=(4, 8))], servers=["uvloop", "threaded"])
     runner = run(plan._replace(sizes=[4, 8] if asked_for else []))
     assert [(one.server, one.size) for one in runner.samples] == [("uvloop", 4), ("uvloop", 8)]

@@ -1,4 +1,4 @@
-"""What a rank costs does not grow with the job: shapes, not times."""
+"""The cost of a rank does not grow with the job: growth is tested, not times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scaling(package: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_nothing_is_quadratic() -> None:
-    """Which would be sixteen times as much; the caches of a busy machine make it three times."""
+    """Quadratic cost would be sixteen times as much; the caches of a busy machine make it three times."""
     done = scaling(build(), "--ranks", "1000", "16000", "--runs", "2", "--max-growth", "6")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()[1:]

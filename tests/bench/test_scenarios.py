@@ -1,4 +1,4 @@
-"""Each scenario is declared once: what its samples say, and what the documentation says of it."""
+"""Scenarios: which samples belong to them, what is compared, and their table in the documentation."""
 
 from __future__ import annotations
 

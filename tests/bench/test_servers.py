@@ -1,4 +1,4 @@
-"""Servers under test: which is started, that it is fresh, and that none is left."""
+"""Servers under test: which is started, that it is new, and that none is left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_control_is_the_reference() -> None:
 
 @pytest.mark.slow
 @with_torch
-def test_pytorchs_processes_are_reused_and_their_servers_are_fresh() -> None:
+def test_pytorchs_processes_are_reused_and_their_servers_are_new() -> None:
     pids: dict[str, set[int]] = {"libuv": set(), "control": set()}
     with hosting() as host:
         with host.running("libuv") as server, worker_pool("127.0.0.1", server.port, 1000) as load:
@@ -62,7 +62,7 @@ def test_pytorchs_processes_are_reused_and_their_servers_are_fresh() -> None:
     assert [len(found) for found in pids.values()] == [1, 1]
 
 
-def test_a_server_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "TIMEOUT", 0.1)
     monkeypatch.setattr(servers, "command_of", lambda *what: ["sleep", "60"])
     with hosting() as host, pytest.raises(Late, match="the server has not started within 0 s"), host.running("uvloop"):

@@ -1,4 +1,4 @@
-"""Medians, intervals and ratios of known numbers, and what holds for all."""
+"""Medians, intervals and ratios: known values and properties."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def by_round(values: list[float]) -> dict[int, float]:
     [(1, 1, 1, 0.0), (2, 1, 2, 0.5), (3, 1, 3, 0.75), (5, 1, 5, 0.9375), (7, 1, 7, 0.984375), (8, 2, 7, 0.9296875)],
 )
 def test_between_which_values_the_median_lies(count: int, low: float, high: float, confidence: float) -> None:
-    """The probabilities are those of so many throws of a coin."""
+    """The probabilities are those of as many coin tosses."""
     shuffled = random.Random(1).sample(range(1, count + 1), count)
     assert stats.interval([float(value) for value in shuffled]) == (low, high, confidence)
 
@@ -39,7 +39,7 @@ def test_an_interval_holds_the_median_of_its_values(values: list[float], confide
 
 
 @pytest.mark.parametrize("count", [3, 5, 8, 12])
-def test_an_interval_holds_the_true_median_as_often_as_it_says(count: int) -> None:
+def test_an_interval_holds_the_true_median_with_its_confidence(count: int) -> None:
     """On a skewed distribution whose median is 1."""
     dice = random.Random(7)
     drawn = [stats.interval([dice.lognormvariate(0, 1) for _ in range(count)]) for _ in range(4000)]
@@ -48,7 +48,7 @@ def test_an_interval_holds_the_true_median_as_often_as_it_says(count: int) -> No
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
-    """The second round was slow for both, which medians of each would mix up."""
+    """The second round was slow for both; a ratio of medians would mix rounds."""
     found = stats.ratio(by_round([1.0, 9.0, 2.0]), by_round([2.0, 10.0, 2.0]))
     assert found == stats.Ratio(0.9, 0.5, 1.0, 3, None)
 
@@ -74,8 +74,8 @@ def test_the_control_widens_the_interval() -> None:
     assert found.verdict == "within the noise"
 
 
-def test_a_control_that_agrees_by_chance_says_little() -> None:
-    """What it says at most of the other sizes counts as well, but not what it says at one."""
+def test_a_control_that_agrees_by_chance_does_not_hide_the_noise() -> None:
+    """Its noise at most other sizes counts as well, but not that of a single size."""
     assert stats.noise_at(8, {1: 1.1, 2: 1.2, 4: 1.3, 8: 1.0}) == 1.2
     assert stats.noise_at(1, {1: 1.5, 2: 1.0, 4: 1.0, 8: 1.0}) == 1.5
     assert stats.noise_at(2, {2: 1.01}) == 1.01
@@ -123,7 +123,7 @@ def test_verdicts(values: list[float], verdict: str) -> None:
 
 @pytest.mark.parametrize("control", [{}, {7: 1.0}])
 def test_without_a_control_there_is_no_verdict(control: dict[int, float]) -> None:
-    """Nor with one that was measured in other rounds: equal servers would often be called different."""
+    """Nor with a control measured in other rounds: equal servers would often be called different."""
     reference = by_round([1.0, 1.0, 1.0])
     found = stats.ratio(by_round([0.1, 0.1, 0.1]), reference, stats.noise_of(reference, control))
     assert found is not None
@@ -132,7 +132,7 @@ def test_without_a_control_there_is_no_verdict(control: dict[int, float]) -> Non
 
 
 @given(ROUNDS, ROUNDS)
-def test_turned_round_an_interval_is_the_reciprocal(subject: dict[int, float], reference: dict[int, float]) -> None:
+def test_the_interval_of_the_inverse_is_the_reciprocal(subject: dict[int, float], reference: dict[int, float]) -> None:
     found, turned = stats.ratio(subject, reference), stats.ratio(reference, subject)
     if found is None or turned is None:
         assert found is turned

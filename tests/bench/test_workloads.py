@@ -1,4 +1,4 @@
-"""Every scenario at a tiny size, and what goes wrong in one."""
+"""Every scenario at a tiny size, and its failures."""
 
 from __future__ import annotations
 
@@ -83,27 +83,27 @@ def test_a_server_that_does_not_know_barrier_is_detected(host: Host) -> None:
 def test_rank_0_waits_for_all_ranks(host: Host) -> None:
     with host.running("uvloop") as server, Connection(server.port, LIMIT) as rank0:
         for step in join():
-            rank0.ask(step.request, step.reply)
+            rank0.call(step.request, step.reply)
         assert wait_for_ranks(rank0, 1, LIMIT) > 0
         with pytest.raises(Late, match="rank 0 has not seen all others"):
             wait_for_ranks(rank0, 2, 0.05)
 
 
 def test_joining_under_load_counts_the_background(host: Host) -> None:
-    """Operations are two of each joining rank, and as many ADDs as the server's counter says."""
+    """Operations are two per joining rank and the ADDs that the server's counter shows."""
     with host.running("uvloop") as server, worker_pool("127.0.0.1", server.port, 8) as load:
         load.tell(ClosedLoop(hello(), LIMIT))
         load.open(20)
         took = load.tell(ClosedLoop(join(), LIMIT, background=8, behind=[act(encode_request("add", b"/busy", 1), 8)]))
         with Connection(server.port, LIMIT) as one:
-            one.ask(hello()[0].request, hello()[0].reply)
-            count = int.from_bytes(one.ask(encode_request("add", b"/busy", 0), 8), "little")
+            one.call(hello()[0].request, hello()[0].reply)
+            count = int.from_bytes(one.call(encode_request("add", b"/busy", 0), 8), "little")
     assert took.operations == 40
     assert took.behind == count > 0
     assert measured(took, 1.0).operations == 40 + count
 
 
-def test_the_busier_phase_says_whether_generators_were_saturated() -> None:
+def test_the_busier_phase_decides_whether_generators_were_saturated() -> None:
     quiet, loaded = Measured(9.0, 5, 1.0, 1.0, 0.1), Measured(1.0, 6, 2.0, 3.0, 0.95)
     assert total(quiet, loaded)[:5] == (10.0, 11, 3.0, 4.0, 0.95)
 
@@ -111,7 +111,7 @@ def test_the_busier_phase_says_whether_generators_were_saturated() -> None:
 @pytest.mark.parametrize("name", ["fanout", "barrier-opcode", "init"])
 def test_a_server_that_exits_is_called_dead(host: Host, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     victim: list[int] = []
-    running, ask = Host.running, Connection.ask
+    running, call = Host.running, Connection.call
 
     @contextmanager
     def noting_pid(self: Host, server: str, **options: bool) -> Iterator[Server]:
@@ -121,10 +121,10 @@ def test_a_server_that_exits_is_called_dead(host: Host, name: str, monkeypatch: 
 
     def killing(self: Connection, request: bytes, reply: int) -> bytes:
         os.kill(victim[0], signal.SIGKILL)
-        return ask(self, request, reply)
+        return call(self, request, reply)
 
     monkeypatch.setattr(Host, "running", noting_pid)
-    monkeypatch.setattr(Connection, "ask", killing)
+    monkeypatch.setattr(Connection, "call", killing)
     with pytest.raises(Died, match="the server has exited: "):
         SCENARIOS[name].measure(Point(host, "uvloop", 4, LIMIT))
 
@@ -140,4 +140,4 @@ def test_a_connection_that_is_not_answered() -> None:
         Connection(silent.getsockname()[1], 0.05) as one,
         pytest.raises(Late, match=r"not done after 0\.05 s: a connection was not answered"),
     ):
-        one.ask(b"?", 1)
+        one.call(b"?", 1)

@@ -1,9 +1,9 @@
 """A fleet whose engine does nearly every command in steps, with the steps of all sessions mixed at random.
 
 Each command has its moment: reads, and what a write wakes, are as of when it arrives, however late they are said; a
-WAIT looks at each key when it comes to it; a command that begins with forgetting registrations happens at its end. The
-model does the command at that moment, whole. What a session says is always the beginning of what the model has said,
-and all of it once nothing is left to do.
+WAIT looks at each key when it comes to it; a MULTI_SET, and a command that begins with forgetting registrations, happen
+at their end. The model does the command at that moment, whole. What a session says is always the beginning of what the
+model has said, and all of it once nothing is left to do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 
 from tcpstore_async.errors import PeerError
-from tcpstore_async.incremental import MarkStale, ParkOnKeys, PostponedWaitCount, ReadKeys, UnparkFirst
+from tcpstore_async.incremental import MarkStale, ParkOnKeys, PostponedWaitCount, ReadKeys, SetItems, UnparkFirst
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
 
@@ -68,7 +68,7 @@ class SteppedFleet(Fleet):
         else:
             under = self.under[slot] = Under(command)
             reading = isinstance(job, ReadKeys) and self.engine.keyspace.reading is not job
-            late = isinstance(job, (MarkStale, PostponedWaitCount)) or (
+            late = isinstance(job, (MarkStale, PostponedWaitCount, SetItems)) or (
                 isinstance(job, UnparkFirst) and command.name in LATE
             )
             if isinstance(job, ParkOnKeys) or reading or late:
@@ -127,7 +127,7 @@ class SteppedFleet(Fleet):
             self.under[slot] = None
         if isinstance(job, ParkOnKeys) and (job.at > at or done):
             self._park(line, under, done)
-        elif done and isinstance(job, (MarkStale, PostponedWaitCount, UnparkFirst)) and not under.begun:
+        elif done and isinstance(job, (MarkStale, PostponedWaitCount, SetItems, UnparkFirst)) and not under.begun:
             self._do(slot, line, under.command, refused)
         elif refused:
             raise Difference(f"{under.command} was refused")

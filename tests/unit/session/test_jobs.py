@@ -6,9 +6,12 @@ import pytest
 
 from properties.fleet import Command
 from properties.session_driver import greeted
+from tcpstore_async.errors import PeerError
 from tcpstore_async.incremental import ParkOnKeys, ReadKeys
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import pack
+from tcpstore_async.wire.commands import SERVER_KEY
 
 KEYS = [b"k%d" % number for number in range(10)]
 
@@ -135,4 +138,91 @@ def test_those_who_die_while_a_line_is_woken_hear_nothing_and_the_others_do(engi
     assert heard(waiting[1]) == b"\0" + (7).to_bytes(4, "little")
     finish(other)
     assert [heard(session) for session in waiting[3::2]] == [b"\0"] * 4
+    assert nothing_is_left(engine)
+
+
+PAIRS = [(key, b"new") for key in KEYS]
+NEW = pack(b"new")
+
+
+def test_a_long_multi_set_is_seen_whole_or_not_at_all(engine: Engine) -> None:
+    session, other = greeted(engine), greeted(engine)
+    ask(other, "set", KEYS[0], b"old")
+    ask(session, "multi_set", PAIRS)
+    while session.incremental is not None:
+        assert engine.keyspace.values.keys() == {KEYS[0]}
+        session.receive(b"")
+    assert [engine.keyspace.values[key] for key in KEYS] == [NEW] * len(KEYS)
+    finish(session)
+    assert nothing_is_left(engine)
+
+
+def test_what_follows_a_long_multi_set_is_done_after_it(engine: Engine) -> None:
+    session = greeted(engine)
+    session.receive(Command("multi_set", PAIRS).frame + Command("get", KEYS[9]).frame)
+    finish(session)
+    assert heard(session) == NEW
+
+
+def test_a_disconnection_during_a_long_multi_set_changes_nothing(engine: Engine) -> None:
+    session = greeted(engine)
+    ask(session, "multi_set", PAIRS)
+    size = engine.keyspace.size
+    session.leave()
+    finish(session)
+    assert not engine.keyspace.values
+    assert engine.keyspace.size == size
+    assert nothing_is_left(engine)
+
+
+def test_a_long_multi_set_of_long_keys_keeps_the_keys_that_are_stored(engine: Engine) -> None:
+    keys = [b"%0300d" % number for number in range(10)]
+    session, other = greeted(engine), greeted(engine)
+    for key in keys[:5]:
+        ask(other, "set", key, b"old")
+    stored = list(engine.keyspace.values)
+    size = engine.keyspace.size
+    ask(session, "multi_set", [(key, b"new") for key in [*keys, keys[0]]])
+    ask(other, "delete_key", keys[1])
+    finish(session)
+    assert sorted(engine.keyspace.values) == keys
+    assert all(any(key is one for one in engine.keyspace.values) for key in (stored[0], *stored[2:]))
+    assert engine.keyspace.size == 2 * size
+    assert session.held == 0
+
+
+def test_a_long_multi_set_that_is_refused_changes_nothing(engine: Engine) -> None:
+    session = greeted(engine)
+    engine.identify(b"{}")
+    with pytest.raises(PeerError):
+        ask(session, "multi_set", [(SERVER_KEY, b""), *PAIRS])
+        finish(session)
+    session.leave()
+    finish(session)
+    assert not engine.keyspace.values
+    assert nothing_is_left(engine)
+
+
+def test_half_a_list_of_a_peer_that_disconnects_is_freed_in_steps(engine: Engine) -> None:
+    session = greeted(engine)
+    session.receive(Command("multi_set", PAIRS).frame[:-1])
+    session.leave()
+    assert engine.keyspace.work
+    finish(session)
+    assert engine.unfinished == 0
+    assert nothing_is_left(engine)
+
+
+def test_many_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(engine: Engine) -> None:
+    session, other = greeted(engine), greeted(engine)
+    for number, key in enumerate(KEYS):
+        ask(other, "queue_push", b"q", key)
+        ask(session, "lease", b"q", number)
+    ask(other, "queue_push", b"q", b"last")
+    size = engine.keyspace.size
+    session.leave()
+    assert engine.keyspace.work
+    assert list(engine.keyspace.queues[b"q"]) == [pack(item) for item in [*KEYS, b"last"]]
+    finish(session)
+    assert engine.keyspace.size < size
     assert nothing_is_left(engine)
