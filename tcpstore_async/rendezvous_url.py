@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     def hosts(self) -> bool:
         """Whether this process is to host the server."""
-        return self.rank == 0 and not self.prefix and not _agent_hosts(self.host, self.port)
+        return self.rank == 0 and not self.prefix and not _is_agent_address(self.host, self.port)
 
 
 class FilePlace(NamedTuple):
@@ -178,8 +178,11 @@ def _error(scheme: str, text: str) -> ValueError:
     return ValueError(f"Error initializing torch.distributed using {scheme}:// rendezvous: {text}")
 
 
-def _agent_hosts(host: str, port: int) -> bool:
-    """Whether torchrun's agent hosts the server at this address, as PyTorch decides it since 2.15."""
+def _is_agent_address(host: str, port: int) -> bool:
+    """Whether torchrun's agent hosts the server at this address, by the rule of PyTorch's rendezvous since 2.15.
+
+    TCPStore's own rule is another one: `stores.tcp._is_agent_port`.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     return (host, str(port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))

@@ -413,7 +413,7 @@ def _host(
             timeout=timeout,
         )
     except DistNetworkError:
-        if _agent_hosts(port) and listen_fd is None:
+        if _is_agent_port(port) and listen_fd is None:
             return None
         raise
 
@@ -422,10 +422,11 @@ _YES: Final = ("1", "t", "true", "y", "yes")
 _NO: Final = ("0", "f", "false", "n", "no")
 
 
-def _agent_hosts(port: int) -> bool:
-    """Return whether torchrun's agent hosts the server of this port. Raises RuntimeError, as PyTorch does.
+def _is_agent_port(port: int) -> bool:
+    """Whether torchrun's agent hosts the server of this port, by the rule of PyTorch's TCPStore.
 
-    A rendezvous reads the same variables differently: see `rendezvous_url`.
+    The rule of a rendezvous is another one: `rendezvous_url._is_agent_address`. Raises RuntimeError as PyTorch does if
+    a variable cannot be parsed.
     """
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "0").lower()
     if agent not in _YES + _NO:

@@ -9,9 +9,10 @@ the plain store's business.
 """
 
 import atexit
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,10 +52,18 @@ def close_with_clones(store: "Store") -> None:
 _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeout.fget
 
 
-def _method(name: str) -> Callable[..., Any]:
-    """The plain store's method of that name, under the timeout that PyTorch may have set."""
-    plain_method: Any = getattr(base.Store, name)
+_FORWARDED: Final = tuple(
+    name
+    for name, member in vars(base.Store).items()
+    if callable(member) and not name.startswith("_") and name not in ("clone", "close", "set_timeout")
+)
+"""The methods that are the plain store's as they are."""
 
+
+def _method(name: str) -> Callable[..., Any]:
+    """The plain store's method `name`, under the timeout that PyTorch may have set."""
+
+    @functools.wraps(getattr(base.Store, name), assigned=("__name__", "__qualname__", "__doc__"))
     def method(self: "Store", *given: Any, **named: Any) -> Any:
         try:
             self._sync_timeout()
@@ -62,16 +71,19 @@ def _method(name: str) -> Callable[..., Any]:
         except errors.DistError as error:
             raise joint(error) from error.__cause__
 
-    method.__name__ = name
-    method.__qualname__ = f"Store.{name}"
-    method.__doc__ = plain_method.__doc__
     return method
 
 
-class _Kind(type(dist.Store)):  # type: ignore[misc]
-    """Of the classes that stand for PyTorch's: whoever has one of PyTorch's stores has, by type, one of these.
+if TYPE_CHECKING:
+    _Methods = base.Store
+else:
+    _Methods = type("_Methods", (), {name: _method(name) for name in (*_FORWARDED, "_absent")})
 
-    The other way round it is `_StandsFor` that makes it so. A subclass stands for nothing.
+
+class _Kind(type(dist.Store)):  # type: ignore[misc]
+    """Make `isinstance` and `issubclass` take PyTorch's stores for ours: `isinstance(cpp_store, ours.TCPStore)`.
+
+    `_StandsFor` is the other direction. Subclasses of our classes stand for none of PyTorch's.
     """
 
     _stands_for: type[Any] | None
@@ -85,14 +97,14 @@ class _Kind(type(dist.Store)):  # type: ignore[misc]
 
 
 class _StandsFor:
-    """To `isinstance`, a store of these classes is one of the class of PyTorch's that its own stands for."""
+    """Make `isinstance` take our stores for PyTorch's: `isinstance(our_store, dist.TCPStore)`."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return vars(type(self)).get("_stands_for") or type(self)
 
 
-class Store(dist.Store, _StandsFor, metaclass=_Kind):
+class Store(_Methods, dist.Store, _StandsFor, metaclass=_Kind):
     """A `torch.distributed.Store` whose methods are those of a plain store.
 
     It lives until `close()`, even if the program drops it: PyTorch may still use it. What a rendezvous under
@@ -115,6 +127,10 @@ class Store(dist.Store, _StandsFor, metaclass=_Kind):
         Store.__init__(store, plain)
         return store
 
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change the timeout of later calls; a timedelta or seconds."""
+        super().set_timeout(timedelta(seconds=to_seconds("timeout", timeout)))
+
     def _sync_timeout(self) -> None:
         """Give the plain store the timeout of the C++ half, if PyTorch has changed that."""
         timeout = _timeout_in_cpp(self)
@@ -122,29 +138,9 @@ class Store(dist.Store, _StandsFor, metaclass=_Kind):
             self._plain.set_timeout(timeout)
             self._known_timeout = timeout
 
-    set = _method("set")
-    get = _method("get")
-    add = _method("add")
-    compare_set = _method("compare_set")
-    check = _method("check")
-    wait = _method("wait")
-    delete_key = _method("delete_key")
-    num_keys = _method("num_keys")
-    list_keys = _method("list_keys")
-    append = _method("append")
-    multi_get = _method("multi_get")
-    multi_set = _method("multi_set")
-    queue_push = _method("queue_push")
-    queue_pop = _method("queue_pop")
-    queue_len = _method("queue_len")
-    barrier = _method("barrier")
-    has_extended_api = _method("has_extended_api")
-    _absent = _method("_absent")
-
-    deleteKey = delete_key
-    """What C++ calls it."""
-    getNumKeys = num_keys
-    """What C++ calls it."""
+    # What C++ calls them:
+    deleteKey = _Methods.delete_key
+    getNumKeys = _Methods.num_keys
 
     def clone(self: S) -> S:
         """Another store on the same keys, to be closed by itself."""
@@ -350,11 +346,9 @@ def _forward(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    *("set", "get", "add", "compare_set", "append", "check", "delete_key", "num_keys", "list_keys", "multi_get"),
-    *("multi_set", "has_extended_api", "queue_push", "queue_pop", "queue_len", "barrier"),
-):
-    setattr(_Below, _name, _forward(_name))
+for _name in _FORWARDED:
+    if _name not in vars(_Below):
+        setattr(_Below, _name, _forward(_name))
 
 
 def of(plain: base.Store) -> Store:

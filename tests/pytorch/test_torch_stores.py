@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 import time
@@ -112,6 +113,17 @@ def test_every_method_from_python(store: Any) -> None:
         store.barrier("meet", 1, timeout=MINUTE)
     elastic_barrier(store, 1, "elastic", 60)
     assert isinstance(store, dist.Store)
+
+
+PUBLIC = [name for name, member in vars(tcpstore_async.Store).items() if inspect.isfunction(member) and name[0] != "_"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_methods_have_the_signatures_of_the_plain_store(name: str) -> None:
+    plain, method = (inspect.signature(getattr(kind, name)) for kind in (tcpstore_async.Store, ours.Store))
+    assert list(method.parameters.values())[1:] == list(plain.parameters.values())[1:]
+    assert getattr(ours.Store, name).__doc__
+    assert getattr(ours.Store, name) is not getattr(dist.Store, name, None)
 
 
 def below_is_theirs(store: Any) -> bool:
