@@ -13,9 +13,9 @@ import click
 
 from ..errors import DistError
 from ..limits import Limits
-from ..server.backends import DEFAULT_BACKEND, Server
-from ..server.listening import BACKENDS
-from ..serving import DEFAULT_GRACE, build, run, run_loop, run_owned
+from ..server.backends import BACKENDS, DEFAULT_BACKEND, DEFAULT_GRACE
+from ..server.base import Server
+from ..serving import build, run, run_loop, serve_owner
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
@@ -142,7 +142,7 @@ def serve(
 
     try:
         if owner_pid is not None and control_fd is not None and listen_fd is not None:
-            run_owned(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
+            serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
         run_loop(run(host, port, listen_fd, backend=backend, limits=limits, grace=grace, ready=ready))
     except DistError as error:

@@ -49,7 +49,7 @@ async def test_a_flood_gets_one_turn_at_a_time(command: bytes) -> None:
         longest = 0
         for _ in range(100):
             await asyncio.sleep(0)
-            longest = max(longest, len(server._later))
+            longest = max(longest, len(server._put_off))
             if longest:
                 await asyncio.sleep(0.001)
         stop.set()

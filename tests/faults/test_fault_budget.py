@@ -178,9 +178,9 @@ async def test_a_newcomer_that_cannot_be_served_leaks_no_descriptor(monkeypatch:
         def fail(*_: object) -> None:
             raise MemoryError
 
-        watched = server.make_poller.watch
+        watched = server.poller.watch
         try:
-            monkeypatch.setattr(server.make_poller, "watch", fail)
+            monkeypatch.setattr(server.poller, "watch", fail)
         except (AttributeError, TypeError):
             pytest.skip("compiled classes take no stand-in")
         before = len(os.listdir("/proc/self/fd"))
@@ -189,6 +189,6 @@ async def test_a_newcomer_that_cannot_be_served_leaks_no_descriptor(monkeypatch:
             assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
-        monkeypatch.setattr(server.make_poller, "watch", watched)
+        monkeypatch.setattr(server.poller, "watch", watched)
         assert len(os.listdir("/proc/self/fd")) <= before
         assert server.count == 0

@@ -250,7 +250,7 @@ def test_the_grace_ends(grace: float) -> None:
 def test_no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     with listen("::", 0) as listener:
-        with pytest.raises(StartError, match=r"^there is no Python interpreter to run it$"):
+        with pytest.raises(StartError, match=r"^no Python interpreter to run it$"):
             start(listener)
         assert listener.fileno() >= 0, "it may be used otherwise"
 
@@ -263,14 +263,14 @@ def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_program_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with listen("::", 0) as listener, pytest.raises(StartError, match=r"^it ended at once$"):
+    with listen("::", 0) as listener, pytest.raises(StartError, match=r"^it exited at once$"):
         start(listener)
     assert not zombies()
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "_path", list)
-    with listen("::", 0) as listener, pytest.raises(StartError, match="it ended at once: ModuleNotFoundError"):
+    with listen("::", 0) as listener, pytest.raises(StartError, match="it exited at once: ModuleNotFoundError"):
         start(listener)
 
 
@@ -284,7 +284,7 @@ def test_a_socket_it_cannot_listen_on() -> None:
 
 def test_one_that_is_not_ready_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "_PROGRAM", "import time; time.sleep(1000)")
-    with listen("::", 0) as listener, pytest.raises(StartError, match=r"^it was not ready within 0\.2 s$"):
+    with listen("::", 0) as listener, pytest.raises(StartError, match=r"^not ready within 0\.2 s$"):
         start(listener, timeout=0.2)
     assert not zombies()
 

@@ -23,9 +23,11 @@ from faults.fault_helpers import I64, Watch, get, number, until
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
 from tcpstore_async import serve
 from tcpstore_async.limits import Limits
-from tcpstore_async.server.listening import BACKENDS, listen
+from tcpstore_async.server.backends import BACKENDS
+from tcpstore_async.server.listening import listen
 from tcpstore_async.server.master import ServerHandle, host
-from tcpstore_async.server.threaded import Connection, FairLock, ThreadedServer, Worker
+from tcpstore_async.server.threaded import Connection, ThreadedServer
+from tcpstore_async.server.threads import FairLock, Worker
 from tcpstore_async.values import Framed
 from tcpstore_async.wire.commands import JOINS_KEY
 
@@ -316,7 +318,7 @@ def test_an_error_while_another_is_told_costs_that_other_only(
         assert waiting.closed()
         assert second.read(1) == b"\0"
         other.ping()
-    assert "after an error of the server's" in caplog.text
+    assert "after an internal error" in caplog.text
 
 
 def test_an_error_in_the_writing_thread_costs_one_connection(
@@ -339,7 +341,7 @@ def test_an_error_in_the_writing_thread_costs_one_connection(
         with pytest.raises((EOFError, ConnectionError)):
             reads_all(first)
         reads_all(second)
-    assert caplog.text.count("after an error of the server's") == 1
+    assert caplog.text.count("after an internal error") == 1
 
 
 # Threads that cannot be had
