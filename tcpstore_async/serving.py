@@ -11,21 +11,23 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .limits import Limits
 from .server.backends import DEFAULT_BACKEND, DEFAULT_GRACE, server_class
-from .server.base import Server
 from .server.fork_safety import close_on_fork, closed_in_children
 from .server.listening import adopt, listen, log_short_backlog, prepare, raise_file_limit
 from .server.process.child import Owner, announce_end, ignore_signals, log_to_owner
 from .server.process.protocol import Event
 from .session.identity import build as build
 
+if TYPE_CHECKING:
+    from .server.base import Server
+
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine on uvloop, in any thread."""
-    import uvloop  # for those who serve only: `serve` runs on any loop
+    import uvloop  # not for those who only use `serve`, which runs on any loop
 
     uvloop.run(main)
 
@@ -38,7 +40,7 @@ async def serve(
     listener: socket.socket | None = None,
     limits: Limits | None = None,
     backend: str = DEFAULT_BACKEND,
-) -> AsyncIterator[Server]:
+) -> "AsyncIterator[Server]":
     """Run a server on the running loop for as long as the context lasts; `.port` is its port.
 
     It listens on exactly `host`; port 0 lets the kernel choose. `listener`, a TCP socket that is bound or listening,
@@ -70,7 +72,7 @@ async def run(
     backend: str,
     limits: Limits,
     grace: float,
-    ready: Callable[[Server], None],
+    ready: "Callable[[Server], None]",
 ) -> None:
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 

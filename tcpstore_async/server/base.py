@@ -4,8 +4,8 @@ A server owns one engine and one session per connection. This module flushes ses
 logs what peers did, announces joins and stops; `uv` and `threaded` accept, read and write.
 
 It knows sessions and timers, and must not know opcodes, keys, or how a connection reads and writes.
-Invariants: a peer's offence, or a defect met while serving it, closes that connection only. Whoever calls a method that
-is documented as needing the lock holds it.
+Invariants: what a peer does wrong, or a defect met while serving it, closes that connection only. The lock is held
+while a method runs that is listed below as needing it.
 """
 
 import asyncio

@@ -30,9 +30,8 @@ class ServerThread:
         self._backend = backend
         self._joins = 0
         self._listener = close_on_fork(listener)
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a garbage collection may stop a server whose lock its own thread holds
+        self._lock = threading.RLock()
+        """Reentrant, as a garbage collection may stop a server whose lock its own thread holds."""
         self._stopped = False
         self._over = asyncio.Event()
         started: Future[tuple[asyncio.AbstractEventLoop, Server]] = Future()
@@ -57,6 +56,10 @@ class ServerThread:
     def alive(self) -> bool:
         """Return whether it is running: neither stopped nor crashed."""
         return not self._stopped and self._thread.is_alive()
+
+    def crash(self) -> str:
+        """Return "": there is no process that could crash."""
+        return ""
 
     def stop(self) -> None:
         """Free the port and close every connection; both are done on return. Idempotent.

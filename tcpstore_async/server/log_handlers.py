@@ -124,7 +124,7 @@ class _FileWriter:
             try:
                 _write(self._fd, line)
             except OSError:
-                pass  # the disk is full, say
+                pass  # the disk may be full
             finally:
                 self._lines.task_done()
 

@@ -44,6 +44,8 @@ class RunningServer(Protocol):
 
     def alive(self) -> bool: ...
 
+    def crash(self) -> str: ...
+
     def stop(self) -> None: ...
 
 
@@ -106,7 +108,10 @@ class ServerHandle:
         self._counted.server.announce(joins)
 
     def check_capacity(self, joins: int) -> str:
-        """Log what keeps that many ranks from connecting, or slows it down; return the former, or "" if all fit."""
+        """Log what keeps that many ranks from connecting, or slows it down; return the former, or "" if all fit.
+
+        For a store that does not wait for its workers this is all: they may be fewer, or not connected all at once.
+        """
         server = self._counted.server
         if joins > server.max_connections:
             text = _too_many(joins, server)
@@ -118,6 +123,10 @@ class ServerHandle:
     def complete(self) -> None:
         """Note that all have joined: later connections belong to the next round."""
         self._counted.server.complete()
+
+    def crash(self) -> str:
+        """Return how the server process crashed, in a sentence, or "" if it has not."""
+        return self._counted.server.crash()
 
     def release(self) -> None:
         """Give up the share; the last one stops the server, whose port is free on return.

@@ -1,4 +1,4 @@
-"""Threads of a server that can be told from others, and a lock that is fair to them.
+"""The threads of a server, which can be told apart from others, and a lock that is fair to them.
 
 Knows threads and locks. Must not know what they are for.
 """

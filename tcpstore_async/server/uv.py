@@ -109,8 +109,8 @@ class Connection(base.Connection):
         if session.stalled():
             session.receive(b"")
             return True
-        bulk = session.large_value()
-        if bulk is None:
+        value = session.large_value()
+        if value is None:
             size = _READ if session.partial is None else _READ_ON
             chunk = _read(self.fd, size)
             if chunk:
@@ -118,11 +118,11 @@ class Connection(base.Connection):
             else:
                 self._end()
             return len(chunk) == size
-        with bulk.free_space() as room:
-            size = len(room)
-            count = _read_into(self.fd, [room])
+        with value.free_space() as space:
+            size = len(space)
+            count = _read_into(self.fd, [space])
         if count:
-            bulk.fill(count)
+            value.fill(count)
             session.receive(b"")
         else:
             self._end()

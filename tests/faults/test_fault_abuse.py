@@ -26,8 +26,8 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("command", [b"\x0c", b"\x0a" + u64(0)], ids=["CANCEL_WAIT", "MULTI_GET of nothing"])
-async def test_a_flood_gets_one_turn_at_a_time(command: bytes) -> None:
-    """A peer that sends faster than it is served stands in line once, however often the kernel reports it."""
+async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
+    """A peer that sends faster than it is served is put off once, however often the kernel reports it."""
     flood = command * (MIB // len(command))
     stop = threading.Event()
 

@@ -105,7 +105,7 @@ def test_a_connected_socket_is_no_listener(listener: socket.socket) -> None:
             adopt(fd)
 
 
-def test_room_is_what_may_be_opened_less_a_reserve() -> None:
+def test_max_connections_is_the_file_limit_less_a_reserve() -> None:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     before = max_connections_by_files()
     assert before < soft - listening.RESERVE
@@ -115,7 +115,7 @@ def test_room_is_what_may_be_opened_less_a_reserve() -> None:
         os.close(file)
 
 
-def test_few_connections_are_worth_a_word_only_if_the_system_leaves_no_more(
+def test_few_connections_are_logged_only_if_the_file_limit_is_the_reason(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert reserve_connections(listener, "127.0.0.1", 1, 10) == 10
@@ -143,7 +143,7 @@ def test_limited_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) -> No
     assert len(messages) == 4
 
 
-def test_a_single_complaint_has_no_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_message_has_no_count(caplog: pytest.LogCaptureFixture) -> None:
     limited = RateLimitedLog()
     limited.add("key_bytes", "peer")
     limited.flush()

@@ -113,7 +113,7 @@ def test_a_long_line_is_cut_and_stays_a_line(text: str) -> None:
         assert msgspec.json.decode(raw, type=LogLine).text == text[: len(msgspec.json.decode(raw, type=LogLine).text)]
 
 
-def test_a_reader_who_has_gone(tmp_path: Path) -> None:
+def test_a_pipe_without_a_reader(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     handler = NonBlockingHandler(writer)

@@ -131,8 +131,8 @@ def test_writing_is_reported_when_wanted(play: Play) -> None:
     play(scenario)
 
 
-def test_a_pause_tells_nothing_or_lets_itself_be_ignored(play: Play) -> None:
-    """After `resume` a level is reported again; an edge needs one read without being told."""
+def test_a_paused_descriptor_is_not_reported_or_may_be_ignored(play: Play) -> None:
+    """After `resume` a level is reported again; an edge needs one read without an event."""
 
     async def scenario(scene: Scene) -> None:
         scene.poller.watch(scene.fd)

@@ -45,7 +45,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
-    """What the server has said so far."""
+    """Return what the server has logged so far."""
     records = [record for record in caplog.records if record.name == "tcpstore_async.server"]
     return [record.getMessage() for record in records if record.levelno == level]
 
@@ -70,7 +70,7 @@ def test_what_a_peer_did_wrong(said: str, server: ServerProcess, caplog: pytest.
     assert "pid 123" in line
 
 
-def test_a_store_says_where_its_server_listens(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_listening_address_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT) as store:
         pass
@@ -91,6 +91,7 @@ def test_a_server_that_dies_is_one_error_line(
         process.signal(number)
         assert peer.closed()
         until(lambda: lines(caplog, logging.ERROR), "it is logged at once")
+    assert server.crash() == lines(caplog, logging.ERROR)[0]
     server.stop()
     (line,) = lines(caplog, logging.ERROR)
     assert f"the server process of port {server.port} (pid {server.pid}) {said}" in line
@@ -127,7 +128,7 @@ hosted.release()
 """
 
 
-def test_a_rank_that_finds_no_place_is_a_line_in_the_log_of_rank_0() -> None:
+def test_a_rejected_rank_is_logged_by_rank_0() -> None:
     one_too_many, line = sorted(run(REFUSED, prefix=("prlimit", "--nofile=150:150")).splitlines())
     assert one_too_many == "1"
     assert line.startswith("WARNING rejected ")
@@ -157,7 +158,7 @@ def test_an_owner_that_adopts_its_server_waits_for_it_and_hears_of_what_it_died(
 
 
 def run(text: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
-    """What a program prints."""
+    """Run a program; return what it prints."""
     done = subprocess.run(
         [*prefix, sys.executable, "-W", "error", "-c", text, *arguments],
         stdout=subprocess.PIPE,
@@ -169,7 +170,7 @@ def run(text: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-# How many ranks fit
+# Capacity
 
 WORLD = """
 import logging, sys, time
@@ -194,7 +195,7 @@ def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
     assert soon == "soon"
 
 
-def test_a_world_that_is_not_waited_for_is_told_of_too() -> None:
+def test_a_world_that_is_not_waited_for_is_logged_too() -> None:
     said = run(NOT_WAITED_FOR, "100", prefix=("prlimit", "--nofile=150:150")).splitlines()
     assert said[0].startswith("ERROR 100 ranks do not fit: the limit on open files allows the server of port ")
     assert said[1:] == ["made"]
@@ -232,7 +233,7 @@ hosted.release()
 """
 
 
-def test_the_room_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_capacity_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = host(0)
     room = hosted._counted.server.max_connections
     assert room > 10
@@ -270,7 +271,7 @@ def test_a_hundred_servers_leave_nothing() -> None:
     assert usage() == before
 
 
-def test_a_server_that_gives_its_grace_is_heard_until_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_in_its_grace_is_logged_until_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     host(0).release()
     before = usage()
@@ -316,7 +317,7 @@ def test_an_owner_may_wait_for_all_its_children() -> None:
 
 
 class Slow(logging.Handler):
-    """Takes its time for a line."""
+    """A handler that takes its time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +377,7 @@ def test_a_handler_that_hangs_does_not_hold_up_forks_for_long(slow: Slow, monkey
     server.stop()
 
 
-def test_a_forked_child_hears_nothing(server: ServerProcess) -> None:
+def test_a_forked_child_has_none_of_the_sockets(server: ServerProcess) -> None:
     source = server._log._source
     pid = os.fork()
     if pid == 0:

@@ -342,7 +342,7 @@ def test_a_paused_peer_goes(run: Run, watch_with: WatchWith, ending: str) -> Non
     run(main)
 
 
-def test_a_peer_asks_for_much_and_goes_without_reading(run: Run, watch_with: WatchWith) -> None:
+def test_a_peer_requests_much_and_leaves_without_reading(run: Run, watch_with: WatchWith) -> None:
     """Its requests are all there, and the first reply meets a closed port."""
 
     async def main() -> None:
@@ -389,7 +389,7 @@ def test_many_at_once(run: Run, watch_with: WatchWith) -> None:
     run(main)
 
 
-def test_the_most_connections(run: Run, watch_with: WatchWith, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_connection_limit(run: Run, watch_with: WatchWith, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with Serving(watch_with, Limits(connections=2)) as server, client(server.port) as one:
             await one.ping()

@@ -12,26 +12,22 @@ import logging
 import os
 import signal
 import socket
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...errors import DistNetworkError
-from ..base import Server
 from ..log_handlers import OwnerHandler
 from .pidfd import exists, open_pidfd
 from .protocol import Event, LineReader, LogLine, encode
+
+if TYPE_CHECKING:
+    from ..base import Server
 
 _STDERR: Final = 2
 
 _POLL: Final = 1.0
 """Seconds between checks that the owner is alive, where the kernel does not report its end."""
 
-_IGNORED_SIGNALS: Final = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+_IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """A job manager sends these to every process of a job. The server must outlive the ranks."""
 
 
@@ -117,7 +113,7 @@ class Owner:
             if own is not None:
                 os.close(own)
 
-    async def follow(self, server: Server, grace: float) -> None:
+    async def follow(self, server: "Server", grace: float) -> None:
         """Execute the owner's commands until it stops the server, or ends; then give the ranks their grace."""
         self._loop.add_reader(self._control, self._read, server)
         try:
@@ -128,7 +124,7 @@ class Owner:
         finally:
             self._loop.remove_reader(self._control)
 
-    async def _wind_up(self, server: Server, grace: float) -> None:
+    async def _wind_up(self, server: "Server", grace: float) -> None:
         server.stop_accepting()
         server.announce(0)
         if self._complete is not None:
@@ -138,7 +134,7 @@ class Owner:
 
     # Commands of the owner
 
-    def _read(self, server: Server) -> None:
+    def _read(self, server: "Server") -> None:
         try:
             lines = self._lines.read()
         except BlockingIOError:
@@ -152,7 +148,7 @@ class Owner:
         for line in lines:
             self._execute(server, line.decode())
 
-    def _execute(self, server: Server, line: str) -> None:
+    def _execute(self, server: "Server", line: str) -> None:
         word, _, number = line.partition(" ")
         if word == "joins":
             self._joins += int(number)

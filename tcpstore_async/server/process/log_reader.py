@@ -38,6 +38,8 @@ class LogReader:
         self._source = source
         self._process = process
         self._port = port
+        self.crash = ""
+        """How the server process ended, once that is known, if not in an orderly way."""
         self._killed = ""
         self._raw: list[str] = []
         """Lines that are no `LogLine`s."""
@@ -74,7 +76,8 @@ class LogReader:
             self._log_raw()
             return
         cause = self._killed or _cause(status, self._raw)
-        _emit(logging.ERROR, log.name, f"the server process of port {self._port} (pid {self._process.pid}) {cause}")
+        self.crash = f"the server process of port {self._port} (pid {self._process.pid}) {cause}"
+        _emit(logging.ERROR, log.name, self.crash)
 
     def _log(self, line: bytes) -> bool:
         """Log a line; return whether it announces an orderly exit."""

@@ -36,7 +36,7 @@ STOP_TIMEOUT: Final = 10.0
 """Seconds until a server that does not confirm its stop is killed."""
 
 _LOG_TIMEOUT: Final = 1.0
-"""Seconds that a stop waits until the last records are logged."""
+"""Seconds to wait for the last records of a server that has ended."""
 
 _ABOVE_STANDARD_STREAMS: Final = 3
 
@@ -85,9 +85,8 @@ class ServerProcess:
         control.settimeout(STOP_TIMEOUT)
         self._log = log
         self._owner = os.getpid()
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a garbage collection may stop a server whose lock its own thread holds
+        self._lock = threading.RLock()
+        """Reentrant, as a garbage collection may stop a server whose lock its own thread holds."""
         self._stopped = False
         atexit.register(self.stop)
 
@@ -105,6 +104,13 @@ class ServerProcess:
             return False
         with self._lock:
             return not self._stopped and not _has_hung_up(self._control)
+
+    def crash(self) -> str:
+        """Return how the server process crashed, waiting a moment for its last output, or "" if it has not."""
+        if self._owner != os.getpid() or self.alive():
+            return ""
+        self._log.join(_LOG_TIMEOUT)
+        return self._log.crash
 
     def stop(self) -> None:
         """Stop the server; its port is free on return. Idempotent; does nothing in a forked child.
