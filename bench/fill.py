@@ -209,7 +209,7 @@ async def server(budget: int, backend: str) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     async with serve(limits=Limits(budget_bytes=budget, validate_seconds=600), backend=backend) as served:
-        engine = served.engine  # type: ignore[attr-defined]
+        engine = served.engine
 
         def report() -> None:
             if not sys.stdin.readline():

@@ -18,7 +18,6 @@ def end_at_once() -> None:
 
 def end_by(number: int) -> NoReturn:
     """End as this signal would have ended us."""
-    if sys.platform != "win32":
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
     sys.exit(128 + number)

@@ -8,19 +8,22 @@ import math
 import os
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import DistError
 from ..limits import Limits
-from ..server.backends import DEFAULT_BACKEND, Server
-from ..server.listening import BACKENDS
-from ..serving import DEFAULT_GRACE, build, run, run_loop, run_owned
+from ..server.backends import BACKENDS, DEFAULT_BACKEND, DEFAULT_GRACE
+from ..serving import build, run, run_loop, serve_owner
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
 from .output import is_closed, say_json
 from .stdio import log_without_blocking, open_standard_streams
+
+if TYPE_CHECKING:
+    from ..server.base import Server
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -133,7 +136,7 @@ def serve(
             raise click.UsageError("--port-file is of no use to an owner, who knows the port.")
     log_without_blocking()
 
-    def ready(server: Server) -> None:
+    def ready(server: "Server") -> None:
         if port_file is not None:
             _write_atomically(port_file, f"{server.port}\n")
         event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
@@ -142,7 +145,7 @@ def serve(
 
     try:
         if owner_pid is not None and control_fd is not None and listen_fd is not None:
-            run_owned(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
+            serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
         run_loop(run(host, port, listen_fd, backend=backend, limits=limits, grace=grace, ready=ready))
     except DistError as error:

@@ -402,9 +402,8 @@ def info(context: ClientContext, local: bool) -> None:
 
 
 def _local() -> dict[str, Any]:
-    loop = "asyncio" if sys.platform == "win32" else "uvloop"
     limits = msgspec.to_builtins(Limits())
-    return {"version": VERSION, "build": build(), "loop": loop, "limits": limits}
+    return {"version": VERSION, "build": build(), "loop": "uvloop", "limits": limits}
 
 
 @click.command()

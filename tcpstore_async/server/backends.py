@@ -1,67 +1,40 @@
-"""Which kinds of server there are, and what all of them are to those who run one.
+"""The servers that there are, by name, and defaults that they share with those who start one.
 
-Knows: the doors by name. Must not know: how any of them works.
-Invariant: whoever runs a server can do so without knowing which kind it is.
+Knows the names. Must not know how a server works; importing this imports none.
 """
 
-import asyncio
 import socket
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ..limits import Limits
-from .listening import BACKENDS
 
-DEFAULT_BACKEND: Final = BACKENDS[0]
+if TYPE_CHECKING:
+    from .base import Server
 
+BACKENDS: Final = ("uv", "threaded")
+DEFAULT_BACKEND: Final = "uv"
 
-class Server(Protocol):
-    """A server, made and stopped on a running loop."""
+DEFAULT_GRACE: Final = 10.0
+"""Seconds that connections get to end once the server is to stop."""
 
-    host: str
-    port: int
-    max_connections: int
-    """Connections that it can hold, known once it has started."""
-    empty: asyncio.Event
-    """Set while there are no connections."""
-
-    @property
-    def count(self) -> int:
-        """Connections that are open."""
-
-    def start(self) -> None:
-        """Accept connections from now on."""
-
-    def stop_accepting(self) -> None:
-        """Free the port; connections that are open stay."""
-
-    def stop(self) -> None:
-        """Stop at once: the port is free and every connection closed when this returns. May be called again."""
-
-    async def drain(self, grace: float) -> None:
-        """Stop accepting, give the peers up to `grace` seconds to leave, then stop."""
-
-    def announce(self, joins: int) -> None:
-        """Say how many ranks are expected to join."""
-
-    def all_joined(self) -> bool:
-        """Whether as many ranks have joined as were announced."""
-
-    def dismiss_latecomers(self, complete: float) -> None:
-        """Close the connections that came after `complete`: they belong to a next round, and join again."""
-
-    def close_inherited(self) -> None:
-        """In a forked child: close its copies of the connections, which are the parent's to close."""
+START_TIMEOUT: Final = 60.0
+"""Seconds that a caller with a timeout of 0 waits for its server to start, which usually takes 0.1."""
 
 
-def server_of(backend: str) -> Callable[[socket.socket, Limits], Server]:
-    """What makes a server of this kind on a listener. Raises ValueError if there is no such kind."""
-    if backend == "uv":
-        from .uv import UvServer  # each kind is imported by those who use it: a server is to start fast
+def check_backend(backend: str) -> None:
+    """Raise ValueError if there is no backend of that name."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; choose {' or '.join(BACKENDS)}")
 
-        return UvServer
-    if backend == "threaded":
+
+def server_class(backend: str) -> "Callable[[socket.socket, Limits], Server]":
+    """Return the server of that name, to be called with a listener and its limits. Raises ValueError."""
+    check_backend(backend)
+    if backend == "threaded":  # each is imported by those who use it only: a server has to start fast
         from .threaded import ThreadedServer
 
         return ThreadedServer
-    raise ValueError(f"there is no backend {backend!r}; there is {', '.join(BACKENDS)}")
+    from .uv import UvServer
+
+    return UvServer

@@ -1,6 +1,6 @@
-"""What PyTorch's two servers say of a socket that is no good to a master.
+"""The errors that PyTorch's two servers raise for a socket that a master cannot listen on.
 
-Knows: their words, which differ, and with them which error it is. Must not know: where the socket comes from.
+Knows their texts and types, which differ between the two. Must not know where the socket comes from.
 """
 
 import errno
@@ -8,16 +8,17 @@ import os
 import socket
 
 from ..errors import DistError, DistNetworkError, DistStoreError
+from .listening import format_address
 
 Tried = list[tuple[int, str, OSError]]
-"""Family, address, and why it could not be listened on."""
+"""Family and address, and why listening there failed."""
 
 
-class Uv:
-    """The event-driven server's words."""
+class UvErrors:
+    """Errors of the event-driven server, whose texts are libuv's."""
 
     takes_port_0 = True
-    """Whether a socket may be given without its port."""
+    """Whether port 0 stands for that of a given socket."""
 
     def no_address(self, port: int, tried: Tried) -> DistError:
         return DistNetworkError(
@@ -29,7 +30,7 @@ class Uv:
         return DistNetworkError(f"Failed to open existing socket. socket: {fd}, {_as_libuv(error)}")
 
     def check_kind(self, listener: socket.socket) -> None:
-        """Raise for a socket that nobody could connect to."""
+        """Raise for a socket that takes no connections."""
         try:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
@@ -44,14 +45,14 @@ class Uv:
         )
 
 
-class Threaded(Uv):
-    """The legacy server's words."""
+class ThreadedErrors(UvErrors):
+    """Errors of the legacy server."""
 
     takes_port_0 = False
 
     def no_address(self, port: int, tried: Tried) -> DistError:
         failures = [
-            f"The server socket has failed to bind to {_shown(family, host, port)} {_as_legacy(error)}. "
+            f"The server socket has failed to bind to {format_address(host, port)} {_as_legacy(error)}. "
             f"The server could not be initialized on any address for port={port}, family={int(family)}"
             for family, host, error in tried
         ]
@@ -73,16 +74,13 @@ class Threaded(Uv):
         return DistNetworkError(f"Failed to listen on socket initialized from fd {fd}: {_as_legacy(error)}.")
 
 
-def refusals(backend: str) -> Uv:
-    return Threaded() if backend == "threaded" else Uv()
+def errors_of(backend: str) -> UvErrors:
+    """Return the errors of a backend."""
+    return ThreadedErrors() if backend == "threaded" else UvErrors()
 
 
 def _other_port(fd: int, bound: int, port: int) -> str:
     return f"listen fd {fd} is bound to port {bound}, expected to be bound to port {port}"
-
-
-def _shown(family: int, host: str, port: int) -> str:
-    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
 
 def _as_libuv(error: OSError) -> str:

@@ -1,8 +1,8 @@
-"""What a forked child must not inherit.
+"""Descriptors that a forked child must not keep.
 
-Knows: what is this process's own. Must not know: what it is for.
+Knows what has descriptors. Must not know what they are for.
 Invariant: a forked child closes its copies before it does anything else. A copy of a listening socket would keep the
-port, a copy of a control socket would keep the other end from noticing that its owner has gone, a copy of a connection
+port in use, a copy of a control socket would hide the end of its owner from the other side, and a copy of a connection
 would keep it open after the server has closed it.
 """
 
@@ -14,13 +14,13 @@ from typing import Final, Protocol, TypeVar
 
 
 class Closable(Protocol):
-    """What has descriptors."""
+    """An object that owns descriptors."""
 
     def close(self) -> None: ...
 
 
 class Inherited(Protocol):
-    """What has descriptors of which a forked child has copies."""
+    """An object with descriptors that its own `close` must not free in a forked child."""
 
     def close_inherited(self) -> None: ...
 
@@ -33,14 +33,14 @@ _servers: Final[dict[int, Inherited]] = {}
 
 
 def close_on_fork(private: _Private) -> _Private:
-    """The same socket, or what else has descriptors, which forked children close."""
+    """Return the same object, whose copies in forked children will be closed."""
     _private.add(private)
     return private
 
 
 @contextmanager
-def kept_private(server: Inherited) -> Iterator[None]:
-    """Within the context, forked children close their copies of the server's descriptors."""
+def closed_in_children(server: Inherited) -> Iterator[None]:
+    """Have children forked within the context close their copies of the server's descriptors."""
     _servers[id(server)] = server
     try:
         yield
@@ -50,7 +50,7 @@ def kept_private(server: Inherited) -> Iterator[None]:
 
 def _close_inherited() -> None:
     for server in list(_servers.values()):
-        with suppress(Exception):  # in the midst of a change of another thread's: the others are closed all the same
+        with suppress(Exception):  # another thread was changing it; the others must be closed all the same
             server.close_inherited()
     _servers.clear()
     for private in list(_private):
@@ -58,5 +58,4 @@ def _close_inherited() -> None:
     _private.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited)
+os.register_at_fork(after_in_child=_close_inherited)

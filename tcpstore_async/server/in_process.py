@@ -1,10 +1,9 @@
-"""A server in a thread of this process, for where it cannot have a process of its own.
+"""A server in a thread of this process, where it is asked for or a server process cannot be started.
 
-Knows: one loop in one thread. Must not know: the protocol.
-Invariant: as for a server in a process, a forked child holds nothing of it and cannot end it.
+Knows one loop in one thread. Must not know the protocol.
+Invariant: as with a server process, a forked child holds nothing of it and cannot stop it.
 
-It is the second choice: while another thread is busy in Python every answer waits for the interpreter's lock, 5 ms at
-the median.
+It is the second choice: while another thread runs Python code, each reply waits for the GIL, 5 ms at the median.
 """
 
 import asyncio
@@ -15,35 +14,35 @@ import threading
 from concurrent.futures import Future
 
 from ..limits import Limits
-from .backends import DEFAULT_BACKEND, Server, server_of
-from .fork_safety import close_on_fork, kept_private
-from .loop import run_loop
-from .threaded import Worker
+from .backends import server_class
+from .base import Server
+from .fork_safety import close_on_fork, closed_in_children
+from .threads import Worker
 
 
 class ServerThread:
-    """A server on `listener`, which it closes. For any thread; the same to its owner as a `ServerProcess`."""
+    """A server in a thread, with the interface of `ServerProcess`. Thread-safe."""
 
-    def __init__(self, listener: socket.socket, backend: str = DEFAULT_BACKEND) -> None:
-        """Raises what keeps a server from starting."""
+    def __init__(self, listener: socket.socket, backend: str) -> None:
+        """Serve on `listener`, which is closed with the server. Raises what keeps the server from starting."""
         self.port: int = listener.getsockname()[1]
         self.pid = os.getpid()
         self._backend = backend
         self._joins = 0
         self._listener = close_on_fork(listener)
-        self._lock = threading.RLock()  # reentrant: a collection may stop one while its thread is at work on it
+        self._lock = threading.RLock()
+        """Reentrant, as a garbage collection may stop a server whose lock its own thread holds."""
         self._stopped = False
         self._over = asyncio.Event()
         started: Future[tuple[asyncio.AbstractEventLoop, Server]] = Future()
         self._thread = threading.Thread(target=self._run, args=[started], name="tcpstore server", daemon=True)
         self._thread.start()
         self._loop, self._server = started.result()
-        self.room = self._server.max_connections
-        """Connections that it can hold."""
+        self.max_connections = self._server.max_connections
         atexit.register(self.stop)
 
     def announce(self, joins: int) -> None:
-        """So many more ranks are to join."""
+        """Expect `joins` more ranks to join."""
         if self.pid != os.getpid():
             return
         with self._lock:
@@ -52,16 +51,20 @@ class ServerThread:
                 self._loop.call_soon_threadsafe(self._server.announce, self._joins)
 
     def complete(self) -> None:
-        """All have joined. Of no account here: nobody has a grace."""
+        """Note that all have joined. It makes no difference here, as no connection outlives `stop`."""
 
     def alive(self) -> bool:
-        """Whether it runs still: it was not stopped, and has not crashed."""
+        """Return whether it is running: neither stopped nor crashed."""
         return not self._stopped and self._thread.is_alive()
 
-    def stop(self) -> None:
-        """Free the port and close every connection at once; both are done when this returns. May be called again.
+    def crash(self) -> str:
+        """Return "": there is no process that could crash."""
+        return ""
 
-        There is no grace for the other ranks: this process may be about to end, and its threads with it.
+    def stop(self) -> None:
+        """Free the port and close every connection; both are done on return. Idempotent.
+
+        Other ranks get no grace: this process may be about to end, and its threads with it.
         """
         if self.pid != os.getpid():
             return
@@ -71,20 +74,24 @@ class ServerThread:
                 atexit.unregister(self.stop)
                 self._loop.call_soon_threadsafe(self._over.set)
             here = threading.current_thread()
-            if here is not self._thread and not isinstance(here, Worker):  # a collection may happen there
+            if here is not self._thread and not isinstance(
+                here, Worker
+            ):  # a garbage collection there may have stopped the server
                 self._thread.join()
 
     def _run(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
+        import uvloop  # for servers only: it costs clients nothing
+
         try:
-            run_loop(self._serve(started))
+            uvloop.run(self._serve(started))
         except BaseException as error:
             if started.done():
                 raise
             started.set_exception(error)
 
     async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
-        server = server_of(self._backend)(self._listener, Limits())
-        with kept_private(server):
+        server = server_class(self._backend)(self._listener, Limits())
+        with closed_in_children(server):
             try:
                 server.start()
                 started.set_result((asyncio.get_running_loop(), server))

@@ -1,15 +1,15 @@
-"""What every server door needs before a byte flows: addresses, the backlog, file limits, and its log.
+"""What a server needs of the operating system before a byte flows: addresses, listening sockets, limits.
 
-Knows: sockets and limits of the operating system. Must not know: the protocol, event loops.
-Invariant: no name is looked up but that of the address to listen on, before there are any peers.
+Knows sockets, and the limits of files and backlog. Must not know the protocol, or event loops.
+Invariant: no name is resolved but that of the address to listen on, before there are any peers.
 """
 
 import errno
+import fcntl
 import logging
 import os
+import resource
 import socket
-import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -17,67 +17,65 @@ from typing import Final
 from ..errors import DistNetworkError
 
 BACKLOG: Final = 65_535
-"""Connections the kernel may hold ready: a whole job may come at once."""
+"""Connections that the kernel may hold until they are accepted: a whole job may connect at once."""
 
-NEWCOMERS: Final = frozenset(
+CONNECTION_ERRORS: Final = frozenset(
     getattr(errno, name, errno.ECONNABORTED)
     for name in (
         "ECONNABORTED", "EPROTO", "EPERM", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENONET",
         "ENOPROTOOPT", "EOPNOTSUPP",
     )
 )  # fmt: skip
-"""Errors of `accept` that concern one connection, which is lost already: the next one may be fine."""
+"""Errors of `accept` that concern one connection, which is lost: accepting goes on with the next one."""
 
-_SILENCE: Final = 180
-_PROBES: Final = 4
-_PROBE_PAUSE: Final = 30
-"""Seconds of silence until a peer's system is asked whether it is there, how often, and seconds in between."""
+_KEEPALIVE_IDLE: Final = 180
+_KEEPALIVE_PROBES: Final = 4
+_KEEPALIVE_INTERVAL: Final = 30
+"""Seconds of silence before the first keep-alive probe, the number of probes, and the seconds between them."""
 
-_UNHEARD: Final = 300
-"""Seconds until a peer is given up whose system does not acknowledge what it is sent."""
-
-START_TIMEOUT: Final = 60.0
-"""Seconds that a caller who waits for nobody, whose timeout is 0, waits for a server. Usually it takes 0.1."""
+_UNACKNOWLEDGED: Final = 300
+"""Seconds after which a connection is lost whose peer does not acknowledge what it is sent."""
 
 RESERVE: Final = 64
-"""File descriptors that connections never get: for the loop, logs, and to be able to refuse."""
+"""File descriptors that connections never get: for the loop, logs, and to be able to reject a connection."""
 
 _M_MMAP_THRESHOLD: Final = -3
-"""From <malloc.h>; where there is no such option, nothing changes."""
+"""From <malloc.h>; where there is no such option, the call changes nothing."""
 
 _LARGE: Final = 1 << 20
 
-_TABLE: Final = 131_072
-"""Open files that the kernel's table is made for in advance, at most: a mebibyte, for 98,304 ranks and more."""
+_PRESIZED: Final = 131_072
+"""Open files that the kernel's table is sized for in advance, at most: one mebibyte, for 98,304 ranks and more."""
 
 _FEW: Final = 64
-"""Fewer connections than that are not what somebody wanted."""
+"""Fewer connections than that are worth a warning."""
 
 log = logging.getLogger("tcpstore_async.server")
 
-
-BACKENDS: Final = ("uv", "threaded")
-"""Kinds of server that there are."""
-
 Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
-"""What `socket.bind` takes, as `socket.getaddrinfo` gives it."""
+"""What `socket.bind` takes, as `socket.getaddrinfo` returns it."""
+
+
+def format_address(host: str, port: int) -> str:
+    """Return `host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A non-blocking socket that listens on exactly this address; port 0 lets the kernel choose.
+    """Return a non-blocking socket that listens on exactly this address; port 0 lets the kernel choose.
 
-    `host` is an IPv4 or IPv6 literal or a name of this machine; `::` listens on every address of both families.
-    Raises DistNetworkError, and ValueError for a port that there is not.
+    `host` is an IPv4 or IPv6 literal or a name of this machine; `::` stands for every address of both families.
+    Raises DistNetworkError, and ValueError for a port out of range.
     """
     family, address = resolve(host, port)
     try:
         return listen_at(family, address)
     except OSError as error:
-        raise DistNetworkError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
+        raise DistNetworkError(f"cannot listen on {format_address(host, port)}: {error.strerror or error}") from None
 
 
 def resolve(host: str, port: int) -> tuple[int, Address]:
-    """Family and address to listen on. Raises as `listen` does."""
+    """Return the family and address to listen on. Raises as `listen` does."""
     check_port(port)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -88,13 +86,13 @@ def resolve(host: str, port: int) -> tuple[int, Address]:
 
 
 def check_port(port: int) -> None:
-    """Raise ValueError for a port that there is not."""
+    """Raise ValueError for a port out of range."""
     if not 0 <= port <= 65535:
         raise ValueError(f"port must be from 0 to 65535, not {port}")
 
 
 def listen_at(family: int, address: Address) -> socket.socket:
-    """A non-blocking socket that listens on this address. Raises OSError."""
+    """Return a non-blocking socket that listens on this address. Raises OSError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +107,7 @@ def listen_at(family: int, address: Address) -> socket.socket:
 
 
 def adopt(fd: int) -> socket.socket:
-    """The same for a socket that was bound, or listens already, elsewhere. Owns the descriptor from here on.
+    """Return the same for a descriptor that is bound, or listening, already. Takes ownership of it.
 
     Raises DistNetworkError if `fd` is not a TCP socket.
     """
@@ -129,14 +127,14 @@ def adopt(fd: int) -> socket.socket:
 
 
 def prepare(listener: socket.socket) -> None:
-    """Listen, with the options that accepted sockets inherit: a peer that lost power must not stay for ever."""
+    """Listen, with options that accepted sockets inherit: a peer that lost power must not stay connected forever."""
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", _SILENCE),
-        ("TCP_KEEPCNT", _PROBES),
-        ("TCP_KEEPINTVL", _PROBE_PAUSE),
-        ("TCP_USER_TIMEOUT", 1000 * _UNHEARD),
+        ("TCP_KEEPIDLE", _KEEPALIVE_IDLE),
+        ("TCP_KEEPCNT", _KEEPALIVE_PROBES),
+        ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL),
+        ("TCP_USER_TIMEOUT", 1000 * _UNACKNOWLEDGED),
     ):
         if hasattr(socket, name):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -144,8 +142,8 @@ def prepare(listener: socket.socket) -> None:
     listener.listen(BACKLOG)
 
 
-def tell_of_short_backlog(ranks: int | None = None) -> None:
-    """Log if the kernel cuts the backlog: a warning if so many ranks would see resets, else a word."""
+def log_short_backlog(ranks: int | None = None) -> None:
+    """Log that the kernel cuts the backlog: a warning if `ranks` are expected and do not fit, else information."""
     try:
         somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
     except (OSError, ValueError):
@@ -154,35 +152,27 @@ def tell_of_short_backlog(ranks: int | None = None) -> None:
         return
     log.log(
         logging.INFO if ranks is None else logging.WARNING,
-        "net.core.somaxconn is %d: more ranks than that connecting at once may be reset%s; "
-        "sysctl -w net.core.somaxconn=%d allows for all",
+        "net.core.somaxconn is %d: if more ranks connect at once, connections may be reset%s; "
+        "set it with sysctl -w net.core.somaxconn=%d",
         somaxconn,
-        "" if ranks is None else f", and {ranks} are to come",
+        "" if ranks is None else f" ({ranks} are expected)",
         BACKLOG,
     )
 
 
 def raise_file_limit() -> None:
-    """Raise this process's soft limit of open files to the hard one. For processes that are the server, no others."""
-    if sys.platform == "win32":
-        return
-    import resource
-
+    """Raise the soft limit on open files to the hard one. Only for a process that is a server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as error:  # macOS refuses "unlimited"
-        log.warning("the limit of open files stays at %d: %s", soft, error)
+        log.warning("could not raise the limit on open files from %d to %d: %s", soft, hard, error)
 
 
 def max_connections_by_files() -> int:
-    """How many more connections this process can hold, a reserve kept back."""
-    if sys.platform == "win32":
-        return 2**31
-    import resource
-
+    """Return how many more connections this process can hold, less a reserve."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return 2**31
@@ -197,63 +187,33 @@ def _open_files() -> int:
 
 
 def presize_file_table(fd: int, connections: int) -> None:
-    """Have the kernel's table of open files, which never shrinks, hold so many connections before they come.
+    """Grow the kernel's table of open files, which never shrinks, to this number of connections.
 
-    `fd` is any open descriptor. The table grows by doubling, and in a process with threads Linux waits each time until
-    every processor has passed a certain point: tens of milliseconds in which nothing is accepted, while a herd of ranks
-    fills the backlog, is not heard, and tries again a second later.
+    `fd` is any open descriptor. The table grows by doubling, and in a process with threads Linux waits for an RCU grace
+    period each time: tens of milliseconds without an accept, while ranks that connect at once overflow the backlog, are
+    dropped, and try again a second later.
     """
-    if sys.platform == "win32":
-        return
-    import fcntl
-
     with suppress(OSError):
-        os.close(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(connections + RESERVE, _TABLE) - 1))
+        os.close(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(connections + RESERVE, _PRESIZED) - 1))
 
 
-def reserve_connections(listener: socket.socket, host: str, port: int, most: int) -> int:
-    """How many connections a server may hold, at most `most` unless that is 0; prepares the kernel, tells the log."""
-    room = max_connections_by_files()
-    connections = min(room, most or room)
+def reserve_connections(listener: socket.socket, host: str, port: int, limit: int) -> int:
+    """Return how many connections a server can hold, at most `limit` unless that is 0; prepare the kernel for them."""
+    allowed_by_files = max_connections_by_files()
+    connections = min(allowed_by_files, limit or allowed_by_files)
     presize_file_table(listener.fileno(), connections)
-    log.info("listening on %s, port %d, for up to %d connections", host, port, connections)
-    if connections == room < _FEW:
-        log.warning("the limit of open files leaves room for only %d connections", room)
+    log.info("listening on %s for up to %d connections", format_address(host, port), connections)
+    if connections == allowed_by_files < _FEW:
+        log.warning("the limit on open files allows only %d connections; raise it with ulimit -n", allowed_by_files)
     return connections
 
 
 def free_large_memory() -> None:
-    """Have malloc give large blocks back to the system when they are freed.
+    """Have malloc return large blocks to the system when they are freed.
 
-    With a thread for each connection, it would keep tens of mebibytes for each that has ever handled a large value.
+    In a process with a thread per connection, it would keep tens of mebibytes for each that ever handled a large value.
     """
     with suppress(ImportError, OSError, AttributeError):
         import ctypes
 
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
-
-
-class RateLimitedLog:
-    """What peers did wrong, logged at most once a second for each kind, with a count of the others."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-        self._unsaid: dict[str, int] = {}
-
-    def add(self, kind: str, text: str) -> bool:
-        """Log it, or count it; whether it was logged."""
-        now = time.monotonic()
-        if now - self._last.get(kind, -1.0) < 1.0:
-            self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
-            return False
-        self._last[kind] = now
-        unsaid = self._unsaid.pop(kind, 0)
-        log.warning("%s%s", text, f" ({unsaid} more of the kind since the last such line)" if unsaid else "")
-        return True
-
-    def finish(self) -> None:
-        """Say what is still unsaid."""
-        for kind, count in self._unsaid.items():
-            self._last[kind] = time.monotonic()
-            log.warning("%d more of the kind %r since the last such line", count, kind)
-        self._unsaid.clear()

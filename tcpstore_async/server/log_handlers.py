@@ -1,8 +1,8 @@
-"""Log handlers that never hold up the event loop.
+"""Log handlers that never block the event loop.
 
-Knows: descriptors, logging. Must not know: what is logged.
-Invariant: whoever holds the other end of a descriptor, or serves the file behind it, cannot stop the server by not
-taking its lines. A line that cannot be written is dropped and counted, and the next one says how many were.
+Knows descriptors and logging. Must not know what is logged.
+Invariant: whoever has the other end of a descriptor, or serves the file behind it, cannot stop the server by not
+reading. A line that cannot be written is dropped and counted; the next one that can be ends with the count.
 """
 
 import logging
@@ -14,53 +14,52 @@ import threading
 import time
 from typing import Final
 
-from .process.protocol import Line, encode
+from .process.protocol import LogLine, encode
 
 _LONGEST: Final = 4096
-"""A pipe that can be written takes at least so many bytes (PIPE_BUF) without blocking."""
+"""Bytes that a writable pipe takes without blocking (PIPE_BUF)."""
 
-_PATIENCE: Final = 0.1
-"""Seconds to wait, once, for a file that does not take a line; after that lines queue up until it does."""
+_FILE_TIMEOUT: Final = 0.1
+"""Seconds to wait, once, for a file that does not take a line; then lines are queued until it does."""
 
 _MOST_QUEUED: Final = 1000
-"""Lines that wait for a file."""
+"""Lines that are queued for a file."""
 
 _MOST_PER_SECOND: Final = 20
-"""Lines that a server process sends to its owner, whose program has other things to do."""
+"""Lines that a server process sends its owner, whose program has other things to do."""
 
 _write = os.write
 
 
 class NonBlockingHandler(logging.Handler):
-    """Writes a line to a descriptor if that is possible at once; else the line is dropped, and counted.
+    """Writes a line to a descriptor if that is possible at once; else drops and counts it.
 
-    A regular file is always writable, says `poll`, even if its server hangs: a thread writes to it.
+    For a regular file a thread writes, as `poll` reports it as writable even while its file server hangs.
     """
 
     def __init__(self, fd: int) -> None:
         super().__init__()
         self._fd = fd
-        self._lost = 0
+        self._dropped = 0
         self._file = _FileWriter(fd) if _is_file(fd) else None
-        self._poll = select.poll() if hasattr(select, "poll") else None
-        if self._poll is not None:
-            self._poll.register(fd, select.POLLOUT)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        lost = f" ({self._lost} lines before this one were lost: nobody read them)" if self._lost else ""
-        if self._put(self.encode(record, lost)):
-            self._lost = 0
+        dropped = f" ({self._dropped} earlier lines were dropped: nobody read them)" if self._dropped else ""
+        if self._put(self.encode(record, dropped)):
+            self._dropped = 0
         else:
-            self._lost += 1
+            self._dropped += 1
 
-    def encode(self, record: logging.LogRecord, lost: str) -> bytes:
-        """Encode a record as one line that a pipe takes whole."""
-        return f"{self.format(record)}{lost}".encode(errors="replace")[: _LONGEST - 1] + b"\n"
+    def encode(self, record: logging.LogRecord, dropped: str) -> bytes:
+        """Encode a record as one line that fits a pipe."""
+        return f"{self.format(record)}{dropped}".encode(errors="replace")[: _LONGEST - 1] + b"\n"
 
     def _put(self, line: bytes) -> bool:
         if self._file is not None:
             return self._file.put(line)
-        if self._poll is not None and not self._poll.poll(0):
+        if not self._poll.poll(0):
             return False
         try:
             return _write(self._fd, line) == len(line)
@@ -69,7 +68,7 @@ class NonBlockingHandler(logging.Handler):
 
 
 class OwnerHandler(NonBlockingHandler):
-    """Sends records, a limited number a second, to the process that owns this one; see `control.Line`."""
+    """Sends records to the owner of this process as `LogLine`s, a limited number per second."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
@@ -82,14 +81,14 @@ class OwnerHandler(NonBlockingHandler):
             self._second, self._sent = now, 0
         self._sent += 1
         if self._sent > _MOST_PER_SECOND:
-            self._lost += 1
+            self._dropped += 1
         else:
             super().emit(record)
 
-    def encode(self, record: logging.LogRecord, lost: str) -> bytes:
+    def encode(self, record: logging.LogRecord, dropped: str) -> bytes:
         text = self.format(record)
         for longest in (2 * _LONGEST, 2000, 500):
-            line = encode(Line(record.levelno, record.name, text[:longest] + lost))
+            line = encode(LogLine(record.levelno, record.name, text[:longest] + dropped))
             if len(line) <= _LONGEST:
                 break
         return line
@@ -105,7 +104,7 @@ class _FileWriter:
         threading.Thread(target=self._run, name="tcpstore log", daemon=True).start()
 
     def put(self, line: bytes) -> bool:
-        """Have a line written: usually it is when this returns. False if too many wait."""
+        """Write a line, usually before this returns; return False if too many are queued."""
         lines = self._lines
         with lines.all_tasks_done:
             if not lines.unfinished_tasks:
@@ -116,7 +115,7 @@ class _FileWriter:
             return False
         if not self._hangs:
             with lines.all_tasks_done:
-                self._hangs = not lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, _PATIENCE)
+                self._hangs = not lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, _FILE_TIMEOUT)
         return True
 
     def _run(self) -> None:
@@ -125,7 +124,7 @@ class _FileWriter:
             try:
                 _write(self._fd, line)
             except OSError:
-                pass  # the disk is full, say
+                pass  # the disk may be full
             finally:
                 self._lines.task_done()
 

@@ -1,14 +1,15 @@
-"""What the master of a job holds: a server, its own or one that it shares with other stores of this process.
+"""The server of a master: its own, or one that it shares with other stores of this process.
 
-Knows: which address a master listens on, who shares a server, where servers run. Must not know: the protocol, clients.
-Invariants: when the last holder has released a server its port is free. A forked child shares nothing with its parent.
+Knows which address a master listens on, who shares a server, and where servers run. Must not know the protocol, or
+clients.
+Invariants: once the last handle of a server is released its port is free. A forked child holds no server of its parent.
 """
 
 import errno
 import logging
 import os
+import resource
 import socket
-import sys
 import threading
 import time
 import warnings
@@ -16,24 +17,26 @@ import weakref
 from typing import Final, Protocol
 
 from ..errors import DistNetworkError, DistStoreError
-from .bind_errors import Tried, Uv, refusals
+from .backends import DEFAULT_BACKEND, START_TIMEOUT, check_backend
+from .bind_errors import Tried, UvErrors, errors_of
 from .fork_safety import close_on_fork
-from .listening import BACKENDS, START_TIMEOUT, Address, check_port, listen_at, prepare, resolve, tell_of_short_backlog
+from .listening import Address, check_port, listen_at, log_short_backlog, prepare, resolve
 
 WHERE: Final = "TCPSTORE_SERVER"
 BIND: Final = "TCPSTORE_BIND"
 
+_ANY_ADDRESS: Final = ("::", "0.0.0.0")
 
 log = logging.getLogger("tcpstore_async.server")
 
 
-class Server(Protocol):
-    """A server that is owned, wherever it runs."""
+class RunningServer(Protocol):
+    """A server that was started for a master: a `ServerProcess` or a `ServerThread`."""
 
     port: int
     pid: int
-    room: int
-    """Connections that it can hold."""
+    """Process that it runs in."""
+    max_connections: int
 
     def announce(self, joins: int) -> None: ...
 
@@ -41,21 +44,23 @@ class Server(Protocol):
 
     def alive(self) -> bool: ...
 
+    def crash(self) -> str: ...
+
     def stop(self) -> None: ...
 
 
-class _SharedServer:
-    """A server and how many hold it."""
+class _CountedServer:
+    """A running server and the number of its handles."""
 
-    def __init__(self, server: Server, backend: str, shared: bool, address: str, given: bool) -> None:
+    def __init__(self, server: RunningServer, backend: str, shared: bool, address: str, from_fd: bool) -> None:
         self.server = server
         self.address = address
-        """The host that it listens on."""
-        self.given = given
-        """Whether it listens on a socket that was made elsewhere."""
+        """Host that it listens on."""
+        self.from_fd = from_fd
+        """Whether its socket was given by the caller."""
         self.backend = backend
         self.shared = shared
-        self.holders = 0
+        self.handles = 0
         self.owner = os.getpid()
         self.lock = _shared_lock if shared else threading.RLock()
 
@@ -63,68 +68,74 @@ class _SharedServer:
         if self.owner != os.getpid():
             return
         with self.lock:
-            self.holders -= 1
-            if self.holders:
+            self.handles -= 1
+            if self.handles:
                 return
             if _shared.get(self.server.port) is self:
                 del _shared[self.server.port]
             self.server.stop()
 
 
-_PROCESS_ONLY: Final = "process, or not at all"
-_NO_THREAD: Final = "the server of this store must not be a thread of its own process"
+_NO_THREAD: Final = "the server of this store must not run in a thread of this process"
 
-_shared: Final[dict[int, _SharedServer]] = {}
-"""Servers for which `multi_tenant` was said, by port."""
+_shared: Final[dict[int, _CountedServer]] = {}
+"""Servers started with `multi_tenant`, by port."""
 
 _shared_lock = threading.RLock()
-"""Held while a shared server starts and stops, so that others wait for the outcome. Reentrant: a collection may release
-one meanwhile."""
+"""Held while a shared server starts and stops, so that other threads wait for the outcome. Reentrant, as a garbage
+collection in between may release a handle."""
 
 
 class ServerHandle:
-    """One holder's part in a server. It is released when it is dropped, too, and when the interpreter ends."""
+    """A share in a server, released by `release`, when it is garbage, and when the interpreter ends."""
 
-    def __init__(self, tenancy: _SharedServer) -> None:
-        tenancy.holders += 1
-        self.port = tenancy.server.port
-        self.pid = tenancy.server.pid
-        """The process that serves."""
-        self.backend = tenancy.backend
-        self.shared = tenancy.shared
-        """Whether other stores of this process may hold the same server."""
-        self._tenancy = tenancy
-        self._release = weakref.finalize(self, tenancy.release)
+    def __init__(self, counted: _CountedServer) -> None:
+        counted.handles += 1
+        self.port = counted.server.port
+        self.pid = counted.server.pid
+        """Process that the server runs in."""
+        self.backend = counted.backend
+        self.shared = counted.shared
+        """Whether other stores of this process may share the server."""
+        self._counted = counted
+        self._release = weakref.finalize(self, counted.release)
 
     def announce(self, joins: int) -> None:
-        """So many more ranks are expected to join. Raises DistStoreError if they cannot all be connected."""
-        text = self.tell_of_room(joins)
+        """Expect `joins` more ranks to join. Raises DistStoreError if the server cannot hold that many connections."""
+        text = self.check_capacity(joins)
         if text:
             raise DistStoreError(text)
-        self._tenancy.server.announce(joins)
+        self._counted.server.announce(joins)
 
-    def tell_of_room(self, joins: int) -> str:
-        """Log what keeps so many ranks from being connected at once, or makes that slow; the former is the result."""
-        server = self._tenancy.server
-        if joins > server.room:
-            text = _no_room(joins, server)
+    def check_capacity(self, joins: int) -> str:
+        """Log what keeps that many ranks from connecting, or slows it down; return the former, or "" if all fit.
+
+        For a store that does not wait for its workers this is all: they may be fewer, or not connected all at once.
+        """
+        server = self._counted.server
+        if joins > server.max_connections:
+            text = _too_many(joins, server)
             log.error("%s", text)
             return text
-        tell_of_short_backlog(joins)
+        log_short_backlog(joins)
         return ""
 
     def complete(self) -> None:
-        """All have joined: connections that come from now on belong to a next round."""
-        self._tenancy.server.complete()
+        """Note that all have joined: later connections belong to the next round."""
+        self._counted.server.complete()
+
+    def crash(self) -> str:
+        """Return how the server process crashed, in a sentence, or "" if it has not."""
+        return self._counted.server.crash()
 
     def release(self) -> None:
-        """Hold the server no longer; the last holder stops it, and its port is free when this returns.
+        """Give up the share; the last one stops the server, whose port is free on return.
 
-        May be called again. In a forked child it does nothing.
+        Idempotent. Does nothing in a forked child.
         """
-        if self._tenancy.owner != os.getpid():
+        if self._counted.owner != os.getpid():
             return
-        with self._tenancy.lock:  # who comes second waits for the first
+        with self._counted.lock:  # a second thread waits for the first
             self._release()
 
 
@@ -134,186 +145,180 @@ def host(
     bind_host: str | None = None,
     listen_fd: int | None = None,
     multi_tenant: bool = False,
-    backend: str = "uv",
+    backend: str = DEFAULT_BACKEND,
     may_be_thread: bool = True,
     timeout: float | None = None,
 ) -> ServerHandle:
-    """A server that serves on `port`, which may be 0; it runs when this returns.
+    """Start a server on `port`, or share one; port 0 lets the kernel choose. It serves on return.
 
-    It listens on every address of this machine, or on exactly `bind_host` or what TCPSTORE_BIND names, or on the socket
-    `listen_fd`, which it owns from here on. With `multi_tenant`, stores of this process share the server of a port.
-    It runs in a process of its own or, where that is asked for or nothing else is to be had, in a thread of this one,
-    if it may. `timeout` is what the caller has left for it, in seconds; None has no end, and 0 is enough for a server,
-    but for nothing that has to be waited for. Raises DistNetworkError if the address cannot be had or the server was
-    not ready in time, DistStoreError if `listen_fd` has another port, RuntimeError if the server could be a thread only
-    and must not.
+    It listens on `bind_host`, by default what TCPSTORE_BIND names, else every address of this machine; or on the socket
+    `listen_fd`, of which it takes ownership. With `multi_tenant`, stores of this process share the server of a port. It
+    runs in a process of its own; in a thread of this process if TCPSTORE_SERVER asks for that or no process can be
+    started, and `may_be_thread` allows it.
+
+    `timeout`, in seconds, limits how long this takes: None is no limit, and 0 waits for the server that is started, but
+    for nothing else. Raises DistNetworkError if the address cannot be had or the server is not ready in time,
+    DistStoreError if `listen_fd` has another port, and RuntimeError if the server could only be a thread and must not.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"there is no backend {backend!r}; there is {', '.join(BACKENDS)}")
-    where = _where()
-    if where == "thread" and not may_be_thread:
+    check_backend(backend)
+    in_thread = _runs_in_thread()
+    if in_thread and not may_be_thread:
         raise RuntimeError(f"{_NO_THREAD}: unset {WHERE}")
-    where = where if may_be_thread else _PROCESS_ONLY
     check_port(port)
+    listening = _Listening(port, bind_host or os.environ.get(BIND), listen_fd, backend)
     if not multi_tenant:
-        return ServerHandle(_open(port, bind_host, listen_fd, where, backend, timeout, shared=False))
+        return ServerHandle(_start(listening, in_thread, may_be_thread, timeout, shared=False))
     began, lock = time.monotonic(), _shared_lock
     if not lock.acquire(timeout=-1 if timeout is None else timeout or START_TIMEOUT):
-        raise DistNetworkError(f"another store of this process was still busy with a shared server after {timeout:g} s")
+        raise DistNetworkError(
+            f"timed out after {timeout or START_TIMEOUT:g} s: another store of this process is starting or stopping a "
+            "shared server"
+        )
     try:
-        tenancy = _shared.get(port)
-        if tenancy is None or not tenancy.server.alive():
+        counted = _shared.get(port)
+        if counted is None or not counted.server.alive():
             left = timeout and max(1e-3, began + timeout - time.monotonic())
-            tenancy = _open(port, bind_host, listen_fd, where, backend, left, shared=True)
-            _shared[tenancy.server.port] = tenancy
+            counted = _start(listening, in_thread, may_be_thread, left, shared=True)
+            _shared[counted.server.port] = counted
         elif listen_fd is not None:
-            _take_over(listen_fd, port, backend).close()
+            listening.open().close()
         else:
-            _check_address(tenancy, bind_host or os.environ.get(BIND))
-        if not may_be_thread and tenancy.server.pid == os.getpid():
-            raise RuntimeError(f"{_NO_THREAD}, and another store has made it one")
-        return ServerHandle(tenancy)
+            _check_address(counted, listening.bind_host)
+        if not may_be_thread and counted.server.pid == os.getpid():
+            raise RuntimeError(f"{_NO_THREAD}, but another store has started it in one")
+        return ServerHandle(counted)
     finally:
         lock.release()
 
 
-def _where() -> str:
-    """In what servers are to run."""
+def _runs_in_thread() -> bool:
+    """Return whether servers are to run in threads. Raises ValueError for a bad TCPSTORE_SERVER."""
     where = os.environ.get(WHERE) or "process"
     if where not in ("process", "thread"):
         raise ValueError(f"{WHERE} must be process or thread, not {where!r}")
-    return where
+    return where == "thread"
 
 
-def _no_room(joins: int, server: Server) -> str:
-    """What is said of a world that does not fit."""
-    import resource  # without a limit of files there is room for all
-
+def _too_many(joins: int, server: RunningServer) -> str:
     is_thread = server.pid == os.getpid()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if is_thread else 1]
     return (
-        f"a world of {joins} ranks does not fit: the server of port {server.port} has room for {server.room} "
-        f"connections, as many as the limit of open files leaves (ulimit -{'S' if is_thread else 'H'}n: {limit}); "
-        f"start rank 0 with a limit of {joins + limit - server.room} or more"
+        f"{joins} ranks do not fit: the limit on open files allows the server of port {server.port} "
+        f"{server.max_connections} connections (ulimit -{'S' if is_thread else 'H'}n: {limit}); "
+        f"start rank 0 with a limit of at least {joins + limit - server.max_connections}"
     )
 
 
-def _check_address(tenancy: _SharedServer, bind_host: str | None) -> None:
-    """Raise DistNetworkError if a store that asks for one address would share the server of another."""
-    if bind_host is None and tenancy.given:
+def _check_address(counted: _CountedServer, bind_host: str | None) -> None:
+    """Raise DistNetworkError if a store asks for another address than that of the server it would share."""
+    if bind_host is None and counted.from_fd:
         return
-    wanted = str(resolve(bind_host, 0)[1][0]) if bind_host else _ANYWHERE[0]
-    if wanted != tenancy.address and not (wanted in _ANYWHERE and tenancy.address in _ANYWHERE):
+    wanted = str(resolve(bind_host, 0)[1][0]) if bind_host else _ANY_ADDRESS[0]
+    if wanted != counted.address and not (wanted in _ANY_ADDRESS and counted.address in _ANY_ADDRESS):
         raise DistNetworkError(
-            f"cannot share the server of port {tenancy.server.port}: it listens on {tenancy.address}, and this store "
+            f"cannot share the server of port {counted.server.port}: it listens on {counted.address}, and this store "
             f"asks for {wanted}; use the same bind_host (or {BIND}), or another port"
-        )
-
-
-_ANYWHERE: Final = ("::", "0.0.0.0")
-"""Every address."""
-
-
-def _open(
-    port: int,
-    bind_host: str | None,
-    listen_fd: int | None,
-    where: str,
-    backend: str,
-    timeout: float | None,
-    *,
-    shared: bool,
-) -> _SharedServer:
-    listener = (
-        _listen(port, bind_host or os.environ.get(BIND), backend)
-        if listen_fd is None
-        else _take_over(listen_fd, port, backend)
-    )
-    with close_on_fork(listener):
-        address = str(listener.getsockname()[0])
-        server = _start_process(listener, backend, where != _PROCESS_ONLY, timeout) if where != "thread" else None
-        return _SharedServer(
-            server or _start_thread(listener, backend), backend, shared, address, given=listen_fd is not None
         )
 
 
 # The socket
 
 
-def _listen(port: int, bind_host: str | None, backend: str) -> socket.socket:
-    tried: Tried = []
-    for family, address in [resolve(bind_host, port)] if bind_host else _everywhere(port):
+class _Listening:
+    """What a server is to listen on."""
+
+    def __init__(self, port: int, bind_host: str | None, listen_fd: int | None, backend: str) -> None:
+        self.port = port
+        self.bind_host = bind_host
+        self.fd = listen_fd
+        self.backend = backend
+
+    def open(self) -> socket.socket:
+        """Return a listening socket. Raises what PyTorch's server of this backend does if that fails."""
+        return self._bind() if self.fd is None else self._adopt(self.fd)
+
+    def _bind(self) -> socket.socket:
+        tried: Tried = []
+        for family, address in [resolve(self.bind_host, self.port)] if self.bind_host else _everywhere(self.port):
+            try:
+                return listen_at(family, address)
+            except OSError as error:
+                tried.append((family, f"{address[0]!s}", error))
+        raise errors_of(self.backend).no_address(self.port, tried)
+
+    def _adopt(self, fd: int) -> socket.socket:
+        """Take ownership of `fd`, if it is a socket, and listen on it."""
+        errors = errors_of(self.backend)
         try:
-            return listen_at(family, address)
+            listener = socket.socket(fileno=fd)
         except OSError as error:
-            tried.append((family, f"{address[0]!s}", error))
-    raise refusals(backend).no_address(port, tried)
+            raise errors.no_socket(fd, error) from None
+        except ValueError:  # it is negative
+            raise errors.no_socket(fd, OSError(errno.EBADF, "no descriptor")) from None
+        try:
+            _listen_on(listener, self.port, errors)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
 
 
 def _everywhere(port: int) -> list[tuple[int, Address]]:
-    """As PyTorch's servers: on both families, or on IPv4 where that fails, whatever the reason."""
+    """Return what PyTorch's servers try: both families, or IPv4 if that fails, whatever the reason."""
     return [(socket.AF_INET6, ("::", port)), (socket.AF_INET, ("0.0.0.0", port))]
 
 
-def _take_over(fd: int, port: int, backend: str) -> socket.socket:
-    """The socket `fd`, listening. Once it turns out to be one it is ours to close, whatever else is wrong."""
-    words = refusals(backend)
-    try:
-        listener = socket.socket(fileno=fd)
-    except OSError as error:
-        raise words.no_socket(fd, error) from None
-    except ValueError:  # it is negative
-        raise words.no_socket(fd, OSError(errno.EBADF, "no descriptor")) from None
-    try:
-        _listen_on(listener, port, words)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _listen_on(listener: socket.socket, port: int, words: Uv) -> None:
+def _listen_on(listener: socket.socket, port: int, errors: UvErrors) -> None:
     fd = listener.fileno()
     bound = listener.getsockname()[1] if listener.family in (socket.AF_INET, socket.AF_INET6) else 0
-    words.check_kind(listener)
-    if port != bound and not (port == 0 and words.takes_port_0):
-        raise words.other_port(fd, bound, port)
+    errors.check_kind(listener)
+    if port != bound and not (port == 0 and errors.takes_port_0):
+        raise errors.other_port(fd, bound, port)
     try:
         prepare(listener)
     except OSError as error:
-        raise words.not_listening(fd, error) from None
+        raise errors.not_listening(fd, error) from None
 
 
-# Where it runs
+# Where the server runs
 
 
-def _start_process(listener: socket.socket, backend: str, may_be_thread: bool, timeout: float | None) -> Server | None:
-    """A server in a process of its own; None, after one warning, if there can be no such process.
+def _start(
+    listening: _Listening, in_thread: bool, may_be_thread: bool, timeout: float | None, *, shared: bool
+) -> _CountedServer:
+    with close_on_fork(listening.open()) as listener:
+        address = str(listener.getsockname()[0])
+        server = None if in_thread else _start_process(listener, listening.backend, may_be_thread, timeout)
+        if server is None:
+            server = _start_thread(listener, listening.backend)
+        return _CountedServer(server, listening.backend, shared, address, from_fd=listening.fd is not None)
 
-    Raises DistNetworkError if the caller's time is up: there is none for a thread either.
+
+def _start_process(
+    listener: socket.socket, backend: str, may_be_thread: bool, timeout: float | None
+) -> RunningServer | None:
+    """Start a server process; return None, after a warning, if that fails and a thread will do.
+
+    Raises DistNetworkError if it is not ready in time, which leaves none for a thread either.
     """
-    if sys.platform == "win32":
-        if not may_be_thread:
-            raise RuntimeError(f"{_NO_THREAD}, and Windows has no other")
-        return None
-    from .process import parent  # for hosts only: it costs the clients nothing
+    from .process import parent  # for masters only: it costs other clients nothing
 
     try:
         return parent.start(listener, backend=backend, timeout=timeout)
     except parent.StartTimeout as error:
         port = listener.getsockname()[1]
         raise DistNetworkError(
-            f"the server process of port {port} did not start: {error}; give the store a longer timeout, or find out "
-            "why Python takes so long to start here"
+            f"could not start the server process of port {port}: {error}; give the store a longer timeout, or find out "
+            "why Python starts so slowly here"
         ) from None
     except parent.StartError as error:
         if not may_be_thread:
-            raise RuntimeError(f"{_NO_THREAD}, and cannot be a process either: {error}") from None
+            raise RuntimeError(f"{_NO_THREAD}, and its process could not be started: {error}") from None
         _warn(error)
         return None
 
 
-def _start_thread(listener: socket.socket, backend: str) -> Server:
+def _start_thread(listener: socket.socket, backend: str) -> RunningServer:
     from .in_process import ServerThread
 
     return ServerThread(listener.dup(), backend)
@@ -324,24 +329,22 @@ _warned = False
 
 def _warn(error: Exception) -> None:
     global _warned
+    text = (
+        f"could not start the server process ({error}); using a thread, so replies wait for this process's GIL, 5 ms "
+        f"and more while it runs Python code. Set {WHERE}=thread to accept that silently."
+    )
     if _warned:
-        log.warning("the server runs in a thread of this process: %s", error)
+        log.warning("%s", text)
         return
     _warned = True
-    warnings.warn(
-        f"The store's server cannot have a process of its own ({error}), so it runs in a thread of this one: whenever "
-        f"Python code is busy here every answer waits for it, 5 ms and more. {WHERE}=thread asks for it and is silent.",
-        RuntimeWarning,
-        stacklevel=5,
-    )
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _forget_inherited() -> None:
-    """In a forked child: it may host servers, but has none."""
+    """In a forked child: it may start servers, but owns none."""
     global _shared_lock
     _shared_lock = threading.RLock()
     _shared.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_inherited)
+os.register_at_fork(after_in_child=_forget_inherited)

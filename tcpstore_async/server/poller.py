@@ -1,12 +1,12 @@
 """Which connections can be read or written now.
 
-Knows: readiness of file descriptors. Must not know: the protocol, who owns a descriptor.
-Invariant: who is told that a descriptor can be read reads until the kernel has no more, or comes back by itself: an
-edge is reported once.
+Knows events of file descriptors. Must not know the protocol, or who owns a descriptor.
+Invariant: an edge is reported once, so that whoever is told that a descriptor is readable reads until the kernel has no
+more, or comes back by itself.
 
-On Linux the loop watches one descriptor, an epoll set of our own, instead of one for each connection. Against a
-callback protocol on uvloop that takes three quarters off the memory of a connection and a third off its start (the
-figures are in `docs/performance.md`). Elsewhere the loop watches every descriptor, and reports levels, not edges.
+On Linux the loop watches one descriptor, an epoll set of our own, instead of one per connection. Compared with a
+callback protocol on uvloop this saves three quarters of the memory of a connection and a third of the cost of its start
+(figures: `docs/performance.md`). Elsewhere the loop watches every descriptor, and reports levels, not edges.
 """
 
 import asyncio
@@ -21,34 +21,34 @@ _EDGE: Final = 1 << 31
 _BATCH: Final = 1024
 
 Report = Callable[[list[tuple[int, int]]], None]
-"""Is told pairs of a file descriptor and READ, WRITE, or what else the kernel reports."""
+"""Called with pairs of a file descriptor and its events: READ, WRITE, or what else the kernel reports."""
 
 
 class Poller:
-    """The contract of both ways."""
+    """Reports the events of descriptors that it watches."""
 
     def watch(self, fd: int) -> None:
-        """Report when `fd` can be read."""
+        """Report when `fd` is readable."""
         raise NotImplementedError
 
     def watch_writing(self, fd: int, wanted: bool) -> None:
-        """Report, or no longer report, when `fd` can be written."""
+        """Report, or no longer report, when `fd` is writable."""
         raise NotImplementedError
 
     def pause(self, fd: int) -> None:
-        """Stop reporting that `fd` can be read."""
+        """Stop reporting that `fd` is readable."""
         raise NotImplementedError
 
     def resume(self, fd: int) -> None:
-        """Report again. What came in between is not reported: read once without being told."""
+        """Report that again. What arrived in between is not reported: read once without an event."""
         raise NotImplementedError
 
     def forget(self, fd: int) -> None:
-        """`fd` is about to be closed."""
+        """Stop watching `fd`, which is about to be closed."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Report nothing any more."""
+        """Stop watching everything."""
         raise NotImplementedError
 
 
@@ -59,9 +59,9 @@ class EpollPoller(Poller):
         self._loop = loop
         self._report = report
         self._epoll = select.epoll()
-        loop.add_reader(self._epoll.fileno(), self._turn)
+        loop.add_reader(self._epoll.fileno(), self._poll)
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
         self._report(self._epoll.poll(0, _BATCH))
 
     def watch(self, fd: int) -> None:
@@ -122,5 +122,5 @@ WatchWith = Callable[[asyncio.AbstractEventLoop, Report], Poller]
 
 
 def make_poller(loop: asyncio.AbstractEventLoop, report: Report) -> Poller:
-    """The better way that this system has."""
+    """Return the best poller that this system has."""
     return EpollPoller(loop, report) if hasattr(select, "epoll") else LoopPoller(loop, report)

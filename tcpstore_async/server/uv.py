@@ -1,26 +1,22 @@
 """The event-driven server: one thread, callbacks on uvloop.
 
-Knows: descriptors, when to read, write, pause and close. Must not know: opcodes, keys, what a command means.
-Invariants: nothing here blocks. Each turn writes to a peer once for all it has to be told. A peer that does not read
-is not read from; whatever a peer does, only its own connection closes.
+Knows descriptors, and when to read, write, pause and close. Must not know opcodes, keys, or what a command means.
+Invariants: nothing here blocks. A turn of the loop writes to a peer once, whatever it has for it. A peer that does not
+read is not read from. Whatever a peer does, only its own connection closes.
 """
 
-import asyncio
 import os
-import secrets
 import socket
 import sys
 import time
-from collections import deque
 from typing import Any, Final
 
-from ..errors import LimitError, PeerError
+from ..errors import PeerError
 from ..limits import Limits
 from ..session.budget import PIECES
-from ..session.identity import identity
-from ..session.server import Engine, ServerSession, latecomers
 from ..values import Framed, length
-from .listening import NEWCOMERS, RateLimitedLog, log, reserve_connections
+from . import base
+from .listening import CONNECTION_ERRORS, format_address
 from .poller import READ, WRITE, WatchWith, make_poller
 
 _read = os.read
@@ -33,47 +29,45 @@ _FIRST_READ: Final = 960
 
 _READ: Final = 16 * 1024
 _READ_ON: Final = 128 * 1024
-"""The same inside a frame: more of it is to come."""
+"""The same within a frame, of which more is to come."""
 
 _READS_PER_TURN: Final = 2
-"""After that many reads, up to 33,000 of the shortest commands, a peer that sends on waits for the others."""
-
-_FLUSHES_PER_TURN: Final = 512
-"""Peers with something to hear that are written to in one turn, at some 4 µs each; a herd is told in several."""
+"""Reads, of up to 33,000 of the shortest commands, after which a peer that keeps sending waits for the others."""
 
 _WRITTEN_PER_TURN: Final = 4 * 1024 * 1024
-"""Bytes that one peer is sent in one turn, however fast it reads."""
+"""Bytes handed to the kernel for one peer in one turn of the loop, however fast the peer reads."""
 
-_GOING_ON: Final = 0.002
-"""Seconds of one turn in which connections that have more to do go on; the rest of them do so in the next."""
+_RESUMED_SECONDS: Final = 0.002
+"""Time per turn of the loop for connections that were put off; the rest of them go on in the next turn."""
 
 _JOINED: Final = 256 * 1024
-"""Replies up to this size are joined for one write; larger ones go out without a copy."""
+"""Replies up to this size are joined for one write; larger ones are written without a copy."""
 
 _ACCEPTS_PER_TURN: Final = 128
-"""New connections are taken in bunches: one a turn would let them wait while old ones are busy."""
+"""Connections accepted in one turn: with one per turn, new ones would wait while old ones are busy."""
 
 _ACCEPT_PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor or memory."""
 
 
-class Connection:
-    """The door's side of one session."""
+class Connection(base.Connection):
+    """A session and its descriptor."""
 
     def __init__(self, server: "UvServer", fd: int, host: str, port: int) -> None:
+        super().__init__(server, host, port)
         self.server = server
         self.fd = fd
-        self.session = ServerSession(server.engine, self, host, port, time.monotonic())
+        """-1 once it is closed."""
         self.paused = False
         self.hung_up = False
-        """The peer has said that it will send no more: read to the end, there will be no further news."""
+        """The peer will send no more: read to the end, as no further event will be reported."""
         self.queued = False
-        """Whether it has to wait for the others before it is read from again."""
+        """Whether it is put off, and must not be read from until its turn."""
         self.ended = False
-        """The end has been read; the connection lasts until the peer has read what it was sent."""
+        """The end has been read; the connection lasts until the peer has read its replies."""
 
     def attend(self, events: int) -> None:
-        """Do what news of the descriptor call for."""
+        """Handle events of the descriptor."""
         if events != READ:
             self.hung_up = events & ~(READ | WRITE) != 0
             self.writable()
@@ -81,7 +75,7 @@ class Connection:
             self.go_on()
 
     def go_on(self) -> None:
-        """Read and execute what is there, to the end or until the others have their turn."""
+        """Read and execute what there is, up to the share of one turn of the loop."""
         session = self.session
         if self.queued:
             return
@@ -99,7 +93,7 @@ class Connection:
                 self.close()
                 return
             except PeerError as error:
-                self.server.refuse(self, error)
+                self.server.close_for(self, error)
                 return
             if session.out:
                 self.flush()
@@ -107,16 +101,16 @@ class Connection:
                 self.server.flush_pending()
             if not more and not self.hung_up and not session.stalled():
                 return
-        self.server.go_on_later(self)
+        self.server.put_off(self)
 
     def _read_much(self) -> bool:
-        """Execute what was kept back, else read once; False if that was all the kernel had."""
+        """Execute what was kept back, else read once; return False if the kernel has no more."""
         session = self.session
         if session.stalled():
             session.receive(b"")
             return True
-        bulk = session.large_value()
-        if bulk is None:
+        value = session.large_value()
+        if value is None:
             size = _READ if session.partial is None else _READ_ON
             chunk = _read(self.fd, size)
             if chunk:
@@ -124,96 +118,87 @@ class Connection:
             else:
                 self._end()
             return len(chunk) == size
-        with bulk.free_space() as room:
-            size = len(room)
-            count = _read_into(self.fd, [room])
+        with value.free_space() as space:
+            size = len(space)
+            count = _read_into(self.fd, [space])
         if count:
-            bulk.fill(count)
+            value.fill(count)
             session.receive(b"")
         else:
             self._end()
         return count == size
 
     def flush(self) -> None:
-        """Hand the session's replies to the kernel, as far as it takes them."""
         session = self.session
         out = session.out
         if session.backlog is not None:
             session.keep_unsent(out, 0)
-        elif len(out) == 1:
-            data = out[0]
-            out.clear()
-            count = self._hand_over([data])
-            if 0 <= count < len(data):
-                self.keep([data], count)
-        elif session.unsent <= _JOINED:
-            data = b"".join(out)
-            out.clear()
-            count = self._hand_over([data])
-            if 0 <= count < len(data):
-                self.keep([data], count)
+        elif session.unsent > _JOINED:
+            self._flush_large()
         else:
-            self._flush_much()
+            data = out[0] if len(out) == 1 else b"".join(out)
+            out.clear()
+            count = self._hand_over([data])
+            if 0 <= count < len(data):
+                self.keep([data], count)
         out.clear()
 
-    def _flush_much(self) -> None:
-        """The same for replies that are not worth a copy."""
+    def _flush_large(self) -> None:
+        """Flush replies that are not worth a copy, up to the share of one turn of the loop."""
         out = self.session.out
-        at = 0
+        at = written = 0
         while at < len(out):
-            batch = out[at : at + PIECES]
+            batch: list[Any] = out[at : at + PIECES]
             size = length(batch)
+            if written + size > _WRITTEN_PER_TURN:
+                batch = _first_bytes(batch, _WRITTEN_PER_TURN - written)
             count = self._hand_over(batch)
             if count < 0:
                 return
             if count < size:
                 self.keep(out[at:], count)
                 return
+            written += count
             at += PIECES
 
     def keep(self, replies: list[Framed], taken: int) -> None:
-        """The kernel took only the first `taken` bytes: the rest goes when it takes more."""
+        """Keep replies of which the kernel took only the first `taken` bytes, and send the rest when it takes more."""
         self.session.keep_unsent(replies, taken)
         if self.session.backlog is not None:
-            self.server.make_poller.watch_writing(self.fd, True)
+            self.server.poller.watch_writing(self.fd, True)
 
     def writable(self) -> None:
-        """The kernel takes more; once it has taken everything, requests that were kept back go on.
+        """Send more of the unsent bytes; once all are sent, go on with the requests that were kept back.
 
-        Until then it goes on being watched as it is: telling epoll again would have it report a hang-up again.
+        Until then the descriptor stays watched as it is: to modify an epoll set makes it report a hang-up again.
         """
         if not self._behind():
             return
         self._write_unsent()
         if self._behind() or self.fd < 0:
             return
-        self.server.make_poller.watch_writing(self.fd, False)
+        self.server.poller.watch_writing(self.fd, False)
         if self.ended:
             self.close()
         elif self.paused:
             self.paused = False
-            self.server.make_poller.resume(self.fd)
+            self.server.poller.resume(self.fd)
             self.go_on()
 
     def close(self) -> None:
-        """Close the connection, and hand on what the session was promised."""
         fd = self.fd
         if fd < 0:
             return
         self.fd = -1
         server = self.server
         server.connections[fd] = None
-        server.count -= 1
-        server.make_poller.forget(fd)
+        server.poller.forget(fd)
         os.close(fd)
         self.session.leave()
-        if server.engine.pending_flush and not server.stopped:
-            server.flush_pending()
-        if not server.count:
-            server.empty.set()
+        server.closed()
 
     def _end(self) -> None:
-        """The peer sends no more."""
+        """The peer has sent its last byte."""
         if self._behind():
             self.ended = True
             self._pause()
@@ -221,16 +206,16 @@ class Connection:
             self.close()
 
     def _behind(self) -> bool:
-        """Whether the peer has yet to read what it was sent."""
+        """Whether there are unsent bytes."""
         return self.session.backlog is not None
 
     def _pause(self) -> None:
         if not self.paused:
             self.paused = True
-            self.server.make_poller.pause(self.fd)
+            self.server.poller.pause(self.fd)
 
     def _hand_over(self, data: list[Any]) -> int:
-        """Give bytes to the kernel; how many it took, or -1 if the connection turned out to be gone."""
+        """Write; return how many bytes the kernel took, or -1 if the connection is lost, and closed now."""
         try:
             count = _write(self.fd, data[0]) if len(data) == 1 else _write_pieces(self.fd, data)
         except BlockingIOError:
@@ -249,7 +234,7 @@ class Connection:
             if written >= _WRITTEN_PER_TURN:
                 self.server.write_later(self)
                 return
-            batch = backlog.batch()
+            batch = _first_bytes(backlog.batch(), _WRITTEN_PER_TURN - written)
             count = self._hand_over(batch)
             if count <= 0:
                 return
@@ -259,106 +244,51 @@ class Connection:
             written += count
 
 
-class UvServer:
-    """One server on the running loop. Not to be shared between threads."""
+class UvServer(base.Server):
+    """The server on one loop. Not to be shared between threads."""
 
     def __init__(self, listener: socket.socket, limits: Limits, watch_with: WatchWith = make_poller) -> None:
-        self.listener = listener
-        self.limits = limits
+        super().__init__(listener, limits, "uv")
         self.high_water = limits.unsent_high_water
-        self.engine = Engine(limits)
-        self.engine.identify(identity(secrets.token_hex(8), "uv"))
         self.connections: list[Connection | None] = []
         """By file descriptor."""
-        self.count = 0
-        self.empty = asyncio.Event()
-        self.empty.set()
-        self.rate_limited = RateLimitedLog()
-        self.host: str = listener.getsockname()[0]
-        self.port: int = listener.getsockname()[1]
-        self.max_connections = 0
-        self._later: list[Connection] = []
+        self.poller = watch_with(self.loop, self.ready)
+        self._put_off: list[Connection] = []
+        """Connections that have more to read."""
         self._to_write: dict[Connection, None] = {}
-        """Those that the kernel may take more from at once."""
-        self._to_flush: deque[Connection] = deque()
-        """Those that were woken with more others than one turn can tell."""
-        self.engine.keyspace.on_work = self._work_later
-        self._loop = asyncio.get_running_loop()
-        self.make_poller = watch_with(self._loop, self.ready)
+        """Connections that have been written to as much as one turn of the loop allows."""
         self._accepting = False
-        self.stopped = False
-        self._flushing = False
-        self._suppressed_timer: asyncio.TimerHandle | None = None
-        self._validating: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Accept connections from now on."""
-        self.max_connections = reserve_connections(self.listener, self.host, self.port, self.limits.connections)
+        self.reserve()
         self._resume_accepting()
 
-    def stop(self) -> None:
-        """Stop at once: the port is free and every connection closed when this returns. May be called again."""
-        if self.stopped:
-            return
-        self.stopped = True
-        self.stop_accepting()
-        for connection in self.connections:
-            if connection is not None:
-                connection.close()
-        self.make_poller.close()
-        if self._suppressed_timer is not None:
-            self._suppressed_timer.cancel()
-        if self._validating is not None:
-            self._validating.cancel()
-        self.rate_limited.finish()
+    def stop_accepting(self) -> None:
+        self._pause_accepting()
+        self.listener.close()
 
-    async def drain(self, grace: float) -> None:
-        """Stop accepting, give the peers up to `grace` seconds to leave, then stop."""
-        self.stop_accepting()
-        try:
-            await asyncio.wait_for(self.empty.wait(), grace)
-        except asyncio.TimeoutError:
-            log.info("connections closed after %g s of grace: %d", grace, self.count)
-        self.stop()
+    def open_connections(self) -> list[base.Connection]:
+        return [connection for connection in self.connections if connection is not None]
 
-    def announce(self, joins: int) -> None:
-        """So many ranks are expected to join, all told."""
-        self.engine.announce(joins)
-        self.flush_pending()
-
-    def all_joined(self) -> bool:
-        """Whether as many ranks have joined as were announced."""
-        return self.engine.all_joined()
-
-    def dismiss_latecomers(self, complete: float) -> None:
-        """Close the connections that came after `complete`: they belong to a next round, and join again."""
-        there = [connection.session for connection in self.connections if connection is not None]
-        for session in latecomers(there, complete):
-            if isinstance(session.owner, Connection):
-                session.owner.close()
+    def release(self) -> None:
+        self.poller.close()
 
     def close_inherited(self) -> None:
-        """In a forked child: close its copies of the connections, which are the parent's to close."""
         for connection in self.connections:
             if connection is not None and connection.fd >= 0:
                 os.close(connection.fd)
 
-    def stop_accepting(self) -> None:
-        """Free the port; connections that are open stay."""
-        self._pause_accepting()
-        self.listener.close()
+    # Called by the poller
 
-    # Called by the readiness
+    def ready(self, reported: list[tuple[int, int]]) -> None:
+        """Serve the descriptors that the poller reports, each with its events.
 
-    def ready(self, news: list[tuple[int, int]]) -> None:
-        """Serve the connections that there is news of.
-
-        The common case, one short request and its reply, stands here in one piece: calls spared are worth 0.1 µs of the
-        5 that an operation costs in plain Python. Everything else is the connection's to attend to.
+        The common case, one short request and its reply, is inlined here: the calls saved are worth 0.1 µs of the 5
+        that an operation costs in plain Python. `Connection.attend` does everything else.
         """
         connections = self.connections
         pending_flush = self.engine.pending_flush
-        for fd, events in news:
+        for fd, events in reported:
             connection = connections[fd]
             if connection is None:
                 continue
@@ -372,11 +302,15 @@ class UvServer:
                 out = session.out
                 if len(out) == 1:
                     data = out[0]
-                    count = _write(fd, data)
-                    out.clear()
-                    session.unsent -= count
-                    if count < len(data):
-                        connection.keep([data], count)
+                    size = len(data)
+                    if size > _JOINED:
+                        connection.flush()
+                    else:
+                        count = _write(fd, data)
+                        out.clear()
+                        session.unsent -= count
+                        if count < size:
+                            connection.keep([data], count)
                 elif out:
                     connection.flush()
                 if pending_flush:
@@ -388,12 +322,12 @@ class UvServer:
             except OSError:
                 connection.close()
             except PeerError as error:
-                self.refuse(connection, error)
+                self.close_for(connection, error)
             except Exception:
-                self._give_up(connection)
+                self.give_up(connection)
 
     def _blocked(self, connection: Connection) -> None:
-        """There was nothing to read, or there is no room to write."""
+        """There is nothing to read, or the kernel takes nothing."""
         try:
             if connection.session.out:
                 connection.flush()
@@ -401,74 +335,14 @@ class UvServer:
                 self.flush_pending()
             connection.go_on()
         except Exception:
-            self._give_up(connection)
+            self.give_up(connection)
 
     # Called by connections
 
-    def flush_pending(self) -> None:
-        """Flush the sessions that another one's command, or its end, gave something to say, and close the evicted."""
-        if self._flushing:
-            return  # a connection failed under the loop below, which goes on with whom its end woke
-        self._flushing = True
-        try:
-            pending_flush = self.engine.pending_flush
-            if len(pending_flush) > _FLUSHES_PER_TURN:
-                self._flush_in_turns(pending_flush)
-            while pending_flush:
-                session = pending_flush.pop()
-                connection = session.owner
-                if isinstance(connection, Connection):
-                    try:
-                        error = self.engine.evicted.get(session)
-                        if error is not None:
-                            self.refuse(connection, error)
-                        elif session.out:
-                            connection.flush()
-                    except Exception:
-                        self._give_up(connection)
-        finally:
-            self._flushing = False
-
-    def _flush_in_turns(self, pending_flush: list[ServerSession]) -> None:
-        """Take a herd over, so that those who come next need not wait for all of it."""
-        if not self._to_flush:
-            self._loop.call_soon(self._flush_more)
-        evicted = self.engine.evicted
-        for session in pending_flush:
-            if session not in evicted and isinstance(session.owner, Connection):
-                self._to_flush.append(session.owner)
-        pending_flush[:] = [session for session in pending_flush if session in evicted]
-
-    def _flush_more(self) -> None:
-        to_flush = self._to_flush
-        for _ in range(min(_FLUSHES_PER_TURN, len(to_flush))):
-            connection = to_flush.popleft()
-            if connection.session.out and connection.fd >= 0:
-                try:
-                    connection.flush()
-                except Exception:
-                    self._give_up(connection)
-        if to_flush:
-            self._loop.call_soon(self._flush_more)
-
-    def _work_later(self) -> None:
-        self._loop.call_soon(self._work)
-
-    def _work(self) -> None:
-        """Do a portion of what commands have left to do."""
-        keyspace = self.engine.keyspace
-        if self.stopped or not keyspace.work:
-            return
-        keyspace.step()
-        if self.engine.pending_flush:
-            self.flush_pending()
-        if keyspace.work:
-            self._loop.call_soon(self._work)
-
     def write_later(self, connection: Connection) -> None:
-        """Go on writing when the others have had their turn."""
+        """Go on writing in the next turn of the loop."""
         if not self._to_write:
-            self._loop.call_soon(self._write_more)
+            self.call_soon(self._write_more)
         self._to_write[connection] = None
 
     def _write_more(self) -> None:
@@ -478,56 +352,30 @@ class UvServer:
             try:
                 connection.writable()
             except Exception:
-                self._give_up(connection)
+                self.give_up(connection)
 
-    def refuse(self, connection: Connection, error: PeerError) -> None:
-        """Close a connection for what its peer did."""
-        kind = error.limit if isinstance(error, LimitError) else "protocol"
-        self.log_limited(kind, f"closed the connection of {connection.session}: {error}")
-        if connection.session.out:
-            connection.flush()
-        connection.close()
-
-    def log_limited(self, kind: str, text: str) -> None:
-        """Log what a peer did, now or, if the log has had its line of that kind, in a count a second later."""
-        if self.rate_limited.add(kind, text) or self._suppressed_timer is not None:
-            return
-        self._suppressed_timer = self._loop.call_later(1.0, self._flush_suppressed)
-
-    def _flush_suppressed(self) -> None:
-        self._suppressed_timer = None
-        self.rate_limited.finish()
-
-    def _give_up(self, connection: Connection) -> None:
-        """A defect of ours, or no memory, must not cost the others: their news is not told twice."""
-        log.exception("closing the connection of %s after an error of the server's", connection.session)
-        try:
-            connection.close()
-        except Exception:
-            log.exception("the connection of %s did not close in order", connection.session)
-
-    def go_on_later(self, connection: Connection) -> None:
-        """Go on reading when the others have had their turn."""
-        if not self._later:
-            self._loop.call_soon(self._go_on)
+    def put_off(self, connection: Connection) -> None:
+        """Go on reading in the next turn of the loop."""
+        if not self._put_off:
+            self.call_soon(self._resume)
         connection.queued = True
-        self._later.append(connection)
+        self._put_off.append(connection)
 
-    def _go_on(self) -> None:
-        later = self._later
-        self._later = []
-        end = time.perf_counter() + _GOING_ON
-        for at, connection in enumerate(later):
+    def _resume(self) -> None:
+        put_off = self._put_off
+        self._put_off = []
+        end = time.perf_counter() + _RESUMED_SECONDS
+        for at, connection in enumerate(put_off):
             if time.perf_counter() > end:
-                if not self._later:
-                    self._loop.call_soon(self._go_on)
-                self._later = later[at:] + self._later
+                if not self._put_off:
+                    self.call_soon(self._resume)
+                self._put_off = put_off[at:] + self._put_off
                 return
             connection.queued = False
             try:
                 connection.go_on()
             except Exception:
-                self._give_up(connection)
+                self.give_up(connection)
 
     # Accepting
 
@@ -540,76 +388,54 @@ class UvServer:
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
-                if error.errno in NEWCOMERS:
+                if error.errno in CONNECTION_ERRORS:
                     continue
                 self.log_limited("accept", f"cannot accept connections for now: {error.strerror}")
                 self._pause_accepting()
-                self._loop.call_later(_ACCEPT_PAUSE, self._resume_accepting)
+                self.loop.call_later(_ACCEPT_PAUSE, self._resume_accepting)
                 break
             try:
-                self._admit(fd, address[0], address[1])
+                self._serve(fd, address[0], address[1])
             except Exception as error:
-                self._turn_away(fd, f"refused the connection of {address[0]}, port {address[1]}: {error!r}")
+                self.poller.forget(fd)
+                os.close(fd)
+                self.log_limited("accept", f"rejected {format_address(address[0], address[1])}: {error!r}")
         if self.engine.pending_flush:
             self.flush_pending()
-        if self._validating is None and self.limits.validate_seconds:
-            self._expect_validation()
+        self.expect_validation()
 
-    def _turn_away(self, fd: int, text: str) -> None:
-        """Close a new connection that cannot be served."""
-        self.make_poller.forget(fd)
-        os.close(fd)
-        self.log_limited("accept", text)
-
-    def _admit(self, fd: int, host: str, port: int) -> None:
-        if self.count >= self.max_connections and not self._make_place():
+    def _serve(self, fd: int, host: str, port: int) -> None:
+        """Serve a new connection, or close it if there are too many."""
+        if not self.admits(host, port):
             os.close(fd)
-            self.log_limited(
-                "connections", f"refused the connection of {host}, port {port}: {self.count} are open, the most allowed"
-            )
             return
         os.set_blocking(fd, False)
-        self.make_poller.watch(fd)
+        self.poller.watch(fd)
         host = sys.intern(host)  # a host has many ranks
         while fd >= len(self.connections):
             self.connections.extend([None] * (len(self.connections) + 64))
         self.connections[fd] = Connection(self, fd, host, port)
-        self.count += 1
-        self.empty.clear()
-
-    def _make_place(self) -> bool:
-        """Close the connection that has not sent VALIDATE for longest, if there is one."""
-        session = self.engine.oldest_unvalidated()
-        if session is None or not isinstance(session.owner, Connection):
-            return False
-        text = (
-            f"closed the connection of {session}, which had not sent VALIDATE: {self.count} are open, the most allowed"
-        )
-        self.log_limited("connections", text)
-        session.owner.close()
-        return True
-
-    def _expect_validation(self) -> None:
-        """Look again when the oldest of those that have not sent VALIDATE should have."""
-        oldest = self.engine.oldest_unvalidated()
-        if oldest is not None:
-            left = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
-            self._validating = self._loop.call_later(max(left, 0.001), self._close_overdue)
-
-    def _close_overdue(self) -> None:
-        self._validating = None
-        now = time.monotonic()
-        most = self.limits.validate_seconds
-        while (session := self.engine.overdue(now)) is not None and isinstance(session.owner, Connection):
-            self.refuse(session.owner, LimitError("validate_seconds", int(now - session.connected_at), most))
-        self._expect_validation()
+        self.opened()
 
     def _resume_accepting(self) -> None:
         if self.listener.fileno() >= 0 and not self._accepting:
             self._accepting = True
-            self._loop.add_reader(self.listener.fileno(), self._accept)
+            self.loop.add_reader(self.listener.fileno(), self._accept)
 
     def _pause_accepting(self) -> None:
         if self._accepting:
             self._accepting = False
-            self._loop.remove_reader(self.listener.fileno())
+            self.loop.remove_reader(self.listener.fileno())
+
+
+def _first_bytes(pieces: list[Any], most: int) -> list[Any]:
+    """Return the first `most` bytes of `pieces`, which are cut without a copy."""
+    taken: list[Any] = []
+    for piece in pieces:
+        size = len(piece)
+        if size > most:
+            taken.append(memoryview(piece)[:most])
+            break
+        taken.append(piece)
+        most -= size
+    return taken

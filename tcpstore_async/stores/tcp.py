@@ -95,8 +95,8 @@ class TCPStore(Store):
             if hosted is not None and ranks is not None:
                 if wait_for_workers:
                     hosted.announce(ranks)
-                else:  # perhaps not all ranks come, or not at once: what keeps them out is only logged
-                    hosted.tell_of_room(ranks)
+                else:  # perhaps not all come, or not at once: what keeps them out is logged only
+                    hosted.check_capacity(ranks)
             self._client = self._connect(ranks if wait_for_workers else None, deadline)
             if hosted is not None and ranks is not None and wait_for_workers:
                 _wait_for_workers(self._client, ranks, deadline)
@@ -381,8 +381,7 @@ def _forked() -> None:
             store._client.forked()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)
 
 
 def _use_libuv(given: bool | None) -> bool:

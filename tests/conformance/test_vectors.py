@@ -30,7 +30,7 @@ from conformance.targets import (
 )
 from conformance.vectors import LISTS, STATES, libuv_vectors
 from support import RawPeer, torch_server
-from tcpstore_async.server.listening import BACKENDS
+from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.session.identity import EXTENSION, build, read_identity
 from tcpstore_async.version import VERSION
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY

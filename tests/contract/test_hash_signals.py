@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +18,6 @@ from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.serving import build
 from tcpstore_async.stores.hash import UNLIMITED
 from tcpstore_async.values import Framed
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 
 plain = pytest.mark.skipif(build() == "compiled", reason="a compiled method is one step: no handler runs within it")
 

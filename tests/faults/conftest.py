@@ -2,7 +2,7 @@
 
 import pytest
 
-from tcpstore_async.server.listening import BACKENDS
+from tcpstore_async.server.backends import BACKENDS
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

@@ -26,8 +26,8 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("command", [b"\x0c", b"\x0a" + u64(0)], ids=["CANCEL_WAIT", "MULTI_GET of nothing"])
-async def test_a_flood_gets_one_turn_at_a_time(command: bytes) -> None:
-    """A peer that sends faster than it is served stands in line once, however often the kernel reports it."""
+async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
+    """A peer that sends faster than it is served is put off once, however often the kernel reports it."""
     flood = command * (MIB // len(command))
     stop = threading.Event()
 
@@ -49,7 +49,7 @@ async def test_a_flood_gets_one_turn_at_a_time(command: bytes) -> None:
         longest = 0
         for _ in range(100):
             await asyncio.sleep(0)
-            longest = max(longest, len(server._later))
+            longest = max(longest, len(server._put_off))
             if longest:
                 await asyncio.sleep(0.001)
         stop.set()

@@ -1,4 +1,4 @@
-"""Peers that want to hold more than there is, or nothing but a place: what both servers do about them."""
+"""Peers that make a server hold too much, or only occupy a connection: what both servers do about them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hoarder(port: int) -> RawPeer:
 
 
 def test_pinned_versions_stay_within_the_budget(backend: str) -> None:
-    """Each peer replaces a large value, asks for it, and does not read."""
+    """Each peer replaces a large value, requests it, and does not read."""
     with tcpstore_server("--backend", backend, f"--limit=budget_bytes={256 * MIB}") as server, ExitStack() as stack:
         watch = Watch(server.process.pid)
         other = stack.enter_context(RawPeer(server.port))
@@ -51,7 +51,7 @@ def test_pinned_versions_stay_within_the_budget(backend: str) -> None:
 
 
 def test_versions_of_a_value_that_grows_share_what_they_have_in_common(backend: str) -> None:
-    """r01: each peer appends a byte to a large value, asks for it, and does not read."""
+    """Each peer appends a byte to a large value, requests it, and does not read."""
     with tcpstore_server("--backend", backend) as server, ExitStack() as stack:
         watch = Watch(server.process.pid)
         other = stack.enter_context(RawPeer(server.port))
@@ -79,7 +79,7 @@ async def test_a_connection_that_stays_silent_ends(backend: str) -> None:
 
 
 async def test_silent_connections_give_way(backend: str, caplog: pytest.LogCaptureFixture) -> None:
-    """r18: fifty peers that had not said a word held all places."""
+    """Peers that send nothing must not occupy all connections."""
     async with serve(limits=Limits(connections=5), backend=backend) as server:
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(5)]
         good, talking = await asyncio.open_connection("127.0.0.1", server.port)
@@ -111,8 +111,10 @@ class Defect(Exception):
 
 
 @pytest.mark.skipif(build() == "compiled", reason="compiled methods are not looked up")
-async def test_an_error_of_one_connection_does_not_lose_the_news_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """r33: an edge-triggered set does not tell its news again."""
+async def test_an_internal_error_of_one_connection_does_not_lose_events_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An edge-triggered epoll set does not report an event twice."""
     async with serve() as server:
         assert isinstance(server, UvServer)
         first = await asyncio.open_connection("127.0.0.1", server.port)
@@ -180,9 +182,9 @@ async def test_a_new_connection_that_cannot_be_served_leaks_no_descriptor(monkey
         def fail(*_: object) -> None:
             raise MemoryError
 
-        watched = server.make_poller.watch
+        watched = server.poller.watch
         try:
-            monkeypatch.setattr(server.make_poller, "watch", fail)
+            monkeypatch.setattr(server.poller, "watch", fail)
         except (AttributeError, TypeError):
             pytest.skip("compiled classes take no stand-in")
         before = len(os.listdir("/proc/self/fd"))
@@ -191,6 +193,6 @@ async def test_a_new_connection_that_cannot_be_served_leaks_no_descriptor(monkey
             assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
-        monkeypatch.setattr(server.make_poller, "watch", watched)
+        monkeypatch.setattr(server.poller, "watch", watched)
         assert len(os.listdir("/proc/self/fd")) <= before
         assert server.count == 0

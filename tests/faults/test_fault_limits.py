@@ -138,7 +138,7 @@ def offend(peer: RawPeer, frames: bytes) -> None:
 
 
 def sizes(line: str) -> tuple[int, int]:
-    """The size and what is allowed, as a line names them."""
+    """Return the size and the limit that a message names."""
     found = re.search(r"limit exceeded: \w+=(\d+) \(max (\d+)", line)
     assert found
     return int(found[1]), int(found[2])
@@ -149,11 +149,11 @@ def rate_limited(log: str, kind: str) -> list[str]:
 
 
 def counted(lines: list[str]) -> int:
-    """How many offences these lines stand for."""
+    """Return how many offences these messages stand for."""
     total = 0
     for line in lines:
-        more = re.search(r"\((\d+) more", line)
-        last = re.search(r" (\d+) more of the kind '", line)
+        more = re.search(r"\((\d+) similar", line)
+        last = re.search(r" (\d+) similar messages of kind '", line)
         total += int(last[1]) if last else 1 + (int(more[1]) if more else 0)
     return total
 
@@ -318,7 +318,7 @@ def test_fifty_offences_are_a_few_lines_whose_counts_add_up(backend: str) -> Non
         assert counted(rate_limited(server.log(), "opcode") + rate_limited(server.log(), "kind 'protocol'")) == 50
 
 
-def test_a_later_line_counts_those_before(backend: str) -> None:
+def test_a_later_message_counts_those_before(backend: str) -> None:
     with tcpstore_server("--backend", backend, *options(SMALL)) as server:
         offences = 0
 
@@ -337,7 +337,7 @@ def test_a_later_line_counts_those_before(backend: str) -> None:
 
 
 def admitted(port: int) -> RawPeer | None:
-    """A connection, if the server takes it."""
+    """Return a connection, if the server accepts it."""
     peer = RawPeer(port, validate=False)
     try:
         peer.send(bytes.fromhex("00cef7853c") + b"\x0dping")
@@ -355,8 +355,8 @@ def test_more_connections_than_allowed_are_refused(backend: str) -> None:
         assert "for up to 5 connections" in server.log()
         for _ in range(20):
             assert admitted(server.port) is None
-        [line] = rate_limited(server.log(), "refused")
-        assert re.search(r"refused the connection of 127\.0\.0\.1, port \d+: 5 are open, the most allowed", line)
+        [line] = rate_limited(server.log(), "rejected")
+        assert re.search(r"rejected 127\.0\.0\.1:\d+: connection limit 5 reached", line)
         for peer in peers:
             assert peer is not None
             peer.ping()
@@ -368,17 +368,20 @@ def test_more_connections_than_allowed_are_refused(backend: str) -> None:
             peers.append(admitted(server.port))
             return peers[-1] is not None or bool(peers.pop())
 
-        until(room, "there is room again")
+        until(room, "a connection is accepted again")
         assert len(peers) == 5
         server.stop()
-        assert counted(rate_limited(server.log(), "more of the kind") + rate_limited(server.log(), "refused")) >= 20
+        assert (
+            counted(rate_limited(server.log(), "similar messages of kind") + rate_limited(server.log(), "rejected"))
+            >= 20
+        )
         for peer in peers:
             assert peer is not None
             assert peer.closed()
             peer.close()
 
 
-def test_who_is_refused_is_told_where_to_look() -> None:
+def test_a_rejected_client_is_referred_to_the_log() -> None:
     with (
         tcpstore_server("--limit", "connections=1") as server,
         RawPeer(server.port) as peer,

@@ -421,7 +421,7 @@ def _owned_by(pid: int, listen_fd: int, control_fd: int) -> list[str]:
 
 
 def heard(control: socket.socket) -> dict[str, object]:
-    """The next line that the server says."""
+    """Return the next message of the server."""
     line = b""
     while not line.endswith(b"\n"):
         part = control.recv(1)
@@ -431,7 +431,7 @@ def heard(control: socket.socket) -> dict[str, object]:
     return event
 
 
-def test_what_is_said_over_the_control_socket(backend: str) -> None:
+def test_messages_on_the_control_socket(backend: str) -> None:
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     with serve(listener, backend=backend) as (process, control):

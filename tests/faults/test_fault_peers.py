@@ -351,7 +351,7 @@ def test_half_close_with_large_replies(server: Server, other: RawPeer) -> None:
         assert peer.closed()
 
 
-def test_a_peer_that_says_no_more_and_reads_nothing_costs_nothing(server: Server, other: RawPeer) -> None:
+def test_a_peer_that_has_half_closed_and_reads_nothing_costs_no_cpu(server: Server, other: RawPeer) -> None:
     other.send(b"\x01" + blob(b"/big") + blob(bytes(MIB)))
     other.ping()
     with RawPeer(server.port) as peer:
@@ -393,7 +393,7 @@ def test_two_thousand_connects_and_resets(server: Server, other: RawPeer) -> Non
 
 
 @pytest.mark.parametrize("ending", ["close", "reset", "garbage"])
-def test_a_promise_of_one_that_goes_is_kept_to_the_next(server: Server, other: RawPeer, ending: str) -> None:
+def test_the_hand_off_of_a_peer_that_leaves_goes_to_the_next(server: Server, other: RawPeer, ending: str) -> None:
     """A woken queue waiter that never pops hands the item's wake-up on."""
     with RawPeer(server.port) as first, RawPeer(server.port) as second:
         for peer in (first, second):

@@ -60,7 +60,7 @@ def idle(server: Server) -> bool:
 
 
 def test_few_descriptors(backend: str) -> None:
-    """At the number that the log names, new ones are refused at once and cheaply, and the others are served."""
+    """Beyond the number that the log names, connections are rejected at once and cheaply, and the others are served."""
     with server_under(["prlimit", "--nofile=100:160"], "--backend", backend) as server:
         watch = Watch(server.process.pid)
         assert watch.file_limit() == (160, 160), "the soft limit is raised to the hard one"
@@ -75,7 +75,7 @@ def test_few_descriptors(backend: str) -> None:
                 peers[i % room].ping()
             assert watch.cpu() - before < 0.5
             assert idle(server)
-            assert f"{room} are open, the most allowed" in server.log()
+            assert f"connection limit {room} reached" in server.log()
             peers.pop().close()
 
             def again() -> bool:
@@ -84,7 +84,7 @@ def test_few_descriptors(backend: str) -> None:
                     peers.append(peer)
                 return peer is not None
 
-            until(again, "there is room for a new one")
+            until(again, "a new connection is accepted")
         assert watch.files() <= 160 - 64
 
 
@@ -113,7 +113,7 @@ uvloop.run(main())
 
 
 def test_no_descriptor_left_for_accept(backend: str) -> None:
-    """Inside a process that uses its descriptors otherwise: those who are in are served, those who come wait."""
+    """In a process that uses its descriptors otherwise, open connections are served and new ones wait."""
     with program(OUT_OF_DESCRIPTORS, backend) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -126,8 +126,8 @@ def test_no_descriptor_left_for_accept(backend: str) -> None:
             another.ping()
             print("take", file=process.stdin, flush=True)
             assert next(line for line in lines if "cannot accept" in line or line == "done\n") == "done\n"
-            with RawPeer(port) as newcomer:
-                newcomer.send(b"\x0dpong")
+            with RawPeer(port) as late_peer:
+                late_peer.send(b"\x0dpong")
                 assert "cannot accept connections for now" in next(lines)
                 before = watch.cpu()
                 for _ in range(200):
@@ -136,16 +136,16 @@ def test_no_descriptor_left_for_accept(backend: str) -> None:
                 time.sleep(0.5)
                 assert watch.cpu() - before < 0.3, "the server spins"
                 print("give", file=process.stdin, flush=True)
-                assert newcomer.read(4) == b"pong"
+                assert late_peer.read(4) == b"pong"
 
 
 def test_a_thundering_herd_finds_the_file_table_grown(backend: str) -> None:
-    """Growing it takes tens of milliseconds each time, in which a herd fills the backlog."""
+    """Growing it takes tens of milliseconds each time, in which ranks that connect at once overflow the backlog."""
     with tcpstore_server("--backend", backend, "--limit", "connections=5000") as server:
         assert Watch(server.process.pid).file_table() > 5000
 
 
-def test_the_file_table_is_not_grown_beyond_the_connection_limit(backend: str) -> None:
+def test_the_file_table_is_not_presized_beyond_the_connection_limit(backend: str) -> None:
     with tcpstore_server("--backend", backend, "--limit", "connections=100") as server:
         assert Watch(server.process.pid).file_table() < 1000
 
@@ -263,7 +263,7 @@ def test_sigterm_serves_on_until_the_last_has_left(backend: str) -> None:
             assert parked.read(1) == b"\0"
             peer.ping()
         assert server.process.wait(LIMIT) == 0
-        assert "connections closed after" not in server.log()
+        assert "that are still open after" not in server.log()
 
 
 @pytest.mark.parametrize("grace", ["0", "0.2"])
@@ -273,7 +273,7 @@ def test_the_grace_ends(backend: str, grace: str) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert peer.closed()
         assert server.process.wait(LIMIT) == 0
-        assert "connections closed after" in server.log()
+        assert "that are still open after" in server.log()
         assert "Traceback" not in server.log()
 
 
@@ -297,10 +297,10 @@ def test_the_port_can_be_had_again_at_once(backend: str) -> None:
         server.stop()
         with (
             tcpstore_server("--backend", backend, "--port", str(server.port)) as next_one,
-            RawPeer(next_one.port) as newcomer,
+            RawPeer(next_one.port) as late_peer,
         ):
             assert next_one.port == server.port
-            newcomer.ping()
+            late_peer.ping()
 
 
 def test_a_port_in_use_is_an_error() -> None:
@@ -356,4 +356,4 @@ def test_names_of_peers_are_never_looked_up(loop: str, backend: str) -> None:
         assert rest.endswith("over\n")
         assert "LOOKED UP" not in rest
         assert "opcode 255" in rest
-        assert "refused the connection" in rest
+        assert "rejected 127.0.0.1:" in rest

@@ -17,7 +17,7 @@ import msgspec
 from tcpstore_async.errors import DistStoreError, ProtocolError
 from tcpstore_async.server.process import protocol
 from tcpstore_async.server.process.child import Owner
-from tcpstore_async.server.process.protocol import Event, Lines
+from tcpstore_async.server.process.protocol import Event, LineReader
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import Identity, read_identity
 from tcpstore_async.stores.file.records import next_record, record
@@ -167,13 +167,13 @@ def control_messages(data: bytes) -> None:
     owner's words are obeyed, or ValueError is raised and the next lines are read as before.
     """
     source: Any = _Socket(data)
-    lines = Lines(source)
+    lines = LineReader(source)
     read: list[bytes] = []
     while (more := lines.read()) is not None:
         read += more
     if [*read, lines.rest] != data.split(b"\n"):
         raise Broken("the lines depend on the cuts")
-    types: list[Any] = [getattr(protocol, name) for name in ("Event", "Line") if hasattr(protocol, name)]
+    types: list[Any] = [getattr(protocol, name) for name in ("Event", "LogLine") if hasattr(protocol, name)]
     for line in read:
         for kind in types:
             try:
@@ -187,7 +187,7 @@ def control_messages(data: bytes) -> None:
     owner._unwatch = lambda: None
     for line in read:
         try:
-            owner._obey(_Server(), line.decode())
+            owner._execute(_Server(), line.decode())
         except ValueError:
             pass
 
@@ -268,7 +268,7 @@ def _line_seeds() -> dict[str, bytes]:
     return {
         "empty": b"",
         "ready": ready + b"\n",
-        "events": ready + b"\n" + msgspec.json.encode(Event("stopped", left=3)) + b'\n{"event":',
+        "events": ready + b"\n" + msgspec.json.encode(Event("stopped", remaining=3)) + b'\n{"event":',
         "words": b"joins 3\njoins -1\ncomplete 12.5\nstop\n",
         "no-words": b"joins x\njoins\ncomplete nan\n\xff\nstop now\n",
         "numbers": b"joins " + b"9" * 5000 + b"\ncomplete 1e999\n",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support import Server, tcpstore_server, torch_server
-from tcpstore_async.server.listening import BACKENDS
+from tcpstore_async.server.backends import BACKENDS
 from versions import METHODS, VERSION, needs, timeout_message
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")

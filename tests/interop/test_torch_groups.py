@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support import LIMIT, RawPeer, tcpstore_server
-from tcpstore_async.server.listening import BACKENDS
+from tcpstore_async.server.backends import BACKENDS
 from versions import VERSION
 
 pytestmark = pytest.mark.skipif(not VERSION, reason="the torch extra is not installed")

@@ -2,8 +2,8 @@
 
 import logging
 import os
+import resource
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -12,7 +12,8 @@ import pytest
 from support import LIMIT
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.server import listening
-from tcpstore_async.server.listening import RateLimitedLog, adopt, listen, max_connections_by_files, reserve_connections
+from tcpstore_async.server.listening import adopt, listen, max_connections_by_files, reserve_connections
+from tcpstore_async.server.rate_limited_log import RateLimitedLog
 
 
 @pytest.fixture
@@ -51,9 +52,7 @@ def test_ipv6(host: str, only: int) -> None:
 
 def test_a_port_in_use(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    with pytest.raises(
-        DistNetworkError, match=rf"^cannot listen on 127\.0\.0\.1, port {port}: Address already in use$"
-    ):
+    with pytest.raises(DistNetworkError, match=rf"^cannot listen on 127\.0\.0\.1:{port}: Address already in use$"):
         listen("127.0.0.1", port)
 
 
@@ -106,10 +105,7 @@ def test_a_connected_socket_is_no_listener(listener: socket.socket) -> None:
             adopt(fd)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
-def test_room_is_what_may_be_opened_less_a_reserve() -> None:
-    import resource
-
+def test_max_connections_is_the_file_limit_less_a_reserve() -> None:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     before = max_connections_by_files()
     assert before < soft - listening.RESERVE
@@ -119,36 +115,36 @@ def test_room_is_what_may_be_opened_less_a_reserve() -> None:
         os.close(file)
 
 
-def test_few_connections_are_worth_a_word_only_if_the_system_leaves_no_more(
+def test_few_connections_are_logged_only_if_the_file_limit_is_the_reason(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert reserve_connections(listener, "127.0.0.1", 1, 10) == 10
     assert not caplog.messages
-    monkeypatch.setattr(listening, "room_for_connections", lambda: 40)
+    monkeypatch.setattr(listening, "max_connections_by_files", lambda: 40)
     assert reserve_connections(listener, "127.0.0.1", 1, 0) == 40
     assert reserve_connections(listener, "127.0.0.1", 1, 100) == 40
     assert reserve_connections(listener, "127.0.0.1", 1, 10) == 10
-    assert caplog.messages == ["the limit of open files leaves room for only 40 connections"] * 2
+    assert caplog.messages == ["the limit on open files allows only 40 connections; raise it with ulimit -n"] * 2
 
 
-def test_complaints_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = RateLimitedLog()
+def test_limited_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    limited = RateLimitedLog()
     for i in range(50):
-        complaints.add("key_bytes", f"peer {i}")
-        complaints.add("keys", f"other peer {i}")
-    complaints.finish()
-    complaints.finish()
+        limited.add("key_bytes", f"peer {i}")
+        limited.add("keys", f"other peer {i}")
+    limited.flush()
+    limited.flush()
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert messages[:2] == ["peer 0", "other peer 0"]
     assert sorted(messages[-2:]) == [
-        "49 more of the kind 'key_bytes' since the last such line",
-        "49 more of the kind 'keys' since the last such line",
+        "49 similar messages of kind 'key_bytes' suppressed",
+        "49 similar messages of kind 'keys' suppressed",
     ]
     assert len(messages) == 4
 
 
-def test_a_single_complaint_has_no_count(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = RateLimitedLog()
-    complaints.add("key_bytes", "peer")
-    complaints.finish()
+def test_a_single_message_has_no_count(caplog: pytest.LogCaptureFixture) -> None:
+    limited = RateLimitedLog()
+    limited.add("key_bytes", "peer")
+    limited.flush()
     assert [record.getMessage() for record in caplog.records] == ["peer"]

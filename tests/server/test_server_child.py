@@ -119,7 +119,7 @@ def test_a_server_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert port_is_free(server.port)
 
 
-def test_one_that_gives_its_grace_is_waited_for_later(server: ServerProcess, process: Seen) -> None:
+def test_stop_does_not_wait_for_the_grace(server: ServerProcess, process: Seen) -> None:
     with RawPeer(server.port) as peer:
         peer.ping()
         server.stop()
@@ -145,7 +145,7 @@ def test_dropping_it_leaves_no_warning() -> None:
 
 
 def ask(port: int, pid: int) -> RawPeer:
-    """A connection whose peer has said its process id."""
+    """Return a connection whose peer has sent its process id."""
     peer = RawPeer(port)
     peer.ping(pid)
     return peer
@@ -212,7 +212,7 @@ def test_another_store_on_the_server_waits_for_its_ranks(server: ServerProcess, 
 
 
 def test_a_store_whose_ranks_have_yet_to_come_is_not_complete(server: ServerProcess, process: Seen) -> None:
-    """Its master was told so by the ranks of a store before it."""
+    """Its master was sent that by the ranks of an earlier store."""
     with ask(server.port, 1) as first:
         server.announce(2)
         first.join(2)
@@ -250,7 +250,7 @@ def test_the_grace_ends(grace: float) -> None:
 def test_no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     with listen("::", 0) as listener:
-        with pytest.raises(StartError, match=r"^there is no Python interpreter to run it$"):
+        with pytest.raises(StartError, match=r"^no Python interpreter to run it$"):
             start(listener)
         assert listener.fileno() >= 0, "it may be used otherwise"
 
@@ -261,16 +261,16 @@ def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         start(listener)
 
 
-def test_a_program_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with listen("::", 0) as listener, pytest.raises(StartError, match=r"^it ended at once$"):
+    with listen("::", 0) as listener, pytest.raises(StartError, match=r"^it exited at once$"):
         start(listener)
     assert not zombies()
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "_path", list)
-    with listen("::", 0) as listener, pytest.raises(StartError, match="it ended at once: ModuleNotFoundError"):
+    with listen("::", 0) as listener, pytest.raises(StartError, match="it exited at once: ModuleNotFoundError"):
         start(listener)
 
 
@@ -282,9 +282,9 @@ def test_a_socket_it_cannot_listen_on() -> None:
     assert not zombies()
 
 
-def test_one_that_is_not_ready_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_ready_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "_PROGRAM", "import time; time.sleep(1000)")
-    with listen("::", 0) as listener, pytest.raises(StartError, match=r"^it was not ready within 0\.2 s$"):
+    with listen("::", 0) as listener, pytest.raises(StartError, match=r"^not ready within 0\.2 s$"):
         start(listener, timeout=0.2)
     assert not zombies()
 

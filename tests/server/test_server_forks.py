@@ -14,8 +14,6 @@ import pytest
 from support import LIMIT
 from tcpstore_async import serve
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-
 SERVES = """
 import asyncio, os, signal, socket, sys, tcpstore_async
 

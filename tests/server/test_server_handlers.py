@@ -15,7 +15,7 @@ import pytest
 from support import LIMIT
 from tcpstore_async.server import log_handlers
 from tcpstore_async.server.log_handlers import NonBlockingHandler, OwnerHandler
-from tcpstore_async.server.process.protocol import Line
+from tcpstore_async.server.process.protocol import LogLine
 
 
 def record(text: str) -> logging.LogRecord:
@@ -58,7 +58,7 @@ def test_a_file_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
         handler.handle(record("6"))
         handler.handle(record("last"))
         assert done.wait(LIMIT)
-    assert b"".join(written).decode() == ("0\n1\n2\n3\n6 (2 lines before this one were lost: nobody read them)\nlast\n")
+    assert b"".join(written).decode() == ("0\n1\n2\n3\n6 (2 earlier lines were dropped: nobody read them)\nlast\n")
 
 
 def test_an_owner_that_does_not_read_holds_up_nobody() -> None:
@@ -69,7 +69,7 @@ def test_an_owner_that_does_not_read_holds_up_nobody() -> None:
         handler._second = float("inf")
         handlers_most = log_handlers._MOST_PER_SECOND
         sent = 0
-        while not handler._lost:
+        while not handler._dropped:
             handler._second = 0.0  # a second for each
             handler.handle(record("x" * 3000))
             sent += 1
@@ -80,8 +80,8 @@ def test_an_owner_that_does_not_read_holds_up_nobody() -> None:
             received += ours.recv(1 << 16)
         handler._second = 0.0
         handler.handle(record("y"))
-        assert msgspec.json.decode(ours.recv(1 << 16), type=Line).text == (
-            "y (1 lines before this one were lost: nobody read them)"
+        assert msgspec.json.decode(ours.recv(1 << 16), type=LogLine).text == (
+            "y (1 earlier lines were dropped: nobody read them)"
         )
     assert all(len(line) < 4096 for line in received.split(b"\n"))
 
@@ -96,9 +96,9 @@ def test_an_owner_gets_a_limited_number_of_lines_a_second(monkeypatch: pytest.Mo
             handler.handle(record(str(i)))
         now += 1
         handler.handle(record("later"))
-        said = [msgspec.json.decode(line, type=Line) for line in ours.recv(1 << 16).splitlines()]
+        said = [msgspec.json.decode(line, type=LogLine) for line in ours.recv(1 << 16).splitlines()]
     assert [line.text for line in said[:-1]] == [str(i) for i in range(20)]
-    assert said[-1].text == "later (30 lines before this one were lost: nobody read them)"
+    assert said[-1].text == "later (30 earlier lines were dropped: nobody read them)"
     assert (said[-1].level, said[-1].name) == (logging.WARNING, "tcpstore_async.server")
 
 
@@ -110,13 +110,13 @@ def test_a_long_line_is_cut_and_stays_a_line(text: str) -> None:
         raw = ours.recv(1 << 16)
         assert len(raw) <= 4096
         assert raw.endswith(b"\n")
-        assert msgspec.json.decode(raw, type=Line).text == text[: len(msgspec.json.decode(raw, type=Line).text)]
+        assert msgspec.json.decode(raw, type=LogLine).text == text[: len(msgspec.json.decode(raw, type=LogLine).text)]
 
 
-def test_a_reader_who_has_gone(tmp_path: Path) -> None:
+def test_a_pipe_without_a_reader(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     handler = NonBlockingHandler(writer)
     handler.handle(record("x"))
-    assert handler._lost == 1
+    assert handler._dropped == 1
     os.close(writer)

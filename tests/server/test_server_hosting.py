@@ -63,7 +63,7 @@ def test_a_server(where: str) -> None:
     hosted.complete()
 
 
-def test_it_runs_in_a_process_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_in_a_process_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TCPSTORE_SERVER", raising=False)
     hosted = host(0)
     assert hosted.pid != os.getpid()
@@ -71,14 +71,14 @@ def test_it_runs_in_a_process_unless_told_otherwise(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("value", ["Process", "threads", "0", " "])
-def test_another_place_is_an_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_place_is_an_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCPSTORE_SERVER", value)
     with pytest.raises(ValueError, match=f"^TCPSTORE_SERVER must be process or thread, not '{value}'$"):
         host(0)
 
 
 def test_another_backend_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^there is no backend 'gloo'"):
+    with pytest.raises(ValueError, match=r"^unknown backend 'gloo'; choose uv or threaded$"):
         host(0, backend="gloo")
 
 
@@ -412,10 +412,10 @@ def run(text: str, *arguments: str, **variables: str) -> str:
 # Where no process can be started
 
 
-def test_a_thread_takes_its_place_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallback_to_a_thread_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     monkeypatch.setattr(master, "_warned", False)
-    with pytest.warns(RuntimeWarning, match=r"no Python interpreter .* thread .* 5 ms .* TCPSTORE_SERVER=thread"):
+    with pytest.warns(RuntimeWarning, match=r"no Python interpreter .* thread, .* 5 ms .* TCPSTORE_SERVER=thread"):
         first = host(0)
     assert first.pid == os.getpid()
     assert serves(first)
@@ -472,9 +472,9 @@ def slow_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("may_be_thread", [True, False])
 def test_a_start_has_no_more_time_than_its_caller(slow_python: Path, may_be_thread: bool) -> None:
-    """A thread does not take its place: the time is up for that, too."""
+    """No thread takes its place: the time is up for that, too."""
     fd, port = bound()
-    with pytest.raises(DistNetworkError, match=rf"server process of port {port} .* not ready within 0\.3 s; give"):
+    with pytest.raises(DistNetworkError, match=rf"server process of port {port}: not ready within 0\.3 s; give"):
         host(port, listen_fd=fd, timeout=0.3, may_be_thread=may_be_thread)
     assert port_is_free(port), "what was started is killed"
 
@@ -506,7 +506,7 @@ def test_a_wait_for_another_threads_shared_server_ends_in_time() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(LIMIT)
-    with pytest.raises(DistNetworkError, match=r"still busy with a shared server after 0\.05 s"):
+    with pytest.raises(DistNetworkError, match=r"timed out after 0\.05 s: another store of this process"):
         host(0, multi_tenant=True, timeout=0.05)
     over.set()
     thread.join()

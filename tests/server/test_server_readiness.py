@@ -26,7 +26,7 @@ class Scene:
         self.fd = self.near.fileno()
         self.news: list[tuple[int, int]] = []
         self.heard = asyncio.Event()
-        self.make_poller: Poller = way(asyncio.get_running_loop(), self.report)
+        self.poller: Poller = way(asyncio.get_running_loop(), self.report)
 
     def report(self, news: list[tuple[int, int]]) -> None:
         self.news += news
@@ -50,7 +50,7 @@ class Scene:
         return not self.news
 
     def close(self) -> None:
-        self.make_poller.close()
+        self.poller.close()
         self.near.close()
         self.far.close()
 
@@ -81,7 +81,7 @@ Play = Callable[[Scenario], None]
 
 def test_what_arrives_is_reported(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.make_poller.watch(scene.fd)
+        scene.poller.watch(scene.fd)
         assert await scene.quiet()
         scene.far.send(b"x")
         assert await scene.next() & READ
@@ -96,7 +96,7 @@ def test_what_arrives_is_reported(play: Play) -> None:
 def test_what_was_there_before_is_reported(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
         scene.far.send(b"x")
-        scene.make_poller.watch(scene.fd)
+        scene.poller.watch(scene.fd)
         assert await scene.next() & READ
 
     play(scenario)
@@ -104,7 +104,7 @@ def test_what_was_there_before_is_reported(play: Play) -> None:
 
 def test_the_end_is_reported_as_readable(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.make_poller.watch(scene.fd)
+        scene.poller.watch(scene.fd)
         scene.far.close()
         assert await scene.next() & READ
         assert scene.near.recv(1) == b""
@@ -114,34 +114,34 @@ def test_the_end_is_reported_as_readable(play: Play) -> None:
 
 def test_writing_is_reported_when_wanted(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.make_poller.watch(scene.fd)
+        scene.poller.watch(scene.fd)
         with suppress(BlockingIOError):
             while True:
                 scene.near.send(bytes(65_536))
-        scene.make_poller.watch_writing(scene.fd, True)
+        scene.poller.watch_writing(scene.fd, True)
         assert await scene.quiet()
         scene.far.setblocking(False)
         with suppress(BlockingIOError):
             while True:
                 scene.far.recv(65_536)
         assert await scene.next() & WRITE
-        scene.make_poller.watch_writing(scene.fd, False)
+        scene.poller.watch_writing(scene.fd, False)
         assert await scene.quiet()
 
     play(scenario)
 
 
-def test_a_pause_tells_nothing_or_lets_itself_be_ignored(play: Play) -> None:
-    """After `resume` a level is reported again; an edge needs one read without being told."""
+def test_a_paused_descriptor_is_not_reported_or_may_be_ignored(play: Play) -> None:
+    """After `resume` a level is reported again; an edge needs one read without an event."""
 
     async def scenario(scene: Scene) -> None:
-        scene.make_poller.watch(scene.fd)
-        scene.make_poller.pause(scene.fd)
+        scene.poller.watch(scene.fd)
+        scene.poller.pause(scene.fd)
         scene.far.send(b"x")
         await scene.quiet()
         scene.news.clear()
-        scene.make_poller.resume(scene.fd)
-        if isinstance(scene.make_poller, LoopPoller):
+        scene.poller.resume(scene.fd)
+        if isinstance(scene.poller, LoopPoller):
             assert await scene.next() & READ
         assert scene.near.recv(10) == b"x"
         await scene.quiet()
@@ -153,9 +153,9 @@ def test_a_pause_tells_nothing_or_lets_itself_be_ignored(play: Play) -> None:
 
 def test_what_is_forgotten_is_not_reported(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.make_poller.watch(scene.fd)
-        scene.make_poller.watch_writing(scene.fd, True)
-        scene.make_poller.forget(scene.fd)
+        scene.poller.watch(scene.fd)
+        scene.poller.watch_writing(scene.fd, True)
+        scene.poller.forget(scene.fd)
         scene.near.close()
         scene.far.close()
         assert await scene.quiet()
@@ -165,11 +165,11 @@ def test_what_is_forgotten_is_not_reported(play: Play) -> None:
 
 def test_nothing_is_reported_after_the_end(play: Play) -> None:
     async def scenario(scene: Scene) -> None:
-        scene.make_poller.watch(scene.fd)
-        scene.make_poller.close()
+        scene.poller.watch(scene.fd)
+        scene.poller.close()
         scene.far.send(b"x")
         assert await scene.quiet()
-        scene.make_poller = LoopPoller(asyncio.get_running_loop(), scene.report)
+        scene.poller = LoopPoller(asyncio.get_running_loop(), scene.report)
 
     play(scenario)
 

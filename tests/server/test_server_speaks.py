@@ -26,7 +26,7 @@ from tcpstore_async.server.master import host
 from tcpstore_async.server.process import log_reader
 from tcpstore_async.server.process.parent import ServerProcess, start
 from tcpstore_async.server.process.pidfd import Process
-from tcpstore_async.server.process.protocol import Line, encode
+from tcpstore_async.server.process.protocol import LogLine, encode
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -45,7 +45,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
-    """What the server has said so far."""
+    """Return what the server has logged so far."""
     records = [record for record in caplog.records if record.name == "tcpstore_async.server"]
     return [record.getMessage() for record in records if record.levelno == level]
 
@@ -70,11 +70,11 @@ def test_what_a_peer_did_wrong(said: str, server: ServerProcess, caplog: pytest.
     assert "pid 123" in line
 
 
-def test_a_store_says_where_its_server_listens(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_listening_address_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT) as store:
         pass
-    assert any(f"port {store.port}, for up to" in line for line in lines(caplog, logging.INFO))
+    assert any(f":{store.port} for up to" in line for line in lines(caplog, logging.INFO))
     assert not lines(caplog, logging.ERROR)
     assert not lines(caplog, logging.WARNING)
 
@@ -91,9 +91,10 @@ def test_a_server_that_dies_is_one_error_line(
         process.signal(number)
         assert peer.closed()
         until(lambda: lines(caplog, logging.ERROR), "it is logged at once")
+    assert server.crash() == lines(caplog, logging.ERROR)[0]
     server.stop()
     (line,) = lines(caplog, logging.ERROR)
-    assert f"the server of port {server.port}, process {server.pid}, {said}" in line
+    assert f"the server process of port {server.port} (pid {server.pid}) {said}" in line
     assert "\n" not in line
     assert not lines(caplog, logging.WARNING)
 
@@ -111,7 +112,7 @@ heard = threading.Event()
 logging.getLogger("tcpstore_async.server").addHandler(Handler(logging.WARNING))
 hosted = host(0)
 peers = []
-for _ in range(hosted._tenancy.server.room + 1):
+for _ in range(hosted._counted.server.max_connections + 1):
     peer = socket.create_connection(("127.0.0.1", hosted.port), 60)
     peer.sendall(bytes.fromhex("00cef7853c 0d01020304"))
     peers.append(peer)
@@ -122,16 +123,16 @@ for _ in range(hosted._tenancy.server.room + 1):
     if not answer:
         break
 heard.wait(60)
-print(len(peers) - hosted._tenancy.server.room)
+print(len(peers) - hosted._counted.server.max_connections)
 hosted.release()
 """
 
 
-def test_a_rank_that_finds_no_place_is_a_line_in_the_log_of_rank_0() -> None:
+def test_a_rejected_rank_is_logged_by_rank_0() -> None:
     one_too_many, line = sorted(run(REFUSED, prefix=("prlimit", "--nofile=150:150")).splitlines())
     assert one_too_many == "1"
-    assert line.startswith("WARNING refused the connection of ")
-    assert "are open, the most allowed" in line
+    assert line.startswith("WARNING rejected ")
+    assert ": connection limit " in line
 
 
 ADOPTED = """
@@ -157,7 +158,7 @@ def test_an_owner_that_adopts_its_server_waits_for_it_and_hears_of_what_it_died(
 
 
 def run(text: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
-    """What a program prints."""
+    """Run a program; return what it prints."""
     done = subprocess.run(
         [*prefix, sys.executable, "-W", "error", "-c", text, *arguments],
         stdout=subprocess.PIPE,
@@ -169,7 +170,7 @@ def run(text: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-# How many ranks fit
+# Capacity
 
 WORLD = """
 import logging, sys, time
@@ -188,15 +189,15 @@ print("soon" if time.monotonic() - began < 300 else "late")
 def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
     prefix = ("env", f"TCPSTORE_SERVER={where}", "prlimit", "--nofile=150:150")
     logged, raised, soon = run(WORLD, "100", prefix=prefix).splitlines()
-    assert logged.startswith("ERROR a world of 100 ranks does not fit: the server of port ")
+    assert logged.startswith("ERROR 100 ranks do not fit: the limit on open files allows the server of port ")
     assert raised.removeprefix("raised ") == logged.removeprefix("ERROR ")
     assert ("ulimit -Hn: 150" if where == "process" else "ulimit -Sn: 150") in raised
     assert soon == "soon"
 
 
-def test_a_world_that_is_not_waited_for_is_told_of_too() -> None:
+def test_a_world_that_is_not_waited_for_is_logged_too() -> None:
     said = run(NOT_WAITED_FOR, "100", prefix=("prlimit", "--nofile=150:150")).splitlines()
-    assert said[0].startswith("ERROR a world of 100 ranks does not fit: the server of port ")
+    assert said[0].startswith("ERROR 100 ranks do not fit: the limit on open files allows the server of port ")
     assert said[1:] == ["made"]
 
 
@@ -211,10 +212,12 @@ with TCPStore("127.0.0.1", 0, int(sys.argv[1]), True, 60, wait_for_workers=False
 
 def test_with_the_limit_that_it_names_the_world_fits() -> None:
     said = run(ANNOUNCES, "100", prefix=("prlimit", "--nofile=150:150"))
-    needed = re.search(r"a limit of (\d+) or more", said)
+    needed = re.search(r"a limit of at least (\d+)", said)
     assert needed
     assert run(ANNOUNCES, "100", prefix=("prlimit", f"--nofile={needed[1]}:{needed[1]}")) == "fits\n"
-    assert run(ANNOUNCES, "100", prefix=("prlimit", f"--nofile={int(needed[1]) - 1}")).startswith("a world of 100")
+    assert run(ANNOUNCES, "100", prefix=("prlimit", f"--nofile={int(needed[1]) - 1}")).startswith(
+        "100 ranks do not fit"
+    )
 
 
 ANNOUNCES = """
@@ -230,13 +233,13 @@ hosted.release()
 """
 
 
-def test_the_room_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_capacity_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = host(0)
-    room = hosted._tenancy.server.room
+    room = hosted._counted.server.max_connections
     assert room > 10
-    with pytest.raises(DistStoreError, match=f"a world of {room + 1} ranks does not fit"):
+    with pytest.raises(DistStoreError, match=f"{room + 1} ranks do not fit"):
         hosted.announce(room + 1)
-    monkeypatch.setattr(master, "tell_of_short_backlog", lambda ranks: None)
+    monkeypatch.setattr(master, "log_short_backlog", lambda ranks: None)
     hosted.announce(room)
     hosted.release()
 
@@ -247,7 +250,7 @@ def test_a_short_backlog_is_warned_of_if_the_world_is_larger(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(Path, "read_text", lambda path: "128\n")
-    listening.tell_of_short_backlog(ranks)
+    listening.log_short_backlog(ranks)
     assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
 
 
@@ -268,7 +271,7 @@ def test_a_hundred_servers_leave_nothing() -> None:
     assert usage() == before
 
 
-def test_a_server_that_gives_its_grace_is_heard_until_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_in_its_grace_is_logged_until_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     host(0).release()
     before = usage()
@@ -277,7 +280,9 @@ def test_a_server_that_gives_its_grace_is_heard_until_its_end(caplog: pytest.Log
         peer.ping()
         server.stop()
         assert peer.closed()
-    until(lambda: any("of grace: 1" in line for line in lines(caplog, logging.INFO)), "its last line is logged")
+    until(
+        lambda: any("closing 1 connections" in line for line in lines(caplog, logging.INFO)), "its last line is logged"
+    )
     until(lambda: threading.active_count() == before[1], "the thread has ended")
     del server
     assert usage() == before
@@ -299,7 +304,7 @@ try:
         count += 1
 except ChildProcessError:
     print(count)
-print(hosted._tenancy.server.alive())
+print(hosted._counted.server.alive())
 hosted.release()
 """
 
@@ -312,7 +317,7 @@ def test_an_owner_may_wait_for_all_its_children() -> None:
 
 
 class Slow(logging.Handler):
-    """Takes its time for a line."""
+    """A handler that takes its time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +365,7 @@ def test_no_fork_happens_while_a_line_is_logged(slow: Slow) -> None:
 
 
 def test_a_handler_that_hangs_does_not_hold_up_forks_for_long(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_reader, "_FORK_PATIENCE", 0.05)
+    monkeypatch.setattr(log_reader, "_FORK_TIMEOUT", 0.05)
     server = start(listen("::", 0))
     with RawPeer(server.port) as peer:
         peer.send(b"\xc8")
@@ -372,7 +377,7 @@ def test_a_handler_that_hangs_does_not_hold_up_forks_for_long(slow: Slow, monkey
     server.stop()
 
 
-def test_a_forked_child_hears_nothing(server: ServerProcess) -> None:
+def test_a_forked_child_has_none_of_the_sockets(server: ServerProcess) -> None:
     source = server._log._source
     pid = os.fork()
     if pid == 0:
@@ -386,13 +391,13 @@ def test_a_forked_child_hears_nothing(server: ServerProcess) -> None:
 def test_what_is_no_record_is_logged_when_the_next_one_comes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(log_reader, "_END", 0.0)
+    monkeypatch.setattr(log_reader, "_END_TIMEOUT", 0.0)
     ours, theirs = socket.socketpair()
-    log = log_reader.ChildLog(ours, Process(os.getpid(), None), 29500)
+    log = log_reader.LogReader(ours, Process(os.getpid(), None), 29500)
     with theirs:
         theirs.sendall(b"stray\n words\n")
-        theirs.sendall(encode(Line(logging.WARNING, "tcpstore_async.server", "a record")))
-        theirs.sendall(encode(Line(over=True)))
+        theirs.sendall(encode(LogLine(logging.WARNING, "tcpstore_async.server", "a record")))
+        theirs.sendall(encode(LogLine(over=True)))
     log.join(LIMIT)
-    assert lines(caplog, logging.WARNING) == ["the server of port 29500 wrote: stray; words", "a record"]
+    assert lines(caplog, logging.WARNING) == ["the server process of port 29500 wrote: stray; words", "a record"]
     assert not lines(caplog, logging.ERROR)

@@ -1,4 +1,4 @@
-"""The threaded server inside the test's own process: its threads among themselves, and that none is left."""
+"""The threaded server inside the test's own process: how its threads interact, and that none is left."""
 
 import asyncio
 import gc
@@ -23,9 +23,11 @@ from faults.fault_helpers import I64, Watch, get, number, until
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
 from tcpstore_async import serve
 from tcpstore_async.limits import Limits
-from tcpstore_async.server.listening import BACKENDS, listen
+from tcpstore_async.server.backends import BACKENDS
+from tcpstore_async.server.listening import listen
 from tcpstore_async.server.master import ServerHandle, host
-from tcpstore_async.server.threaded import Connection, FairLock, ThreadedServer, Worker
+from tcpstore_async.server.threaded import Connection, ThreadedServer
+from tcpstore_async.server.threads import FairLock, Worker
 from tcpstore_async.values import Framed
 from tcpstore_async.wire.commands import JOINS_KEY
 
@@ -98,7 +100,7 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture
 def other(server: Served) -> Iterator[RawPeer]:
-    """Somebody else, who is served to the end."""
+    """Another peer, which is served to the end."""
     with RawPeer(server.port) as peer:
         peer.ping()
         yield peer
@@ -108,32 +110,32 @@ def other(server: Served) -> Iterator[RawPeer]:
 # The lock
 
 
-def test_turns_are_taken_in_the_order_in_which_they_were_asked_for() -> None:
-    turns = FairLock()
+def test_the_lock_is_fair() -> None:
+    lock = FairLock()
     order: list[int] = []
 
     def ask(i: int) -> None:
-        with turns:
+        with lock:
             order.append(i)
 
     asking = [threading.Thread(target=ask, args=[i]) for i in range(20)]
-    with turns:
+    with lock:
         for thread in asking:
-            length = len(turns._waiting)
+            length = len(lock._waiting)
             thread.start()
-            until(lambda: len(turns._waiting) > length, "it stands in line")  # noqa: B023
+            until(lambda: len(lock._waiting) > length, "it waits for the lock")  # noqa: B023
     for thread in asking:
         thread.join(LIMIT)
     assert order == list(range(20))
 
 
-def test_an_interrupt_while_waiting_for_a_turn_leaves_the_line() -> None:
-    turns = FairLock()
+def test_an_interrupt_while_waiting_for_the_lock_withdraws() -> None:
+    lock = FairLock()
     held = threading.Event()
     go = threading.Event()
 
     def hold() -> None:
-        with turns:
+        with lock:
             held.set()
             go.wait(LIMIT)
 
@@ -146,18 +148,18 @@ def test_an_interrupt_while_waiting_for_a_turn_leaves_the_line() -> None:
     former = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
-        with pytest.raises(KeyboardInterrupt), turns:
+        with pytest.raises(KeyboardInterrupt), lock:
             pass
     finally:
         signal.signal(signal.SIGALRM, former)
         go.set()
         holder.join(LIMIT)
-    with turns:
+    with lock:
         pass
 
 
-def test_a_peer_that_sends_without_a_pause_has_one_turn_at_a_time() -> None:
-    """With a lock that is not fair nobody else is served for seconds."""
+def test_a_peer_that_floods_does_not_starve_others() -> None:
+    """With an unfair lock nobody else is served for seconds."""
     flood = b"\x0c" * MIB
     with tcpstore_server("--backend", "threaded") as server, ExitStack() as stack:
         floods = [stack.enter_context(RawPeer(server.port)) for _ in range(20)]
@@ -193,7 +195,7 @@ def test_a_peer_that_sends_without_a_pause_has_one_turn_at_a_time() -> None:
 
 
 def behind(server: Served, stack: ExitStack, *, before: bytes = b"") -> RawPeer:
-    """A peer that has asked for 32 MiB and reads nothing."""
+    """Return a peer that has requested 32 MiB and reads nothing."""
     peer = stack.enter_context(RawPeer(server.port))
     connection = server.connection(peer)
     peer.send(b"\x01" + blob(b"/big") + blob(bytes(MIB)) + before + (b"\x03" + blob(b"/big")) * 32)
@@ -206,18 +208,18 @@ def reads_all(peer: RawPeer) -> None:
         assert peer.read(MIB + 8) == blob(bytes(MIB))
 
 
-def test_a_wake_up_of_one_whose_thread_waits_until_it_has_read(server: Served, other: RawPeer) -> None:
+def test_a_waiter_with_unsent_bytes_is_woken(server: Served, other: RawPeer) -> None:
     with ExitStack() as stack:
         peer = behind(server, stack, before=b"\x06" + keys(b"/k"))
         other.send(SET_K)
         other.ping()
-        heard = b"".join(peer.read(MIB + 8) for _ in range(32)) + peer.read(1)
-        assert len(heard.replace(blob(bytes(MIB)), b"")) == 1, "the wake-up stands between two values"
+        received = b"".join(peer.read(MIB + 8) for _ in range(32)) + peer.read(1)
+        assert len(received.replace(blob(bytes(MIB)), b"")) == 1, "the wake-up stands between two values"
         peer.ping()
 
 
 def test_a_large_value_for_many_that_wait_and_do_not_read(server: Served, other: RawPeer) -> None:
-    """Their own threads read: one thread writes for all. Nobody else waits, and all arrives."""
+    """One thread writes for all of them. No other peer waits, and every byte arrives."""
     value = bytes(8 * MIB)
     with ExitStack() as stack:
         peers = [stack.enter_context(RawPeer(server.port)) for _ in range(20)]
@@ -243,11 +245,11 @@ def test_slow_readers_of_large_replies(server: Served, other: RawPeer) -> None:
 
     def read_slowly(peer: RawPeer) -> bool:
         peer.send(b"\x03" + blob(b"/large"))
-        heard = b""
-        while len(heard) < len(value) + 8:
-            heard += peer.read(min(MIB, len(value) + 8 - len(heard)))
+        received = b""
+        while len(received) < len(value) + 8:
+            received += peer.read(min(MIB, len(value) + 8 - len(received)))
             time.sleep(0.005)
-        return heard == blob(value)
+        return received == blob(value)
 
     with ExitStack() as stack, ThreadPoolExecutor(10) as pool:
         peers = [stack.enter_context(RawPeer(server.port)) for _ in range(10)]
@@ -258,8 +260,8 @@ def test_slow_readers_of_large_replies(server: Served, other: RawPeer) -> None:
 
 
 @pytest.mark.parametrize("ending", ["close", "reset"])
-def test_one_that_goes_while_it_is_written_to(server: Served, other: RawPeer, ending: str) -> None:
-    """Whether its own thread waits, or reads and another's command made the reply."""
+def test_a_peer_that_leaves_while_it_is_written_to(server: Served, other: RawPeer, ending: str) -> None:
+    """Both while its own thread waits, and while it reads and another peer's command made the reply."""
     with ExitStack() as stack:
         for _ in range(5):
             peer = behind(server, stack)
@@ -276,8 +278,8 @@ def test_one_that_goes_while_it_is_written_to(server: Served, other: RawPeer, en
     until(lambda: not server.server.writer._behind, "nothing is left to write")
 
 
-def test_requests_of_one_that_owes_reading_a_little_are_done(server: Served, other: RawPeer) -> None:
-    """As on the event-driven server: only above the soft mark it is not read from."""
+def test_requests_below_the_high_water_mark_are_executed(server: Served, other: RawPeer) -> None:
+    """As on the event-driven server: only a peer above the mark is not read from."""
     with RawPeer(server.port) as peer:
         connection = server.connection(peer)
         peer.send(b"\x01" + blob(b"/part") + blob(bytes(100_000)))
@@ -289,14 +291,14 @@ def test_requests_of_one_that_owes_reading_a_little_are_done(server: Served, oth
         until(lambda: get(other, b"/k") == b"v", "the request is done")
 
 
-# Errors of ours
+# Internal errors
 
 
 class Defect(Exception):
     pass
 
 
-def test_an_error_while_another_is_told_costs_that_other_only(
+def test_an_internal_error_while_a_waiter_is_woken_closes_only_the_waiter(
     server: Served, other: RawPeer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RawPeer(server.port) as waiting, RawPeer(server.port) as second:
@@ -316,10 +318,10 @@ def test_an_error_while_another_is_told_costs_that_other_only(
         assert waiting.closed()
         assert second.read(1) == b"\0"
         other.ping()
-    assert "after an error of the server's" in caplog.text
+    assert "after an internal error" in caplog.text
 
 
-def test_an_error_in_the_writing_thread_costs_one_connection(
+def test_an_internal_error_in_the_writing_thread_closes_one_connection(
     server: Served, other: RawPeer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:
@@ -339,7 +341,7 @@ def test_an_error_in_the_writing_thread_costs_one_connection(
         with pytest.raises((EOFError, ConnectionError)):
             reads_all(first)
         reads_all(second)
-    assert caplog.text.count("after an error of the server's") == 1
+    assert caplog.text.count("after an internal error") == 1
 
 
 # Threads that cannot be had
@@ -347,7 +349,7 @@ def test_an_error_in_the_writing_thread_costs_one_connection(
 
 @pytest.fixture
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """As long as it is set, no server can start a thread."""
+    """An event; while it is set, no server can start a thread."""
     refused = threading.Event()
     start = Worker.start
 
@@ -360,7 +362,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return refused
 
 
-def test_who_comes_when_there_is_no_thread_waits(
+def test_a_connection_waits_until_a_thread_can_be_started(
     server: Served, other: RawPeer, no_threads: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     no_threads.set()
@@ -377,10 +379,10 @@ def test_a_stop_while_there_is_no_thread(no_threads: threading.Event, caplog: py
     with served() as server, RawPeer(server.port) as peer:
         peer.ping()
         no_threads.set()
-        with RawPeer(server.port) as newcomer:
+        with RawPeer(server.port) as late_peer:
             until(lambda: "cannot accept" in caplog.text, "somebody waits for a thread")
             server.stop()
-            assert newcomer.closed()
+            assert late_peer.closed()
             assert peer.closed()
 
 
@@ -440,7 +442,7 @@ async def test_a_server_that_was_never_started() -> None:
     assert server.listener.fileno() == -1
 
 
-def test_one_who_came_just_before_the_drain_has_its_grace(server: Served) -> None:
+def test_a_connection_accepted_just_before_the_drain_has_its_grace(server: Served) -> None:
     with RawPeer(server.port) as peer:
         peer.ping()
         draining = server.drain(LIMIT)
@@ -450,8 +452,8 @@ def test_one_who_came_just_before_the_drain_has_its_grace(server: Served) -> Non
     draining.result(LIMIT)
 
 
-def test_whether_anybody_is_there_is_known_when_a_drain_begins() -> None:
-    """Though the loop has not run since somebody came."""
+def test_a_drain_knows_the_connections_that_the_loop_has_not_noted() -> None:
+    """Although the loop has not run since they were accepted."""
 
     async def main() -> None:
         async with serve(backend="threaded") as server:
@@ -501,7 +503,7 @@ def test_a_forked_child_does_not_keep_the_server_from_stopping(monkeypatch: pyte
 
 
 def test_a_collection_in_a_thread_of_the_server_may_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cycle with its holder is found by a connection's thread, which has the lock, and must not wait for itself."""
+    """A connection's thread finds a cycle with the last handle while it has the lock; it must not wait for itself."""
     monkeypatch.setenv("TCPSTORE_SERVER", "thread")
     before = threads()
     holder: list[object] = [host(0, backend="threaded")]
@@ -533,12 +535,12 @@ def test_a_collection_in_a_thread_of_the_server_may_end_it(monkeypatch: pytest.M
     until(lambda: threads() == before, "its threads have ended")
 
 
-# What its owner may ask of it
+# Commands of its owner
 
 
 @pytest.mark.parametrize("where", ["process", "thread"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_announcement_is_told_to_those_who_ask(monkeypatch: pytest.MonkeyPatch, where: str, backend: str) -> None:
+def test_an_announcement_can_be_read(monkeypatch: pytest.MonkeyPatch, where: str, backend: str) -> None:
     monkeypatch.setenv("TCPSTORE_SERVER", where)
     hosted = host(0, backend=backend)
     assert hosted.backend == backend
@@ -551,7 +553,7 @@ def test_an_announcement_is_told_to_those_who_ask(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_newcomers_are_dismissed(backend: str) -> None:
+def test_latecomers_are_dismissed(backend: str) -> None:
     async def main() -> None:
         async with serve(backend=backend) as server:
             with RawPeer(server.port) as early, RawPeer(server.port) as nameless:

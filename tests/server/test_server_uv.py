@@ -180,7 +180,7 @@ def test_two_servers_on_one_loop_know_nothing_of_each_other(run: Run) -> None:
 def test_a_port_in_use(run: Run) -> None:
     async def main() -> None:
         async with tcpstore_async.serve() as server:
-            with pytest.raises(DistNetworkError, match=f"cannot listen on 127.0.0.1, port {server.port}: Address"):
+            with pytest.raises(DistNetworkError, match=f"cannot listen on 127.0.0.1:{server.port}: Address"):
                 async with tcpstore_async.serve(port=server.port):
                     pass
 
@@ -342,7 +342,7 @@ def test_a_paused_peer_goes(run: Run, watch_with: WatchWith, ending: str) -> Non
     run(main)
 
 
-def test_a_peer_asks_for_much_and_goes_without_reading(run: Run, watch_with: WatchWith) -> None:
+def test_a_peer_requests_much_and_leaves_without_reading(run: Run, watch_with: WatchWith) -> None:
     """Its requests are all there, and the first reply meets a closed port."""
 
     async def main() -> None:
@@ -389,7 +389,7 @@ def test_many_at_once(run: Run, watch_with: WatchWith) -> None:
     run(main)
 
 
-def test_the_most_connections(run: Run, watch_with: WatchWith, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_connection_limit(run: Run, watch_with: WatchWith, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with Serving(watch_with, Limits(connections=2)) as server, client(server.port) as one:
             await one.ping()
@@ -405,7 +405,7 @@ def test_the_most_connections(run: Run, watch_with: WatchWith, caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         run(main)
     assert "for up to 2 connections" in caplog.text
-    assert "2 are open, the most allowed" in caplog.text
+    assert "connection limit 2 reached" in caplog.text
 
 
 def test_draining_ends_with_the_last_connection(run: Run, watch_with: WatchWith) -> None:
@@ -430,4 +430,4 @@ def test_draining_ends_with_the_grace(run: Run, watch_with: WatchWith, caplog: p
 
     with caplog.at_level(logging.INFO):
         run(main)
-    assert "connections closed after 0.01 s of grace: 1" in caplog.text
+    assert "closing 1 connections that are still open after 0.01 s" in caplog.text

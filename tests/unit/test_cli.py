@@ -101,7 +101,7 @@ def test_ready_line(tmp_path: Path) -> None:
             peer.ping()
         stdout, stderr = end(process)
         assert stdout == ""  # one line is all
-        assert f"listening on 127.0.0.1, port {port}" in stderr
+        assert f"listening on 127.0.0.1:{port} " in stderr
 
 
 def test_port_file(tmp_path: Path) -> None:
@@ -203,12 +203,12 @@ def test_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = fail(tmp_path, "--port", str(port))
-    assert said == f"Error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
+    assert said == f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
 def test_host_that_is_not_of_this_machine(tmp_path: Path) -> None:
     said = fail(tmp_path, "--port", "0", "--host", "192.0.2.1")  # an address for documentation
-    assert said.startswith("Error: cannot listen on 192.0.2.1, port 0: ")
+    assert said.startswith("Error: cannot listen on 192.0.2.1:0: ")
     assert said.count("\n") == 1
 
 

@@ -1,8 +1,8 @@
-"""The server's side of belonging to another process.
+"""The child side of a server process: what runs in it, and how it follows its owner.
 
-Knows: the owner's process, the control socket. Must not know: who starts the server, and with what.
-Invariants: an owner that ends, however it does, takes its server with it. The end frees the port first, and says so;
-then the ranks that are still there get their grace, and nobody is woken.
+Knows the owner's process and the control socket. Must not know how a server is assembled.
+Invariants: an owner that ends, in whatever way, ends its server. The server frees the port first and reports that; then
+the ranks that are still connected get their grace, and no waiter is woken.
 """
 
 import array
@@ -12,81 +12,97 @@ import logging
 import os
 import signal
 import socket
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...errors import DistNetworkError
-from ..backends import Server
 from ..log_handlers import OwnerHandler
 from .pidfd import exists, open_pidfd
-from .protocol import Event, Line, Lines, encode
+from .protocol import Event, LineReader, LogLine, encode
+
+if TYPE_CHECKING:
+    from ..base import Server
+
+_STDERR: Final = 2
 
 _POLL: Final = 1.0
-"""Seconds between looks whether the owner lives, where the kernel does not report its death."""
+"""Seconds between checks that the owner is alive, where the kernel does not report its end."""
 
-_MEANT_FOR_THE_RANKS: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""A job manager sends these to every process of a job. The store must not go before the ranks."""
+_IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""A job manager sends these to every process of a job. The server must outlive the ranks."""
+
+
+def main(listen_fd: int, owner_pid: int, pidfd: int, control_fd: int, backend: str, grace: float) -> None:
+    """Be the server process that `parent.start` has started; return when it is to exit."""
+    try:
+        from ...serving import serve_owner  # the one import that points up: see tests/test_architecture.py
+    except BaseException as error:
+        os.write(control_fd, repr(error).encode(errors="replace"))
+        raise
+    serve_owner(listen_fd, owner_pid, control_fd, pidfd=pidfd, log_fd=_STDERR, backend=backend, grace=grace)
 
 
 def ignore_signals() -> None:
-    """Leave it to the owner when the server ends. Only in the main thread of a process that is the server."""
-    for name in _MEANT_FOR_THE_RANKS:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    """Leave it to the owner when the server ends. Only in the main thread of a server process."""
+    for number in _IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
-def speak_to_owner(log_fd: int) -> None:
-    """Send the log, and what kills this process, to the owner. Only in a process that is the server."""
+def log_to_owner(log_fd: int) -> None:
+    """Send the log, and the traceback of a crash, to the owner. Only in a server process."""
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.addHandler(OwnerHandler(log_fd))
     faulthandler.enable(log_fd, all_threads=False)
 
 
-def say_over(log_fd: int) -> None:
-    """Say that this process ends as it should: one that does not say so has crashed."""
+def announce_end(log_fd: int) -> None:
+    """Announce an orderly exit: a process that ends without it has crashed."""
     try:
-        os.write(log_fd, encode(Line(over=True)))
+        os.write(log_fd, encode(LogLine(over=True)))
     except OSError:
         pass
 
 
 class Owner:
-    """The process that a server belongs to."""
+    """The process that owns this server."""
 
     def __init__(self, pid: int, control_fd: int, pidfd: int | None = None) -> None:
-        """With `pidfd`, a descriptor of the owner's or -1 where there are none; without, it must be the parent.
+        """Follow the process `pid`, of which `pidfd` is a descriptor, or -1 where there are none.
 
-        Raises DistNetworkError if `control_fd` is not a socket.
+        Without `pidfd` it must be the parent of this process. Raises DistNetworkError if `control_fd` is no socket.
         """
         self._pid = pid
         try:
             self._control = socket.socket(fileno=control_fd)
         except OSError as error:
-            raise DistNetworkError(f"cannot use file descriptor {control_fd} for control: {error.strerror}") from None
+            raise DistNetworkError(
+                f"cannot use file descriptor {control_fd} as control socket: {error.strerror}"
+            ) from None
         self._control.setblocking(False)
-        self._lines = Lines(self._control)
+        self._lines = LineReader(self._control)
         self._over = asyncio.Event()
         self._joins = 0
         self._complete: float | None = None
-        """Since when newcomers belong to a next round."""
+        """Time after which connections belong to the next round."""
         self._loop = asyncio.get_running_loop()
         self._is_parent = pidfd is None
         self._pidfd = open_pidfd(pid) if pidfd is None else None if pidfd < 0 else pidfd
-        self._next_look: asyncio.TimerHandle | None = None
+        self._next_check: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
+        """Free the descriptors."""
         self._unwatch()
         self._control.close()
 
-    def tell(self, event: Event) -> None:
-        """Report to the owner, if it still listens."""
+    def report(self, event: Event) -> None:
+        """Send an event to the owner, if it is still there."""
         try:
             self._control.send(encode(event))
         except OSError:
             pass
 
-    def tell_ready(self, event: Event) -> None:
-        """Report that the server serves, and give the owner a descriptor of this process, where there are any."""
+    def report_ready(self, event: Event) -> None:
+        """Send the event `ready` and, where there are any, a descriptor of this process."""
         own = open_pidfd(os.getpid())
         try:
             rights = [] if own is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))]
@@ -97,76 +113,76 @@ class Owner:
             if own is not None:
                 os.close(own)
 
-    async def follow(self, server: Server, grace: float) -> None:
-        """Do as the owner says until it wants the server gone, and let the ranks end."""
-        self._loop.add_reader(self._control, self._listen, server)
+    async def follow(self, server: "Server", grace: float) -> None:
+        """Execute the owner's commands until it stops the server, or ends; then give the ranks their grace."""
+        self._loop.add_reader(self._control, self._read, server)
         try:
             self._watch()
             await self._over.wait()
-            self._unwatch()  # the owner may end now: the ranks have their grace all the same
+            self._unwatch()  # the owner may end now: the ranks get their grace all the same
             await self._wind_up(server, grace)
         finally:
             self._loop.remove_reader(self._control)
 
-    async def _wind_up(self, server: Server, grace: float) -> None:
+    async def _wind_up(self, server: "Server", grace: float) -> None:
         server.stop_accepting()
         server.announce(0)
         if self._complete is not None:
             server.dismiss_latecomers(self._complete)
-        self.tell(Event("stopped", left=server.count))
+        self.report(Event("stopped", remaining=server.count))
         await server.drain(grace)
 
-    # What the owner says
+    # Commands of the owner
 
-    def _listen(self, server: Server) -> None:
+    def _read(self, server: "Server") -> None:
         try:
             lines = self._lines.read()
         except BlockingIOError:
             return
         except OSError:
             lines = None
-        if lines is None:  # the owner closed it, became another program, or is dying
+        if lines is None:  # the owner closed it, executed another program, or is ending
             self._loop.remove_reader(self._control)
             self._over.set()
             return
         for line in lines:
-            self._obey(server, line.decode())
+            self._execute(server, line.decode())
 
-    def _obey(self, server: Server, line: str) -> None:
+    def _execute(self, server: "Server", line: str) -> None:
         word, _, number = line.partition(" ")
         if word == "joins":
             self._joins += int(number)
-            self._complete = None  # another store has joined in, and waits for its ranks
+            self._complete = None  # another store shares the server, and waits for its ranks
             server.announce(self._joins)
         elif word == "complete":
-            # A second store's master waits for nobody, as in PyTorch, if the first one's ranks are enough: its own may
-            # be on their way still.
+            # As in PyTorch, the master of a second store does not wait if the first one's ranks are enough: its own may
+            # still be on their way.
             self._complete = float(number) if server.all_joined() else None
         elif word == "stop":
             self._over.set()
 
-    # Whether the owner lives
+    # The end of the owner
 
     def _watch(self) -> None:
-        """Notice the end of the owner."""
+        """Stop when the owner ends."""
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._died)
-        self._look()  # it may have ended before it was watched, and its pid be another's now
+        self._check()  # it may have ended before, and its pid may be another process's
 
     def _unwatch(self) -> None:
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
-        if self._next_look is not None:
-            self._next_look.cancel()
-            self._next_look = None
+        if self._next_check is not None:
+            self._next_check.cancel()
+            self._next_check = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if os.getppid() != self._pid if self._is_parent else self._pidfd is None and not exists(self._pid):
             self._died()
         elif self._pidfd is None:
-            self._next_look = self._loop.call_later(_POLL, self._look)
+            self._next_check = self._loop.call_later(_POLL, self._check)
 
     def _died(self) -> None:
         self._unwatch()

@@ -1,9 +1,9 @@
-"""What a server process says, in the logging of its owner.
+"""The parent side of a server's log: its records, and how it ended, go to the owner's logging.
 
-Knows: the socket that is the server's standard error, the logging module, fork. Must not know: the control socket.
-Invariants: the thread that listens sleeps while the server is silent, keeps no interpreter alive, and ends when the
-server has ended. A server that ends without having said so is one error line. No fork happens while the thread logs, so
-that a forked child finds no lock taken.
+Knows the socket that is the server's standard error, the logging module, and fork. Must not know the control socket.
+Invariants: the thread that reads sleeps while the server logs nothing, keeps no interpreter alive, and ends after the
+server. A server that ends without announcing it is one error in the log. No fork happens while the thread logs, so that
+a forked child finds no lock held.
 """
 
 import logging
@@ -16,32 +16,34 @@ from typing import Final
 import msgspec
 
 from .pidfd import Process
-from .protocol import Line, Lines
+from .protocol import LineReader, LogLine
 
 log = logging.getLogger("tcpstore_async.server")
 
-_LONGEST: Final = 2000
-"""Characters of the last words that are logged."""
+_MOST_LOGGED: Final = 2000
+"""Characters of raw output that are logged."""
 
-_END: Final = 10.0
-"""Seconds until a process that has closed its sockets has ended, at the most."""
+_END_TIMEOUT: Final = 10.0
+"""Seconds to wait for the end of a process that has closed its sockets."""
 
-_FORK_PATIENCE: Final = 1.0
+_FORK_TIMEOUT: Final = 1.0
 """Seconds that a fork waits for a log handler that does not return."""
 
 
-class ChildLog:
-    """Logs what a server process says, and how it ends."""
+class LogReader:
+    """A thread that logs what a server process sends, and how it ends."""
 
     def __init__(self, source: socket.socket, process: Process, port: int) -> None:
-        """Listen to `source`, which is closed in any case. Raises RuntimeError if there can be no thread."""
+        """Read `source`, and close it in any case. Raises RuntimeError if the thread cannot be started."""
         self._source = source
         self._process = process
         self._port = port
+        self.crash = ""
+        """How the server process ended, once that is known, if not in an orderly way."""
         self._killed = ""
         self._raw: list[str] = []
-        """Lines that are not of the server's log."""
-        self._thread = threading.Thread(target=self._listen, name="tcpstore server log", daemon=True)
+        """Lines that are no `LogLine`s."""
+        self._thread = threading.Thread(target=self._run, name="tcpstore server log", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
@@ -49,69 +51,70 @@ class ChildLog:
             raise
 
     def expect_kill(self, why: str) -> None:
-        """Say, when the end comes, that the owner has killed the server, and why."""
+        """Log `why` the owner has killed the server, when its end is noticed."""
         self._killed = why
 
     def join(self, seconds: float) -> None:
-        """Wait until everything has been logged."""
-        if threading.current_thread() is not self._thread:  # a collection may stop the server there
+        """Wait up to `seconds` until everything has been logged."""
+        if threading.current_thread() is not self._thread:  # a garbage collection may stop the server there
             self._thread.join(seconds)
 
-    def _listen(self) -> None:
+    def _run(self) -> None:
         over = False
         with self._source:
-            lines = Lines(self._source)
+            lines = LineReader(self._source)
             try:
                 while (read := lines.read()) is not None:
                     for line in read:
-                        over |= self._hear(line)
+                        over |= self._log(line)
             except OSError:
                 pass  # it has ended
-        self._process.wait(_END)
+        self._process.wait(_END_TIMEOUT)
         status = self._process.reap()
         self._raw += lines.rest.decode(errors="replace").splitlines()
         if over and not self._killed:
-            self._tell_raw()
+            self._log_raw()
             return
         cause = self._killed or _cause(status, self._raw)
-        _emit(logging.ERROR, log.name, f"the server of port {self._port}, process {self._process.pid}, {cause}")
+        self.crash = f"the server process of port {self._port} (pid {self._process.pid}) {cause}"
+        _emit(logging.ERROR, log.name, self.crash)
 
-    def _hear(self, line: bytes) -> bool:
-        """Log a line; whether it is the last one."""
+    def _log(self, line: bytes) -> bool:
+        """Log a line; return whether it announces an orderly exit."""
         try:
-            said = msgspec.json.decode(line, type=Line)
+            record = msgspec.json.decode(line, type=LogLine)
         except msgspec.DecodeError:
             self._raw.append(line.decode(errors="replace"))
             del self._raw[:-100]
             return False
-        self._tell_raw()
-        if not said.over:
-            _emit(said.level, said.name, said.text)
-        return said.over
+        self._log_raw()
+        if not record.over:
+            _emit(record.level, record.name, record.text)
+        return record.over
 
-    def _tell_raw(self) -> None:
+    def _log_raw(self) -> None:
         if self._raw:
-            _emit(logging.WARNING, log.name, f"the server of port {self._port} wrote: {last_words(self._raw)}")
+            _emit(logging.WARNING, log.name, f"the server process of port {self._port} wrote: {joined(self._raw)}")
             self._raw.clear()
 
 
-def last_words(lines: list[str]) -> str:
-    """What was written to standard error, in one line."""
-    return "; ".join(text for line in lines if (text := line.strip()))[:_LONGEST]
+def joined(lines: list[str]) -> str:
+    """Join raw output into one line for a log."""
+    return "; ".join(text for line in lines if (text := line.strip()))[:_MOST_LOGGED]
 
 
 def _cause(status: int | None, raw: list[str]) -> str:
-    """What a server died of."""
-    words = last_words(raw)
+    """Return what a server died of, as the end of a sentence."""
+    output = joined(raw)
     by = ""
     if status is not None:
         by = f" of {signal.Signals(-status).name}" if -status in signal.valid_signals() else f" with status {status}"
-    if words:
-        return f"crashed{by}: {words}"
-    return f"died{by}" if by else "was killed (SIGKILL: out of memory? see dmesg, or the memory limit of the job)"
+    if output:
+        return f"crashed{by}: {output}"
+    return f"died{by}" if by else "was killed (SIGKILL; out of memory? See dmesg, or the memory limit of the job)"
 
 
-# One lock over all of them, which a fork takes
+# One lock for all readers, held during a fork
 
 _logging = threading.RLock()
 
@@ -124,14 +127,14 @@ def _emit(level: int, name: str, text: str) -> None:
 
 
 def _before_fork() -> None:
-    _logging.acquire(timeout=_FORK_PATIENCE)
+    _logging.acquire(timeout=_FORK_TIMEOUT)
 
 
 def _after_fork_in_parent() -> None:
     try:
         _logging.release()
     except RuntimeError:
-        pass  # it was not to be had
+        pass  # the timeout was over
 
 
 def _after_fork_in_child() -> None:

@@ -1,13 +1,13 @@
-"""The owner's side of a server in a process of its own: start it, say what is to be said, end it.
+"""The parent side of a server process: start it, send it commands, end it.
 
-Knows: how a Python process is started whatever became of this one, and the control socket. Must not know: the
-protocol, event loops.
-Invariants: a forked child of the owner holds nothing of the server and cannot end it. When `stop` returns the port is
-free. The server is no child of the owner's, which may wait for all its children; nothing outlives an owner but the
+Knows how to start a Python process whatever became of this one, and the control socket. Must not know the protocol, or
+event loops.
+Invariants: a forked child of the owner holds nothing of the server and cannot end it. The port is free when `stop`
+returns. The server is no child of the owner, which may wait for all of its children. Nothing outlives an owner but the
 grace of the other ranks.
 
-The program is `tcpstore serve --listen-fd … --owner-pid … --control-fd …`, without the 30 ms that the command line and
-`site` take to import. The process that is started forks it and ends: the server is then adopted by the system.
+It does what `tcpstore serve --listen-fd … --owner-pid … --control-fd …` does, without the 30 ms that it takes to import
+the command line and `site`. The process that is started forks the server and exits, so that the system adopts it.
 """
 
 import atexit
@@ -26,89 +26,96 @@ from typing import Final
 
 import msgspec
 
+from ..backends import DEFAULT_BACKEND, DEFAULT_GRACE, START_TIMEOUT
 from ..fork_safety import close_on_fork
-from ..listening import START_TIMEOUT
-from .log_reader import ChildLog, last_words
+from .log_reader import LogReader, joined
 from .pidfd import Process, open_pidfd
-from .protocol import Event, Lines
+from .protocol import Event, LineReader
 
 STOP_TIMEOUT: Final = 10.0
 """Seconds until a server that does not confirm its stop is killed."""
 
-_LOG_PATIENCE: Final = 1.0
-"""Seconds that a stop waits until the last lines are logged."""
+_LOG_TIMEOUT: Final = 1.0
+"""Seconds to wait for the last records of a server that has ended."""
 
 _ABOVE_STANDARD_STREAMS: Final = 3
 
 _PROGRAM: Final = """
 import sys
-listener, owner, pidfd, control, backend, grace, *path = sys.argv[1:]
+listen_fd, owner_pid, pidfd, control_fd, backend, grace, *path = sys.argv[1:]
 sys.path[:] = [entry for entry in sys.path if entry] + path
 import os
 if os.fork():
     os._exit(0)
 try:
-    from tcpstore_async.serving import run_owned
+    from tcpstore_async.server.process.child import main
 except BaseException as error:
-    os.write(int(control), repr(error).encode(errors="replace"))
+    os.write(int(control_fd), repr(error).encode(errors="replace"))
     raise
-run_owned(int(listener), int(owner), int(control), pidfd=int(pidfd), log_fd=2, backend=backend, grace=float(grace))
+main(int(listen_fd), int(owner_pid), int(pidfd), int(control_fd), backend, float(grace))
 """
-"""The standard library comes first, so that no file of the user's that is named like a part of it is imported."""
+"""The standard library comes first on the path, so that no file of the user's that is named like it is imported."""
 
 _ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent.parent)
-"""Where this package is: a directory, or a zip file. Taken now, before the working directory can change."""
+"""Where this package is: a directory or a zip file. Determined now, as the working directory may change."""
 
 _CLOEXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 _KEPT: Final = frozenset({"PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"})
-"""Variables by which an interpreter finds its parts. Others, PYTHONINSPECT say, are meant for the user's program."""
+"""Variables by which an interpreter finds its parts. Others, such as PYTHONINSPECT, are for the user's program."""
 
 
 class StartError(Exception):
-    """No process could be started, or it did not become a server."""
+    """The process could not be started, or did not become a server."""
 
 
 class StartTimeout(StartError):
-    """It was not ready in time."""
+    """The server was not ready in time."""
 
 
 class ServerProcess:
-    """A server in a process of its own, which ends soon after this one at the latest. For any thread."""
+    """A server in a process of its own, which ends soon after this one at the latest. Thread-safe."""
 
-    def __init__(self, process: Process, control: socket.socket, log: ChildLog, ready: Event) -> None:
+    def __init__(self, process: Process, control: socket.socket, log: LogReader, ready: Event) -> None:
         self.port = ready.port
         self.pid = ready.pid
-        self.room = ready.room
-        """Connections that it can hold."""
+        self.max_connections = ready.max_connections
         self._process = process
         self._control = control
         control.settimeout(STOP_TIMEOUT)
         self._log = log
         self._owner = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a collection may stop one while its thread is at work on it
+        self._lock = threading.RLock()
+        """Reentrant, as a garbage collection may stop a server whose lock its own thread holds."""
         self._stopped = False
         atexit.register(self.stop)
 
     def announce(self, joins: int) -> None:
-        """So many more ranks are to join."""
-        self._say(f"joins {joins}")
+        """Expect `joins` more ranks to join."""
+        self._send(f"joins {joins}")
 
     def complete(self) -> None:
-        """All have joined: connections that come from now on belong to a next round."""
-        self._say(f"complete {time.monotonic()}")
+        """Note that all have joined: later connections belong to the next round."""
+        self._send(f"complete {time.monotonic()}")
 
     def alive(self) -> bool:
-        """Whether it runs still: it was not stopped, and has not crashed. False in a forked child."""
+        """Return whether it is running: neither stopped nor crashed. False in a forked child."""
         if self._owner != os.getpid():
             return False
         with self._lock:
             return not self._stopped and not _has_hung_up(self._control)
 
-    def stop(self) -> None:
-        """Free the port; it is free when this returns. May be called again, and by a forked child, which does nothing.
+    def crash(self) -> str:
+        """Return how the server process crashed, waiting a moment for its last output, or "" if it has not."""
+        if self._owner != os.getpid() or self.alive():
+            return ""
+        self._log.join(_LOG_TIMEOUT)
+        return self._log.crash
 
-        The other ranks have the grace period to end what they are at, even if this process ends before.
+    def stop(self) -> None:
+        """Stop the server; its port is free on return. Idempotent; does nothing in a forked child.
+
+        The other ranks get the grace period to finish what they do, even if this process ends before.
         """
         if self._owner != os.getpid():
             return
@@ -118,56 +125,60 @@ class ServerProcess:
             self._stopped = True
             atexit.unregister(self.stop)
             try:
-                self._part()
+                self._end()
             finally:
                 self._control.close()
 
-    def _part(self) -> None:
-        """Say stop, and wait until the server no longer listens, whatever it takes."""
+    def _end(self) -> None:
+        """Send `stop` and wait until the server no longer listens; kill it if it does not reply."""
         try:
             self._control.sendall(b"stop\n")
-            left = _hear(Lines(self._control)).left
+            remaining = _next_event(LineReader(self._control)).remaining
         except OSError:  # it crashed, or hangs
             self._kill()
         else:
-            if left:
-                return  # they have their grace
+            if remaining:
+                return  # those connections have their grace
             if not self._process.wait(STOP_TIMEOUT):
                 self._kill()
-        self._log.join(_LOG_PATIENCE)
+        self._log.join(_LOG_TIMEOUT)
 
     def _kill(self) -> None:
         if not _has_hung_up(self._control):
-            self._log.expect_kill(f"did not stop within {STOP_TIMEOUT:g} s, and was killed")
+            self._log.expect_kill(f"was killed, as it did not stop within {STOP_TIMEOUT:g} s")
         self._process.kill()
         self._process.wait(STOP_TIMEOUT)
 
-    def _say(self, words: str) -> None:
+    def _send(self, command: str) -> None:
         if self._owner != os.getpid():
             return
         with self._lock:
             if self._stopped:
                 return
             try:
-                self._control.sendall(words.encode() + b"\n")
+                self._control.sendall(command.encode() + b"\n")
             except OSError:
-                pass  # it is gone, which its connections tell as well
+                pass  # it has ended, which the store's connections will show
 
 
 def start(
-    listener: socket.socket, *, backend: str = "uv", grace: float = 10.0, timeout: float | None = None
+    listener: socket.socket,
+    *,
+    backend: str = DEFAULT_BACKEND,
+    grace: float = DEFAULT_GRACE,
+    timeout: float | None = None,
 ) -> ServerProcess:
-    """A server on `listener`, which is closed here; it serves when this returns.
+    """Start a server process on `listener`, which is closed here. It serves on return.
 
-    Raises StartError if there can be none, or StartTimeout if there is none within `timeout`, which is the caller's:
-    None has no end, 0 does not wait for others, but has a server started. `listener` is as it was then.
+    `timeout` is in seconds; None is no limit, and 0 means START_TIMEOUT. Raises StartTimeout if the server is not ready
+    by then, and StartError if it could not be started; `listener` is left as it was.
     """
     if not sys.executable or getattr(sys, "frozen", False):
-        raise StartError("there is no Python interpreter to run it")
+        raise StartError("no Python interpreter to run it")
     try:
         server = _launch(listener, backend, grace, START_TIMEOUT if timeout == 0 else timeout)
     except TimeoutError:
-        raise StartTimeout(f"it was not ready within {timeout or START_TIMEOUT:.3g} s") from None
+        raise StartTimeout(f"not ready within {timeout or START_TIMEOUT:.3g} s") from None
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise StartError(str(error)) from None
     listener.close()
@@ -175,14 +186,17 @@ def start(
 
 
 def _launch(listener: socket.socket, backend: str, grace: float, timeout: float | None) -> ServerProcess:
-    """Start the program and wait for it. Raises StartError, OSError and SubprocessError, and leaves nothing then."""
+    """Start the program and wait until it is ready.
+
+    Raises StartError, OSError and SubprocessError, and leaves nothing behind then.
+    """
     end = None if timeout is None else time.monotonic() + timeout
-    control, theirs = _socket_pair()
+    control, child_control = _socket_pair()
     source, stderr = _socket_pair()
     stderr.setblocking(False)  # whatever becomes of this process, the server must not wait for it
     try:
-        with theirs, stderr:
-            starter = _spawn(listener, theirs, stderr, backend, grace)
+        with child_control, stderr:
+            starter = _spawn(listener, child_control, stderr, backend, grace)
         try:
             ready, process = _await_ready(control, source, end)
             starter.wait()
@@ -194,9 +208,9 @@ def _launch(listener: socket.socket, backend: str, grace: float, timeout: float 
         source.close()
         raise
     try:
-        return ServerProcess(process, control, ChildLog(source, process, ready.port), ready)
+        return ServerProcess(process, control, LogReader(source, process, ready.port), ready)
     except BaseException:
-        control.close()  # which is as good as a stop
+        control.close()  # equivalent to a stop
         process.kill()
         process.wait(STOP_TIMEOUT)
         raise
@@ -205,15 +219,15 @@ def _launch(listener: socket.socket, backend: str, grace: float, timeout: float 
 def _spawn(
     listener: socket.socket, control: socket.socket, stderr: socket.socket, backend: str, grace: float
 ) -> subprocess.Popen[bytes]:
-    """Start the process that starts the server."""
+    """Start the process that forks the server."""
     flags = ["-B"] if sys.dont_write_bytecode else []
     pidfd = _own_pidfd()
     owner = Process(os.getpid(), pidfd)  # closed in a forked child of another thread's
     try:
-        with close_on_fork(_high(listener.dup())) as ours:
-            fds = [ours.fileno(), control.fileno(), *([] if pidfd is None else [pidfd])]
+        with close_on_fork(_above_standard_streams(listener.dup())) as copy:
+            fds = [copy.fileno(), control.fileno(), *([] if pidfd is None else [pidfd])]
             watched = [str(os.getpid()), str(-1 if pidfd is None else pidfd)]
-            options = [str(ours.fileno()), *watched, str(control.fileno()), backend, str(grace)]
+            options = [str(copy.fileno()), *watched, str(control.fileno()), backend, str(grace)]
             return subprocess.Popen(
                 [sys.executable, "-S", *flags, "-c", _PROGRAM, *options, *_path()],
                 stdin=subprocess.DEVNULL,
@@ -229,10 +243,10 @@ def _spawn(
 
 
 def _await_ready(control: socket.socket, source: socket.socket, end: float | None) -> tuple[Event, Process]:
-    """What a server says when it serves, and its process. Raises StartError if it comes to nothing."""
-    said, fds = b"", []
+    """Wait until the server is ready; return that event and its process. Raises StartError if it fails instead."""
+    received, fds = b"", []
     try:
-        while not said.endswith(b"\n"):
+        while not received.endswith(b"\n"):
             if end is not None and end <= time.monotonic():
                 raise TimeoutError
             control.settimeout(None if end is None else max(1e-3, end - time.monotonic()))
@@ -241,10 +255,10 @@ def _await_ready(control: socket.socket, source: socket.socket, end: float | Non
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds.append(int.from_bytes(raw[:4], sys.byteorder))
             if not data:
-                words = said.decode(errors="replace") or _last_words(source)
-                raise StartError(f"it ended at once: {words}" if words else "it ended at once")
-            said += data
-        event = msgspec.json.decode(said, type=Event)
+                reason = received.decode(errors="replace") or _last_output(source)
+                raise StartError(f"it exited at once: {reason}" if reason else "it exited at once")
+            received += data
+        event = msgspec.json.decode(received, type=Event)
         if event.event != "ready":
             raise StartError(event.error)
         return event, Process(event.pid, fds.pop() if fds else None)
@@ -253,16 +267,16 @@ def _await_ready(control: socket.socket, source: socket.socket, end: float | Non
             os.close(fd)
 
 
-def _last_words(source: socket.socket) -> str:
-    """What came on standard error."""
+def _last_output(source: socket.socket) -> str:
+    """Return the end of what the process wrote to standard error."""
     try:
-        return last_words(source.recv(1 << 16, socket.MSG_DONTWAIT).decode(errors="replace").splitlines()[-8:])
+        return joined(source.recv(1 << 16, socket.MSG_DONTWAIT).decode(errors="replace").splitlines()[-8:])
     except OSError:
         return ""
 
 
 def _give_up(starter: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """Kill what has been started: a process group of its own, whose number is taken until its leader is waited for."""
+    """Kill what has been started: a process group, whose number cannot be reused before its leader is waited for."""
     with suppress(OSError):
         os.killpg(starter.pid, signal.SIGKILL)
     starter.kill()
@@ -274,9 +288,9 @@ def _give_up(starter: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 def _path() -> list[str]:
-    """Where the server finds what it imports: this very package, then what this process finds.
+    """Return where the server imports from: this very package, then what this process finds.
 
-    Not the current directory, unless the package is there: what lies in it may be anything.
+    The current directory is left out, unless the package is there: it may contain anything.
     """
     try:
         here = os.getcwd()
@@ -288,11 +302,11 @@ def _path() -> list[str]:
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
     one, other = socket.socketpair()
-    return close_on_fork(_high(one)), close_on_fork(_high(other))
+    return close_on_fork(_above_standard_streams(one)), close_on_fork(_above_standard_streams(other))
 
 
 def _own_pidfd() -> int | None:
-    """A descriptor of this process, out of the way of the standard streams, where there are any."""
+    """Return a pidfd of this process, above the standard streams, or None where there are none."""
     fd = open_pidfd(os.getpid())
     if fd is None or fd >= _ABOVE_STANDARD_STREAMS:
         return fd
@@ -302,8 +316,8 @@ def _own_pidfd() -> int | None:
         os.close(fd)
 
 
-def _high(one: socket.socket) -> socket.socket:
-    """The same socket, out of the way of the standard streams: whoever closed these may open them again."""
+def _above_standard_streams(one: socket.socket) -> socket.socket:
+    """Return the same socket with a descriptor above the standard streams, which are reused if they were closed."""
     if one.fileno() >= _ABOVE_STANDARD_STREAMS:
         return one
     with one:
@@ -311,15 +325,15 @@ def _high(one: socket.socket) -> socket.socket:
 
 
 def _has_hung_up(one: socket.socket) -> bool:
-    """Whether the other end is closed."""
+    """Return whether the other end is closed."""
     poll = select.poll()
     poll.register(one, 0)
     return bool(poll.poll(0))
 
 
-def _hear(lines: Lines) -> Event:
-    """The next event. Raises OSError if the server ends before it, or says nothing for too long."""
+def _next_event(lines: LineReader) -> Event:
+    """Wait for an event and return it. Raises OSError if the server ends before, or the socket times out."""
     while (read := lines.read()) is not None:
         for line in read:
             return msgspec.json.decode(line, type=Event)
-    raise ConnectionError("it ended")
+    raise ConnectionError("the server process ended")

@@ -1,7 +1,7 @@
-"""A process that is no child of this one: wait for its end, kill it.
+"""Waiting for, and killing, a process that is no child of this one.
 
-Knows: descriptors of processes, where the system has them. Must not know: what the process does.
-Invariant: with a descriptor, no other process that has got the same pid is ever meant.
+Knows pidfds, where the system has them. Must not know what the process does.
+Invariant: with a pidfd, another process that was given the same pid is never touched.
 """
 
 import os
@@ -14,11 +14,11 @@ from typing import Final
 from ..fork_safety import close_on_fork
 
 _POLL: Final = 0.01
-"""Seconds between looks whether a process lives, where the system does not report its end."""
+"""Seconds between checks that a process is alive, where the system does not report its end."""
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that can be read once the process has ended; None where there is no such thing, or no process."""
+    """Return a descriptor that is readable once the process has ended; None if there is no such thing, or process."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -28,7 +28,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process of that number."""
+    """Return whether a process has this pid."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -39,16 +39,16 @@ def exists(pid: int) -> bool:
 
 
 class Process:
-    """A process that runs, or has run."""
+    """A process that runs, or has ended."""
 
     def __init__(self, pid: int, fd: int | None) -> None:
-        """Owns the descriptor, if there is one. A forked child has none of it."""
+        """Take ownership of the pidfd, if there is one. A forked child closes its copy."""
         self.pid = pid
         self._fd = fd
         close_on_fork(self)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, at the latest after so many seconds."""
+        """Wait up to `seconds` for its end; return whether it has ended."""
         if self._fd is not None:
             poll = select.poll()
             poll.register(self._fd, select.POLLIN)
@@ -62,6 +62,7 @@ class Process:
         return True
 
     def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
         with suppress(OSError):  # it has ended
             if self._fd is not None:
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
@@ -69,7 +70,10 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
     def reap(self) -> int | None:
-        """Its status, if it has ended and been adopted by this process, which is then the init of a container."""
+        """Return its exit status (negative: a signal) if it has ended and this process has adopted it, else None.
+
+        The init process of a container adopts orphans, and so does one that has set PR_SET_CHILD_SUBREAPER.
+        """
         try:
             if self._fd is not None:
                 ended = os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)
@@ -82,6 +86,7 @@ class Process:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def close(self) -> None:
+        """Free the pidfd."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)

@@ -1,10 +1,10 @@
-"""What the owner of a server and the server say to each other, over the control socket between them.
+"""The messages between a server process and its owner.
 
-Knows: the messages. Must not know: processes, who listens.
-Invariant: a message is one line. The owner says in plain words `joins N` (so many more are to join), `complete T` (all
-had at that time of the clock that the processes of a machine share, `time.monotonic`) and `stop`. The server reports
-events as objects of JSON. On a second socket, its standard error, it sends its log as objects of JSON; what else comes
-there are the last words of an interpreter, or a C library, that crashes.
+Knows their encoding. Must not know processes, or who reads.
+Invariant: a message is one line. Over the control socket, the owner sends `joins N` (N more ranks are expected to
+join), `complete T` (all had joined at the time T of `time.monotonic`, which all processes of a machine share) and
+`stop`, as plain text; the server sends `Event`s as JSON. Over a second socket, its standard error, the server sends
+`LogLine`s as JSON; other lines there are the last output of an interpreter, or a C library, that crashed.
 """
 
 import socket
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """What a server reports: `ready`, `failed`, and `stopped` once it no longer listens."""
+    """A report of the server: `ready`; `failed`; or `stopped`, once it no longer listens."""
 
     event: str
     port: int = 0
@@ -21,14 +21,13 @@ class Event(msgspec.Struct, omit_defaults=True):
     backend: str = ""
     error: str = ""
     """Why it failed."""
-    room: int = 0
-    """Connections that it can hold."""
-    left: int = 0
-    """Connections that still have their grace after the stop; with none the server ends at once."""
+    max_connections: int = 0
+    remaining: int = 0
+    """Connections that still have their grace after the stop; without any the server ends at once."""
 
 
-class Line(msgspec.Struct, omit_defaults=True):
-    """One record of a server's log or, with `over`, the news that it ends as it should."""
+class LogLine(msgspec.Struct, omit_defaults=True):
+    """A record of the server's log or, with `over`, the announcement of an orderly exit."""
 
     level: int = 0
     name: str = ""
@@ -36,13 +35,13 @@ class Line(msgspec.Struct, omit_defaults=True):
     over: bool = False
 
 
-def encode(message: Event | Line) -> bytes:
-    """Encode what a server says."""
+def encode(message: Event | LogLine) -> bytes:
+    """Encode a message of the server."""
     return msgspec.json.encode(message) + b"\n"
 
 
-class Lines:
-    """The lines that come from a socket, whole."""
+class LineReader:
+    """Reads whole lines from a socket."""
 
     def __init__(self, source: socket.socket) -> None:
         self._source = source
@@ -50,7 +49,7 @@ class Lines:
         """What came after the last whole line."""
 
     def read(self) -> list[bytes] | None:
-        """Read once: the lines that are complete now, or None at the end. Raises OSError as `recv` does."""
+        """Read once; return the lines that are complete now, or None at the end. Raises OSError as `recv` does."""
         data = self._source.recv(4096)
         if not data:
             return None

@@ -1,0 +1,353 @@
+"""What every server does, however it moves bytes.
+
+A server owns one engine and one session per connection. This module flushes sessions, limits and expires connections,
+logs what peers did, announces joins and stops; `uv` and `threaded` accept, read and write.
+
+It knows sessions and timers, and must not know opcodes, keys, or how a connection reads and writes.
+Invariants: what a peer does wrong, or a defect met while serving it, closes that connection only. The lock is held
+while a method runs that is listed below as needing it.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+from ..errors import LimitError, PeerError
+from ..limits import Limits
+from ..session.budget import SESSION_BYTES
+from ..session.identity import identity
+from ..session.server import Engine, ServerSession, latecomers
+from .listening import format_address, reserve_connections
+from .mypyc_shim import mypyc_attr
+from .rate_limited_log import RateLimitedLog
+
+log = logging.getLogger("tcpstore_async.server")
+
+_FLUSHES_PER_TURN: Final = 512
+"""Sessions that are flushed in one turn of the loop, at some 4 µs each, when one command wakes more."""
+
+_SUPPRESSED_SECONDS: Final = 1.0
+"""Time until the number of suppressed messages is logged."""
+
+_MIN_EXPIRY_SECONDS: Final = 0.001
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Connection:
+    """One connection, as far as every server knows it: a session to flush, and the way to close it."""
+
+    def __init__(self, server: "Server", host: str, port: int) -> None:
+        self.session: ServerSession = ServerSession(server.engine, self, host, port, time.monotonic())
+
+    def flush(self) -> None:
+        """Write the session's replies, as far as the kernel takes them."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the connection and take back what its session was offered. Idempotent."""
+        raise NotImplementedError
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Server:
+    """One server. Created, started and stopped on a running event loop."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        limits: Limits,
+        backend: str,
+        session_bytes: int = SESSION_BYTES,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Serve the peers of `listener`, which is closed when the server stops accepting.
+
+        `session_bytes` is what one connection costs. `lock` guards everything here, if connections are served by
+        several threads.
+        """
+        self.listener = listener
+        self.limits = limits
+        self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
+        self.engine: Engine = Engine(limits, session_bytes=session_bytes)
+        self.engine.identify(identity(secrets.token_hex(8), backend))
+        self.engine.keyspace.on_work = self._schedule_work
+        self.host: str = listener.getsockname()[0]
+        self.port: int = listener.getsockname()[1]
+        self.max_connections: int = 0
+        """Connections that it can hold; known once it has started."""
+        self.count: int = 0
+        """Connections that are open."""
+        self.empty = asyncio.Event()
+        """Set while no connection is open."""
+        self.empty.set()
+        self.stopped: bool = False
+        self.loop = asyncio.get_running_loop()
+        self.rate_limited = RateLimitedLog()
+        self._suppressing: bool = False
+        """Whether the number of suppressed messages will be logged."""
+        self._suppressed_timer: asyncio.TimerHandle | None = None
+        self._validating: bool = False
+        """Whether overdue connections will be looked for."""
+        self._validate_timer: asyncio.TimerHandle | None = None
+        self._flushing: bool = False
+        self._to_flush: deque[Connection] = deque()
+        """Connections whose sessions were woken together with more than one turn can flush."""
+
+    # What a subclass defines
+
+    def start(self) -> None:
+        """Accept connections from now on."""
+        raise NotImplementedError
+
+    def stop_accepting(self) -> None:
+        """Free the port; open connections stay. Idempotent."""
+        raise NotImplementedError
+
+    def open_connections(self) -> list[Connection]:
+        """Return the connections that are open. With the lock."""
+        raise NotImplementedError
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the descriptors, without touching the parent's connections."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Free what moves bytes, once the last connection has been closed."""
+        raise NotImplementedError
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Have the loop call `callback`."""
+        self.loop.call_soon(callback)
+
+    # Called on the loop by whoever runs the server
+
+    def stop(self) -> None:
+        """Stop at once: the port is free and every connection closed on return. Idempotent."""
+        if self.stopped:
+            return
+        self.stopped = True
+        self.stop_accepting()
+        with self.lock:
+            for connection in self.open_connections():
+                connection.close()
+        self.release()
+        for timer in (self._suppressed_timer, self._validate_timer):
+            if timer is not None:
+                timer.cancel()
+        self.rate_limited.flush()
+        self._note_empty()
+
+    async def drain(self, grace: float) -> None:
+        """Stop accepting, wait up to `grace` seconds for the peers to leave, then stop."""
+        self.stop_accepting()
+        self._note_empty()  # the loop may not have run since the last connection was accepted
+        try:
+            await asyncio.wait_for(self.empty.wait(), grace)
+        except asyncio.TimeoutError:
+            log.info("closing %d connections that are still open after %g s", self.count, grace)
+        self.stop()
+
+    def announce(self, joins: int) -> None:
+        """Publish how many ranks are expected to join in all."""
+        with self.lock:
+            self.engine.announce(joins)
+            self.flush_pending()
+
+    def all_joined(self) -> bool:
+        """Return whether as many ranks have joined as were announced."""
+        with self.lock:
+            return self.engine.all_joined()
+
+    def dismiss_latecomers(self, complete: float) -> None:
+        """Close the connections accepted after `complete`, by `time.monotonic`.
+
+        They belong to the next round and will join its server.
+        """
+        with self.lock:
+            for session in latecomers([connection.session for connection in self.open_connections()], complete):
+                owner = session.owner
+                if isinstance(owner, Connection):
+                    owner.close()
+
+    # Called with the lock by connections and by what accepts them
+
+    def reserve(self) -> None:
+        """Fix how many connections the server can hold, and log it."""
+        self.max_connections = reserve_connections(self.listener, self.host, self.port, self.limits.connections)
+
+    def admits(self, host: str, port: int) -> bool:
+        """Return whether a new connection fits, if need be in place of one that has not sent VALIDATE; log if not."""
+        if self.count < self.max_connections or self._evict_unvalidated():
+            return True
+        self.log_limited(
+            "connections", f"rejected {format_address(host, port)}: connection limit {self.max_connections} reached"
+        )
+        return False
+
+    def opened(self) -> None:
+        """Count a connection that was admitted."""
+        self.count += 1
+        if self.count == 1:
+            self.call_soon(self._note_empty)
+
+    def closed(self) -> None:
+        """Stop counting a connection whose session has left, and flush those that its end woke."""
+        self.count -= 1
+        if not self.stopped and self.engine.pending_flush:
+            self.flush_pending()
+        if not self.count:
+            self.call_soon(self._note_empty)
+
+    def flush_pending(self) -> None:
+        """Flush the sessions that another's command, or end, gave a reply, and close those that were evicted."""
+        if self._flushing:
+            return  # a connection failed under the loop below, which also flushes those that its end woke
+        self._flushing = True
+        try:
+            pending_flush = self.engine.pending_flush
+            if len(pending_flush) > _FLUSHES_PER_TURN:
+                self._flush_in_turns(pending_flush)
+            while pending_flush:
+                session = pending_flush.pop()
+                connection = session.owner
+                if isinstance(connection, Connection):
+                    try:
+                        error = self.engine.evicted.get(session)
+                        if error is not None:
+                            self.close_for(connection, error)
+                        elif session.out:
+                            connection.flush()
+                    except Exception:
+                        self.give_up(connection)
+        finally:
+            self._flushing = False
+
+    def close_for(self, connection: Connection, error: PeerError) -> None:
+        """Close a connection because of what its peer did; replies to earlier requests still go out."""
+        kind = error.limit if isinstance(error, LimitError) else "protocol"
+        self.log_limited(kind, f"closed the connection of {connection.session}: {error}")
+        if connection.session.out:
+            connection.flush()
+        connection.close()
+
+    def give_up(self, connection: Connection) -> None:
+        """Close a connection after an exception that is no peer's fault, so that the others are served on."""
+        log.exception("closing the connection of %s after an internal error", connection.session)
+        try:
+            connection.close()
+        except Exception:
+            log.exception("could not close the connection of %s", connection.session)
+
+    def log_limited(self, kind: str, text: str) -> None:
+        """Log what a peer did, or count it and log the count within a second."""
+        if not self.rate_limited.add(kind, text) and not self._suppressing:
+            self._suppressing = True
+            self.call_soon(self._schedule_suppressed)
+
+    def expect_validation(self) -> None:
+        """From now on close connections that do not send VALIDATE in time."""
+        if self.limits.validate_seconds and not self._validating:
+            self._validating = True
+            self.call_soon(self._schedule_expiry)
+
+    # Internal; with the lock
+
+    def _evict_unvalidated(self) -> bool:
+        """Close the oldest connection that has not sent VALIDATE, if there is one."""
+        session = self.engine.oldest_unvalidated()
+        if session is None:
+            return False
+        owner = session.owner
+        if not isinstance(owner, Connection):
+            return False
+        self.log_limited(
+            "connections",
+            f"closed the connection of {session}, which had not sent VALIDATE: connection limit {self.max_connections} "
+            "reached",
+        )
+        owner.close()
+        return True
+
+    def _flush_in_turns(self, pending_flush: list[ServerSession]) -> None:
+        """Leave the flushing of many sessions to later turns of the loop, so that other peers are served in between."""
+        if not self._to_flush:
+            self.call_soon(self._flush_more)
+        evicted = self.engine.evicted
+        for session in pending_flush:
+            owner = session.owner
+            if session not in evicted and isinstance(owner, Connection):
+                self._to_flush.append(owner)
+        pending_flush[:] = [session for session in pending_flush if session in evicted]
+
+    def _schedule_work(self) -> None:
+        self.call_soon(self._work)
+
+    # Internal; called by the loop
+
+    def _flush_more(self) -> None:
+        with self.lock:
+            to_flush = self._to_flush
+            for _ in range(min(_FLUSHES_PER_TURN, len(to_flush))):
+                connection = to_flush.popleft()
+                session = connection.session
+                if session.out and session.owner is not None:
+                    try:
+                        connection.flush()
+                    except Exception:
+                        self.give_up(connection)
+            if to_flush:
+                self.call_soon(self._flush_more)
+
+    def _work(self) -> None:
+        """Do one portion of what long commands have left to do."""
+        with self.lock:
+            keyspace = self.engine.keyspace
+            if self.stopped or not keyspace.work:
+                return
+            keyspace.step()
+            if self.engine.pending_flush:
+                self.flush_pending()
+            if keyspace.work:
+                self.call_soon(self._work)
+
+    def _note_empty(self) -> None:
+        if self.count:
+            self.empty.clear()
+        else:
+            self.empty.set()
+
+    def _schedule_suppressed(self) -> None:
+        if not self.stopped:
+            self._suppressed_timer = self.loop.call_later(_SUPPRESSED_SECONDS, self._log_suppressed)
+
+    def _log_suppressed(self) -> None:
+        with self.lock:
+            self._suppressing = False
+            self.rate_limited.flush()
+
+    def _schedule_expiry(self) -> None:
+        """Come back when the oldest connection without VALIDATE is overdue."""
+        with self.lock:
+            oldest = self.engine.oldest_unvalidated()
+            if oldest is None or self.stopped:
+                self._validating = False
+                return
+            seconds = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
+        self._validate_timer = self.loop.call_later(max(seconds, _MIN_EXPIRY_SECONDS), self._close_overdue)
+
+    def _close_overdue(self) -> None:
+        now = time.monotonic()
+        allowed = self.limits.validate_seconds
+        with self.lock:
+            while (session := self.engine.overdue(now)) is not None:
+                owner = session.owner
+                if not isinstance(owner, Connection):
+                    break
+                self.close_for(owner, LimitError("validate_seconds", int(now - session.connected_at), allowed))
+        self._schedule_expiry()
