@@ -379,24 +379,23 @@ class Keyspace(WaiterRegistry):
 
     def queue_pop(self, key: bytes) -> tuple[int, Framed | None]:
         """Return the length before the pop and, unless that is 0, the oldest item."""
-        length, item = self._take(key)
-        if item is not None:
-            self.size -= ENTRY_BYTES + len(item)
-        return length, item
-
-    def _take(self, key: bytes) -> tuple[int, Framed | None]:
-        """As `queue_pop`, but the item still counts."""
         queue = self.queues.get(key)
         if queue is None:
             return 0, None
         length = len(queue)
+        item = self._take(key, queue)
+        self.size -= ENTRY_BYTES + len(item)
+        return length, item
+
+    def _take(self, key: bytes, queue: deque[Framed]) -> Framed:
+        """Remove the oldest item, which still counts, and the queue if that was the last."""
         item = queue.popleft()
         if not queue:
             if self.reading is not None:
                 self.reading.note(key)
             del self.queues[key]
             self.size -= len(key) + QUEUE_BYTES
-        return length, item
+        return item
 
     def queue_len(self, key: bytes) -> int:
         queue = self.queues.get(key)
@@ -412,12 +411,15 @@ class Keyspace(WaiterRegistry):
         leases = waiter.leases
         if (leases is not None and ticket in leases) or (waiter.state == AWAITING_ITEM and waiter.number == ticket):
             raise ProtocolError(f"ticket {ticket} is in use")
-        length, item = self._take(key)
-        if item is not None:
-            if leases is None:
-                leases = waiter.leases = {}
-            leases[ticket] = (key, item)
-            self.size += PARKED_BYTES + len(key)  # even above the limit: a full store has to be emptied
+        queue = self.queues.get(key)
+        if queue is None:
+            return 0, None
+        length = len(queue)
+        item = self._take(key, queue)
+        if leases is None:
+            leases = waiter.leases = {}
+        leases[ticket] = (key, item)
+        self.size += PARKED_BYTES + len(key)  # even above the limit: a full store has to be emptied
         return length, item
 
     def lease_later(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None] | None:

@@ -201,7 +201,7 @@ class WaiterRegistry:
         self.max_size: int = max_size
         """The size above which `on_full` decides."""
         self.on_full: Callable[[int], None] | None = None
-        """Makes room for so many bytes more than `max_size` allows, or raises LimitError."""
+        """Called with the growth that `max_size` does not allow: returns once it is allowed, or raises LimitError."""
 
     # What the keyspace supplies
 

@@ -1,10 +1,11 @@
-"""A new command is a row, a method, a vector and a line in the documentation: this names whichever is missing."""
+"""A command takes a documented row, a method, a client method and a vector: these tests name what is missing."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from conformance.cases import own_cases
 from conformance.extension import extension_cases
 from conformance.script import Deed
 from conformance.vectors import libuv_vectors
-from properties.test_codecs import REPLIES, REQUESTS
+from properties.test_codec_properties import REPLIES, REQUESTS
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
@@ -22,31 +23,60 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import ReplyCodec, RequestCodec
-from tcpstore_async.wire.commands import BY_OPCODE, COMMANDS, Command, Flag
+from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE, COMMANDS, MAGIC, Command, Flag
 
 ROOT = Path(__file__).parent.parent
+CLIENT = [
+    *(ROOT / "tcpstore_async" / "client").glob("*.py"),
+    ROOT / "tcpstore_async" / "session" / "client.py",
+]
+"""Where requests are made."""
+
 STOCK = range(19)
 INTERNAL = {"validate", "cancel_wait"}
-"""What clients say without being asked; so is the extension."""
+"""Commands that a client sends of its own accord, beside those of the extension."""
 
 commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 
 
-def test_the_stock_opcodes_are_all_there() -> None:
+def test_every_stock_opcode_is_declared() -> None:
     assert [BY_OPCODE[opcode] is not None for opcode in STOCK] == [True] * len(STOCK)
+
+
+@commands
+def test_a_command_has_documentation(command: Command) -> None:
+    """It becomes a cell of a table in Markdown."""
+    assert command.doc.endswith("."), f"the row of {command.name} in wire/commands.py has no documentation"
+    assert not {"|", "\n"} & set(command.doc)
+    for codec, layout in ((command.request, command.request.layout), (command.reply, command.reply.layout)):
+        assert layout or codec in (codecs.NOTHING, codecs.NO_REPLY), f"a codec of {command.name} has no layout"
+
+
+def test_the_documentation_of_validate_has_the_magic_number() -> None:
+    assert f"{MAGIC:#x}" in BY_METHOD["validate"].doc
 
 
 @commands
 def test_a_command_has_its_method(command: Command) -> None:
     owner = ServerSession if command.flags & Flag.SESSION else Keyspace
-    assert inspect.isroutine(getattr(owner, command.method, None)), f"{owner.__name__} lacks {command.method}"
-    if command.method not in INTERNAL and not command.flags & Flag.EXTENSION:
-        assert inspect.iscoroutinefunction(getattr(AsyncTCPStore, command.method, None)), "AsyncTCPStore lacks it"
+    method = getattr(owner, command.method, None)
+    assert inspect.isroutine(method), f"{owner.__name__} has no method {command.method}"
+
+
+@commands
+def test_a_command_has_a_client_method(command: Command) -> None:
+    if command.method in INTERNAL or command.flags & Flag.EXTENSION:
+        sent = "|".join(re.escape(f"BY_METHOD[{quote}{command.method}{quote}]") for quote in "\"'")
+        assert any(re.search(sent, path.read_text()) for path in CLIENT), f"no client sends {command.name}"
+        return
+    assert inspect.iscoroutinefunction(getattr(AsyncTCPStore, command.method, None)), (
+        f"AsyncTCPStore has no method {command.method}"
+    )
 
 
 @commands
 def test_a_command_has_codecs_for_both_directions(command: Command) -> None:
-    """That they round-trip is shown in tests/properties/test_codecs.py, for every shape listed there."""
+    """That they round-trip is shown in tests/properties/test_codec_properties.py, for every codec listed there."""
     shown = {id(getattr(codecs, name)) for name, _ in [*REQUESTS, *REPLIES]}
     assert id(command.request) in shown
     assert id(command.reply) in shown
@@ -57,20 +87,20 @@ def test_a_command_has_codecs_for_both_directions(command: Command) -> None:
 
 @functools.cache
 def _opcodes_in_vectors() -> frozenset[int]:
-    """Opcodes of the frames that peers say in the recorded vectors and in our own cases."""
+    """Return the opcodes that peers send in the recorded vectors and in our own cases."""
     found: set[int] = set()
     for script in [*libuv_vectors(), *own_cases(), *extension_cases()]:
-        said: dict[str, bytes] = {}
+        sent: dict[str, bytes] = {}
         for step in script.steps:
             if step.deed is Deed.SAY:
-                said[step.peer] = said.get(step.peer, b"") + step.data
-        for data in said.values():
+                sent[step.peer] = sent.get(step.peer, b"") + step.data
+        for data in sent.values():
             found |= _opcodes(data)
     return frozenset(found)
 
 
 def _opcodes(data: bytes) -> set[int]:
-    """The opcodes of the frames at the beginning of some bytes."""
+    """Return the opcodes of the frames at the start of some bytes."""
     found: set[int] = set()
     at = 0
     while at < len(data) and (command := BY_OPCODE[data[at]]) is not None:
@@ -91,14 +121,16 @@ def _nothing(*fields: Any) -> None:
 
 @commands
 def test_a_command_has_a_vector(command: Command) -> None:
-    assert command.opcode in _opcodes_in_vectors(), f"no vector under tests/conformance says {command.name}"
+    assert command.opcode in _opcodes_in_vectors(), f"no vector in tests/conformance sends {command.name}"
 
 
-def test_the_recorded_vectors_are_all_there() -> None:
+def test_no_recorded_vector_is_missing() -> None:
     for name, least in (("vectors.json", 190), ("vectors_badinput.json", 160)):
         assert len(json.loads((ROOT / "tests" / "conformance" / name).read_text())) >= least
 
 
 @commands
-def test_a_command_is_documented(command: Command) -> None:
-    assert f"| {command.opcode} | {command.name} |" in (ROOT / "docs" / "wire.md").read_text()
+def test_a_command_is_in_the_specification(command: Command) -> None:
+    assert f"| {command.opcode} | {command.name} |" in (ROOT / "docs" / "wire.md").read_text(), (
+        "run tools/make_wire_doc.py"
+    )

@@ -223,7 +223,7 @@ class Budget:
         self._first_mark: int = 0
         self._second_mark: int = 0
         self.resize(limit)
-        keyspace.on_full = self._make_room
+        keyspace.on_full = self._evict_for_growth
 
     def resize(self, limit: int) -> None:
         """Set the limit, in bytes."""
@@ -326,7 +326,7 @@ class Budget:
             self._remove(victim, holder, most, used, self.limit)
         self.charge(0)
 
-    def _make_room(self, growth: int) -> None:
+    def _evict_for_growth(self, growth: int) -> None:
         """Evict peers so that the store may grow above a mark. Raises BudgetError if it must not grow."""
         self.attribute()
         self._drop_listing()

@@ -37,12 +37,12 @@ def _named(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_every_mended_script_has_a_row() -> None:
+def test_every_divergent_script_has_a_row() -> None:
     for script in SCRIPTS.values():
         assert not script.mended or script.row in MENDED_ROWS, script.name
 
 
-def test_every_mended_row_has_a_script() -> None:
+def test_every_divergence_row_has_a_script() -> None:
     assert {script.row for script in SCRIPTS.values() if script.mended} == set(MENDED_ROWS)
 
 
@@ -52,7 +52,7 @@ def test_the_row_of_a_recorded_vector_names_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(("heading", "row"), [(heading, row) for heading, rows in TABLES.items() for row in rows])
-def test_every_row_names_what_shows_it(heading: str, row: list[str]) -> None:
+def test_every_row_names_its_evidence(heading: str, row: list[str]) -> None:
     named = _named(row[-1])
     assert named
     for name in named:

@@ -105,7 +105,7 @@ def test_torch_server(script: Script, torch_servers: Servers) -> None:
 
 
 @pytest.mark.parametrize("script", [script for script in STOCK if script.mended], ids=lambda script: script.name)
-def test_the_answers_of_pytorch_are_not_ours(script: Script) -> None:
+def test_replies_of_pytorch_differ_where_the_rows_say_so(script: Script) -> None:
     with pytest.raises(AssertionError, match="hears"):
         play(script, EngineTarget(), torch=True)
 
@@ -114,7 +114,7 @@ def _ask_for_value(peer: RawPeer, frame: bytes) -> bytes:
     return peer.read(int.from_bytes(peer.ask(frame, 8), "little"))
 
 
-def test_who_our_server_is(our_servers: Servers, backend: str) -> None:
+def test_the_identity_of_our_server(our_servers: Servers, backend: str) -> None:
     """And that each is another one."""
     seen = set()
     for _ in range(2):

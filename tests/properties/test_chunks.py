@@ -67,7 +67,7 @@ def test_large_commands(said: list[Command], at: list[int], missing: int) -> Non
 
 @settings(max_examples=100, deadline=None)
 @given(commands() | large_commands, st.integers(0, 2**22))
-def test_half_a_frame_does_nothing_and_is_forgotten(command: Command, at: int) -> None:
+def test_half_a_frame_has_no_effect(command: Command, at: int) -> None:
     engine = Engine(Limits())
     session = greeted(engine)
     if command.name in ("unknown", "validate"):
@@ -82,7 +82,7 @@ def test_half_a_frame_does_nothing_and_is_forgotten(command: Command, at: int) -
 
 @settings(max_examples=100, deadline=None)
 @given(commands() | large_commands, st.integers(0, 2**22), st.integers(0, 2**22))
-def test_what_has_come_of_a_frame_is_counted(command: Command, one: int, two: int) -> None:
+def test_an_incomplete_frame_counts(command: Command, one: int, two: int) -> None:
     if command.name in ("unknown", "validate"):
         return
     engine = Engine(Limits())
@@ -102,7 +102,7 @@ def test_what_has_come_of_a_frame_is_counted(command: Command, one: int, two: in
     assert (engine.unfinished, session.held) == (0, 0)
 
 
-def test_the_expected_value_is_counted_while_the_desired_one_comes() -> None:
+def test_the_expected_value_counts_while_the_desired_one_arrives() -> None:
     session = greeted()
     session.receive(Command("compare_set", b"/a", bytes(8 * MIB), bytes(LARGE_VALUE_BYTES)).frame[:-1])
     assert session.engine.unfinished > 8 * MIB
@@ -122,7 +122,7 @@ def test_a_stalled_session_goes_on_where_it_stopped() -> None:
     assert take(session) == (1).to_bytes(8, "little")
 
 
-def test_a_stalled_session_keeps_what_still_arrives() -> None:
+def test_a_stalled_session_keeps_later_input() -> None:
     session = greeted(limits=Limits(unsent_high_water=3))
     session.receive(Command("ping", 1).frame * 2)
     assert session.stalled()

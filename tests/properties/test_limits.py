@@ -117,7 +117,7 @@ def test_length_of_a_request(command: Command) -> None:
         assert everything(session.engine) == NOTHING
 
 
-def test_an_item_of_a_list_is_refused_before_it_comes() -> None:
+def test_a_list_item_is_refused_before_it_arrives() -> None:
     item = blob(b"/a") + blob(bytes(50))
     error = _refused(bytes([OPCODES["multi_set"]]) + u64(4) + item * 2 + blob(b"/b") + u64(50), SHORT)
     assert error.limit == "request_bytes"
@@ -143,7 +143,7 @@ def test_unfinished_frames_of_all_connections_together() -> None:
     assert engine.unfinished == 0
 
 
-def test_who_holds_most_may_be_who_comes_last() -> None:
+def test_the_largest_holder_may_be_the_last_to_connect() -> None:
     engine = Engine(Limits(budget_bytes=100 * MIB))
     first, second = greeted(engine), greeted(engine)
     first.receive(Command("set", b"/a", bytes(8 * MIB)).frame[:-10])
@@ -191,7 +191,7 @@ def test_a_multi_get_that_names_a_large_value_often_costs_no_memory() -> None:
 
 
 @pytest.mark.parametrize("how", ["set", "append"])
-def test_the_same_of_a_value_kept_in_another_form(how: str) -> None:
+def test_a_multi_get_that_names_a_value_under_append_often_costs_one_copy(how: str) -> None:
     session = greeted(limits=Limits(budget_bytes=GIB // 2))
     session.receive(Command("append", b"/a", bytes(4 * MIB)).frame)
     session.receive(Command(how, b"/a", bytes(4 * MIB)).frame)

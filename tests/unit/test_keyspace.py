@@ -150,7 +150,7 @@ def test_a_wait_ends_once(engine: Engine, keyspace: Keyspace) -> None:
     assert session.parked is None
 
 
-def test_keys_named_twice_are_awaited_twice_and_come_at_once(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_key_named_twice_is_registered_twice(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a", b"a", b"b"])
     assert session.remaining == 3
@@ -160,7 +160,7 @@ def test_keys_named_twice_are_awaited_twice_and_come_at_once(engine: Engine, key
     assert woken(session) == 1
 
 
-def test_a_second_wait_takes_the_place_of_the_first(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_second_wait_replaces_the_first(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"k"])
     keyspace.wait(session, [b"j"])
@@ -171,7 +171,7 @@ def test_a_second_wait_takes_the_place_of_the_first(engine: Engine, keyspace: Ke
     assert keyspace.waiters == {}
 
 
-def test_what_is_left_over_of_a_wait_counts_the_next_one_down(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_stale_registration_counts_down_the_next_wait(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"k"])
     keyspace.wait(session, [b"j"])
@@ -182,7 +182,7 @@ def test_what_is_left_over_of_a_wait_counts_the_next_one_down(engine: Engine, ke
     assert woken(session) == 1
 
 
-def test_cancelling_drops_everything(engine: Engine, keyspace: Keyspace) -> None:
+def test_cancel_drops_every_registration(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     assert keyspace.cancel_wait(session)
     keyspace.wait(session, [b"a", b"b"])
@@ -194,7 +194,7 @@ def test_cancelling_drops_everything(engine: Engine, keyspace: Keyspace) -> None
 
 
 @pytest.mark.parametrize("expected", [b"x", b""])
-def test_a_compare_set_that_fails_wakes_nobody(engine: Engine, keyspace: Keyspace, expected: bytes) -> None:
+def test_a_failed_compare_set_wakes_nobody(engine: Engine, keyspace: Keyspace, expected: bytes) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"k"])
     if not expected:
@@ -203,7 +203,7 @@ def test_a_compare_set_that_fails_wakes_nobody(engine: Engine, keyspace: Keyspac
     assert not woken(session)
 
 
-def test_a_wait_cannot_make_the_store_too_large() -> None:
+def test_a_wait_that_would_exceed_the_budget_changes_nothing() -> None:
     engine = with_store_of(PARKED_BYTES + 1)
     session = waiter(engine)
     with pytest.raises(LimitError):
@@ -226,7 +226,7 @@ def test_barrier(engine: Engine, keyspace: Keyspace) -> None:
     assert keyspace.get(b"b") == pack(b"4")
 
 
-def test_a_barrier_that_is_not_complete_wakes_nobody_but_makes_the_key(engine: Engine, keyspace: Keyspace) -> None:
+def test_an_incomplete_barrier_creates_the_key_but_wakes_nobody(engine: Engine, keyspace: Keyspace) -> None:
     early, late = waiter(engine), waiter(engine)
     keyspace.wait(early, [b"b"])
     keyspace.barrier(waiter(engine), b"b", 2)
@@ -234,7 +234,7 @@ def test_a_barrier_that_is_not_complete_wakes_nobody_but_makes_the_key(engine: E
     assert keyspace.wait(late, [b"b"])
 
 
-def test_whoever_leaves_a_barrier_stays_counted(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_peer_that_leaves_a_barrier_stays_counted(engine: Engine, keyspace: Keyspace) -> None:
     gone = waiter(engine)
     keyspace.barrier(gone, b"b", 2)
     gone.leave()
@@ -278,7 +278,7 @@ def test_a_queue_serves_in_order_of_arrival(engine: Engine, keyspace: Keyspace) 
     assert keyspace.waiters == {}
 
 
-def test_whoever_was_served_goes_to_the_end_of_the_line(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_served_waiter_registers_behind_the_others(engine: Engine, keyspace: Keyspace) -> None:
     """Q1."""
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q"])
@@ -315,7 +315,7 @@ def test_a_queue_that_holds_items_is_not_awaited(engine: Engine, keyspace: Keysp
     assert woken(a)
 
 
-def test_what_a_woken_waiter_did_not_take_wakes_the_next(engine: Engine, keyspace: Keyspace) -> None:
+def test_an_item_that_a_woken_waiter_leaves_wakes_the_next(engine: Engine, keyspace: Keyspace) -> None:
     """Q4."""
     a, b, c = (waiter(engine) for _ in range(3))
     for session in (a, b, c):
@@ -330,7 +330,7 @@ def test_what_a_woken_waiter_did_not_take_wakes_the_next(engine: Engine, keyspac
     assert (keyspace.handoffs, keyspace.waiters, keyspace.queue_len(b"q")) == ({}, {}, 1)
 
 
-def test_a_push_counts_down_waiters_that_want_more(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_push_counts_down_waiters_that_await_more(engine: Engine, keyspace: Keyspace) -> None:
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q", b"k"])
     keyspace.wait(b, [b"q"])
@@ -340,7 +340,7 @@ def test_a_push_counts_down_waiters_that_want_more(engine: Engine, keyspace: Key
     assert woken(a)
 
 
-def test_a_set_of_a_queues_name_wakes_all_waiters(engine: Engine, keyspace: Keyspace) -> None:
+def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Engine, keyspace: Keyspace) -> None:
     a, b = waiter(engine), waiter(engine)
     keyspace.wait(a, [b"q"])
     keyspace.wait(b, [b"q"])
@@ -374,7 +374,7 @@ def leave_over(engine: Engine, count: int) -> list[ServerSession]:
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_a_push_looks_at_what_is_left_over_once(engine: Engine, keyspace: Keyspace, count: int) -> None:
+def test_a_push_looks_at_a_stale_registration_once(engine: Engine, keyspace: Keyspace, count: int) -> None:
     leave_over(engine, count)
     session = waiter(engine)
     looks = []
@@ -388,7 +388,7 @@ def test_a_push_looks_at_what_is_left_over_once(engine: Engine, keyspace: Keyspa
     assert looks == [count + 1] + [1] * 9
 
 
-def test_what_a_queue_passed_over_counts_all_the_same(engine: Engine, keyspace: Keyspace) -> None:
+def test_stale_registrations_that_a_queue_skipped_still_count(engine: Engine, keyspace: Keyspace) -> None:
     first, second, *rest = leave_over(engine, 40)
     keyspace.queue_push(b"q", EMPTY)
     keyspace.queue_pop(b"q")
@@ -413,7 +413,7 @@ def test_what_a_queue_passed_over_counts_all_the_same(engine: Engine, keyspace: 
     assert (keyspace.waiters, keyspace.stale, keyspace.handoffs, keyspace.size) == ({}, {}, {}, 0)
 
 
-def test_those_whom_a_queue_passed_over_may_leave(engine: Engine, keyspace: Keyspace) -> None:
+def test_waiters_that_a_queue_skipped_may_leave(engine: Engine, keyspace: Keyspace) -> None:
     sessions = leave_over(engine, 3)
     keyspace.queue_push(b"q", EMPTY)
     for session in sessions:
@@ -423,7 +423,7 @@ def test_those_whom_a_queue_passed_over_may_leave(engine: Engine, keyspace: Keys
     assert keyspace.queue_len(b"q") == 2
 
 
-def test_a_queue_of_waiters_keeps_no_space_for_those_that_left(engine: Engine, keyspace: Keyspace) -> None:
+def test_registrations_are_compacted_when_waiters_leave(engine: Engine, keyspace: Keyspace) -> None:
     """The next push would step over it."""
     sessions = [waiter(engine) for _ in range(1_000)]
     for session in sessions:
@@ -440,7 +440,7 @@ def test_a_queue_of_waiters_keeps_no_space_for_those_that_left(engine: Engine, k
 # Size
 
 
-def test_everything_counts(engine: Engine, keyspace: Keyspace) -> None:
+def test_everything_counts_bytes(engine: Engine, keyspace: Keyspace) -> None:
     keyspace.set(b"key", pack(b"value"))
     assert keyspace.size == ENTRY_BYTES + 3 + 13
     keyspace.set(b"key", pack(b""))
@@ -457,7 +457,7 @@ def test_everything_counts(engine: Engine, keyspace: Keyspace) -> None:
 
 
 @pytest.mark.parametrize("command", ["set", "append", "queue_push", "compare_set", "add", "multi_set"])
-def test_a_full_store_stays_as_it_is(command: str) -> None:
+def test_a_full_store_refuses_and_does_not_change(command: str) -> None:
     keyspace = Keyspace(Limits())
     keyspace.max_size = ENTRY_BYTES + 1 + 8
     keyspace.set(b"k", EMPTY)

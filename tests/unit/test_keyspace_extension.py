@@ -64,7 +64,7 @@ WRITES: dict[str, tuple[Write, bytes]] = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_a_value_is_told_when_it_appears(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_a_fetched_value_is_sent_when_it_appears(engine: Engine, keyspace: Keyspace, how: str) -> None:
     write, value = WRITES[how]
     first, second, other = waiter(engine), waiter(engine), waiter(engine)
     assert keyspace.fetch(first, b"k") is None
@@ -79,7 +79,7 @@ def test_a_value_is_told_when_it_appears(engine: Engine, keyspace: Keyspace, how
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_a_value_that_is_there_is_told_at_once(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_an_existing_value_is_fetched_at_once(engine: Engine, keyspace: Keyspace, how: str) -> None:
     write, _ = WRITES[how]
     write(keyspace)
     session = waiter(engine)
@@ -87,7 +87,7 @@ def test_a_value_that_is_there_is_told_at_once(engine: Engine, keyspace: Keyspac
     assert (session.remaining, session.parked, session.state, keyspace.waiters) == (0, None, IDLE, {})
 
 
-def test_a_large_value_is_told_without_a_copy(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_large_fetched_value_is_not_copied(engine: Engine, keyspace: Keyspace) -> None:
     sessions = [waiter(engine) for _ in range(50)]
     for session in sessions:
         keyspace.fetch(session, b"k")
@@ -95,7 +95,7 @@ def test_a_large_value_is_told_without_a_copy(engine: Engine, keyspace: Keyspace
     assert all(session.out[0] is keyspace.values[b"k"] for session in sessions)
 
 
-def test_what_was_appended_to_is_copied_once_for_all(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_value_under_append_is_copied_once_for_all_fetches(engine: Engine, keyspace: Keyspace) -> None:
     sessions = [waiter(engine) for _ in range(50)]
     for session in sessions:
         keyspace.fetch(session, b"k")
@@ -115,7 +115,7 @@ def test_an_arrival_at_a_barrier_ends_no_fetch_but_its_completion_does(engine: E
     assert heard(session) == [pack(b"2")]
 
 
-def test_what_was_deleted_meanwhile_is_still_awaited(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_deleted_key_is_still_awaited(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.set(b"k", pack(b"1"))
     keyspace.delete_key(b"k")
@@ -128,7 +128,7 @@ def test_what_was_deleted_meanwhile_is_still_awaited(engine: Engine, keyspace: K
 
 
 @pytest.mark.parametrize("again", ["fetch", "wait", "barrier", "wait_count"])
-def test_on_a_connection_that_fetches(engine: Engine, keyspace: Keyspace, again: str) -> None:
+def test_other_waits_during_a_fetch(engine: Engine, keyspace: Keyspace, again: str) -> None:
     session = waiter(engine)
     keyspace.fetch(session, b"k")
     size = keyspace.size
@@ -155,7 +155,7 @@ def test_on_a_connection_that_fetches(engine: Engine, keyspace: Keyspace, again:
 
 
 @pytest.mark.parametrize("value", [b"v", 5])
-def test_a_value_that_is_there_is_told_even_while_something_else_waits(
+def test_an_existing_value_is_fetched_during_another_wait(
     engine: Engine, keyspace: Keyspace, value: bytes | int
 ) -> None:
     session = waiter(engine)
@@ -169,7 +169,7 @@ def test_a_value_that_is_there_is_told_even_while_something_else_waits(
     assert heard(session) == [WOKEN]
 
 
-def test_what_is_left_over_of_other_waits_ends_no_fetch(engine: Engine, keyspace: Keyspace) -> None:
+def test_stale_registrations_end_no_fetch(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a"])
     keyspace.wait(session, [b"left over"])
@@ -183,7 +183,7 @@ def test_what_is_left_over_of_other_waits_ends_no_fetch(engine: Engine, keyspace
 
 
 @pytest.mark.parametrize("cancel", ["cancel_fetch", "cancel_wait", "leave"])
-def test_whoever_fetches_no_more_is_told_nothing(engine: Engine, keyspace: Keyspace, cancel: str) -> None:
+def test_an_ended_fetch_sends_nothing(engine: Engine, keyspace: Keyspace, cancel: str) -> None:
     session = waiter(engine)
     keyspace.fetch(session, b"k")
     if cancel == "cancel_fetch":
@@ -220,7 +220,7 @@ def test_a_fetch_takes_no_item_from_other_waiters(engine: Engine, keyspace: Keys
     assert heard(second) == [WOKEN]
 
 
-def test_a_fetch_of_a_promised_queue_hands_the_item_on(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_fetch_from_a_queue_hands_its_item_on(engine: Engine, keyspace: Keyspace) -> None:
     first, second, pusher = waiter(engine), waiter(engine), waiter(engine)
     for session in (first, second, pusher):
         session.receive(bytes.fromhex("00cef7853c"))
@@ -248,7 +248,7 @@ REACHING: dict[str, Write] = {
 
 
 @pytest.mark.parametrize("how", REACHING)
-def test_a_number_is_reached(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_a_target_is_reached(engine: Engine, keyspace: Keyspace, how: str) -> None:
     keyspace.set(b"n", pack(b"3"))
     size = keyspace.size
     first, second, more = waiter(engine), waiter(engine), waiter(engine)
@@ -281,7 +281,7 @@ def test_arrivals_at_a_barrier_are_counted(engine: Engine, keyspace: Keyspace) -
     assert (keyspace.counters, keyspace.waiters) == ({}, {})
 
 
-def test_whoever_counts_and_then_enters_the_barrier_hears_of_both(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_wait_count_followed_by_a_barrier_ends_both(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait_count(session, b"b", 1)
     keyspace.barrier(session, b"b", 2)
@@ -297,7 +297,7 @@ def test_whoever_counts_and_then_enters_the_barrier_hears_of_both(engine: Engine
     (b"-5", -5, True), (b"-5", -4, False), (b"-5", 0, False), (b"7x", 7, True), (b"7x", 8, False),
     (b"9223372036854775807", 2**63 - 1, True), (b"-9223372036854775808", -(2**63) + 1, False),
 ])  # fmt: skip
-def test_what_is_reached_at_once(
+def test_targets_that_are_reached_at_once(
     engine: Engine, keyspace: Keyspace, text: bytes | None, target: int, reached: bool
 ) -> None:
     if text is not None:
@@ -328,7 +328,7 @@ def test_a_value_that_is_deleted_reaches_nothing(engine: Engine, keyspace: Keysp
     assert heard(session) == [WOKEN]
 
 
-def test_what_is_no_number_harms_whoever_asks_and_nobody_else(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(engine: Engine, keyspace: Keyspace) -> None:
     early, late = waiter(engine), waiter(engine)
     keyspace.wait_count(early, b"n", 2)
     size = keyspace.size
@@ -345,7 +345,7 @@ def test_what_is_no_number_harms_whoever_asks_and_nobody_else(engine: Engine, ke
     assert (keyspace.waiters, keyspace.counters) == ({}, {})
 
 
-def test_each_is_woken_at_its_own_number(engine: Engine, keyspace: Keyspace) -> None:
+def test_each_waiter_is_woken_at_its_own_target(engine: Engine, keyspace: Keyspace) -> None:
     targets = [random.Random(number).randrange(1, 40) for number in range(200)]
     sessions = [waiter(engine) for _ in targets]
     for session, target in zip(sessions, targets, strict=True):
@@ -360,7 +360,7 @@ def test_each_is_woken_at_its_own_number(engine: Engine, keyspace: Keyspace) -> 
 
 
 @pytest.mark.parametrize("how", ["cancel_wait", "cancel_fetch", "leave", "wait", "barrier"])
-def test_whoever_counts_no_more_is_not_woken(engine: Engine, keyspace: Keyspace, how: str) -> None:
+def test_an_ended_wait_count_is_not_woken(engine: Engine, keyspace: Keyspace, how: str) -> None:
     session, same, more = waiter(engine), waiter(engine), waiter(engine)
     for other, target in ((session, 3), (same, 3), (more, 4)):
         keyspace.wait_count(other, b"n", target)
@@ -387,7 +387,7 @@ def test_whoever_counts_no_more_is_not_woken(engine: Engine, keyspace: Keyspace,
     assert nothing_is_left(keyspace)
 
 
-def test_what_is_left_over_of_other_waits_ends_no_count(engine: Engine, keyspace: Keyspace) -> None:
+def test_stale_registrations_end_no_wait_count(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a"])
     keyspace.wait(session, [b"left over"])
@@ -402,7 +402,7 @@ def test_what_is_left_over_of_other_waits_ends_no_count(engine: Engine, keyspace
 
 
 @pytest.mark.parametrize("again", ["fetch", "wait_count"])
-def test_on_a_connection_that_counts(engine: Engine, keyspace: Keyspace, again: str) -> None:
+def test_other_waits_during_a_wait_count(engine: Engine, keyspace: Keyspace, again: str) -> None:
     session = waiter(engine)
     keyspace.wait_count(session, b"n", 5)
     size = keyspace.size
@@ -416,7 +416,7 @@ def test_on_a_connection_that_counts(engine: Engine, keyspace: Keyspace, again: 
     assert heard(session) == [WOKEN]
 
 
-def test_a_queue_of_that_name_passes_it_over(engine: Engine, keyspace: Keyspace) -> None:
+def test_a_queue_of_the_same_name_skips_a_counter(engine: Engine, keyspace: Keyspace) -> None:
     counting = waiter(engine)
     keyspace.wait_count(counting, b"q", 1)
     keyspace.queue_push(b"q", pack(b"alone in line"))
@@ -436,7 +436,7 @@ def test_a_queue_of_that_name_passes_it_over(engine: Engine, keyspace: Keyspace)
     assert heard(counting) == [WOKEN]
 
 
-def test_waiters_for_the_key_and_for_its_number(engine: Engine, keyspace: Keyspace) -> None:
+def test_waiters_for_a_key_and_for_its_number(engine: Engine, keyspace: Keyspace) -> None:
     plain, fetching, counting = waiter(engine), waiter(engine), waiter(engine)
     keyspace.wait_count(counting, b"n", 2)
     keyspace.wait(plain, [b"n"])
@@ -447,7 +447,16 @@ def test_waiters_for_the_key_and_for_its_number(engine: Engine, keyspace: Keyspa
     assert heard(counting) == [WOKEN]
 
 
-def test_many_targets_cost_one_look_a_write(engine: Engine, keyspace: Keyspace) -> None:
+def test_waiters_of_one_number_are_woken_in_order_of_arrival(engine: Engine, keyspace: Keyspace) -> None:
+    sessions = [waiter(engine) for _ in range(20)]
+    for session in sessions:
+        keyspace.wait_count(session, b"n", 1)
+    sessions.pop(7).leave()
+    keyspace.add(b"n", 1)
+    assert engine.pending_flush == sessions
+
+
+def test_a_write_looks_at_one_of_many_targets(engine: Engine, keyspace: Keyspace) -> None:
     """What a write touches is one registration and the top of a heap, however many wait."""
     count = 10_000
     sessions = [waiter(engine) for _ in range(count)]
@@ -468,7 +477,7 @@ def test_many_targets_cost_one_look_a_write(engine: Engine, keyspace: Keyspace) 
     assert nothing_is_left(keyspace)
 
 
-def test_ever_new_targets_cost_no_memory(engine: Engine, keyspace: Keyspace) -> None:
+def test_new_targets_cost_no_memory(engine: Engine, keyspace: Keyspace) -> None:
     others = [waiter(engine) for _ in range(10)]
     for number, other in enumerate(others):
         keyspace.wait_count(other, b"n", 2**40 + number)
@@ -494,7 +503,7 @@ def test_ever_new_targets_cost_no_memory(engine: Engine, keyspace: Keyspace) -> 
     assert heard(session) == []
 
 
-def test_a_crowd_that_leaves_one_by_one_leaves_nothing(engine: Engine, keyspace: Keyspace) -> None:
+def test_many_waiters_that_leave_one_by_one_leave_nothing(engine: Engine, keyspace: Keyspace) -> None:
     sessions = [waiter(engine) for _ in range(500)]
     for number, session in enumerate(sessions):
         keyspace.wait_count(session, b"n", 1 + number // 2)
@@ -520,7 +529,7 @@ def _reserved(engine: Engine) -> Keyspace:
     return engine.keyspace
 
 
-def test_reserved_keys_are_there_when_asked_for_by_name(engine: Engine) -> None:
+def test_reserved_keys_exist(engine: Engine) -> None:
     keyspace = _reserved(engine)
     session = waiter(engine)
     assert (keyspace.get(SERVER_KEY), keyspace.get(JOINS_KEY)) == (pack(b"who"), pack(b"12"))
@@ -543,13 +552,13 @@ def test_reserved_keys_are_no_keys_of_the_store(engine: Engine) -> None:
     assert keyspace.get(JOINS_KEY) == pack(b"13")
 
 
-def test_without_an_owner_nothing_is_announced(engine: Engine, keyspace: Keyspace) -> None:
+def test_no_joins_are_announced_without_an_owner(engine: Engine, keyspace: Keyspace) -> None:
     assert not keyspace.check([JOINS_KEY])
     assert keyspace.get(JOINS_KEY) == EMPTY
 
 
 @pytest.mark.parametrize("how", ["set", "append", "add", "compare_set", "multi_set", "barrier", "open barrier"])
-def test_reserved_keys_are_not_to_be_written(engine: Engine, how: str) -> None:
+def test_reserved_keys_are_read_only(engine: Engine, how: str) -> None:
     keyspace = _reserved(engine)
     session = waiter(engine)
     with pytest.raises(ProtocolError, match="key tcpstore_async/joins is read-only"):
@@ -570,7 +579,20 @@ def test_reserved_keys_are_not_to_be_written(engine: Engine, how: str) -> None:
     assert keyspace.get(JOINS_KEY) == pack(b"12")
 
 
-def test_there_is_no_queue_of_a_reserved_name(engine: Engine) -> None:
+def test_a_push_to_a_reserved_key_evicts_nobody() -> None:
+    """It is refused before others are evicted for it: whatever can refuse does so before the first change."""
+    engine = Engine(Limits())
+    engine.identify(b"{}")
+    asked: list[int] = []
+    engine.keyspace.on_full = asked.append
+    engine.keyspace.max_size = 0
+    with pytest.raises(ProtocolError, match="is read-only"):
+        engine.keyspace.queue_push(SERVER_KEY, pack(b"item"))
+    assert asked == []
+    assert not engine.keyspace.queues
+
+
+def test_no_queue_has_a_reserved_name(engine: Engine) -> None:
     keyspace = _reserved(engine)
     with pytest.raises(ProtocolError, match="is read-only"):
         keyspace.queue_push(SERVER_KEY, pack(b"item"))
@@ -579,7 +601,7 @@ def test_there_is_no_queue_of_a_reserved_name(engine: Engine) -> None:
     assert keyspace.lease(waiter(engine), SERVER_KEY, 1) == (0, None)
 
 
-def test_whoever_waits_for_what_the_server_says_is_told(engine: Engine) -> None:
+def test_a_wait_for_a_reserved_number_ends(engine: Engine) -> None:
     engine.announce(2)
     few, many = waiter(engine), waiter(engine)
     assert engine.keyspace.wait_count(few, JOINS_KEY, 2)
@@ -598,7 +620,7 @@ def test_whoever_waits_for_what_the_server_says_is_told(engine: Engine) -> None:
 # The size of the store
 
 
-def test_whoever_waits_counts(engine: Engine, keyspace: Keyspace) -> None:
+def test_waiters_count_bytes(engine: Engine, keyspace: Keyspace) -> None:
     fetching, first, second = waiter(engine), waiter(engine), waiter(engine)
     keyspace.fetch(fetching, b"key")
     assert keyspace.size == PARKED_BYTES + 3

@@ -27,7 +27,7 @@ def test_limits_never_change() -> None:
         cast(Any, Limits()).keys = 5
 
 
-def test_some_may_be_given() -> None:
+def test_single_limits_may_be_given() -> None:
     limits = Limits(keys=3)
     assert (limits.keys, limits.value_bytes) == (3, 8 * MIB)
     assert Limits(keys=3) == limits
@@ -47,7 +47,7 @@ def test_a_request_of_the_longest_key_and_values_must_be_within_its_limit() -> N
         Limits(key_bytes=10, value_bytes=50, request_bytes=least - 1)
 
 
-def test_an_error_says_which_limit() -> None:
+def test_an_error_names_its_limit() -> None:
     error = LimitError("keys", 5, 4)
     assert isinstance(error, PeerError)
     assert (error.limit, error.size, error.allowed) == ("keys", 5, 4)

@@ -34,7 +34,7 @@ def test_a_framed_value_is_not_copied() -> None:
     assert framed(large) is large
 
 
-def test_what_is_framed_does_not_grow_with_its_source() -> None:
+def test_a_framed_value_does_not_change_with_its_source() -> None:
     growing = Growing(b"a")
     flat = framed(growing)
     growing.append(b"b")
@@ -93,7 +93,7 @@ def test_a_number_is_found_in_the_pieces_of_a_growing_value() -> None:
     assert number(growing) == 12
 
 
-def test_reading_often_leaves_no_crumbs_and_no_copies() -> None:
+def test_frequent_reads_make_few_pieces_and_no_copies() -> None:
     growing = Growing(bytes(100_000))
     for _ in range(10):
         growing.append(bytes(100_000))

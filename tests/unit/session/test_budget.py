@@ -35,7 +35,7 @@ def budget() -> Budget:
     return Budget(100 * MIB, Keyspace(Limits()), lambda: None)
 
 
-def test_a_value_counts_once_however_many_replies_hold_it() -> None:
+def test_a_value_shared_by_replies_counts_once() -> None:
     engine = Engine(Limits())
     store(engine, b"/v")
     sessions = [greeted(engine) for _ in range(100)]
@@ -81,7 +81,7 @@ def test_short_replies_are_kept_together() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_unsent_comes_whole_and_in_order(seed: int) -> None:
+def test_unsent_replies_are_complete_and_in_order(seed: int) -> None:
     rng = random.Random(seed)
     counted = budget()
     unsent = Unsent(counted)
@@ -106,7 +106,7 @@ def test_what_is_unsent_comes_whole_and_in_order(seed: int) -> None:
     assert (counted.used(), counted.pins, counted.orphaned) == (0, {}, 0)
 
 
-def test_old_versions_of_what_was_appended_to_share_it() -> None:
+def test_old_versions_of_a_value_under_append_share_pieces() -> None:
     """Each of them holds what was appended since the last one, and no more."""
     engine = Engine(Limits())
     first = store(engine, b"/v")
@@ -119,7 +119,7 @@ def test_old_versions_of_what_was_appended_to_share_it() -> None:
     assert VALUE < engine.budget.used() - before < 2 * VALUE
 
 
-def test_what_a_list_under_way_holds_counts_and_goes_with_who_asked() -> None:
+def test_a_listing_under_way_counts_and_goes_with_its_session() -> None:
     engine = Engine(Limits(), portion=10)
     session, other = greeted(engine), greeted(engine)
     for number in range(100):
@@ -136,7 +136,7 @@ def test_what_a_list_under_way_holds_counts_and_goes_with_who_asked() -> None:
     assert engine.budget.listing() is not None
 
 
-def test_a_queue_counts_what_holds_it() -> None:
+def test_a_queue_counts_its_overhead() -> None:
     """r14: a queue of one item was counted 144 bytes and took 925."""
     keyspace = Keyspace(Limits())
     keyspace.queue_push(b"q", bytes(8))
@@ -145,7 +145,7 @@ def test_a_queue_counts_what_holds_it() -> None:
     assert keyspace.size == 0
 
 
-def test_what_a_peer_says_of_itself_counts() -> None:
+def test_an_introduction_counts() -> None:
     engine = Engine(Limits())
     session = greeted(engine)
     before = engine.budget.used()
@@ -156,7 +156,7 @@ def test_what_a_peer_says_of_itself_counts() -> None:
     assert engine.budget.used() == 0
 
 
-def test_those_who_ask_for_the_list_at_once_share_it() -> None:
+def test_simultaneous_list_keys_share_a_reply() -> None:
     engine = Engine(Limits())
     sessions = [greeted(engine) for _ in range(10)]
     for number in range(100):
@@ -219,7 +219,7 @@ def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
     assert len(reader.out[0]) == 1008
 
 
-def test_a_producer_is_not_taken_for_the_holder_of_what_others_have_removed() -> None:
+def test_shares_shrink_when_items_are_removed() -> None:
     engine = Engine(Limits(budget_bytes=160 * MIB))
     producer, consumer, greedy = greeted(engine), greeted(engine), greeted(engine)
     for _ in range(300):
@@ -234,7 +234,7 @@ def test_a_producer_is_not_taken_for_the_holder_of_what_others_have_removed() ->
     producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
 
 
-def test_one_that_has_to_go_leaves_no_cycle() -> None:
+def test_an_evicted_session_leaves_no_cycle() -> None:
     """The server collects seldom: requests of megabytes would stay in the frames of what was raised."""
     engine = Engine(Limits(budget_bytes=9 * MIB))
     session = greeted(engine)
@@ -252,7 +252,7 @@ def test_one_that_has_to_go_leaves_no_cycle() -> None:
         gc.enable()
 
 
-def test_the_oldest_without_validate_is_known() -> None:
+def test_the_oldest_unvalidated_session_is_known() -> None:
     engine = Engine(Limits(validate_seconds=30))
     sessions = [ServerSession(engine, None, "::1", number, float(number)) for number in range(3)]
     assert engine.overdue(29.9) is None

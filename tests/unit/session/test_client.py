@@ -92,7 +92,7 @@ def test_every_command(seed: int) -> None:
     assert line.call("ping", 5) == 5
 
 
-def test_many_calls_are_answered_in_order() -> None:
+def test_replies_complete_calls_in_order() -> None:
     line = Line(Engine(Limits()), 3)
     sent = [line.client.request(BY_METHOD["add"], (b"/n", 1)) for _ in range(100)]
     done = line.carry(b"".join(data for data, _ in sent))
@@ -100,7 +100,7 @@ def test_many_calls_are_answered_in_order() -> None:
     assert [call.result for call in done] == list(range(1, 101))
 
 
-def test_a_wait_is_over_when_someone_sets() -> None:
+def test_a_wait_ends_with_a_set() -> None:
     engine = Engine(Limits())
     waiter, setter = Line(engine), Line(engine)
     call = waiter.park("wait", [b"/k"])
@@ -161,7 +161,7 @@ def test_silent_writes_are_unconfirmed_until_a_later_reply() -> None:
         ("ping", (1,), b"\1\0\0\0\0", "unexpected bytes"),
     ],
 )
-def test_what_cannot_be_a_reply(method: str, fields: tuple[Any, ...], said: bytes, complaint: str) -> None:
+def test_invalid_replies(method: str, fields: tuple[Any, ...], said: bytes, complaint: str) -> None:
     client = ClientSession()
     client.request(BY_METHOD[method], fields)
     with pytest.raises(ProtocolError, match=complaint):
@@ -169,7 +169,7 @@ def test_what_cannot_be_a_reply(method: str, fields: tuple[Any, ...], said: byte
 
 
 @pytest.mark.parametrize("said", [b"\2", b"\0\0"])
-def test_what_cannot_answer_a_cancel(said: bytes) -> None:
+def test_invalid_replies_to_a_cancel(said: bytes) -> None:
     client = ClientSession()
     _, call = client.request(BY_METHOD["wait"], ([b"/k"],))
     assert call is not None
@@ -292,7 +292,7 @@ def test_a_canceled_fetch_in_pieces(size: int) -> None:
     assert call.woken
 
 
-def test_a_value_that_was_faster_than_its_cancel() -> None:
+def test_a_value_that_arrives_before_the_reply_to_its_cancel() -> None:
     client, call = _fetch()
     assert client.receive(pack(b"v")) == [call]
     with pytest.raises(RuntimeError, match="only a blocking call"):
@@ -331,7 +331,7 @@ def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, ra
         (True, ABSENT + pack(b"v"), "unexpected bytes"),
     ],
 )
-def test_what_cannot_answer_a_fetch(canceled: bool, said: bytes, complaint: str) -> None:
+def test_invalid_replies_to_a_canceled_fetch(canceled: bool, said: bytes, complaint: str) -> None:
     for size in (len(said), 1):
         client, call = _fetch()
         if canceled:

@@ -8,7 +8,7 @@ from tcpstore_async.wire import buffers
 
 
 @pytest.mark.parametrize("by_ctypes", [True, False])
-def test_a_buffer_keeps_its_bytes_and_gets_as_long_as_asked(by_ctypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resized_buffer_keeps_its_bytes(by_ctypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_ctypes:
         assert buffers._resize is not None
     else:
@@ -22,7 +22,7 @@ def test_a_buffer_keeps_its_bytes_and_gets_as_long_as_asked(by_ctypes: bool, mon
         buffer[:4] = b"here"
 
 
-def test_a_buffer_that_is_looked_at_stays_as_it_is() -> None:
+def test_a_buffer_with_a_view_is_not_resized() -> None:
     buffer = bytearray(b"here")
     with memoryview(buffer), pytest.raises(BufferError):
         buffers.resize_uninitialized(buffer, 100)

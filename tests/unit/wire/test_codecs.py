@@ -1,4 +1,4 @@
-"""How fields lie in bytes. What holds for all codecs is in tests/properties/test_codecs.py."""
+"""The byte layout of single fields. Properties of all codecs are in tests/properties/test_codec_properties.py."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_replies_that_are_built() -> None:
     assert popped[1] is value
 
 
-def test_a_large_value_comes_into_its_own_buffer() -> None:
+def test_a_large_value_is_received_into_its_own_buffer() -> None:
     value = blob(bytes(range(256)) * 4 * KIB)
     start = blob(b"/k") + value[:100]
     rest, stop = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
@@ -79,7 +79,7 @@ def test_a_large_value_comes_into_its_own_buffer() -> None:
     assert (key, stored, stop) == (b"/k", value, 0)
 
 
-def test_what_follows_a_large_value_is_left() -> None:
+def test_bytes_behind_a_large_value_are_not_used() -> None:
     value = blob(bytes(LARGE_VALUE_BYTES))
     start = blob(b"/k") + value[:-5]
     rest, _ = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
@@ -96,12 +96,12 @@ def test_an_announcement_gets_a_small_buffer() -> None:
     assert rest.held() <= 256 * KIB + len(b"/k")
 
 
-def test_short_values_are_waited_for() -> None:
+def test_short_values_are_decoded_when_complete() -> None:
     start = blob(b"/k") + u64(LARGE_VALUE_BYTES - 9)
     assert KEY_VALUE.decode(fields, start, 0, len(start), LIMITS) == (None, -(len(start) + LARGE_VALUE_BYTES - 9))
 
 
-def test_a_list_keeps_what_has_come() -> None:
+def test_an_incomplete_list_keeps_its_items() -> None:
     whole = keys(b"/a", b"/b", b"/c")
     start = whole[:25]
     rest, stop = KEYS.decode(fields, start, 0, len(start), LIMITS)

@@ -1,4 +1,4 @@
-"""The table of commands."""
+"""The command table. What it declares today must not change; new rows may follow without a change here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tcpstore_async.wire.commands import BY_OPCODE, COMMANDS, JOINS_KEY, MAGIC, 
 MUTATING = {"SET", "COMPARE_SET", "ADD", "DELETE_KEY", "APPEND", "MULTI_SET", "QUEUE_PUSH", "QUEUE_POP", "BARRIER"}
 MUTATING |= {"LEASE", "LEASE_LATER", "RETURN", "JOIN"}
 PARKING = {"WAIT", "CANCEL_WAIT", "BARRIER", "FETCH", "CANCEL_FETCH", "WAIT_COUNT", "LEASE_LATER"}
+SESSION = {"VALIDATE", "PING", "INTRODUCE", "JOIN"}
 HOLDING = {"LEASE", "CONFIRM", "RETURN", "LEAVE"}
 EXTENSION = [
     "FETCH", "CANCEL_FETCH", "WAIT_COUNT", "INTRODUCE", "LEASE", "LEASE_LATER", "CONFIRM", "RETURN", "JOIN", "LEAVE",
@@ -28,8 +29,8 @@ def test_opcodes_and_names_are_pytorchs() -> None:
 
 
 def test_opcodes_and_names_of_the_extension() -> None:
-    ours = [command for command in COMMANDS if command.opcode >= FIRST]
-    assert [(command.opcode, command.name) for command in ours] == list(enumerate(EXTENSION, FIRST))
+    ours = [(command.opcode, command.name) for command in COMMANDS if command.opcode >= FIRST]
+    assert ours[: len(EXTENSION)] == list(enumerate(EXTENSION, FIRST))
 
 
 def test_the_extension_is_flagged_and_nothing_else_is() -> None:
@@ -51,12 +52,11 @@ def test_an_opcode_is_declared_once() -> None:
 
 
 def test_flags() -> None:
-    assert {command.name for command in COMMANDS if command.flags & Flag.MUTATES} == MUTATING
-    assert {command.name for command in COMMANDS if command.flags & Flag.PARKS} == PARKING
-    assert {command.name for command in COMMANDS if command.flags & Flag.SESSION} == {
-        "VALIDATE", "PING", "INTRODUCE", "JOIN",
-    }  # fmt: skip
-    assert {command.name for command in COMMANDS if command.flags & Flag.HOLDS} == HOLDING
+    known = [command for command in COMMANDS if command.opcode < FIRST + len(EXTENSION)]
+    assert {command.name for command in known if command.flags & Flag.MUTATES} == MUTATING
+    assert {command.name for command in known if command.flags & Flag.PARKS} == PARKING
+    assert {command.name for command in known if command.flags & Flag.SESSION} == SESSION
+    assert {command.name for command in known if command.flags & Flag.HOLDS} == HOLDING
     assert {command.name for command in COMMANDS if command.flags & Flag.HANDSHAKE} == {"VALIDATE"}
 
 

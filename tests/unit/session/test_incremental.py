@@ -46,7 +46,7 @@ def nothing_is_left(engine: Engine) -> bool:
     return not any(lines) and keyspace.parked == 0 and not keyspace.work and keyspace.reading is None
 
 
-def test_who_dies_while_it_is_parked_leaves_nothing(engine: Engine) -> None:
+def test_a_session_that_leaves_while_parking_leaves_nothing(engine: Engine) -> None:
     session = greeted(engine)
     ask(session, "wait", KEYS)
     session.receive(b"")
@@ -58,7 +58,7 @@ def test_who_dies_while_it_is_parked_leaves_nothing(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_cancel_behind_a_wait_is_done_after_it(engine: Engine) -> None:
+def test_a_cancel_behind_a_long_wait_follows_it(engine: Engine) -> None:
     session = greeted(engine)
     session.receive(Command("wait", KEYS).frame + Command("cancel_wait").frame + Command("ping", 7).frame)
     assert session.stalled()
@@ -67,7 +67,7 @@ def test_a_cancel_behind_a_wait_is_done_after_it(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_key_that_comes_and_goes_while_it_is_parked_counts_from_its_portion_on(engine: Engine) -> None:
+def test_a_key_counts_from_the_step_that_looks_at_it(engine: Engine) -> None:
     """Keys that were not looked at yet are as they are then; those that were are counted down once they come."""
     session, other = greeted(engine), greeted(engine)
     ask(session, "wait", KEYS)
@@ -85,7 +85,7 @@ def test_a_key_that_comes_and_goes_while_it_is_parked_counts_from_its_portion_on
     assert nothing_is_left(engine)
 
 
-def test_a_second_wait_comes_after_the_first_was_parked(engine: Engine) -> None:
+def test_a_second_wait_follows_a_long_first_one(engine: Engine) -> None:
     session, other = greeted(engine), greeted(engine)
     session.receive(Command("wait", KEYS).frame + Command("wait", [b"x"]).frame)
     finish(session)
@@ -97,7 +97,7 @@ def test_a_second_wait_comes_after_the_first_was_parked(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_what_is_read_is_of_the_moment_it_was_asked_for(engine: Engine) -> None:
+def test_a_long_read_sees_the_values_of_its_beginning(engine: Engine) -> None:
     session, late, other = greeted(engine), greeted(engine), greeted(engine)
     for key in KEYS:
         ask(other, "set", key, b"1")
@@ -112,7 +112,7 @@ def test_what_is_read_is_of_the_moment_it_was_asked_for(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_who_dies_reading_lets_the_next_one_read(engine: Engine) -> None:
+def test_a_session_that_leaves_while_reading_lets_the_next_one_read(engine: Engine) -> None:
     session, late = greeted(engine), greeted(engine)
     ask(session, "check", KEYS)
     ask(late, "check", KEYS)
@@ -125,7 +125,19 @@ def test_who_dies_reading_lets_the_next_one_read(engine: Engine) -> None:
     assert nothing_is_left(engine)
 
 
-def test_those_who_die_while_a_line_is_woken_hear_nothing_and_the_others_do(engine: Engine) -> None:
+@pytest.mark.parametrize("wait", [("wait", [b"k"]), ("fetch", b"k"), ("wait_count", b"k", 1)])
+def test_many_waiters_are_woken_in_order_of_arrival(engine: Engine, wait: tuple[str, object]) -> None:
+    waiting = [greeted(engine) for _ in range(20)]
+    other = greeted(engine)
+    for session in waiting:
+        ask(session, *wait)
+    ask(other, "add", b"k", 1)
+    assert engine.keyspace.work
+    finish(other)
+    assert engine.pending_flush == waiting
+
+
+def test_waiters_may_leave_while_many_are_woken(engine: Engine) -> None:
     waiting = [greeted(engine) for _ in range(10)]
     other = greeted(engine)
     for session in waiting:

@@ -97,9 +97,7 @@ def test_requests(name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: s
 @pytest.mark.parametrize(("name", "fields"), REQUESTS)
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_requests_that_come_in_parts(
-    name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: st.DataObject
-) -> None:
+def test_requests_in_parts(name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: st.DataObject) -> None:
     """As a session does it: never asked before `need` bytes are there, which is never more than will come."""
     shape = request_of(name)
     sent = data.draw(fields)
@@ -150,11 +148,11 @@ def test_replies(name: str, results: st.SearchStrategy[Any], data: st.DataObject
 
 
 @pytest.mark.parametrize(("name", "byte"), [("PRESENCE", 2), ("WAKE", 1), ("CANCELED", 0), ("WAKE", 255)])
-def test_replies_that_mean_nothing(name: str, byte: int) -> None:
+def test_impossible_replies(name: str, byte: int) -> None:
     with pytest.raises(ProtocolError):
         reply_of(name).decode(bytes([byte]), 0, 1, 0)
 
 
 @pytest.mark.parametrize(("name", "result"), [("WAKE", False), ("NO_REPLY", None)])
-def test_what_is_not_said(name: str, result: Any) -> None:
+def test_results_without_reply(name: str, result: Any) -> None:
     assert said(reply_of(name), result) == b""
