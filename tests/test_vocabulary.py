@@ -49,6 +49,10 @@ PHRASES = {
 
 ALLOWED = (
     r"thundering[- _]herds?",
+    r"(?:mak(?:e|es|ing)|made|no|enough|has|have|leaves?)[ _]room(?![a-z])|(?<![a-z])room (?:for|to)(?![a-z])",  # space
+    r"math\.floor",
+    r"--dirty",  # git's
+    r"for \w+ in lines?",  # code in an f-string
     r"unread_(?:soft|hard)_bytes",  # limits that the changelog names
     r"bench/spike/doors\.py",  # in an old commit
 )
@@ -91,6 +95,8 @@ def in_source(path: Path) -> Iterator[str]:
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         found: Iterator[str] = iter(())
         if token.type == tokenize.NAME:
+            if token.line[: token.end[1]].endswith("math.floor"):
+                continue
             found = in_name(token.string, path.name)
         elif token.type in _TEXT:
             found = in_text(token.string)
@@ -134,7 +140,7 @@ def test_a_page_uses_the_fields_words(path: Path) -> None:
     "text",
     [
         "the door's connection", "Rooms", "FairLane", "_check_room", "a waiter in line for it", "out of line",
-        "whose turn it is", "its turn", "the next in line", "a herd of ranks", "no_room_left", "dirty sessions",
+        "whose turn it is", "its turn", "the next in line", "a herd of ranks", "room: int", "tell_of_room", "dirty sessions",
         "joins the\nline", "in\nline for a lock",
     ],
 )  # fmt: skip
@@ -146,7 +152,8 @@ def test_private_senses_are_found(text: str) -> None:
     "text",
     [
         "the command line", "one line of JSON", "the end of the line", "in line 3", "log lines", "in turn", "in turns",
-        "one turn of the loop", "it turns out", "headroom", "a thundering herd", "THUNDERING_HERD", "explained",
+        "one turn of the loop", "it turns out", "headroom", "a thundering herd", "THUNDERING_HERD", "explained", "_make_room",
+        "room for a key", 
         "indoors", "in line with", "return the sum",
     ],
 )  # fmt: skip
