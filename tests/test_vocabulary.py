@@ -140,8 +140,8 @@ def test_a_page_uses_the_fields_words(path: Path) -> None:
     "text",
     [
         "the door's connection", "Rooms", "FairLane", "_check_room", "a waiter in line for it", "out of line",
-        "whose turn it is", "its turn", "the next in line", "a herd of ranks", "room: int", "tell_of_room", "dirty sessions",
-        "joins the\nline", "in\nline for a lock",
+        "whose turn it is", "its turn", "the next in line", "a herd of ranks", "room: int", "tell_of_room",
+        "dirty sessions", "joins the\nline", "in\nline for a lock",
     ],
 )  # fmt: skip
 def test_private_senses_are_found(text: str) -> None:
@@ -152,9 +152,8 @@ def test_private_senses_are_found(text: str) -> None:
     "text",
     [
         "the command line", "one line of JSON", "the end of the line", "in line 3", "log lines", "in turn", "in turns",
-        "one turn of the loop", "it turns out", "headroom", "a thundering herd", "THUNDERING_HERD", "explained", "_make_room",
-        "room for a key", 
-        "indoors", "in line with", "return the sum",
+        "one turn of the loop", "it turns out", "headroom", "a thundering herd", "THUNDERING_HERD", "explained",
+        "_make_room", "room for a key", "indoors", "in line with", "return the sum",
     ],
 )  # fmt: skip
 def test_technical_senses_are_not(text: str) -> None:
