@@ -50,6 +50,6 @@ def test_importing_the_package_imports_nothing_else() -> None:
     assert "asyncio" not in done.stdout
 
 
-def test_importing_a_room_hides_no_name() -> None:
+def test_importing_a_module_hides_no_name() -> None:
     code = "import tcpstore_async, tcpstore_async.rendezvous_url; assert callable(tcpstore_async.rendezvous)"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -47,7 +47,7 @@ def test_which_pythons_a_version_supports(version: str, span: tuple[int, int]) -
     assert matrix.supported(version) == span
 
 
-def test_every_python_has_its_turn() -> None:
+def test_every_python_is_chosen() -> None:
     chosen = [matrix.choose(version, PYTHONS) for version in matrix.KNOWN]
     assert set(chosen) == set(PYTHONS)
     for version, minor in zip(matrix.KNOWN, chosen, strict=True):

@@ -155,7 +155,7 @@ class Listener:
 
 
 @pytest.mark.parametrize("name", ["EPROTO", "ENETDOWN", "EHOSTUNREACH", "ECONNABORTED"])
-async def test_an_error_of_one_newcomer_does_not_pause_accepting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_one_new_connection_does_not_pause_accepting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve() as server:
         assert isinstance(server, UvServer)
         paused: list[int] = []
@@ -171,7 +171,7 @@ async def test_an_error_of_one_newcomer_does_not_pause_accepting(name: str, monk
         writer.close()
 
 
-async def test_a_newcomer_that_cannot_be_served_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_connection_that_cannot_be_served_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve() as server:
         assert isinstance(server, UvServer)
 

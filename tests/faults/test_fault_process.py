@@ -145,12 +145,12 @@ def test_a_thundering_herd_finds_the_file_table_grown(backend: str) -> None:
         assert Watch(server.process.pid).file_table() > 5000
 
 
-def test_no_room_is_made_for_more_connections_than_are_allowed(backend: str) -> None:
+def test_the_file_table_is_not_grown_beyond_the_connection_limit(backend: str) -> None:
     with tcpstore_server("--backend", backend, "--limit", "connections=100") as server:
         assert Watch(server.process.pid).file_table() < 1000
 
 
-def test_pytorchs_server_grows_its_file_table_while_the_herd_waits() -> None:
+def test_pytorchs_server_grows_its_file_table_while_ranks_wait() -> None:
     pytest.importorskip("torch")
     with program(TORCH_SERVER, "libuv") as process:
         assert process.stdout is not None
