@@ -48,13 +48,13 @@ class Job:
         self.port = port
         self.agents: list[subprocess.Popen[bytes]] = []
 
-    def agent(self, what: str, nodes: str = "2", workers: int = 2, **env: str) -> subprocess.Popen[bytes]:
+    def agent(self, what: str, nodes: str = "2", workers: str = "2", **env: str) -> subprocess.Popen[bytes]:
         log = self.folder / f"agent{len(self.agents)}"
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes),
-                    *("--nproc-per-node", str(workers), "--max-restarts", "3", "--monitor-interval", "0.1"),
+                    *("--nproc-per-node", workers, "--max-restarts", "3", "--monitor-interval", "0.1"),
                     *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"),
                     *("--rdzv-conf", CONF),
                     *(str(Path(__file__).with_name("elastic_worker.py")), str(self.folder), what),
@@ -205,9 +205,9 @@ def test_workers_that_join_a_daemon(job: Job) -> None:
     """After a restart, which only one of two agents counts, and in the next job of the name, no key is seen again."""
     with tcpstore_server() as server:
         job.port = server.port
-        job.end(*[job.agent("fail", workers=1, **joining(server.port)) for _ in range(2)])
+        job.end(*[job.agent("fail", workers="1", **joining(server.port)) for _ in range(2)])
         assert sorted(one["restarts"] for one in job.seen()) == [0, 0, 0, 1]
-        job.end(job.agent("end", nodes="1", workers=1, **joining(server.port)))
+        job.end(job.agent("end", nodes="1", workers="1", **joining(server.port)))
     assert groups(job.seen()) == [(2, [0, 1]), (2, [0, 1]), (1, [0])]
 
 
@@ -215,13 +215,13 @@ def test_workers_that_join_a_daemon(job: Job) -> None:
 def test_workers_that_join_a_daemon_become_more(job: Job) -> None:
     """No agent counts that as a restart. The agents' own server does not outlive them; that of the workers does."""
     with tcpstore_server() as server:
-        agents = [job.agent("hold", nodes="1:2", workers=1, **joining(server.port))]
+        agents = [job.agent("hold", nodes="1:2", workers="1", **joining(server.port))]
         job.until(lambda: len(job.seen()) == 1)
-        agents.append(job.agent("hold", nodes="1:2", workers=1, **joining(server.port)))
+        agents.append(job.agent("hold", nodes="1:2", workers="1", **joining(server.port)))
         job.until(lambda: len(job.seen()) == 3)
         (job.folder / "go").touch()
         job.end(*agents)
-        job.end(job.agent("end", nodes="1", workers=1, **joining(server.port)))
+        job.end(job.agent("end", nodes="1", workers="1", **joining(server.port)))
     assert groups(job.seen()) == [(1, [0]), (2, [0, 1]), (1, [0])]
 
 
