@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 
 COMPILED = [
     "tcpstore_async/coercion.py",
+    "tcpstore_async/keys.py",
     "tcpstore_async/values.py",
     "tcpstore_async/incremental.py",
     "tcpstore_async/limits.py",

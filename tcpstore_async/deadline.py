@@ -29,9 +29,9 @@ _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 2.0
 
 
-def backoff(failures: int) -> float:
-    """Return the seconds to wait after so many failures in a row: 0.05, doubled up to 2, by half more or less."""
-    return random.uniform(0.5, 1.5) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
+def backoff(failures: int, first: float = _FIRST_PAUSE, longest: float = _LONGEST_PAUSE) -> float:
+    """Return the seconds to wait after so many failures in a row: `first`, doubled up to `longest`, varied by half."""
+    return random.uniform(0.5, 1.5) * min(longest, first * 2.0 ** min(failures - 1, 10))
 
 
 class Deadline:

@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 LAYERS = {
-    "errors": 0, "limits": 0, "values": 0, "coercion": 0, "deadline": 0, "version": 0, "interrupts": 0,
+    "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
     "wire": 1, "keyspace": 1, "waiters": 1, "incremental": 1,
     "session": 2,
     "server": 3, "client": 3,
@@ -28,7 +28,7 @@ LAYERS = {
 }  # fmt: skip
 MACHINE = {"socket", "asyncio", "threading", "time", "os", "logging", "click", "select"}
 KNOWS_TIME = {"deadline"}
-SAME_LAYER = {("coercion", "errors"), ("values", "errors"), ("limits", "errors")}
+SAME_LAYER = {("coercion", "errors"), ("values", "errors"), ("limits", "errors"), ("keys", "coercion")}
 SAME_LAYER |= {("keyspace", "waiters"), ("keyspace", "incremental"), ("waiters", "incremental")}
 SAME_LAYER |= {("incremental", "keyspace"), ("incremental", "waiters")}  # for types only
 

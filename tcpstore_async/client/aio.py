@@ -18,6 +18,7 @@ from typing import Any, cast
 from ..coercion import Text, Timeout, to_host, to_port, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
+from ..keys import caller_keys, decode_keys, stored_key, stored_keys
 from ..session.client import PendingCall
 from ..session.identity import Identity, read_identity
 from ..values import Framed, unpack
@@ -135,7 +136,7 @@ class AsyncTCPStore:
 
     async def get(self, key: Text) -> bytes:
         """Return the value as soon as the key exists."""
-        name = requests.key_of(key)
+        name = stored_key(key)
         request = requests.wait([name])
         deadline = _CallDeadline(request, self._timeout)
         if self.identity is None and not await self._extended(deadline):
@@ -175,7 +176,7 @@ class AsyncTCPStore:
 
     async def check(self, keys: Iterable[Text]) -> bool:
         """Return whether all keys exist."""
-        return bool(await self._call(requests.check(requests.keys_of(keys))))
+        return bool(await self._call(requests.check(stored_keys(keys))))
 
     async def ping(self) -> None:
         """Make one round trip, after which the server has executed everything sent before."""
@@ -192,11 +193,11 @@ class AsyncTCPStore:
     async def list_keys(self) -> list[str]:
         """Return all keys, unordered, without PyTorch's own. Raises UnicodeDecodeError if one is not UTF-8."""
         await self._require(capabilities.LIST_KEYS, requests.LIST_KEYS)
-        return requests.texts_of(requests.names_of(await self._call(requests.LIST_KEYS)))
+        return decode_keys(caller_keys(await self._call(requests.LIST_KEYS)))
 
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """Return the values as soon as all keys exist."""
-        names = requests.keys_of(keys)
+        names = stored_keys(keys)
         deadline = _CallDeadline(requests.wait(names), self._timeout)
         await self._extended(deadline)
         await self._call_blocking(requests.wait(names), deadline)
@@ -213,7 +214,7 @@ class AsyncTCPStore:
 
         The timeout, in seconds or a timedelta, defaults to the store's; 0 checks once, negative means none.
         """
-        request = requests.wait(requests.keys_of(keys))
+        request = requests.wait(stored_keys(keys))
         deadline = _CallDeadline(request, self._seconds(timeout))
         await self._extended(deadline)  # so that a further connection can be verified
         await self._call_blocking(request, deadline)
@@ -237,7 +238,7 @@ class AsyncTCPStore:
         await self._call(request)
 
     async def queue_len(self, key: Text) -> int:
-        request = requests.queue_len(requests.key_of(key))
+        request = requests.queue_len(stored_key(key))
         await self._require(capabilities.QUEUES, request)
         return int(await self._call(request))
 
@@ -248,7 +249,7 @@ class AsyncTCPStore:
         when the item is already on its way, the item returns to the front of the queue; on PyTorch's servers, to the
         end.
         """
-        name = requests.key_of(key)
+        name = stored_key(key)
         deadline = _CallDeadline(requests.wait([name]) if block else requests.queue_pop(name), self._timeout)
         await self._require(capabilities.QUEUES, requests.queue_pop(name), deadline if block else None)
         if not await self._extended(deadline):

@@ -7,6 +7,7 @@ and with it the writes on it. Every command of a probe is answered at once and l
 import os
 from typing import Final
 
+from ..keys import BARRIER_LAST
 from ..wire.commands import BY_METHOD
 from . import requests
 from .requests import Request
@@ -32,7 +33,7 @@ def probe(what: str) -> list[Request]:
     if what == QUEUES:
         return [requests.queue_len(name)]
     delete = BY_METHOD["delete_key"]
-    return [(BY_METHOD["barrier"], (name, 1)), (delete, (name,)), (delete, (name + requests.BARRIER_LAST,))]
+    return [(BY_METHOD["barrier"], (name, 1)), (delete, (name,)), (delete, (name + BARRIER_LAST,))]
 
 
 def lacks(what: str, host: str, port: int) -> NotImplementedError:

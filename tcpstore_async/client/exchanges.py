@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Final, TypeVar
 
 from ..coercion import to_bytes
+from ..keys import BARRIER_LAST, BARRIER_MEMBERS, stored_key
 from ..values import EMPTY
 from . import requests
-from .requests import BARRIER_LAST, BARRIER_MEMBERS, Request
+from .requests import Request
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ def arrive(key: object, world_size: int) -> Generator[Request, Any, Request]:
     name = to_bytes("key", key)
     if (yield requests.add(name + BARRIER_MEMBERS, 1)) >= world_size:
         yield requests.set_(name + BARRIER_LAST, b"1")
-    return requests.wait([requests.key_of(name + BARRIER_LAST)])
+    return requests.wait([stored_key(name + BARRIER_LAST)])
 
 
 def is_plain(name: bytes, doubts: int) -> Generator[Request, Any, bool | None]:

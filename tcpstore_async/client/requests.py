@@ -1,7 +1,7 @@
 """The request of each method of a store: its command and fields, made from the user's arguments.
 
-The module knows which method is which command, how users' keys look on the wire, and what PyTorch's client says when a
-call times out; it must not know connections, waiting or threads. Invariant: an invalid argument (hence `object`) raises
+The module knows which method is which command, and what PyTorch's client says when a call times out; it must not know
+connections, waiting or threads. Invariant: an invalid argument (hence `object`) raises
 TypeError or ValueError here, before anything is sent.
 """
 
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ..coercion import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..errors import StoreTimeoutError
+from ..keys import stored_key, stored_keys, wait_timeout_message
 from ..limits import Limits
 from ..values import Framed, pack
 from ..wire.codecs import Fields
@@ -44,10 +45,6 @@ NO_KEY: Final[Request] = _CHECK, ([],)
 HAS_EXTENSION: Final[Request] = _CHECK, ([SERVER_KEY],)
 WHO_ARE_YOU: Final[Request] = _GET, (SERVER_KEY,)
 
-BARRIER_MEMBERS: Final = b"/num_members"
-BARRIER_LAST: Final = b"/last_member"
-"""Suffixes of the two keys of PyTorch's barrier: the counter of arrivals, and the key that the last one sets."""
-
 DEPART: Final[Request] = BY_METHOD["depart"], ()
 
 JOINS: Final[Request] = _GET, (JOINS_KEY,)
@@ -60,26 +57,8 @@ VALUE_BYTES: Final = Limits().value_bytes
 """The size of a value that every server accepts unless it was started with another limit."""
 
 
-def key_of(key: object) -> bytes:
-    if isinstance(key, str):
-        try:
-            return b"/" + key.encode()
-        except UnicodeEncodeError:
-            pass  # reported below
-    return b"/" + to_bytes("key", key)
-
-
-def keys_of(keys: object) -> list[bytes]:
-    if isinstance(keys, list):
-        try:
-            return list(map(key_of, keys))
-        except TypeError:
-            pass  # reported below, with its index
-    return [b"/" + key for key in to_bytes_list("keys", keys)]
-
-
 def set_(key: object, value: object) -> Request:
-    return _SET, (key_of(key), pack(to_bytes("value", value)))
+    return _SET, (stored_key(key), pack(to_bytes("value", value)))
 
 
 def get(name: bytes) -> Request:
@@ -91,15 +70,15 @@ def fetch(name: bytes) -> Request:
 
 
 def add(key: object, amount: object) -> Request:
-    return _ADD, (key_of(key), to_int64("amount", amount))
+    return _ADD, (stored_key(key), to_int64("amount", amount))
 
 
 def compare_set(key: object, expected: object, desired: object) -> Request:
-    return _COMPARE_SET, (key_of(key), pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired)))
+    return _COMPARE_SET, (stored_key(key), pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired)))
 
 
 def append(key: object, value: object) -> Request:
-    return _APPEND, (key_of(key), pack(to_bytes("value", value)))
+    return _APPEND, (stored_key(key), pack(to_bytes("value", value)))
 
 
 def check(names: list[bytes]) -> Request:
@@ -111,7 +90,7 @@ def wait(names: list[bytes]) -> Request:
 
 
 def delete_key(key: object) -> Request:
-    return _DELETE_KEY, (key_of(key),)
+    return _DELETE_KEY, (stored_key(key),)
 
 
 def multi_get(names: list[bytes]) -> Request:
@@ -120,12 +99,12 @@ def multi_get(names: list[bytes]) -> Request:
 
 def multi_set(keys: object, values: object) -> Request:
     """Raises DistStoreError, as PyTorch does, if the numbers of keys and values differ."""
-    pairs = to_pairs(keys_of(keys), to_bytes_list("values", values))
+    pairs = to_pairs(stored_keys(keys), to_bytes_list("values", values))
     return _MULTI_SET, ([(name, pack(value)) for name, value in pairs],)
 
 
 def queue_push(key: object, value: object) -> Request:
-    return _QUEUE_PUSH, (key_of(key), pack(to_bytes("value", value)))
+    return _QUEUE_PUSH, (stored_key(key), pack(to_bytes("value", value)))
 
 
 def queue_pop(name: bytes) -> Request:
@@ -155,7 +134,7 @@ def queue_len(name: bytes) -> Request:
 
 
 def barrier(key: object, world_size: object) -> Request:
-    return _BARRIER, (key_of(key), to_int64("world_size", world_size))
+    return _BARRIER, (stored_key(key), to_int64("world_size", world_size))
 
 
 def wait_count(name: bytes, count: int) -> Request:
@@ -177,16 +156,6 @@ def introduce(known: dict[str, str]) -> Request:
     return BY_METHOD["introduce"], ([(name.encode(), pack(text.encode())) for name, text in known.items()],)
 
 
-def names_of(keys: list[bytes]) -> list[bytes]:
-    """Return users' keys, without prefix; PyTorch's own are left out."""
-    return [key[1:] for key in keys if key.startswith(b"/")]
-
-
-def texts_of(names: list[bytes]) -> list[str]:
-    """Raises UnicodeDecodeError for a name that is not UTF-8."""
-    return [name.decode() for name in names]
-
-
 def timeout_message(request: Request, seconds: float) -> str:
     """Return the text of a timeout, PyTorch's where it has one."""
     command, fields = request
@@ -194,7 +163,7 @@ def timeout_message(request: Request, seconds: float) -> str:
     if command is _BARRIER:
         return f"{text}, key: {fields[0][1:].decode(errors='replace')}"
     if command is _WAIT:
-        return f"{text}, keys: {_listed(fields[0])}"
+        return wait_timeout_message(fields[0], seconds)
     if command is _LEASE:
         return timeout_message(queue_pop(fields[0]), seconds)
     if command is _FETCH or command is _LEASE_LATER:
@@ -220,7 +189,3 @@ def size_hint(longest: int) -> str:
         f" (a request of {longest} bytes was sent before: a server closes the connection when a value exceeds its"
         f" limit, by default {VALUE_BYTES} bytes)"
     )
-
-
-def _listed(names: list[bytes]) -> str:
-    return ", ".join(name.decode(errors="replace") for name in names)

@@ -9,9 +9,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, TypeVar
 
-from ..client.requests import BARRIER_LAST, BARRIER_MEMBERS
 from ..coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, Deadline
+from ..keys import BARRIER_LAST, BARRIER_MEMBERS
 
 Self = TypeVar("Self", bound="Store")
 

@@ -22,6 +22,7 @@ from ..client.requests import Request
 from ..coercion import Text, Timeout, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
+from ..keys import caller_keys, decode_keys, stored_key, stored_keys
 from ..server.master import ServerHandle, host
 from ..values import unpack
 from ..wire.commands import WORKERS_KEY
@@ -203,7 +204,7 @@ class TCPStore(Store):
 
     def get(self, key: Text) -> bytes:
         client = self._connection()
-        name = requests.key_of(key)
+        name = stored_key(key)
         request, seconds, began = requests.wait([name]), self._timeout, time.monotonic()
         if (
             client.extended(request, seconds, began) and seconds
@@ -219,11 +220,11 @@ class TCPStore(Store):
         return unpack(self._connection().call(requests.compare_set(key, expected, desired)))
 
     def check(self, keys: Iterable[Text]) -> bool:
-        present: bool = self._connection().call(requests.check(requests.keys_of(keys)))
+        present: bool = self._connection().call(requests.check(stored_keys(keys)))
         return present
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        self._call_blocking(requests.wait(requests.keys_of(keys)), self._seconds(timeout))
+        self._call_blocking(requests.wait(stored_keys(keys)), self._seconds(timeout))
 
     def delete_key(self, key: Text) -> bool:
         return bool(self._connection().call(requests.delete_key(key)) == 1)
@@ -233,16 +234,16 @@ class TCPStore(Store):
         return number
 
     def list_keys(self) -> list[str]:
-        return requests.texts_of(self._list_keys_as_bytes())
+        return decode_keys(self._list_keys_as_bytes())
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        return requests.names_of(self._supporting(capabilities.LIST_KEYS, requests.LIST_KEYS).call(requests.LIST_KEYS))
+        return caller_keys(self._supporting(capabilities.LIST_KEYS, requests.LIST_KEYS).call(requests.LIST_KEYS))
 
     def append(self, key: Text, value: Text) -> None:
         self._connection().call(requests.append(key, value))
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
-        names = requests.keys_of(keys)
+        names = stored_keys(keys)
         return [
             unpack(blob) for blob in self._call_blocking(requests.wait(names), self._timeout, requests.multi_get(names))
         ]
@@ -255,7 +256,7 @@ class TCPStore(Store):
 
     def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
         """Find missing keys by CHECKs, many per round trip: every server knows them, and the replies are short."""
-        batch = [requests.check([name]) for name in requests.keys_of(keys)]
+        batch = [requests.check([name]) for name in stored_keys(keys)]
         absent: list[int] = []
         for start in range(0, len(batch), _CHECKS_AT_ONCE):
             try:
@@ -272,7 +273,7 @@ class TCPStore(Store):
         self._queues(request).call(request)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        name = requests.key_of(key)
+        name = stored_key(key)
         request = requests.wait([name]) if block else requests.queue_pop(name)
         seconds, began = self._timeout, time.monotonic()
         client = self._queues(request, began)
@@ -310,7 +311,7 @@ class TCPStore(Store):
                 raise QueueEmptyError("queue is empty")
 
     def queue_len(self, key: Text) -> int:
-        request = requests.queue_len(requests.key_of(key))
+        request = requests.queue_len(stored_key(key))
         length: int = self._queues(request).call(request)
         return length
 

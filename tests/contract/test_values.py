@@ -80,7 +80,9 @@ def test_add_to_what_is_no_number(kind: Kind, make: Maker, key: str, text: str) 
     store = make()
     store.set(key, text)
     error = DistNetworkError if kind.is_remote else ValueError
-    with pytest.raises(error, match=None if kind.is_remote else f"'{kind.shown}{key}' is not a 64-bit number"):
+    with pytest.raises(
+        error, match=None if kind.is_remote else f"'{kind.shown}{key}': its value is not a 64-bit number"
+    ):
         store.add(key, 1)
     assert make().get(key) == text.encode()
 

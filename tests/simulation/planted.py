@@ -15,6 +15,7 @@ from tcpstore_async.client import requests
 from tcpstore_async.client.async_connection import AsyncConnection
 from tcpstore_async.client.pool import TCPClient
 from tcpstore_async.errors import BudgetError, QueueEmptyError
+from tcpstore_async.keys import stored_key
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
 from tcpstore_async.session.budget import Budget, Holder, Unsent
@@ -241,7 +242,7 @@ PLANTED: dict[str, Plant] = {
 
 
 def _pops_without_lease(store: TCPStore, key: str, block: bool = True) -> bytes:
-    name = requests.key_of(key)
+    name = stored_key(key)
     pop, wait = requests.queue_pop(name), requests.wait([name])
     began = time.monotonic()
     client = store._queues(wait if block else pop, began)

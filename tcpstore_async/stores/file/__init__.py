@@ -1,3 +1,3 @@
-"""The store in a file: its format, the locking, the store."""
+"""FileStore: the record format, the locking and the store."""
 
 from .store import FileStore as FileStore

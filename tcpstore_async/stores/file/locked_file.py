@@ -1,15 +1,14 @@
-"""The file as one store of this process sees it, with other processes at work on it.
+"""A store's file, shared with other processes: locking, reading, appending, and repair after a writer died.
 
-Knows: locks, deadlines, what a writer that died leaves behind. Must not know: keys, commands, what a store is asked.
-Invariants: nothing is read or written without a lock on the whole file (flock). A record is written by one write, right
-behind a whole one. Nothing is written because of what an older replica said.
+Invariants: nothing is read or written without a lock on the whole file (flock). Records are appended directly after a
+complete one, all or nothing. What is written is decided on the current contents, never on an older replica. This module
+knows neither keys nor commands.
 """
 
 import errno
 import fcntl
 import logging
 import os
-import random
 import stat
 import threading
 import time
@@ -19,20 +18,20 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from ...coercion import in_milliseconds
-from ...deadline import Deadline
+from ...deadline import Deadline, backoff
 from ...errors import DistStoreError, ProtocolError, StoreTimeoutError
 from ...keyspace import Keyspace
 from ..hash import Alarm
-from .records import FIRST, is_complete, sign_off_records, sign_on_records
+from .records import FIRST, is_complete, register, unregister
 from .reentrant_lock import FileLock, locked
 from .replica import Replica
 from .torn_records import torn_spans
 
 T = TypeVar("T")
 
-_SHORTEST_PAUSE: Final = 0.0001
+_FIRST_PAUSE: Final = 0.0001
 _LONGEST_PAUSE: Final = 0.005
-"""Seconds between two tries for the lock."""
+"""Seconds between attempts to open and lock the file."""
 
 _NO_FLOCK: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -40,104 +39,110 @@ log: Final = logging.getLogger("tcpstore_async.stores")
 
 
 class Missing(Exception):
-    """The file is not there, and nobody waits for it."""
+    """The file does not exist, and the caller does not wait for it."""
 
 
-class Backoff:
-    """When to try again, until the deadline."""
+class _Attempts:
+    """Attempts to open and lock the file, until a deadline."""
 
     def __init__(self, deadline: Deadline) -> None:
-        self.deadline = deadline
-        self.pause = _SHORTEST_PAUSE
+        self._deadline = deadline
+        self._failures = 0
 
-    def pause_or_raise(self, what: str) -> None:
-        """Raises StoreTimeoutError, which says what was the matter."""
-        left = self.deadline.left()
+    def pause(self, waiting_for: str) -> None:
+        """Sleep until the next attempt. Raises StoreTimeoutError at the deadline."""
+        left = self._deadline.left()
         if left == 0.0:
-            raise StoreTimeoutError(f"{what} for {in_milliseconds(self.deadline.timeout)}ms")
-        pause = self.pause * random.uniform(0.5, 1.5)
+            raise StoreTimeoutError(f"timeout after {in_milliseconds(self._deadline.timeout)}ms: {waiting_for}")
+        self._failures += 1
+        pause = backoff(self._failures, _FIRST_PAUSE, _LONGEST_PAUSE)
         time.sleep(pause if left is None else min(pause, left))
-        self.pause = min(self.pause * 1.5, _LONGEST_PAUSE)
 
 
 class SharedFile:
-    """The file as one store of this process sees it. Every method raises DistStoreError."""
+    """The file as one store of this process uses it. Every method raises DistStoreError."""
 
     def __init__(self, path: str) -> None:
         self.path: Final = os.path.abspath(path)
         self.pid: Final = os.getpid()
-        self._complained = False
-        self._joined: list[int] = []
-        """A descriptor of the file that was joined, so that no other one gets its inode; none once it is left.
+        self._has_warned = False
+        self._registered: list[int] = []
+        """A descriptor of the file that counts this store, which keeps its inode from being reused; empty otherwise.
 
-        A list, because taking it out is one step: of two that sign off at once, one does.
+        A list, because popping is atomic: of two threads that unregister at once, one does.
         """
-        self.renew()
+        self._reset()
         _FILES.add(self)
 
-    def renew(self) -> None:
+    def _reset(self) -> None:
         """Forget everything that was read."""
         self._lock = threading.RLock()
-        """Guards the replica. Taken after the file's, and held by nobody who waits for anything."""
+        """Guards the replica. Acquired after the file's lock; its holder never waits for anything."""
         self._user: int | None = None
-        """The thread that holds it."""
+        """The thread that uses the replica."""
         self._replica = Replica()
 
     def read(self, look: Callable[[Keyspace], T], deadline: Deadline) -> T:
-        """Look at what the file holds, twice perhaps."""
-        whole = False
+        """Return what `look` returns for the current contents. It may be called more than once."""
+        intact = False
 
         def act(lock: FileLock) -> T:
-            nonlocal whole
-            with self._common(lock) as replica:
-                whole = replica.catch_up(lock.fd)
+            nonlocal intact
+            with self._shared_replica(lock) as replica:
+                intact = replica.catch_up(lock.fd)
                 return look(replica.keyspace)
 
         result = self._locked(os.O_RDONLY, deadline, act)
-        if not whole and self._mend(deadline):
+        if not intact and self._repair(deadline):
             return self._locked(os.O_RDONLY, deadline, act)
         return result
 
     def write(self, decide: Callable[[Keyspace], tuple[T, bytes]], deadline: Deadline, create: bool = True) -> T:
-        """Look at what the file holds, and write records because of it."""
+        """Append the records that `decide` returns for the current contents; return its result.
+
+        It may be called more than once.
+        """
         flags = os.O_RDWR | os.O_CREAT if create else os.O_RDWR
         return self._locked(flags, deadline, lambda lock: self._write(lock, decide))
 
-    def sign_on(self, round_size: int, deadline: Deadline) -> None:
-        """Count one store more, in a new file if an earlier round of that size, unless it is 0, is done with this."""
+    def register(self, round_size: int, deadline: Deadline) -> None:
+        """Count one more store.
+
+        If the file is that of a finished round of this size, replace it by a new one; a size of 0 means no rounds.
+        """
 
         def act(lock: FileLock) -> bool:
-            self._let_go()
-            self._joined.append(os.open(self.path, os.O_RDONLY))
-            may = self._sign(lock, lambda keyspace: sign_on_records(keyspace, round_size))
-            if not may and not lock.lost:
+            self._release_descriptor()
+            self._registered.append(os.open(self.path, os.O_RDONLY))
+            usable = self._count(lock, lambda keyspace: register(keyspace, round_size))
+            if not usable and not lock.lost:
                 _unlink(self.path)
-            return may
+            return usable
 
         try:
             while not self._locked(os.O_RDWR | os.O_CREAT, deadline, act):
                 pass
         except BaseException:
-            self._let_go()
+            self._release_descriptor()
             raise
 
-    def sign_off(self, world_size: int, deadline: Deadline) -> None:
-        """Count one store less, if the file is still the one that was joined; the last one of a world removes it.
+    def unregister(self, world_size: int, deadline: Deadline) -> None:
+        """Count one store less, if the file is still the one that counts this store; the world's last removes it.
 
-        Does nothing if that is done. If it fails it may be tried again.
+        Does nothing if this store is not counted any more. May be called again after a failure.
         """
         try:
-            joined = self._joined.pop()
+            registered = self._registered.pop()
         except IndexError:
             return
         done = False
 
         def act(lock: FileLock) -> None:
             nonlocal done
-            if not os.path.samestat(os.fstat(lock.fd), os.fstat(joined)):
+            if not os.path.samestat(os.fstat(lock.fd), os.fstat(registered)):
                 return
             try:
-                last = self._sign(lock, lambda keyspace: sign_off_records(keyspace, world_size))
+                last = self._count(lock, lambda keyspace: unregister(keyspace, world_size))
             finally:
                 done = lock.written
             if last and not lock.lost:
@@ -149,21 +154,21 @@ class SharedFile:
         except Missing:
             done = True  # as in PyTorch
         finally:
-            self._joined.append(joined)
+            self._registered.append(registered)
             if done:
-                self._let_go()
+                self._release_descriptor()
 
-    def forked(self) -> None:
-        """Be the file in a forked child, where nobody holds the lock and nobody signs off."""
-        self.renew()
-        self._let_go()
+    def reset_after_fork(self) -> None:
+        """Forget the parent's replica, lock and registration in a forked child."""
+        self._reset()
+        self._release_descriptor()
 
-    def _let_go(self) -> None:
-        while self._joined:
-            os.close(self._joined.pop())
+    def _release_descriptor(self) -> None:
+        while self._registered:
+            os.close(self._registered.pop())
 
     def signature(self) -> object:
-        """Something that is another thing once the file has changed."""
+        """Return a value that changes with the file."""
         try:
             found = os.stat(self.path)
         except OSError as error:
@@ -171,7 +176,7 @@ class SharedFile:
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def forget(self, keyspace: Keyspace, alarm: Alarm) -> None:
-        """A thread no longer waits for what it was parked on."""
+        """Remove a thread's waiter from a replica's keyspace."""
         if self._user == threading.get_ident():
             return
         with self._lock:
@@ -182,13 +187,16 @@ class SharedFile:
                 self._user = None
 
     def _locked(self, flags: int, deadline: Deadline, act: Callable[[FileLock], T], patient: bool = True) -> T:
-        """Do something while the file is locked, from the start again if another call has taken the lock meanwhile."""
+        """Call `act` while the file is locked; call it again if another call took the lock meanwhile.
+
+        Raises Missing at once if the file does not exist and the caller is not `patient`.
+        """
         deadline = deadline if deadline.timeout else Deadline.of_a_call(0)
         while True:
             lock = FileLock()
             try:
                 with locked() as lock:
-                    self._open(lock, flags, Backoff(deadline), patient)
+                    self._open(lock, flags, _Attempts(deadline), patient)
                     result = act(lock)
                 if lock.written or not lock.lost:
                     return result
@@ -199,8 +207,8 @@ class SharedFile:
                     raise DistStoreError(f"{self.path}: {error.strerror or error}") from error
                 raise
 
-    def _open(self, lock: FileLock, flags: int, tries: Backoff, patient: bool) -> None:
-        """Open the file that is there now, and lock it: for itself alone if it may be written."""
+    def _open(self, lock: FileLock, flags: int, attempts: _Attempts, patient: bool) -> None:
+        """Open and lock the file that the path names now; the lock is exclusive if the file may be written."""
         kind = fcntl.LOCK_EX if flags & os.O_RDWR else fcntl.LOCK_SH
         while True:
             lock.lost = False
@@ -209,51 +217,51 @@ class SharedFile:
             except FileNotFoundError:
                 if not patient:
                     raise Missing from None
-                tries.pause_or_raise(f"{self.path}: {self._what_is_missing()}")
+                attempts.pause(f"{self.path}: {self._what_is_missing()}")
                 continue
-            self._wait_for_lock(lock.fd, kind, tries)
-            if self._is_there(lock.fd):
+            self._wait_for_lock(lock.fd, kind, attempts)
+            if self._is_current(lock.fd):
                 return
             fd, lock.fd = lock.fd, -1
             os.close(fd)
 
     def _what_is_missing(self) -> str:
-        """Said in an error's text; a directory is logged at once, too, for the error may be minutes away."""
+        """Return what to report; log a missing directory at once, as the error may be minutes away."""
         folder = os.path.dirname(self.path)
         if os.path.isdir(folder):
             return "No such file or directory"
-        if not self._complained:
-            self._complained = True
-            log.warning("%s: there is no directory %s; waiting for it until the timeout", self.path, folder)
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s: directory %s does not exist; waiting for it until the timeout", self.path, folder)
         return f"No such directory: {folder}"
 
-    def _wait_for_lock(self, fd: int, kind: int, tries: Backoff) -> None:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EISDIR, "Is a directory, or something else that is no file")
+    def _wait_for_lock(self, fd: int, kind: int, attempts: _Attempts) -> None:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EISDIR, "Is a directory" if stat.S_ISDIR(mode) else "Not a regular file")
         while True:
             try:
                 fcntl.flock(fd, kind | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                tries.pause_or_raise(f"{self.path}: others have held the lock on it")
+                attempts.pause(f"{self.path}: locked by another process or store")
             except OSError as error:
                 if error.errno in _NO_FLOCK:
                     raise DistStoreError(
-                        f"{self.path}: its file system has no flock, which a FileStore cannot do without "
-                        f"({error.strerror})"
+                        f"{self.path}: the file system does not support flock, which FileStore needs ({error.strerror})"
                     ) from error
                 raise
 
-    def _is_there(self, fd: int) -> bool:
-        """Whether it is still this file that has the name."""
+    def _is_current(self, fd: int) -> bool:
+        """Whether the path still names this file."""
         try:
             return os.path.samestat(os.fstat(fd), os.stat(self.path))
         except FileNotFoundError:
             return False
 
     @contextmanager
-    def _common(self, lock: FileLock) -> Iterator[Replica]:
-        """The replica that the threads of this process share, or one to be thrown away if this one is in use here."""
+    def _shared_replica(self, lock: FileLock) -> Iterator[Replica]:
+        """Yield the replica that this process's threads share; a temporary one if this call interrupts its use."""
         thread = threading.get_ident()
         if self._user == thread:
             yield Replica()
@@ -269,8 +277,8 @@ class SharedFile:
 
     def _write(self, lock: FileLock, decide: Callable[[Keyspace], tuple[T, bytes]]) -> T:
         while True:
-            with self._common(lock) as replica:
-                if replica.catch_up(lock.fd) or not self._cut_off(lock.fd, replica):
+            with self._shared_replica(lock) as replica:
+                if replica.catch_up(lock.fd) or not self._remove_torn(lock.fd, replica):
                     result, data = decide(replica.keyspace)
                     if data:
                         _append(lock.fd, replica.offset, data)
@@ -278,51 +286,46 @@ class SharedFile:
                         replica.apply(data)
                     return result
 
-    def _sign(self, lock: FileLock, decide: Callable[[Keyspace], tuple[bool, bytes]]) -> bool:
-        """As `_write`, for what counts stores: there may be text in place of a number."""
+    def _count(self, lock: FileLock, decide: Callable[[Keyspace], tuple[bool, bytes]]) -> bool:
+        """Like `_write`, for the counts of stores, which may turn out not to be numbers."""
         try:
             return self._write(lock, decide)
         except ProtocolError:
-            raise DistStoreError(
-                f"{self.path} was not written by a FileStore: its count of stores is no number"
-            ) from None
+            raise DistStoreError(f"{self.path}: not a FileStore file: its count of stores is not a number") from None
 
-    # Damage
+    # Repair
 
-    def _mend(self, deadline: Deadline) -> bool:
-        """Cut off what a writer left that died; False if this process may only read the file."""
+    def _repair(self, deadline: Deadline) -> bool:
+        """Remove torn records; return False if this process may not write the file."""
         if not os.access(self.path, os.W_OK):
             return False
         self.write(lambda keyspace: (None, b""), deadline, create=False)
         return True
 
-    def _cut_off(self, fd: int, replica: Replica) -> bool:
-        """Remove the torn records behind the replica's last one; whether there is more to be read.
+    def _remove_torn(self, fd: int, replica: Replica) -> bool:
+        """Remove torn records from the replica's last record on; return whether there is more to read.
 
-        Nobody writes, for the file is locked: who has written them is dead. If one of PyTorch's stores has written
-        since, which does so without a look, then whole records follow, and perhaps a torn one has swallowed a part of
-        them and looks like a whole one.
+        The file is locked, so the writers of torn records are dead. If one of PyTorch's stores has written since, which
+        appends without checking, complete records follow, and a torn record may have swallowed part of them and look
+        complete.
         """
         size = os.fstat(fd).st_size
-        rest = _read_all(fd, replica.last, size)
-        at = replica.offset - replica.last
-        if replica.last == 0 and not rest.startswith(FIRST[: len(rest)]):
-            raise DistStoreError(f"{self.path} was not written by a FileStore; it is left as it is")
+        rest = _read_all(fd, replica.last_start, size)
+        at = replica.offset - replica.last_start
+        if replica.last_start == 0 and not rest.startswith(FIRST[: len(rest)]):
+            raise DistStoreError(f"{self.path}: not a FileStore file; left unchanged")
         if is_complete(rest, at, strict=False):
-            return not replica.catch_up(fd, strict=False)  # a stranger's, as it seems
+            return not replica.catch_up(fd, strict=False)  # written by other software
         spans = torn_spans(rest)
         start = spans[0][0]
         ends = [0, *(end for _, end in spans)]
         kept = [rest[end:begin] for end, (begin, _) in zip(ends, [*spans, (len(rest), 0)], strict=True)]
-        begin = replica.last + start
+        begin = replica.last_start + start
         if start < at:
-            replica.discard()
-        _move(fd, begin, b"".join(kept[1:]))
+            replica.invalidate()
+        _replace_tail(fd, begin, b"".join(kept[1:]))
         torn = sum(end - begin for begin, end in spans)
-        what = (
-            "a record that a writer left when it died" if len(spans) == 1 else f"{len(spans)} records of dead writers"
-        )
-        log.warning("%s: cut off %d bytes of %s", self.path, torn, what)
+        log.warning("%s: removed %d bytes: %d incomplete record(s) of writers that died", self.path, torn, len(spans))
         return True
 
 
@@ -341,8 +344,8 @@ def _read_all(fd: int, start: int, end: int) -> bytes:
     return b"".join(pieces)
 
 
-def _move(fd: int, at: int, data: bytes) -> None:
-    """Have the file end with this, at this place."""
+def _replace_tail(fd: int, at: int, data: bytes) -> None:
+    """Replace everything from this offset on."""
     while data:
         written = os.pwrite(fd, data, at)
         data, at = data[written:], at + written
@@ -360,7 +363,7 @@ def _append(fd: int, at: int, data: bytes) -> None:
         try:
             os.ftruncate(fd, at)
         except OSError:
-            pass  # the lock was lost, or the disk is: the next writer cuts it off
+            pass  # the lock or the disk is lost: the next writer removes the torn record
         raise
 
 
@@ -369,7 +372,7 @@ _FILES: Final["weakref.WeakSet[SharedFile]"] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for file in _FILES:
-        file.forked()
+        file.reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,20 +1,20 @@
 """The format of a store's file, which is PyTorch's.
 
-Knows: what a record looks like, what a command adds to the file. Must not know: files, locks, time.
-Invariant: what the keyspace says that a command means is what its record makes of any replica.
+Invariant: a command's record has the same effect on any replica as the command itself on the keyspace. This module
+knows neither files nor locks nor time.
 
-A file is a row of records: length of the key, key, length of the value, value; lengths are u32, little-endian. The last
-record of a key counts. PyTorch's are:
+A file is a sequence of records: key length, key, value length, value. Lengths are little-endian u32. The last record of
+a key counts. PyTorch's records are:
 
     `/` + key           a value
-    `-/` + key          the key is gone; empty
+    `-/` + key          the key was deleted; empty
     `refcount/`         how many stores have the file open, in decimal
     `cleanup/`          how many have closed it
 
-PyTorch's stores have no queues. Ours are two kinds of records more; PyTorch takes them for values that nobody asks for:
+PyTorch's FileStore has no queues. Ours adds two kinds of records, which PyTorch takes for values of unrelated keys:
 
-    `+/` + key          an item, at the end of the queue
-    `</` + key          the first item is taken; empty
+    `+/` + key          an item was pushed to the queue
+    `</` + key          the first item was popped; empty
 """
 
 import re
@@ -29,7 +29,7 @@ from ..hash import UNLIMITED
 T = TypeVar("T")
 
 LENGTH: Final = Struct("<I")
-_LONGEST: Final = 2**32 - 1
+_LENGTH_MAX: Final = 2**32 - 1
 
 REFERENCES: Final = b"refcount/"
 CLOSED: Final = b"cleanup/"
@@ -39,20 +39,21 @@ POPPED: Final = b"<"
 
 
 def record(key: bytes, value: bytes) -> bytes:
-    if max(len(key), len(value)) > _LONGEST:
-        raise ValueError(f"key or value is too long for a FileStore, which takes up to {_LONGEST} bytes")
+    """Encode a record. Raises ValueError if key or value is too long."""
+    if max(len(key), len(value)) > _LENGTH_MAX:
+        raise ValueError(f"key or value exceeds FileStore's limit of {_LENGTH_MAX} bytes")
     return b"".join((LENGTH.pack(len(key)), key, LENGTH.pack(len(value)), value))
 
 
 FIRST: Final = LENGTH.pack(len(REFERENCES)) + REFERENCES
-"""What every file begins with."""
+"""How every file begins."""
 
 KEY: Final = re.compile(rb"[-+<]?/|(?:refcount|cleanup)/\Z")
 """How keys begin that a store has written."""
 
 
 def next_record(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
-    """Key, value and end of the record at this place; None if it is not all there."""
+    """Return key, value and end of the record at this offset; None if it is incomplete."""
     key_at = at + LENGTH.size
     if key_at > len(data):
         return None
@@ -67,7 +68,7 @@ def next_record(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
 
 
 def is_complete(data: bytes, at: int, strict: bool = True) -> bool:
-    """Whether there is nothing but whole records from here to the end; if it is `strict`, with keys of stores."""
+    """Whether only complete records follow from this offset on; with `strict`, only those whose keys stores write."""
     while at < len(data):
         found = next_record(data, at)
         if found is None or (strict and not KEY.match(found[0])):
@@ -77,7 +78,10 @@ def is_complete(data: bytes, at: int, strict: bool = True) -> bool:
 
 
 def outcome(keyspace: Keyspace, name: bytes, command: Callable[[Keyspace], T]) -> tuple[T, bytes]:
-    """What a command on one key returns, and the record of what it makes of that key. Nothing is changed by this."""
+    """Return the result of a command on one key, and the record of its effect; empty if it has none.
+
+    The keyspace itself is not changed.
+    """
     trial = Keyspace(UNLIMITED)
     old = keyspace.values.get(name)
     if old is not None:
@@ -87,11 +91,11 @@ def outcome(keyspace: Keyspace, name: bytes, command: Callable[[Keyspace], T]) -
     return result, b"" if unchanged else record(name, unpack(trial.get(name)))
 
 
-def sign_on_records(keyspace: Keyspace, round_size: int) -> tuple[bool, bytes]:
-    """Whether a store may join, and the record that says that it has.
+def register(keyspace: Keyspace, round_size: int) -> tuple[bool, bytes]:
+    """Return whether one more store may open the file, and the record that counts it.
 
-    It may not if an earlier round is done with the file: all ranks of a round of that size have had it open, and one
-    has closed it again. A size of 0 means that there are no rounds.
+    It may not if the file is a finished round's: all stores of a round of this size have opened it, and one has closed
+    it again. A size of 0 means that there are no rounds.
     """
     opened, closed = _count(keyspace, REFERENCES), _count(keyspace, CLOSED)
     if closed and 0 < round_size <= opened + closed:
@@ -99,12 +103,12 @@ def sign_on_records(keyspace: Keyspace, round_size: int) -> tuple[bool, bytes]:
     return True, outcome(keyspace, REFERENCES, lambda trial: trial.add(REFERENCES, 1))[1]
 
 
+def unregister(keyspace: Keyspace, world_size: int) -> tuple[bool, bytes]:
+    """Return whether the last store of the world closes the file, and the records that count one store less."""
+    closed, first = outcome(keyspace, CLOSED, lambda trial: trial.add(CLOSED, 1))
+    remaining, second = outcome(keyspace, REFERENCES, lambda trial: trial.add(REFERENCES, -1))
+    return 0 <= world_size <= closed and remaining == 0, first + second
+
+
 def _count(keyspace: Keyspace, name: bytes) -> int:
     return outcome(keyspace, name, lambda trial: trial.add(name, 0))[0]
-
-
-def sign_off_records(keyspace: Keyspace, world_size: int) -> tuple[bool, bytes]:
-    """Whether nobody is left, and the records that say that a store has gone."""
-    closed, first = outcome(keyspace, CLOSED, lambda trial: trial.add(CLOSED, 1))
-    left, second = outcome(keyspace, REFERENCES, lambda trial: trial.add(REFERENCES, -1))
-    return 0 <= world_size <= closed and left == 0, first + second

@@ -1,11 +1,10 @@
-"""Whose turn it is with a locked file, in a process whose calls may interrupt each other.
+"""The lock on a store's file, in a process whose calls may interrupt each other.
 
-Knows: which calls of which thread hold a file's lock, and how it is given up. Must not know: what is in the file.
-Invariant: no thread ever waits for a lock that it holds itself.
+Invariant: no thread ever waits for a lock that it holds itself. This module must not know what is in the file.
 
 A signal handler, or a finalizer that the garbage collector calls, may use a store while its own thread is in the middle
-of something, with the file locked: waiting for that lock would be for ever. So it takes the lock from the call that it
-interrupts and does without the common replica; the interrupted call finds its descriptor dead and starts again.
+of a call that has locked the file. Waiting for that lock would never end. So the handler's call takes the lock from the
+call that it interrupts and does without the shared replica; the interrupted call finds its lock lost and starts again.
 """
 
 import fcntl
@@ -17,31 +16,31 @@ from typing import Final
 
 
 class FileLock:
-    """The file, open and locked for one call."""
+    """The file as one call has opened and locked it."""
 
     def __init__(self) -> None:
         self.fd = -1
         self.lost = False
-        """Another call, which has interrupted this one, has taken the lock."""
+        """Whether a call that interrupted this one has taken the lock."""
         self.written = False
 
     def give_up(self) -> None:
-        """Let go of the lock, whatever the interrupted call is about to do with its descriptor."""
+        """Release the lock and make the descriptor harmless, whatever the interrupted call is about to do with it."""
         self.lost = True
         if self.fd < 0:
             return
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, self.fd, inheritable=False)
-        os.close(nothing)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, self.fd, inheritable=False)
+        os.close(null)
 
 
 _held: Final[dict[int, list[FileLock]]] = {}
-"""Of every thread, those that are under way: several if one has interrupted another."""
+"""The locks of each thread's running calls: several if one call has interrupted another."""
 
 
 @contextmanager
 def locked() -> Iterator[FileLock]:
-    """A turn of this thread. Those that it interrupts are lost."""
+    """Register a call of this thread; those that it interrupts lose their locks."""
     thread = threading.get_ident()
     locks = _held.setdefault(thread, [])
     for other in locks:
@@ -51,8 +50,8 @@ def locked() -> Iterator[FileLock]:
     try:
         yield lock
     finally:
-        # Unlocked before it is forgotten, for one that interrupts this to find; not by closing alone, for a forked
-        # child may have a copy.
+        # Unlock while a call that interrupts this one can still find the lock. Closing would not be enough: a forked
+        # child may hold a copy of the descriptor.
         if lock.fd >= 0:
             fcntl.flock(lock.fd, fcntl.LOCK_UN)
         locks.remove(lock)
@@ -63,15 +62,15 @@ def locked() -> Iterator[FileLock]:
 
 
 def _after_fork_in_child() -> None:
-    """The turns of the parent's other threads are not this process's, and their locks are theirs to give back."""
-    here = threading.get_ident()
+    """Drop the parent's locks: only the parent may release those of its other threads."""
+    forking_thread = threading.get_ident()
     for thread, locks in list(_held.items()):
         for lock in locks:
-            if thread == here:
+            if thread == forking_thread:
                 lock.give_up()
             elif lock.fd >= 0:
                 os.close(lock.fd)
-        if thread != here:
+        if thread != forking_thread:
             del _held[thread]
 
 

@@ -1,7 +1,6 @@
-"""What a store's file holds, up to an offset, as this process has read it.
+"""The contents of a store's file up to an offset, as this process has read them.
 
-Knows: how far it has read, and how it knows its file again. Must not know: locks; the caller has one.
-Invariant: the keyspace is what the records before the offset make of it.
+Invariant: the keyspace is the result of applying the records before the offset. Locking is the caller's business.
 """
 
 import errno
@@ -14,48 +13,48 @@ from ..hash import UNLIMITED
 from .records import GONE, KEY, POPPED, PUSHED, next_record
 
 _CHUNK: Final = 1 << 20
-"""Bytes that are read at once, unless a record is longer."""
+"""Bytes to read at once, unless a record is longer."""
 
-_SEAM: Final = 64
-"""Bytes before the offset by which a replica knows its file again: another one may get the same inode."""
+_FINGERPRINT_BYTES: Final = 64
+"""Bytes before the offset by which a replica recognizes its file: a new file may get the same inode."""
 
 
 class Replica:
-    """What the file holds, up to an offset."""
+    """The contents of a file up to an offset."""
 
     def __init__(self) -> None:
         self.keyspace: Final = Keyspace(UNLIMITED)
         self.offset = 0
-        self.last = 0
-        """Where the record before the offset begins."""
+        self.last_start = 0
+        """Where the last record before the offset begins."""
         self._inode: tuple[int, int] | None = None
-        self._seam = b""
+        self._fingerprint = b""
         """The last bytes before the offset."""
-        self._whole = True
-        """False while records are applied; if that is interrupted, nobody knows how many were."""
+        self._valid = True
+        """False while records are applied: if that is interrupted, the number of applied records is unknown."""
 
     def is_of(self, fd: int) -> bool:
-        """Whether the beginning of this file is what is here."""
+        """Whether this is a replica of the beginning of this file."""
         found = os.fstat(fd)
-        if not self._whole or found.st_size < self.offset:
+        if not self._valid or found.st_size < self.offset:
             return False
         if self._inode is None:
             self._inode = found.st_dev, found.st_ino
         if self._inode != (found.st_dev, found.st_ino):
             return False
-        return os.pread(fd, len(self._seam), self.offset - len(self._seam)) == self._seam
+        return os.pread(fd, len(self._fingerprint), self.offset - len(self._fingerprint)) == self._fingerprint
 
     def catch_up(self, fd: int, strict: bool = True) -> bool:
-        """Apply what has been written since; whether nothing but whole records was found.
+        """Apply what has been written since the last time; return whether it was nothing but complete records.
 
-        If it is `strict`, a key that no store has written is a sign that a record is torn.
+        With `strict`, a key that no store writes is taken as a sign of a torn record.
         """
         size = os.fstat(fd).st_size
         length = _CHUNK
         while self.offset < size:
             data = os.pread(fd, min(length, size - self.offset), self.offset)
             if not data:
-                raise OSError(errno.EIO, "it became shorter while it was locked")
+                raise OSError(errno.EIO, "truncated while it was locked")
             if self.apply(data, strict):
                 length = _CHUNK
             elif len(data) == size - self.offset or (strict and next_record(data, 0)):
@@ -65,25 +64,26 @@ class Replica:
         return True
 
     def apply(self, data: bytes, strict: bool = False) -> bool:
-        """Apply the whole records at the beginning of what stands behind the offset; whether there is one."""
-        self._whole = False
-        at = last = 0
+        """Apply the complete records at the start of `data`, the bytes at the offset; return whether there are any."""
+        self._valid = False
+        at = last_start = 0
         while (found := next_record(data, at)) is not None:
             key, value, end = found
             if strict and not KEY.match(key):
                 break
             self._apply(key, value)
-            last, at = at, end
+            last_start, at = at, end
         if at:
-            self.last = self.offset + last
+            self.last_start = self.offset + last_start
             self.offset += at
-            self._seam = (self._seam + data[max(0, at - _SEAM) : at])[-_SEAM:]
-        self._whole = True
+            recent = data[max(0, at - _FINGERPRINT_BYTES) : at]
+            self._fingerprint = (self._fingerprint + recent)[-_FINGERPRINT_BYTES:]
+        self._valid = True
         return at > 0
 
-    def discard(self) -> None:
-        """What is here is not to be trusted any more."""
-        self._whole = False
+    def invalidate(self) -> None:
+        """Have `is_of` return False from now on."""
+        self._valid = False
 
     def _apply(self, key: bytes, value: bytes) -> None:
         kind = key[:1]

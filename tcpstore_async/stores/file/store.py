@@ -1,7 +1,7 @@
-"""FileStore: the store whose keys are in a file, so that PyTorch's processes and ours can share one.
+"""FileStore: a store in a file, in PyTorch's format, so that PyTorch's processes and ours can share it.
 
-Knows: which records a method writes, how a store waits, how it signs off. Must not know: how the file is locked.
-Invariant: what a command means is the keyspace's to say; nothing is decided on but what the locked file holds.
+Invariant: the keyspace gives commands their meaning, and every decision is based on the contents of the locked file.
+This module decides which records a method writes and how a store waits; it does not know how the file is locked.
 """
 
 import logging
@@ -12,51 +12,53 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
-from ...client.requests import names_of, texts_of
 from ...coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs
 from ...deadline import DEFAULT_TIMEOUT, Deadline
 from ...errors import DistStoreError, ProtocolError, QueueEmptyError, StoreTimeoutError
+from ...keys import caller_keys, decode_keys, stored_key, stored_keys, wait_timeout_message
 from ...keyspace import Keyspace
 from ...values import pack, unpack
 from ..base import Store
-from ..hash import Alarm, no_number, wait_timeout
+from ..hash import Alarm, not_a_number
 from .locked_file import SharedFile
 from .records import GONE, POPPED, PUSHED, outcome, record
 
 T = TypeVar("T")
 
 _POLL_SECONDS: Final = 0.01
-"""How often one who waits looks whether the file has changed, as PyTorch's."""
+"""Interval at which a waiting store checks whether the file has changed, as PyTorch's."""
 
-_FAREWELL_SECONDS: Final = 10.0
-"""How long a store that is collected, or left at exit, tries to sign off."""
+_FINALIZE_SECONDS: Final = 10.0
+"""Timeout of closing a store when it is collected or at exit."""
 
 log: Final = logging.getLogger("tcpstore_async.stores")
 
 
-def _farewell(file: SharedFile, world_size: int) -> None:
-    """Sign off a store that nobody has closed."""
+def _finalize(file: SharedFile, world_size: int) -> None:
+    """Unregister a store that was not closed."""
     if os.getpid() != file.pid:
         return
     try:
-        file.sign_off(world_size, Deadline(_FAREWELL_SECONDS))
+        file.unregister(world_size, Deadline(_FINALIZE_SECONDS))
     except DistStoreError as error:
-        log.warning("a FileStore could not sign off: %s", error)
+        log.warning("could not close a FileStore: %s", error)
 
 
 class FileStore(Store):
-    """A store in a file, which PyTorch's processes may use at the same time; for `torch.distributed.FileStore`.
+    """A store in a file, shared with PyTorch's FileStores. A drop-in for `torch.distributed.FileStore`.
 
-    The file is made if it is missing, and removed when `world_size` stores or more have been closed and none is open; a
-    negative `world_size` lets it be. It needs a file system with `flock`. All calls raise DistStoreError naming the
-    file if it cannot be used, and StoreTimeoutError if others keep it locked, or it is missing, for the whole timeout;
-    `add` raises ValueError if the value is no number.
+    The file is created if it does not exist, and removed once `world_size` or more stores have been closed and none is
+    open; with a negative `world_size` it is never removed. The file system must support `flock`.
 
-    With `new_round`, as for `file://`, a file that `world_size` stores or more have opened and one has closed already
-    is taken for an earlier round's and begun anew: ranks that leave late do not leave their keys to the next round.
+    With `new_round`, as for `file://`, a file that `world_size` or more stores have opened and at least one has closed
+    belongs to a finished round and is replaced by a new one: ranks that leave late do not pass their keys on to the
+    next round.
 
-    A store that is not closed is closed when it is collected, or at exit. In a forked child it can be used, but counts
-    as its parent's.
+    A store that is not closed is closed when it is collected or at exit. A forked child can use its parent's store, but
+    does not count as another one.
+
+    All methods raise DistStoreError, naming the file, if it cannot be used, and StoreTimeoutError if it stays locked or
+    missing for the whole timeout. `add` raises ValueError if the value is not a number.
     """
 
     def __init__(
@@ -72,30 +74,30 @@ class FileStore(Store):
         self._path = _to_path(file_name)
         self._world_size = to_int64("world_size", world_size)
         self._file = SharedFile(self._path)
-        self._file.sign_on(self._world_size if new_round else 0, self._deadline())
-        self._farewell = weakref.finalize(self, _farewell, self._file, self._world_size)
+        self._file.register(self._world_size if new_round else 0, self._deadline())
+        self._finalizer = weakref.finalize(self, _finalize, self._file, self._world_size)
         self._closed = False
 
     @property
     def path(self) -> str:
-        """The file, as it was given."""
+        """The file name, as given."""
         return self._path
 
     def clone(self) -> "FileStore":
-        """A store of its own on the same file, with the same timeout; it counts as another one."""
+        """Open another store on the same file, with the same timeout. It counts as one more."""
         return FileStore(self._path, self._world_size, timeout=self._timeout)
 
     def close(self) -> None:
-        """Sign off; the last one removes the file.
+        """Close the store; the last one of the world removes the file.
 
-        May be called again: a store that could not sign off in time is closed nevertheless, and tries again then or, at
-        the latest, when it is collected or at exit.
+        Raises StoreTimeoutError if the file stays locked for the whole timeout. The store is closed nevertheless; it is
+        uncounted by calling this again, or when the store is collected or at exit.
         """
         self._closed = True
-        if not self._farewell.alive or os.getpid() != self._file.pid:
+        if not self._finalizer.alive or os.getpid() != self._file.pid:
             return
-        self._file.sign_off(self._world_size, self._deadline())
-        self._farewell.detach()
+        self._file.unregister(self._world_size, self._deadline())
+        self._finalizer.detach()
 
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or os.getpid() != self._file.pid or sys.is_finalizing():
@@ -104,50 +106,50 @@ class FileStore(Store):
             warnings.warn(f"a FileStore was not closed: {self!r}", ResourceWarning, source=self, stacklevel=1)
         finally:
             self._closed = True
-            self._farewell()
+            self._finalizer()
 
     def __repr__(self) -> str:
         return f"FileStore({self._path!r}, world_size={self._world_size})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("cannot pickle 'FileStore' object: make one in the other process")
+        raise TypeError("cannot pickle 'FileStore' object: create one in the other process")
 
     # Values
 
     def set(self, key: Text, value: Text) -> None:
-        data = record(_name(key), to_bytes("value", value))
+        data = record(stored_key(key), to_bytes("value", value))
         self._write(lambda keyspace: (None, data))
 
     def get(self, key: Text) -> bytes:
-        return self._get([_name(key)])[0]
+        return self._get([stored_key(key)])[0]
 
     def add(self, key: Text, amount: int) -> int:
-        name, number = _name(key), to_int64("amount", amount)
+        name, number = stored_key(key), to_int64("amount", amount)
         try:
             return self._write(lambda keyspace: outcome(keyspace, name, lambda trial: trial.add(name, number)))
         except ProtocolError:
-            raise no_number(name[1:]) from None
+            raise not_a_number(name[1:]) from None
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        name = _name(key)
+        name = stored_key(key)
         old, new = pack(to_bytes("expected", expected)), pack(to_bytes("desired", desired))
         found = self._write(lambda keyspace: outcome(keyspace, name, lambda trial: trial.compare_set(name, old, new)))
         return unpack(found)
 
     def append(self, key: Text, value: Text) -> None:
-        name, more = _name(key), pack(to_bytes("value", value))
+        name, more = stored_key(key), pack(to_bytes("value", value))
         self._write(lambda keyspace: outcome(keyspace, name, lambda trial: trial.append(name, more)))
 
     def check(self, keys: Iterable[Text]) -> bool:
-        names = _names(keys)
+        names = stored_keys(keys)
         return self._read(lambda keyspace: keyspace.check(names))
 
     def delete_key(self, key: Text) -> bool:
-        name = _name(key)
+        name = stored_key(key)
 
         def decide(keyspace: Keyspace) -> tuple[bool, bytes]:
-            there = name in keyspace.values
-            return there, record(GONE + name, b"") if there else b""
+            exists = name in keyspace.values
+            return exists, record(GONE + name, b"") if exists else b""
 
         self._must_be_open()
         return self._file.write(decide, self._deadline(), create=False)
@@ -156,16 +158,16 @@ class FileStore(Store):
         return self._read(lambda keyspace: keyspace.num_keys())
 
     def list_keys(self) -> list[str]:
-        return texts_of(self._list_keys_as_bytes())
+        return decode_keys(self._list_keys_as_bytes())
 
     def _list_keys_as_bytes(self) -> list[bytes]:
-        return names_of(self._read(lambda keyspace: keyspace.list_keys()))
+        return caller_keys(self._read(lambda keyspace: keyspace.list_keys()))
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
-        return self._get(_names(keys))
+        return self._get(stored_keys(keys))
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
-        pairs = to_pairs(_names(keys), to_bytes_list("values", values))
+        pairs = to_pairs(stored_keys(keys), to_bytes_list("values", values))
         data = b"".join([record(name, value) for name, value in pairs])
         self._write(lambda keyspace: (None, data))
 
@@ -173,21 +175,21 @@ class FileStore(Store):
         return True
 
     def _absent(self, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
-        names = _names(keys)
+        names = stored_keys(keys)
 
         def look(keyspace: Keyspace) -> list[int]:
-            return [place for place, name in enumerate(names) if not keyspace.check([name])]
+            return [index for index, name in enumerate(names) if not keyspace.check([name])]
 
         return self._read(look, deadline), True
 
     # Queues
 
     def queue_push(self, key: Text, value: Text) -> None:
-        data = record(PUSHED + _name(key), to_bytes("value", value))
+        data = record(PUSHED + stored_key(key), to_bytes("value", value))
         self._write(lambda keyspace: (None, data))
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        name = _name(key)
+        name = stored_key(key)
         deadline = self._deadline()
 
         def decide(keyspace: Keyspace) -> tuple[tuple[bytes | None, bool], bytes]:
@@ -197,35 +199,35 @@ class FileStore(Store):
             return (unpack(queue[0]), False), record(POPPED + name, b"")
 
         while True:
-            item, plain = self._write(decide)
+            item, is_plain_value = self._write(decide)
             if item is not None:
                 return item
-            if not block or plain:
+            if not block or is_plain_value:
                 raise QueueEmptyError("queue is empty")
             self._await([name], deadline)
 
     def queue_len(self, key: Text) -> int:
-        name = _name(key)
+        name = stored_key(key)
         return self._read(lambda keyspace: keyspace.queue_len(name))
 
     # Waiting
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        self._await(_names(keys), Deadline(self._seconds(timeout)))
+        self._await(stored_keys(keys), Deadline(self._seconds(timeout)))
 
     def _get(self, names: list[bytes]) -> list[bytes]:
-        """The values, as soon as all are there at once."""
+        """Wait until all keys exist at the same time; return their values."""
         deadline = self._deadline()
 
         def look(keyspace: Keyspace) -> list[bytes] | None:
-            return [unpack(blob) for blob in keyspace.multi_get(names)] if keyspace.check(names) else None
+            return [unpack(value) for value in keyspace.multi_get(names)] if keyspace.check(names) else None
 
         while (values := self._read(look)) is None:
             self._await(names, deadline)
         return values
 
     def _await(self, names: list[bytes], deadline: Deadline) -> None:
-        """Until all keys have appeared; they may be gone again. Raises StoreTimeoutError."""
+        """Wait until all keys have appeared; by then some may be gone again. Raises StoreTimeoutError."""
         alarm = Alarm()
         parked: Keyspace | None = None
 
@@ -241,15 +243,15 @@ class FileStore(Store):
 
         signature = self._file.signature()
         try:
-            there = self._read(look, deadline)
-            while not there:
+            present = self._read(look, deadline)
+            while not present:
                 left = deadline.left()
                 if alarm.sleep(_POLL_SECONDS if left is None else min(left, _POLL_SECONDS)):
                     return
                 if signature != (signature := self._file.signature()):
-                    there = self._look_again(look, deadline, names) or alarm.sleep(0)
+                    present = self._look_again(look, deadline, names) or alarm.sleep(0)
                 elif left == 0.0:
-                    raise wait_timeout([name[1:] for name in names], deadline.timeout)
+                    raise _wait_timeout(names, deadline)
         finally:
             if parked is not None:
                 self._file.forget(parked, alarm)
@@ -258,7 +260,7 @@ class FileStore(Store):
         try:
             return self._read(look, deadline)
         except StoreTimeoutError as error:
-            raise wait_timeout([name[1:] for name in names], deadline.timeout) from error
+            raise _wait_timeout(names, deadline) from error
 
     # The file
 
@@ -282,17 +284,13 @@ def _to_path(given: str | os.PathLike[str]) -> str:
     try:
         path = os.fsdecode(given)
     except TypeError:
-        raise TypeError(f"file_name must be a str or a path, not {type(given).__name__}") from None
+        raise TypeError(f"file_name must be str or os.PathLike, not {type(given).__name__}") from None
     if not path:
         raise ValueError("file_name must not be empty")
     if "\0" in path:
-        raise ValueError("file_name must have no NUL in it")
+        raise ValueError("file_name must not contain NUL")
     return path
 
 
-def _name(key: Text) -> bytes:
-    return b"/" + to_bytes("key", key)
-
-
-def _names(keys: Iterable[Text]) -> list[bytes]:
-    return [b"/" + key for key in to_bytes_list("keys", keys)]
+def _wait_timeout(names: list[bytes], deadline: Deadline) -> StoreTimeoutError:
+    return StoreTimeoutError(wait_timeout_message(caller_keys(names), deadline.timeout))

@@ -1,14 +1,14 @@
-"""Which bytes of a damaged file are torn records, with whole ones between and behind them.
+"""Find the torn records of a damaged file among the complete ones.
 
-Knows: how records look. Must not know: files, what a record means.
-Invariant: what is left when the torn spans are taken out is nothing but whole records. Time and memory grow with the
-number of bytes and of places that look like the beginning of a record, not with a product of them.
+Invariant: removing the torn spans leaves only complete records. Time and memory are linear in the number of bytes, and
+in the number of places that look like the beginning of a record. This module knows the layout of records, not
+their meaning.
 
-A writer that is killed leaves the beginning of a record. One of PyTorch's writes on behind it without a look, so the
-torn record swallows a part of what follows, and may look whole: which bytes are torn can be told by what follows only.
-So it is decided from the back, by what costs the least bytes. At every place where a record may begin either a whole
-one is there, and its end says the rest; or a torn one is, which ends where another may begin, before its own length is
-reached. What cannot even be the beginning of a record costs more than any bytes.
+A writer that is killed may leave the beginning of a record. PyTorch's stores append behind it without checking, so a
+torn record swallows part of what follows and may even look complete: only what follows tells which bytes are torn. The
+search therefore runs backwards and minimizes the number of bytes to discard. At each place where a record may begin
+there is either a complete record, whose end determines the rest, or a torn one, which ends at a place where another may
+begin, before its own announced end. Bytes that cannot be the beginning of a record cost more than any number of others.
 """
 
 import re
@@ -18,38 +18,37 @@ from typing import Final
 from .records import KEY, LENGTH
 
 _BEGINNING: Final = re.compile(rb"\0\0(?:[-+<]?/|refcount/|cleanup/)")
-"""The second half of a length below 65,536 and a key: a longer key is no place to go on at."""
+"""The upper half of a key length below 65,536, and the key's start. A longer key is not recognized as a beginning."""
 
-_STARTS: Final = (b"/", b"-/", b"+/", b"</", b"refcount/", b"cleanup/")
-"""How keys begin."""
+_KEY_STARTS: Final = (b"/", b"-/", b"+/", b"</", b"refcount/", b"cleanup/")
 
-_NONSENSE: Final = 1 << 96
-"""What is to be paid, beside their number, for bytes that are not the beginning of a record."""
+_NONSENSE_COST: Final = 1 << 96
+"""Added to the cost of bytes that are not the beginning of a record."""
 
 
 def torn_spans(data: bytes) -> list[tuple[int, int]]:
-    """Where torn records begin and end, in order; a whole record that nobody of us has written counts as torn."""
+    """Return (start, end) of each torn record, in order. A complete record whose key no store writes counts as torn."""
     beginnings = {found.start() - 2 for found in _BEGINNING.finditer(data, 2)}
     ends = _ends(data, beginnings)
     costs = {len(data): 0}
     torn_until: dict[int, int] = {}
-    nearest = _Nearest(len(data))
+    candidates = _Candidates(len(data))
     for place in sorted(ends, reverse=True):
-        cost, until = nearest.before(_limit(data, place))
+        cost, until = candidates.best_before(_torn_limit(data, place))
         if until < 0:
-            cost, until = nearest.before(len(data) + 1)
-            cost += _NONSENSE
+            cost, until = candidates.best_before(len(data) + 1)
+            cost += _NONSENSE_COST
         costs[place] = cost - place
         torn_until[place] = until
         end = ends[place]
         if end is not None:
-            # Nobody writes a part of the first length: it is rather what one that was swallowed here has left.
+            # A write is never cut within its first length field: such a remainder was rather swallowed by this record.
             suspect = end - place - 1 if 0 < torn_until.get(end, end) - end < LENGTH.size else 0
             if costs[end] + suspect < costs[place]:
                 costs[place] = costs[end] + suspect
                 del torn_until[place]
         if place in beginnings:
-            nearest.add(place, costs[place])
+            candidates.add(place, costs[place])
     return _collect(len(data), ends, torn_until)
 
 
@@ -64,7 +63,7 @@ def _collect(length: int, ends: dict[int, int | None], torn_until: dict[int, int
 
 
 def _ends(data: bytes, beginnings: set[int]) -> dict[int, int | None]:
-    """Every place that may be come to, and where the whole record there ends; None if there is none."""
+    """Map each reachable place to the end of the complete record there; to None if there is no complete record."""
     ends: dict[int, int | None] = {}
     for beginning in (0, *beginnings):
         place: int | None = beginning
@@ -75,8 +74,8 @@ def _ends(data: bytes, beginnings: set[int]) -> dict[int, int | None]:
 
 
 def _end_of(data: bytes, at: int) -> int | None:
-    """Where the whole record at this place ends, if there is one with a key of stores."""
-    end = _announced(data, at)
+    """Return the end of the complete record at this place, if there is one whose key a store writes."""
+    end = _announced_end(data, at)
     if end > len(data):
         return None
     key_at = at + LENGTH.size
@@ -84,8 +83,8 @@ def _end_of(data: bytes, at: int) -> int | None:
     return end if KEY.match(data, key_at, key_end) else None
 
 
-def _announced(data: bytes, at: int) -> int:
-    """Where the record at this place says that it ends; beyond the end of the data if it cannot be read so far."""
+def _announced_end(data: bytes, at: int) -> int:
+    """Return where the record at this place ends by its lengths; a place beyond the data if they are incomplete."""
     beyond = len(data) + 1
     key_at = at + LENGTH.size
     if key_at > len(data):
@@ -96,40 +95,40 @@ def _announced(data: bytes, at: int) -> int:
     return min(beyond, key_end + LENGTH.size + int(LENGTH.unpack_from(data, key_end)[0]))
 
 
-def _limit(data: bytes, at: int) -> int:
-    """Before which place a record ends that begins here and is torn."""
+def _torn_limit(data: bytes, at: int) -> int:
+    """Return the place before which a torn record that begins here must end."""
     key_at = at + LENGTH.size
     if data[at + 2 : key_at] != b"\0\0":
-        return key_at  # there is not even its first length
-    if data.startswith(_STARTS, key_at):
-        return _announced(data, at)
-    key = data[key_at : key_at + max(map(len, _STARTS))]
+        return key_at  # not even its first length is complete
+    if data.startswith(_KEY_STARTS, key_at):
+        return _announced_end(data, at)
+    key = data[key_at : key_at + max(map(len, _KEY_STARTS))]
     count = 0
-    while any(start.startswith(key[: count + 1]) for start in _STARTS) and count < len(key):
+    while any(start.startswith(key[: count + 1]) for start in _KEY_STARTS) and count < len(key):
         count += 1
     return key_at + count + 1
 
 
-class _Nearest:
-    """Places behind one that moves to the front: of those before a limit, the best to go on at.
+class _Candidates:
+    """Places where the scan may continue after a torn record, nearest last.
 
-    That is the one with the lowest sum of its cost and the bytes before it; of several the nearest.
+    The best one before a limit has the lowest sum of its cost and its offset; among equals it is the nearest.
     """
 
     def __init__(self, length: int) -> None:
-        self._places = [-length]
+        self._negated_places = [-length]
         self._sums = [length]
-        """From the farthest to the nearest; each sum is higher than those before it."""
+        """From the farthest to the nearest place; strictly increasing."""
 
     def add(self, place: int, cost: int) -> None:
-        """One that is nearer than all others."""
+        """Add a place that is nearer than all others."""
         while self._sums and self._sums[-1] >= place + cost:
-            self._places.pop()
+            self._negated_places.pop()
             self._sums.pop()
-        self._places.append(-place)
+        self._negated_places.append(-place)
         self._sums.append(place + cost)
 
-    def before(self, limit: int) -> tuple[int, int]:
-        """Its sum, and its place; -1 if there is none."""
-        which = bisect_left(self._places, 1 - limit)
-        return (self._sums[which], -self._places[which]) if which < len(self._places) else (0, -1)
+    def best_before(self, limit: int) -> tuple[int, int]:
+        """Return the sum and the place of the best candidate before `limit`; a place of -1 if there is none."""
+        index = bisect_left(self._negated_places, 1 - limit)
+        return (self._sums[index], -self._negated_places[index]) if index < len(self._negated_places) else (0, -1)

@@ -1,0 +1,52 @@
+"""The two forms of a key, the caller's and the stored one, and how error messages list them.
+
+TCP and file stores keep a caller's key `k` as `/k`, as PyTorch does; keys without the slash belong to the store itself
+(the count of workers, for example). This module must not know what is stored under a key.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from .coercion import in_milliseconds, to_bytes, to_bytes_list
+
+BARRIER_MEMBERS: Final = b"/num_members"
+"""Suffix of the counter of a barrier over keys, as in PyTorch."""
+
+BARRIER_LAST: Final = b"/last_member"
+"""Suffix of the key that opens a barrier over keys, as in PyTorch."""
+
+
+def stored_key(key: object) -> bytes:
+    """Return the stored form of a caller's key. Raises TypeError."""
+    if isinstance(key, str):
+        try:
+            return b"/" + key.encode()
+        except UnicodeEncodeError:
+            pass  # to_bytes raises the right error
+    return b"/" + to_bytes("key", key)
+
+
+def stored_keys(keys: object) -> list[bytes]:
+    """Return the stored form of a caller's keys. Raises TypeError, which names the index of the wrong one."""
+    if isinstance(keys, list):
+        try:
+            return list(map(stored_key, keys))
+        except TypeError:
+            pass  # to_bytes_list raises one that names the index
+    return [b"/" + key for key in to_bytes_list("keys", keys)]
+
+
+def caller_keys(keys: list[bytes]) -> list[bytes]:
+    """Return stored keys as callers know them, without the store's own."""
+    return [key[1:] for key in keys if key.startswith(b"/")]
+
+
+def decode_keys(keys: list[bytes]) -> list[str]:
+    """Decode keys as UTF-8. Raises UnicodeDecodeError."""
+    return [key.decode() for key in keys]
+
+
+def wait_timeout_message(keys: Iterable[bytes], seconds: float, verb: str = "wait") -> str:
+    """Return the text of a timeout in PyTorch's words. `seconds` is the timeout."""
+    listed = ", ".join([key.decode(errors="replace") for key in keys])
+    return f"{verb} timeout after {in_milliseconds(seconds)}ms, keys: {listed}"
