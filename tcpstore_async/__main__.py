@@ -1,11 +1,11 @@
-"""The command `tcpstore`, which is also `python -m tcpstore_async`."""
+"""Entry point of the command `tcpstore`, which is also `python -m tcpstore_async`."""
 
-from .interrupts import end_at_once
+from .interrupts import reset_sigint
 
 
 def main() -> None:
-    """Run a command."""
-    end_at_once()  # before the imports, which take long enough to be interrupted
+    """Run the command line."""
+    reset_sigint()  # before the imports, which take long enough to be interrupted
     from .cli import main as commands
 
     commands()

@@ -1,6 +1,6 @@
-"""The command line: options, output, exit codes. No logic of its own.
+"""The command line: options, output and exit status, without logic of its own.
 
-Exit status: 0 done, 1 failed, 2 usage, 3 timed out, 4 unreachable.
+Exit status: 0 success, 1 failure, 2 usage error, 3 timeout, 4 server unreachable.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ..serving import build, run, run_loop, serve_owner
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
-from .output import is_closed, say_json
+from .output import print_json, stdout_is_closed
 from .stdio import log_without_blocking, open_standard_streams
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="tcpstore_async")
 def main() -> None:
-    """The key-value store through which the ranks of a distributed job find each other.
+    """Key-value store for distributed jobs, compatible with PyTorch's TCPStore.
 
-    'tcpstore serve' runs a server; the other commands ask one, ours or PyTorch's, at --url or TCPSTORE_URL, by default
-    tcp://127.0.0.1:29500.
+    'tcpstore serve' runs a server. The other commands use a running server, this one or PyTorch's, at the address given
+    by --url or TCPSTORE_URL.
 
     \b
       tcpstore serve &
@@ -40,24 +40,22 @@ def main() -> None:
       tcpstore get greeting
       tcpstore wait ready --timeout 60
 
-    Exit status: 0 done (for check: present), 1 failed (for check: absent), 2 usage, 3 timed out, 4 unreachable. Ctrl-C
-    ends a command by the signal, which a shell shows as 130.
+    Exit status: 0 success, 1 failure (check: a key is missing; delete: the key did not exist), 2 usage error,
+    3 timeout, 4 server unreachable; 130 in a shell after Ctrl-C.
     """
     open_standard_streams()
 
 
 def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Limits:
-    """The limits that `--limit NAME=NUMBER` options ask for."""
+    """Return the limits that `--limit NAME=NUMBER` options ask for."""
     names = [field.name for field in dataclasses.fields(Limits)]
     chosen = {}
     for text in given:
         name, _, number = text.partition("=")
         if name not in names:
-            raise click.BadParameter(f"there is no limit {name!r}; there are {', '.join(names)}", ctx, param)
+            raise click.BadParameter(f"unknown limit {name!r}; choose from {', '.join(names)}", ctx, param)
         if not (number.isdecimal() and len(number) < 19):
-            raise click.BadParameter(
-                f"{number!r} is not a number: write {name}=NUMBER, with a number below 10**18", ctx, param
-            )
+            raise click.BadParameter(f"{text!r} is not of the form NAME=NUMBER, NUMBER below 10**18", ctx, param)
         chosen[name] = int(number)
     try:
         return Limits(**chosen)
@@ -66,40 +64,45 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
 
 
 @main.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on, exactly; '::' for all.")
 @click.option(
-    "--port", default=29500, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 lets the kernel choose."
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; '::' for all, IPv4 included."
+)
+@click.option(
+    "--port",
+    default=29500,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port; 0 lets the kernel choose one.",
 )
 @click.option(
     "--backend",
     default=DEFAULT_BACKEND,
     show_default=True,
     type=click.Choice(BACKENDS),
-    help="uv is driven by events; threaded, the legacy one, has a thread for each connection.",
+    help="'uv' is event-driven; 'threaded', the legacy one, uses a thread per connection.",
 )
-@click.option("--listen-fd", type=click.IntRange(0), help="Listen on this inherited socket instead of an address.")
+@click.option("--listen-fd", type=click.IntRange(0), metavar="FD", help="Listen on this inherited socket instead.")
 @click.option(
-    "--port-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the port here, when it is known."
+    "--port-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the port to this file once listening."
 )
 @click.option(
     "--grace",
     default=DEFAULT_GRACE,
     show_default=True,
     type=click.FloatRange(0, 1e9),
-    help="Seconds that connections get to end after SIGTERM, or after the owner's stop.",
+    help="Seconds to let connections finish after SIGTERM.",
 )
 @click.option(
     "--owner-pid",
     type=click.IntRange(1),
     metavar="PID",
-    help="Belong to the process that starts this one, and end with it. TCPStore(is_master=True) starts its server so; "
-    "by hand it is of no use. Needs --listen-fd and --control-fd.",
+    help="Exit with this parent process (internal). Needs --listen-fd and --control-fd.",
 )
 @click.option(
     "--control-fd",
     type=click.IntRange(0),
     metavar="FD",
-    help="Inherited socket over which the owner says 'stop', instead of signals, and is told 'ready'.",
+    help="Inherited socket to the parent process (internal).",
 )
 @click.option(
     "--limit",
@@ -107,7 +110,7 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
     multiple=True,
     metavar="NAME=NUMBER",
     callback=_limits,
-    help="Change a limit, such as budget_bytes=1000000000. May be repeated.",
+    help="Change a limit, for example budget_bytes=1000000000. May be repeated.",
 )
 def serve(
     host: str,
@@ -122,32 +125,30 @@ def serve(
 ) -> None:
     """Run a server in the foreground.
 
-    Prints one line of JSON when it accepts connections. SIGTERM drains, SIGINT stops.
-
-    With --owner-pid it is another process's server: it prints nothing, ignores both signals, and ends when that
-    process says so over --control-fd, closes it, or dies.
+    Prints one line of JSON once it accepts connections. SIGTERM stops it after --grace seconds at the latest, SIGINT at
+    once.
     """
     if math.isnan(grace):
-        raise click.BadParameter("must be a number of seconds", param_hint="'--grace'")
+        raise click.BadParameter("nan is not a number of seconds", param_hint="'--grace'")
     if owner_pid is not None or control_fd is not None:
         if owner_pid is None or control_fd is None or listen_fd is None:
-            raise click.UsageError("--owner-pid and --control-fd go together, and with --listen-fd.")
+            raise click.UsageError("--owner-pid, --control-fd and --listen-fd must be given together.")
         if port_file is not None:
-            raise click.UsageError("--port-file is of no use to an owner, who knows the port.")
+            raise click.UsageError("--port-file cannot be used with --owner-pid.")
     log_without_blocking()
 
-    def ready(server: "Server") -> None:
+    def announce(server: "Server") -> None:
         if port_file is not None:
             _write_atomically(port_file, f"{server.port}\n")
         event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
-        if not is_closed():
-            say_json({**event, "backend": backend, "build": build()})
+        if not stdout_is_closed():
+            print_json({**event, "backend": backend, "build": build()})
 
     try:
         if owner_pid is not None and control_fd is not None and listen_fd is not None:
             serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
-        run_loop(run(host, port, listen_fd, backend=backend, limits=limits, grace=grace, ready=ready))
+        run_loop(run(host, port, listen_fd, backend=backend, limits=limits, grace=grace, ready=announce))
     except DistError as error:
         raise click.ClickException(str(error)) from None
 
@@ -157,7 +158,10 @@ main.add_command(bench)
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Through a new file beside it, whose name nobody can foresee: what lies there under any name is never written."""
+    """Replace a file as a whole.
+
+    The temporary file has an unpredictable name and is created exclusively, so no existing file or link is written to.
+    """
     temporary = path.with_name(f".tcpstore-{secrets.token_hex(8)}")
     try:
         with open(temporary, "x") as file:

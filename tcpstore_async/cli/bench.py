@@ -1,7 +1,7 @@
-"""`tcpstore bench`: the short benchmark of a running server.
+"""`tcpstore bench`: a short benchmark of a running server.
 
-Knows: its options, how its table prints, what ends it. Must not know: how anything is measured.
-Invariant: an operation that was finished is printed, whatever ends the next.
+This module has the options, the table and the ways to end; it does not know how anything is measured.
+Invariant: the results of finished operations are printed, whatever ends the benchmark.
 """
 
 import signal
@@ -14,113 +14,119 @@ import click
 
 from ..client.aio import AsyncTCPStore
 from ..errors import DistError
-from ..interrupts import end_by
+from ..interrupts import die_of
 from ..load.generator import Late, LoadError, Unreachable
 from ..load.quick_bench import SATURATED, Row, measure
 from ..load.scripts import OPERATIONS
 from ..serving import run_loop
 from ..session.identity import Identity
-from .client import FAILED, TIMED_OUT, UNREACHABLE, ClientContext, client_command
-from .output import say, say_error, say_json, shown
+from .client import FAILED, OTHER_SERVER, TIMED_OUT, UNREACHABLE, ClientContext, client_command
+from .output import escape, print_error, print_json, print_result
 
-_QUIET = 2.0
-"""Seconds before progress is shown."""
-_FOR_EVER = 1e9
+_QUIET_SECONDS = 2.0
+"""Progress is shown only after this time."""
+
+_NO_TIMEOUT = 1e9
 
 
-def _names(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
+def _parse_operations(ctx: click.Context, param: click.Parameter, text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in OPERATIONS:
-            raise click.BadParameter(f"there is no {name!r}; there are {', '.join(OPERATIONS)}", ctx, param)
+            raise click.BadParameter(f"unknown operation {name!r}; choose from {', '.join(OPERATIONS)}", ctx, param)
     if not names:
-        raise click.BadParameter("name at least one operation", ctx, param)
+        raise click.BadParameter("no operation given", ctx, param)
     return list(dict.fromkeys(names))
 
 
 @click.command()
-@click.option("--ranks", type=click.IntRange(1, 60_000), default=64, show_default=True, help="Connections.")
+@click.option("--ranks", type=click.IntRange(1, 60_000), default=64, show_default=True, help="Number of connections.")
 @click.option(
     "--ops",
     default="set,get,add,check",
     show_default=True,
-    callback=_names,
+    callback=_parse_operations,
     metavar="NAME,…",
-    help=f"Of {', '.join(OPERATIONS)}.",
+    help=f"Operations to measure: {', '.join(OPERATIONS)}.",
 )
 @click.option(
     "--requests",
     type=click.IntRange(1, 100_000_000),
     default=20_000,
     show_default=True,
-    help="Of each operation, over all ranks.",
+    help="Requests per operation, over all ranks.",
 )
 @click.option(
-    "--value-size", type=click.IntRange(0, 8_000_000), default=64, show_default=True, help="Bytes of each value."
+    "--value-size",
+    type=click.IntRange(0, 8_000_000),
+    default=64,
+    show_default=True,
+    help="Size of each value in bytes.",
 )
 @client_command
-def bench(asker: ClientContext, ranks: int, ops: list[str], requests: int, value_size: int) -> None:
-    """Measure a running server: throughput, and latencies by percentile.
+def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, value_size: int) -> None:
+    """Measure the throughput and latency of a running server.
 
-    Every rank has one request under way at a time. --timeout is for each operation. Silent writes count as done when
-    a PING behind them is answered. Load CPU is how much of the time the one process that sends all requests computed,
-    or waited for a core: where it is saturated (sat.), that process may have set the pace and not the server. The
-    keys are under /tcpstore-bench/ and are deleted at the end, if the server answers in time. What was finished is
-    printed, whatever ends the next.
+    Each rank sends its next request when the last one is answered; a write that has no reply is followed by a PING.
+    --timeout applies to each operation. Keys are created under /tcpstore-bench/ and deleted at the end if the server
+    answers in time. Results of finished operations are printed even if the benchmark fails or is interrupted.
 
-    PyTorch's servers look up the name of every peer before they answer it: where no name server replies, many ranks
-    take them longer than --timeout.
+    "load CPU" is the share of time in which the process that sends all requests computed or waited for a core. If it is
+    marked "sat." (saturated), that process may have been the bottleneck, not the server.
+
+    PyTorch's servers look up the name of every peer when it connects: without a responding name server, many ranks may
+    take longer than --timeout.
     """
-    limit = asker.timeout if asker.timeout >= 0 else _FOR_EVER
+    limit = context.timeout if context.timeout >= 0 else _NO_TIMEOUT
     progress = _Progress(len(ops))
     done: list[Row] = []
     server = {"server": "unknown"}
-    why, status = "", 0
+    failure, status = "", 0
     _raise_interrupts()
     try:
         rows = measure(
-            _address(asker), asker.port, ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
-            progress=progress.tell,
+            _address(context), context.port, ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
+            progress=progress.show,
         )  # fmt: skip
         with closing(rows):
             for row in rows:
                 done.append(row)
-                if len(done) == 1:  # not before: only now it is known that there is a server, and that it answers
-                    server = _who(asker) or server
+                if len(done) == 1:  # not earlier: only now is it known that there is a server that answers
+                    server = _identify(context) or server
     except Unreachable as error:
-        why, status = str(error), UNREACHABLE
+        failure, status = str(error), UNREACHABLE
     except Late as error:
-        why, status = str(error), TIMED_OUT
+        failure, status = str(error), TIMED_OUT
     except LoadError as error:
-        why, status = str(error), FAILED
+        failure, status = str(error), FAILED
     except _Interrupt as interrupt:
-        why, status = "interrupted", 128 + interrupt.number
+        failure, status = "interrupted", 128 + interrupt.number
     finally:
         progress.end()
-    if done and asker.output == "json":
-        about = {"ranks": ranks, "value_size": value_size, **server, "complete": not why}
-        say_json({**about, "operations": done})
+    if done and context.output == "json":
+        about = {"ranks": ranks, "value_size": value_size, **server, "complete": not failure}
+        print_json({**about, "operations": done})
     elif done:
-        say(_table(server, done))
+        print_result(_table(server, done))
     if status > 128:
-        say_error(why, status, asker.output)
-        end_by(status - 128)
-    if why:
-        asker.fail(why, status)
+        print_error(failure, status, context.output)
+        die_of(status - 128)
+    if failure:
+        context.fail(failure, status)
 
 
-def _address(asker: ClientContext) -> str:
-    """The first of the host's addresses at which something listens, for all ranks. Raises Unreachable, Late."""
-    limit = max(asker.timeout, 0.001) if asker.timeout >= 0 else None
+def _address(context: ClientContext) -> str:
+    """Return the first of the host's addresses that accepts a connection. Raises Unreachable and Late."""
+    limit = max(context.timeout, 0.001) if context.timeout >= 0 else None
     try:
-        with socket.create_connection((asker.host, asker.port), limit) as one:
+        with socket.create_connection((context.host, context.port), limit) as one:
             return str(one.getpeername()[0])
     except socket.gaierror as error:
-        raise Unreachable(f"cannot look up {asker.host}: {error.strerror}") from None
+        raise Unreachable(f"cannot resolve {context.host}: {error.strerror}") from None
     except TimeoutError:
-        raise Late(f"cannot connect to {asker.host}:{asker.port} within {asker.timeout:g} s") from None
+        raise Late(f"cannot connect to {context.host}:{context.port} within {context.timeout:g} s") from None
     except OSError as error:
-        raise Unreachable(f"cannot connect to {asker.host}:{asker.port}: {error.strerror}") from None
+        raise Unreachable(f"cannot connect to {context.host}:{context.port}: {error.strerror}") from None
 
 
 class _Interrupt(KeyboardInterrupt):
@@ -132,52 +138,52 @@ class _Interrupt(KeyboardInterrupt):
 
 
 def _raise_interrupts() -> None:
-    """At an interrupt the keys go, the load with them, and what was finished is printed."""
+    """Turn signals into exceptions, so that keys are deleted and finished results printed."""
 
     def interrupt(number: int, frame: object) -> None:
         raise _Interrupt(number)
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # under nohup
             signal.signal(number, interrupt)
 
 
-def _who(asker: ClientContext) -> dict[str, str] | None:
-    """What the server says of itself; None if it could not be asked."""
+def _identify(context: ClientContext) -> dict[str, str] | None:
+    """Return the server's identity; None if the request failed."""
     found: list[Identity | None] = []
 
-    async def ask() -> None:
-        async with await AsyncTCPStore.connect(asker.host, asker.port, timeout=asker.timeout) as store:
+    async def request() -> None:
+        async with await AsyncTCPStore.connect(context.host, context.port, timeout=context.timeout) as store:
             found.append(await store.server())
 
     try:
-        run_loop(ask())
+        run_loop(request())
     except DistError:
-        return None  # what ails it, the next operation will say
+        return None  # the next operation reports the error
     [server] = found
     if server is None:
-        return {"server": "not ours"}
+        return {"server": OTHER_SERVER}
     return {"server": server.server, "version": server.version, "backend": server.backend, "build": server.build}
 
 
 class _Progress:
-    """One line on a terminal's standard error, once it takes long."""
+    """One line on standard error, if that is a terminal and the benchmark takes long."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.began = time.monotonic()
         self.shown = False
 
-    def tell(self, done: int, name: str) -> None:
-        if not sys.stderr.isatty() or time.monotonic() - self.began < _QUIET:
+    def show(self, done: int, name: str) -> None:
+        if not sys.stderr.isatty() or time.monotonic() - self.began < _QUIET_SECONDS:
             return
         self.shown = True
-        line = f"{done} of {self.count} done, now {name}{self._left(done)}"
+        line = f"{done} of {self.count} done, now {name}{self._remaining(done)}"
         click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
-    def _left(self, done: int) -> str:
-        """The time left, if operations take as long as those before."""
+    def _remaining(self, done: int) -> str:
+        """Return the estimated remaining time: operations take as long as those before."""
         if not 0 < done < self.count:
             return ""
         return f", about {(time.monotonic() - self.began) / done * (self.count - done):.0f} s left"
@@ -189,7 +195,7 @@ class _Progress:
 
 def _table(server: dict[str, str], rows: list[Row]) -> str:
     lines = [
-        shown(f"server: {', '.join(server.values())}"),
+        escape(f"server: {', '.join(server.values())}"),
         f"{'operation':<12} {'requests':>10} {'ops/s':>10} {'p50 ms':>9} {'p95 ms':>9} {'p99 ms':>9}  load CPU",
     ]
     lines += [

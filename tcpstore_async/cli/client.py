@@ -1,7 +1,7 @@
-"""The commands that ask a server something, ours or PyTorch's.
+"""The commands that use a running server, ours or PyTorch's.
 
-Knows: options, how results print, exit codes. Must not know: how a call is made.
-Exit status: 0 done (for `check`: present), 1 failed (for `check`: absent), 2 usage, 3 timed out, 4 unreachable.
+They parse options, make one call of the asynchronous client and print its result; they do not know how a call is made.
+Exit status: 0 success, 1 failure (`check`: a key is missing), 2 usage error, 3 timeout, 4 server unreachable.
 """
 
 import base64
@@ -23,7 +23,7 @@ from ..limits import Limits
 from ..serving import build, run_loop
 from ..version import VERSION
 from .commands import Commands
-from .output import is_closed, say, say_error, say_json, shown, shown_in_a_line
+from .output import escape, escape_line_breaks, print_error, print_json, print_result, stdout_is_closed
 
 DEFAULT_URL: Final = "tcp://127.0.0.1:29500"
 DEFAULT_PORT: Final = 29500
@@ -32,24 +32,27 @@ FAILED: Final = 1
 TIMED_OUT: Final = 3
 UNREACHABLE: Final = 4
 
-Ask = Callable[[AsyncTCPStore], Awaitable[Any]]
+OTHER_SERVER: Final = "PyTorch or compatible"
+"""Printed for a server that does not identify itself as ours."""
+
+Operation = Callable[[AsyncTCPStore], Awaitable[Any]]
 
 
 class ClientContext:
-    """What every client command needs: where the server is, how long to wait, how to print."""
+    """What every client command needs: the server's address, the timeout in seconds, the output format."""
 
     def __init__(self, url: tuple[str, int], timeout: float, output: str) -> None:
         self.host, self.port = url
         self.timeout = timeout
         self.output = output
 
-    def ask(self, ask: Ask) -> Any:
-        """Connect, ask, and leave; exits with the right status if that fails."""
-        answers: list[Any] = []
+    def run(self, operation: Operation) -> Any:
+        """Connect, execute the operation, disconnect and return its result; exit with the right status on failure."""
+        results: list[Any] = []
 
         async def main() -> None:
             async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout) as store:
-                answers.append(await ask(store))
+                results.append(await operation(store))
 
         try:
             run_loop(main())
@@ -60,62 +63,60 @@ class ClientContext:
         except (DistError, NotImplementedError) as error:
             self.fail(str(error), FAILED)
         except UnicodeDecodeError as error:
-            self.fail(f"a name on this server is not UTF-8: {error.object!r}", FAILED)
-        return answers[0]
+            self.fail(f"cannot list the keys: {error.object!r} is not UTF-8", FAILED)
+        return results[0]
 
-    async def demand_a_server(self) -> None:
-        """Raises DistNetworkError if there is none any more."""
-        async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout):
-            pass
+    def run_write(self, key: str, value: bytes, write: Operation) -> None:
+        """Execute a write and wait until the server has done it; exit with the right status on failure."""
 
-    def write(self, key: str, content: bytes, write: Ask) -> None:
-        """Have a value stored, and hear that it was; exits with the right status if that fails."""
-
-        async def ask(store: AsyncTCPStore) -> None:
+        async def write_and_ping(store: AsyncTCPStore) -> None:
             try:
                 await write(store)
                 await store.ping()
             except DistNetworkError:
-                over = _over_a_limit(key, content)
-                if not over:
+                reason = _exceeded_limit(key, value)
+                if not reason:
                     raise
-                await self.demand_a_server()
-                raise DistStoreError(f"the server closed the connection: {over}") from None
+                await self.check_connection()
+                raise DistStoreError(f"the server closed the connection: {reason}") from None
 
-        self.ask(ask)
+        self.run(write_and_ping)
+
+    async def check_connection(self) -> None:
+        """Raise DistNetworkError if the server cannot be reached any more."""
+        async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout):
+            pass
 
     def fail(self, text: str, status: int) -> NoReturn:
-        say_error(text, status, self.output)
+        print_error(text, status, self.output)
         sys.exit(status)
 
     def show(self, name: str, value: Any) -> None:
-        """Print a result: raw, or as an object of JSON."""
+        """Print a result as it is, or as a JSON object."""
         if self.output == "json":
-            say_json(_jsonable(name, value))
+            print_json(_jsonable(name, value))
         elif isinstance(value, bytes):
-            say(value, nl=False)
+            print_result(value, nl=False)
         elif value is not None:
-            say(str(value).lower() if isinstance(value, bool) else value)
+            print_result(str(value).lower() if isinstance(value, bool) else value)
 
     def answer(self, name: str, yes: bool) -> None:
-        """Print a yes or no and exit with 0 or 1, which is the answer even where nothing can be printed."""
-        if not is_closed():
+        """Print a yes or no, and exit with 0 or 1, even if standard output is closed."""
+        if not stdout_is_closed():
             self.show(name, yes)
         if not yes:
             sys.exit(FAILED)
 
 
-def _over_a_limit(key: str, content: bytes) -> str:
-    """Which limit that servers have, ours and PyTorch's, this key or value is over; empty if none."""
+def _exceeded_limit(key: str, value: bytes) -> str:
+    """Describe the default limit, of our server and PyTorch's, that a key or value exceeds; empty if none."""
     limits = Limits()
     for what, size, name, limit in (
-        ("a key", len(_bytes(key)) + 1, "key_bytes", limits.key_bytes),
-        ("a value", len(content), "value_bytes", limits.value_bytes),
+        ("key", len(_bytes(key)) + 1, "key_bytes", limits.key_bytes),
+        ("value", len(value), "value_bytes", limits.value_bytes),
     ):
         if size > limit:
-            return (
-                f"{what} of {size} bytes may be more than it takes, which is {limit} unless --limit {name} changes it"
-            )
+            return f"the {what} of {size} bytes probably exceeds its limit ({limit} unless set by --limit {name})"
     return ""
 
 
@@ -140,12 +141,12 @@ def _parse_url(ctx: click.Context, param: click.Parameter, text: str) -> tuple[s
 
 def _seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
     if math.isnan(number) or number == math.inf:
-        raise click.BadParameter("must be a number of seconds; a negative one means for ever", ctx, param)
+        raise click.BadParameter(f"{number} is not a finite number; for no timeout, use a negative one", ctx, param)
     return number
 
 
 def client_command(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of all client commands, as one `Asker`."""
+    """Add the options of all client commands to a command, which gets them as a `ClientContext`."""
 
     def command(url: tuple[str, int], timeout: float, output: str, **given: Any) -> None:
         function(ClientContext(url, timeout, output), **given)
@@ -160,7 +161,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(["text", "json"]),
             default="text",
             show_default=True,
-            help="Print the bare result, or an object of JSON.",
+            help="Output format of results and errors.",
         ),
         click.option(
             "--timeout",
@@ -168,7 +169,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
             default=10.0,
             show_default=True,
             callback=_seconds,
-            help="Seconds; negative: for ever.",
+            help="Timeout in seconds; negative for none.",
         ),
         click.option(
             "--url",
@@ -177,7 +178,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
             show_default=True,
             show_envvar=True,
             callback=_parse_url,
-            help="The server.",
+            help="Address of the server.",
         ),
     ):
         command = option(command)
@@ -188,9 +189,9 @@ def _int64(ctx: click.Context, param: click.Parameter, text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not a whole number", ctx, param) from None
+        raise click.BadParameter(f"{text!r} is not an integer", ctx, param) from None
     if not -(2**63) <= number < 2**63:
-        raise click.BadParameter(f"{text} does not fit 64 bits", ctx, param)
+        raise click.BadParameter(f"{text} is out of range for a 64-bit integer", ctx, param)
     return number
 
 
@@ -202,25 +203,25 @@ def _value(text: str) -> bytes:
     return sys.stdin.buffer.read() if text == "-" else _bytes(text)
 
 
+async def _ping_milliseconds(store: AsyncTCPStore) -> float:
+    began = time.perf_counter()
+    await store.ping()
+    return round((time.perf_counter() - began) * 1000, 3)
+
+
 @click.command()
 @client_command
 def ping(context: ClientContext) -> None:
-    """Say whether the server answers, and how fast."""
-
-    async def ask(store: AsyncTCPStore) -> float:
-        began = time.perf_counter()
-        await store.ping()
-        return round((time.perf_counter() - began) * 1000, 3)
-
-    context.show("milliseconds", context.ask(ask))
+    """Measure the round-trip time to the server, in milliseconds."""
+    context.show("milliseconds", context.run(_ping_milliseconds))
 
 
 @click.command()
 @click.argument("key")
 @client_command
 def get(context: ClientContext, key: str) -> None:
-    """Print a value, as soon as there is one."""
-    context.show("value", context.ask(lambda store: store.get(_bytes(key))))
+    """Wait for a key and print its value."""
+    context.show("value", context.run(lambda store: store.get(_bytes(key))))
 
 
 @click.command("set")
@@ -228,9 +229,12 @@ def get(context: ClientContext, key: str) -> None:
 @click.argument("value")
 @client_command
 def set_(context: ClientContext, key: str, value: str) -> None:
-    """Store a value; '-' reads it from standard input. Before a value like -1 say --, which ends the options."""
-    content = _value(value)
-    context.write(key, content, lambda store: store.set(_bytes(key), content))
+    """Set a key to a value.
+
+    A VALUE of '-' reads from standard input. Put '--' before a VALUE like -1.
+    """
+    data = _value(value)
+    context.run_write(key, data, lambda store: store.set(_bytes(key), data))
 
 
 @click.command()
@@ -238,9 +242,12 @@ def set_(context: ClientContext, key: str, value: str) -> None:
 @click.argument("value")
 @client_command
 def append(context: ClientContext, key: str, value: str) -> None:
-    """Append to a value; '-' reads from standard input."""
-    content = _value(value)
-    context.write(key, content, lambda store: store.append(_bytes(key), content))
+    """Append to the value of a key.
+
+    A missing key counts as empty. A VALUE of '-' reads from standard input.
+    """
+    data = _value(value)
+    context.run_write(key, data, lambda store: store.append(_bytes(key), data))
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -248,16 +255,18 @@ def append(context: ClientContext, key: str, value: str) -> None:
 @click.argument("amount", callback=_int64)
 @client_command
 def add(context: ClientContext, key: str, amount: int) -> None:
-    """Add to a counter and print the sum."""
+    """Add AMOUNT to a counter and print the sum."""
 
-    async def ask(store: AsyncTCPStore) -> int:
+    async def add_(store: AsyncTCPStore) -> int:
         try:
             return await store.add(_bytes(key), amount)
         except DistNetworkError:
-            await context.demand_a_server()
-            raise DistStoreError(f"the server closed the connection: the value of {key!r} may be no number") from None
+            await context.check_connection()
+            raise DistStoreError(
+                f"the server closed the connection: the value of {key!r} is probably not a number"
+            ) from None
 
-    context.show("sum", context.ask(ask))
+    context.show("sum", context.run(add_))
 
 
 @click.command("compare-set")
@@ -266,60 +275,66 @@ def add(context: ClientContext, key: str, amount: int) -> None:
 @click.argument("desired")
 @client_command
 def compare_set(context: ClientContext, key: str, expected: str, desired: str) -> None:
-    """Store DESIRED if the value is EXPECTED; print the value afterwards.
+    """Set a key to DESIRED if its value is EXPECTED, and print its new value.
 
-    EXPECTED '' also means that the key is missing.
+    An EXPECTED of '' also matches a missing key.
     """
-    context.show("value", context.ask(lambda store: store.compare_set(_bytes(key), _bytes(expected), _bytes(desired))))
+    context.show("value", context.run(lambda store: store.compare_set(_bytes(key), _bytes(expected), _bytes(desired))))
 
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
 @client_command
 def check(context: ClientContext, keys: tuple[str, ...]) -> None:
-    """Exit with 0 if all keys are there, with 1 if not."""
-    context.answer("present", context.ask(lambda store: store.check(list(map(_bytes, keys)))))
+    """Check whether all keys exist.
+
+    Exit with 0 if they do and with 1 if not.
+    """
+    context.answer("present", context.run(lambda store: store.check(list(map(_bytes, keys)))))
 
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
 @client_command
 def wait(context: ClientContext, keys: tuple[str, ...]) -> None:
-    """Wait until all keys are there."""
-    context.ask(lambda store: store.wait(list(map(_bytes, keys))))
+    """Wait until all keys exist."""
+    context.run(lambda store: store.wait(list(map(_bytes, keys))))
 
 
 @click.command()
 @click.argument("key")
 @client_command
 def delete(context: ClientContext, key: str) -> None:
-    """Remove a key; exit with 1 if it was not there."""
-    context.answer("deleted", context.ask(lambda store: store.delete_key(_bytes(key))))
+    """Delete a key.
+
+    Exit with 1 if it did not exist.
+    """
+    context.answer("deleted", context.run(lambda store: store.delete_key(_bytes(key))))
 
 
 @click.command()
-@click.option("--prefix", default="", help="Only keys that begin so.")
-@click.option("--raw", is_flag=True, help="Print names as they are.")
+@click.option("--prefix", default="", help="List only keys with this prefix.")
+@click.option("--raw", is_flag=True, help="Do not escape anything.")
 @client_command
 def keys(context: ClientContext, prefix: str, raw: bool) -> None:
-    """Print the names of the keys, one a line, sorted.
+    """List the keys, sorted, one per line.
 
-    Line breaks in a name are escaped, and on a terminal all control characters, unless --raw says otherwise; -o json
-    is unambiguous.
+    Line breaks in keys are escaped, and on a terminal all control characters, unless --raw is given. Only the output of
+    -o json is unambiguous.
     """
-    found: list[str] = context.ask(lambda store: store.list_keys())
+    found: list[str] = context.run(lambda store: store.list_keys())
     names = sorted(name for name in found if name.startswith(prefix))
     if context.output == "json":
-        say_json({"keys": names})
+        print_json({"keys": names})
     elif names:
-        say("\n".join(names if raw else map(shown_in_a_line, names)))
+        print_result("\n".join(names if raw else map(escape_line_breaks, names)))
 
 
 @click.command("num-keys")
 @client_command
 def num_keys(context: ClientContext) -> None:
-    """Print how many keys there are."""
-    context.show("num_keys", context.ask(lambda store: store.num_keys()))
+    """Print the number of keys."""
+    context.show("num_keys", context.run(lambda store: store.num_keys()))
 
 
 @click.group(cls=Commands)
@@ -332,76 +347,74 @@ def queue() -> None:
 @click.argument("value")
 @client_command
 def push(context: ClientContext, key: str, value: str) -> None:
-    """Append an item; '-' reads it from standard input."""
-    content = _value(value)
-    context.write(key, content, lambda store: store.queue_push(_bytes(key), content))
+    """Append an item to a queue.
+
+    A VALUE of '-' reads from standard input.
+    """
+    data = _value(value)
+    context.run_write(key, data, lambda store: store.queue_push(_bytes(key), data))
 
 
 @queue.command()
 @click.argument("key")
-@click.option("--block/--no-block", default=True, show_default=True, help="Wait for an item.")
+@click.option("--block/--no-block", default=True, show_default=True, help="Wait for an item if the queue is empty.")
 @client_command
 def pop(context: ClientContext, key: str, block: bool) -> None:
-    """Take the oldest item and print it."""
-    context.show("value", context.ask(lambda store: store.queue_pop(_bytes(key), block)))
+    """Remove the oldest item of a queue and print it."""
+    context.show("value", context.run(lambda store: store.queue_pop(_bytes(key), block)))
 
 
 @queue.command("len")
 @click.argument("key")
 @client_command
 def len_(context: ClientContext, key: str) -> None:
-    """Print how many items there are."""
-    context.show("length", context.ask(lambda store: store.queue_len(_bytes(key))))
+    """Print the number of items in a queue."""
+    context.show("length", context.run(lambda store: store.queue_len(_bytes(key))))
 
 
 @click.command()
 @click.argument("key")
-@click.option("--world-size", type=int, required=True, metavar="N", help="How many have to arrive.")
+@click.option("--world-size", type=int, required=True, metavar="N", help="Number of callers, this one included.")
 @client_command
 def barrier(context: ClientContext, key: str, world_size: int) -> None:
-    """Wait until as many callers have arrived at this key as --world-size says, this one among them.
+    """Wait until N callers have arrived at this barrier.
 
     A barrier is never reset: use a new key for every round.
     """
-    context.ask(lambda store: store.barrier(_bytes(key), world_size))
+    context.run(lambda store: store.barrier(_bytes(key), world_size))
 
 
 @click.command()
-@click.option("--local", is_flag=True, help="This installation, without asking a server.")
+@click.option("--local", is_flag=True, help="Describe this installation instead; no server is needed.")
 @client_command
 def info(context: ClientContext, local: bool) -> None:
-    """Print what is known of the server, or of this installation."""
+    """Describe the server: address, software, number of keys, round-trip time."""
 
-    async def ask(store: AsyncTCPStore) -> dict[str, Any]:
-        began = time.perf_counter()
-        await store.ping()
-        took = round((time.perf_counter() - began) * 1000, 3)
+    async def describe(store: AsyncTCPStore) -> dict[str, Any]:
+        milliseconds = await _ping_milliseconds(store)
         known = {
             "host": context.host,
             "port": context.port,
             "num_keys": await store.num_keys(),
-            "ping_milliseconds": took,
+            "ping_milliseconds": milliseconds,
         }
         server = await store.server()
-        return {
-            **known,
-            **(msgspec.to_builtins(server) if server else {"server": "PyTorch's, or one that speaks as it"}),
-        }
+        return {**known, **(msgspec.to_builtins(server) if server else {"server": OTHER_SERVER})}
 
-    known = _local() if local else context.ask(ask)
+    known = _describe_installation() if local else context.run(describe)
     if context.output == "json":
-        say_json(known)
+        print_json(known)
         return
     lines = []
     for name, value in known.items():
         if isinstance(value, dict):
             lines += [f"{name}.{inner}: {number}" for inner, number in value.items()]
         else:
-            lines.append(shown(f"{name}: {value}"))
-    say("\n".join(lines))
+            lines.append(escape(f"{name}: {value}"))
+    print_result("\n".join(lines))
 
 
-def _local() -> dict[str, Any]:
+def _describe_installation() -> dict[str, Any]:
     limits = msgspec.to_builtins(Limits())
     return {"version": VERSION, "build": build(), "loop": "uvloop", "limits": limits}
 
@@ -410,17 +423,17 @@ def _local() -> dict[str, Any]:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what makes a shell complete this command.
+    """Print a shell completion script.
 
-    For bash: tcpstore completion bash > ~/.tcpstore-complete; then put 'source ~/.tcpstore-complete' into ~/.bashrc.
+    For bash: run 'tcpstore completion bash > ~/.tcpstore-complete' and add 'source ~/.tcpstore-complete' to ~/.bashrc.
     """
     kind = get_completion_class(shell)
     assert kind is not None
-    say(kind(ctx.find_root().command, {}, "tcpstore", "_TCPSTORE_COMPLETE").source())
+    print_result(kind(ctx.find_root().command, {}, "tcpstore", "_TCPSTORE_COMPLETE").source())
 
 
 def add_client_commands(group: click.Group) -> None:
-    """Add them to the command line."""
+    """Add all client commands to a group."""
     for command in (
         ping, get, set_, add, append, compare_set, check, wait, delete, keys, num_keys, queue, barrier, info,
         completion,

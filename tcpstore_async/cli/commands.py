@@ -1,44 +1,96 @@
-"""Groups of commands, which take the options of a command before its name, too.
+"""The command groups: options before a command's name, and usage errors in the chosen output format."""
 
-Knows: click. Must not know: what a command does.
-"""
-
-from typing import Any
+from typing import IO, Any, Final
 
 import click
 
-from ..interrupts import end_at_once
+from ..interrupts import reset_sigint
+from .output import print_error
 
-_VALUED = ("--url", "--timeout", "--output", "-o")
-"""Options of every client command. Each has a value."""
+_OPTIONS: Final = ("--url", "--timeout", "--output", "-o")
+"""The options of every client command. Each takes a value."""
 
 
 class Commands(click.Group):
-    """`tcpstore --url URL get KEY` is `tcpstore get --url URL KEY`."""
+    """A group that accepts the options of a client command before its name.
+
+    `tcpstore --url URL get KEY` is `tcpstore get --url URL KEY`.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        count = _leading(args)
+        count = _count_leading_options(args)
         if 0 < count < len(args):
             args = [args[count], *args[:count], *args[count + 1 :]]
+        elif count and not ctx.resilient_parsing:
+            ctx.fail("Missing command.")
         return super().parse_args(ctx, args)
 
 
 class Program(Commands):
-    """The outermost group, which is called as a program."""
+    """The outermost group, which is called as a program.
+
+    With `-o json` every error, usage errors included, is printed as a JSON object.
+    """
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        end_at_once()
+        reset_sigint()
         return self.main(*given, **named)
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        wants_json = _wants_json(args)
+        try:
+            context = super().make_context(info_name, args, parent, **extra)
+        except click.ClickException as error:
+            raise (_JsonError(error) if wants_json else error) from None
+        context.meta[_WANTS_JSON] = wants_json
+        return context
 
-def _leading(args: list[str]) -> int:
-    """How many words at the beginning are such options with their values."""
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            raise (_JsonError(error) if ctx.meta[_WANTS_JSON] else error) from None
+
+
+_WANTS_JSON: Final = "tcpstore_async.wants_json"
+
+
+class _JsonError(click.ClickException):
+    """An error of click's that is printed as a JSON object."""
+
+    def __init__(self, error: click.ClickException) -> None:
+        super().__init__(error.format_message())
+        self.exit_code = error.exit_code  # type: ignore[misc]
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        print_error(self.message, self.exit_code, "json")
+
+
+def _wants_json(args: list[str]) -> bool:
+    """Whether a command line, valid or not, selects JSON output."""
+    output = ""
+    for index, word in enumerate(args):
+        if word == "--":
+            break
+        if word in ("-o", "--output"):
+            output = args[index + 1] if index + 1 < len(args) else ""
+        elif word.startswith("-o"):
+            output = word[2:]
+        elif word.startswith("--output="):
+            output = word.partition("=")[2]
+    return output == "json"
+
+
+def _count_leading_options(args: list[str]) -> int:
+    """Return how many words at the beginning are options of client commands, with their values."""
     at = 0
     while at < len(args):
         word = args[at]
-        if word in _VALUED:
+        if word in _OPTIONS:
             at += 2
-        elif word.startswith("-o") or word.partition("=")[0] in _VALUED:
+        elif word.startswith("-o") or word.partition("=")[0] in _OPTIONS:
             at += 1
         else:
             break

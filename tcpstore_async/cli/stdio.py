@@ -1,7 +1,6 @@
-"""Standard streams of a server process: they must exist, and must never hold it up.
+"""The standard streams of a server process, which must exist and must never block it.
 
-Knows: descriptors 0 to 2, logging. Must not know: what is logged.
-Invariant: whoever holds the other end of standard error cannot stop the server by not reading it.
+Invariant: a reader of standard error cannot stop the server by not reading.
 """
 
 import logging
@@ -14,16 +13,16 @@ STANDARD_ERROR: Final = 2
 
 
 def open_standard_streams() -> None:
-    """Open what the parent closed, so that no socket of ours gets the number of a standard stream."""
+    """Open descriptors 0 to 2 where the parent closed them, so that no socket gets the number of a standard stream."""
     for fd in (0, 1, STANDARD_ERROR):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def log_without_blocking() -> None:
-    """Log everything from INFO up to standard error."""
+    """Log to standard error from level INFO on."""
     handler = NonBlockingHandler(STANDARD_ERROR)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()

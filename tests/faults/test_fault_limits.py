@@ -392,5 +392,5 @@ def test_a_rejected_client_is_referred_to_the_log() -> None:
 
 
 def test_an_unknown_limit_is_a_usage_error() -> None:
-    with pytest.raises(AssertionError, match="there is no limit 'colour'"), tcpstore_server("--limit", "colour=1"):
+    with pytest.raises(AssertionError, match="unknown limit 'colour'"), tcpstore_server("--limit", "colour=1"):
         pass

@@ -276,12 +276,12 @@ def test_limit() -> None:
 
 @pytest.mark.parametrize("number", ["", "=", "=many", "=-1", "=1.5", "=1e9"])
 def test_limit_that_is_no_number(number: str) -> None:
-    assert "is not a number" in usage_error("--limit", f"keys{number}")
+    assert "is not of the form NAME=NUMBER" in usage_error("--limit", f"keys{number}")
 
 
 def test_unknown_limit() -> None:
     said = usage_error("--limit", "kyes=1")
-    assert "there is no limit 'kyes'" in said
+    assert "unknown limit 'kyes'" in said
     assert "budget_bytes" in said  # those that there are
 
 

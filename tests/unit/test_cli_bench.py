@@ -61,7 +61,7 @@ def test_every_operation_is_measured_and_leaves_nothing(kind: str, port: int) ->
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["ranks"], found["value_size"], found["complete"]) == (4, 9, True)
-    assert found["server"] == ("tcpstore_async" if kind == "ours" else "not ours")
+    assert found["server"] == ("tcpstore_async" if kind == "ours" else "PyTorch or compatible")
     assert [(row["operation"], row["requests"]) for row in found["operations"]] == [(name, 10) for name in names]
     for row in found["operations"]:
         assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
@@ -117,11 +117,11 @@ def test_the_time_left_is_told_once_an_operation_is_done(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress = command._Progress(4)
-    progress.tell(0, "set")
+    progress.show(0, "set")
     progress.began -= 10
-    progress.tell(0, "set")
-    progress.tell(2, "add")
-    progress.tell(4, "cleaning up")
+    progress.show(0, "set")
+    progress.show(2, "add")
+    progress.show(4, "cleaning up")
     progress.end()
     shown = capsys.readouterr().err.split("\r\x1b[K")
     assert re.fullmatch(r"2 of 4 done, now add, about 1[01] s left", shown[2])
@@ -177,7 +177,7 @@ from tcpstore_async.cli import main
 from tcpstore_async.load import quick_bench
 at, hangup, clean = int(sys.argv.pop(1)), sys.argv.pop(1), quick_bench._clean
 
-def tell(self, done, name):
+def show(self, done, name):
     if done == at:
         print(flush=True)
         sys.stdin.readline()
@@ -187,7 +187,7 @@ def cleaning(*given):
     clean(*given)
 
 signal.signal(signal.SIGHUP, getattr(signal, hangup))
-importlib.import_module("tcpstore_async.cli.bench")._Progress.tell = tell
+importlib.import_module("tcpstore_async.cli.bench")._Progress.show = show
 quick_bench._clean = cleaning
 main()
 """

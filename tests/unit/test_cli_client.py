@@ -78,7 +78,7 @@ def test_adding_to_a_text_is_1(backend: tuple[str, Run]) -> None:
     assert run("set", "text", "abc").returncode == 0
     done = run("add", "text", "1")
     assert (done.returncode, done.stdout) == (1, b"")
-    assert done.stderr == b"Error: the server closed the connection: the value of 'text' may be no number\n"
+    assert done.stderr == b"Error: the server closed the connection: the value of 'text' is probably not a number\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

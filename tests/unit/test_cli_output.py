@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from support import LIMIT, free_port, tcpstore_server
-from tcpstore_async.cli import output
+from tcpstore_async.cli import main, output
 
 COMMAND = [sys.executable, "-m", "tcpstore_async"]
 
@@ -149,6 +150,45 @@ def test_an_error_in_json(url: str) -> None:
     assert done.stdout == b""
 
 
+@pytest.mark.parametrize("select", [["-o", "json"], ["-ojson"], ["--output", "json"], ["--output=json"]])
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["get"], "Missing argument 'KEY'."),
+        (["add", "n", "x"], "Invalid value for 'AMOUNT': 'x' is not an integer"),
+        (["get", "k", "--timeout", "soon"], "Invalid value for '--timeout': 'soon' is not a valid float."),
+        (["queue", "len"], "Missing argument 'KEY'."),
+        (["nonsense"], "No such command 'nonsense'."),
+        ([], "Missing command."),
+    ],
+    ids=["argument", "amount", "option", "subcommand", "command", "nothing"],
+)
+def test_usage_error_in_json(words: list[str], select: list[str], error: str) -> None:
+    for line in ([*words, *select], [*select, *words]):
+        result = CliRunner().invoke(main, line)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert json.loads(result.stderr) == {"error": error, "status": 2}
+
+
+@pytest.mark.parametrize(
+    "words", [["get"], ["get", "-o", "text"], ["get", "-o", "json", "-o", "text"], ["get", "--", "-o", "json", "x"]]
+)
+def test_usage_error_in_text(words: list[str]) -> None:
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Usage: ")
+
+
+def test_output_error_in_json() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*COMMAND, "info", "--local", "-o", "json"], stdout=full, stderr=subprocess.PIPE, timeout=LIMIT, check=False
+        )
+    assert done.returncode == 1
+    error = "cannot write to standard output: No space left on device"
+    assert json.loads(done.stderr) == {"error": error, "status": 1}
+
+
 # Words
 
 
@@ -162,7 +202,7 @@ def test_options_before_the_command(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("amount", "said"), [("abc", b"'abc' is not a whole number"), (str(2**63), b"does not fit 64 bits")]
+    ("amount", "said"), [("abc", b"'abc' is not an integer"), (str(2**63), b"is out of range for a 64-bit integer")]
 )
 def test_an_amount_that_is_none(url: str, amount: str, said: bytes) -> None:
     done = run(url, "add", "n", amount)
@@ -174,9 +214,9 @@ def test_what_is_too_large_is_named(url: str) -> None:
     for words in (["set", "k", "-"], ["append", "k", "-"], ["queue", "push", "k", "-"]):
         done = run(url, *words, data=bytes(9_000_000))
         assert done.returncode == 1
-        assert b"a value of 9000000 bytes may be more than it takes, which is 8388608" in done.stderr
+        assert b"the value of 9000000 bytes probably exceeds its limit (8388608" in done.stderr
     done = run(url, "set", "k" * 9000, "v")
-    assert (done.returncode, b"a key of 9001 bytes may be more than it takes, which is 8192" in done.stderr) == (
+    assert (done.returncode, b"the key of 9001 bytes probably exceeds its limit (8192" in done.stderr) == (
         1,
         True,
     )
