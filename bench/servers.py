@@ -261,7 +261,7 @@ def _replace(process: subprocess.Popen[bytes], kind: str) -> Server:
 
 def _warm_up(server: Server) -> None:
     with worker_pool("127.0.0.1", server.port, WARM_UP_RANKS, cores=load_cores()) as load:
-        load.tell(ClosedLoop(join(), TIMEOUT))
+        load.run(ClosedLoop(join(), TIMEOUT))
 
 
 def _why(error: LoadError, process: subprocess.Popen[bytes]) -> LoadError:

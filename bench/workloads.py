@@ -21,15 +21,15 @@ from typing import NamedTuple
 from bench.builds import environment
 from bench.in_memory import BARRIERS
 from bench.servers import FOREIGN, Host, Impossible, Server, load_cores
-from tcpstore_async.load.generator import Act, Late, LoadError, Unreachable, late
+from tcpstore_async.load.generator import Late, LoadError, Step, Unreachable, late
 from tcpstore_async.load.scripts import (
     OPERATIONS,
     RANK,
-    act,
     confirmed,
     encode_request,
     hello,
     join,
+    make_step,
     one_message_barrier,
     operation,
     store_based_barrier,
@@ -138,16 +138,24 @@ class TestBed:
     def connect(self, **how: str) -> Connection:
         return Connection(self.server.port, self.limit, **how)
 
-    def prepare(self, acts: list[Act]) -> None:
+    def prepare(self, steps: list[Step]) -> None:
         """Play without measuring."""
-        self.load.tell(ClosedLoop(acts, self.limit, window=WINDOW))
+        self.load.run(ClosedLoop(steps, self.limit, window=WINDOW))
 
     def play(
-        self, acts: list[Act], *, repeat: int = 1, window: int = 0, background: int = 0, behind: list[Act] | None = None
+        self,
+        steps: list[Step],
+        *,
+        repeat: int = 1,
+        window: int = 0,
+        background: int = 0,
+        background_steps: list[Step] | None = None,
     ) -> Measured:
         before = self.server.cpu()
-        order = ClosedLoop(acts, self.limit, repeat=repeat, window=window, background=background, behind=behind)
-        return measured(self.load.tell(order), self.server.cpu() - before)
+        order = ClosedLoop(
+            steps, self.limit, repeat=repeat, window=window, background=background, background_steps=background_steps
+        )
+        return measured(self.load.run(order), self.server.cpu() - before)
 
     def join(self, ranks: int, window: int, source: str = "") -> Measured:
         """Let rank 0 join, then the others, until rank 0 has seen all; operations are ranks."""
@@ -163,7 +171,7 @@ class TestBed:
 
 def measured(took: Took, cpu: float) -> Measured:
     quantiles = (took.quantile(0.5), took.quantile(0.95), took.quantile(0.99))
-    return Measured(took.wall, took.operations + took.behind, cpu, took.cpu, took.share, quantiles)
+    return Measured(took.wall, took.operations + took.background_operations, cpu, took.cpu, took.share, quantiles)
 
 
 class Point(NamedTuple):
@@ -228,19 +236,19 @@ def resolver(point: Point) -> list[Measured]:
 
 
 def barrier(point: Point) -> list[Measured]:
-    acts = [step for number in range(BARRIERS) for step in store_based_barrier(b"/barrier:%d" % number, point.size)]
+    steps = [step for number in range(BARRIERS) for step in store_based_barrier(b"/barrier:%d" % number, point.size)]
     with point.started(point.size) as bed:
         bed.prepare(join())
-        return [bed.play(acts)]
+        return [bed.play(steps)]
 
 
 def barrier_opcode(point: Point) -> list[Measured]:
-    acts = [step for number in range(BARRIERS) for step in one_message_barrier(b"/barrier:%d" % number, point.size)]
+    steps = [step for number in range(BARRIERS) for step in one_message_barrier(b"/barrier:%d" % number, point.size)]
     with point.started(point.size) as bed:
         if not knows_barrier(bed.server.port, point.limit):
             raise Impossible("does not know BARRIER")
         bed.prepare(join())
-        return [bed.play(acts)]
+        return [bed.play(steps)]
 
 
 def knows_barrier(port: int, limit: float) -> bool:
@@ -254,7 +262,7 @@ def knows_barrier(port: int, limit: float) -> bool:
     return True
 
 
-def _call_all(connection: Connection, steps: Iterable[Act]) -> None:
+def _call_all(connection: Connection, steps: Iterable[Step]) -> None:
     for step in steps:
         connection.call(step.request, step.reply)
 
@@ -264,20 +272,20 @@ def join_under_load(point: Point) -> list[Measured]:
     with point.started(BACKGROUND * min(4, len(load_cores()))) as bed:
         bed.prepare(hello())
         bed.load.open(point.size)
-        behind = [act(encode_request("add", b"/busy", 1), 8)]
-        return [bed.play(join(), window=WINDOW, background=BACKGROUND, behind=behind)]
+        background_steps = [make_step(encode_request("add", b"/busy", 1), 8)]
+        return [bed.play(join(), window=WINDOW, background=BACKGROUND, background_steps=background_steps)]
 
 
 def steady(point: Point) -> list[Measured]:
-    check = act(encode_request("check", [b"/abort"]), 1, b"\1")
+    check = make_step(encode_request("check", [b"/abort"]), 1, b"\1")
     with point.connected() as bed:
         before = bed.server.cpu()
-        took = bed.load.tell(OpenLoop(check, SECONDS, 1.0, SECONDS + point.limit))
+        took = bed.load.run(OpenLoop(check, SECONDS, 1.0, SECONDS + point.limit))
         return [measured(took, bed.server.cpu() - before)]
 
 
 def fanout(point: Point) -> list[Measured]:
-    waiting = act(encode_request("add", b"/waiting", 1) + encode_request("wait", [b"/late"]), 9)
+    waiting = make_step(encode_request("add", b"/waiting", 1) + encode_request("wait", [b"/late"]), 9)
     with point.connected() as bed, bed.connect() as setter:
         setter.call(hello()[0].request, hello()[0].reply)
         bed.load.send(ClosedLoop([waiting], point.limit))
@@ -305,7 +313,7 @@ def exchange(point: Point) -> list[Measured]:
     write = confirmed(encode_request("set", b"/exchange/" + RANK, pack(bytes(EXCHANGED_BYTES))))
     # All ranks ask for the same keys, so these are spelled out instead of using the placeholder RANK.
     names = [b"/exchange/%08d" % rank for rank in range(point.size)]
-    read = Act(encode_request("multi_get", names), point.size * (8 + EXCHANGED_BYTES))
+    read = Step(encode_request("multi_get", names), point.size * (8 + EXCHANGED_BYTES))
     with point.connected() as bed:
         return [total(bed.play([write]), bed.play([read], window=READERS))]
 
@@ -336,7 +344,7 @@ def operations(point: Point) -> list[Measured]:
 def busy_trainer(point: Point) -> list[Measured]:
     with point.started(point.size, busy=True) as bed:
         bed.prepare(hello())
-        return [bed.play([act(encode_request("add", b"/sum", 1), 8)], repeat=BUSY_REQUESTS)]
+        return [bed.play([make_step(encode_request("add", b"/sum", 1), 8)], repeat=BUSY_REQUESTS)]
 
 
 def without_sockets(scenario: str, size: int, limit: float) -> Measured:

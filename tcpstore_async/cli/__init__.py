@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def main() -> None:
     """Key-value store for distributed jobs, compatible with PyTorch's TCPStore.
 
-    'tcpstore serve' runs a server. The other commands use a running server, this one or PyTorch's, at the address given
-    by --url or TCPSTORE_URL.
+    'tcpstore serve' runs a server. The other commands connect to a running server, ours or PyTorch's, at the address
+    given by --url or TCPSTORE_URL.
 
     \b
       tcpstore serve &
@@ -46,14 +46,16 @@ def main() -> None:
     open_standard_streams()
 
 
-def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Limits:
+_LIMITS = [field.name for field in dataclasses.fields(Limits)]
+
+
+def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Limits:
     """Return the limits that `--limit NAME=NUMBER` options ask for."""
-    names = [field.name for field in dataclasses.fields(Limits)]
     chosen = {}
     for text in given:
         name, _, number = text.partition("=")
-        if name not in names:
-            raise click.BadParameter(f"unknown limit {name!r}; choose from {', '.join(names)}", ctx, param)
+        if name not in _LIMITS:
+            raise click.BadParameter(f"unknown limit {name!r}; choose from {', '.join(_LIMITS)}", ctx, param)
         if not (number.isdecimal() and len(number) < 19):
             raise click.BadParameter(f"{text!r} is not of the form NAME=NUMBER, NUMBER below 10**18", ctx, param)
         chosen[name] = int(number)
@@ -109,8 +111,8 @@ def _limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) 
     "limits",
     multiple=True,
     metavar="NAME=NUMBER",
-    callback=_limits,
-    help="Change a limit, for example budget_bytes=1000000000. May be repeated.",
+    callback=_parse_limits,
+    help=f"Set a limit: NAME is one of {', '.join(_LIMITS)}. May be repeated.",
 )
 def serve(
     host: str,
@@ -125,8 +127,8 @@ def serve(
 ) -> None:
     """Run a server in the foreground.
 
-    Prints one line of JSON once it accepts connections. SIGTERM stops it after --grace seconds at the latest, SIGINT at
-    once.
+    Prints one line of JSON once it accepts connections. SIGTERM lets connections finish for up to --grace seconds;
+    SIGINT stops at once.
     """
     if math.isnan(grace):
         raise click.BadParameter("nan is not a number of seconds", param_hint="'--grace'")

@@ -275,7 +275,7 @@ def add(context: ClientContext, key: str, amount: int) -> None:
 @click.argument("desired")
 @client_command
 def compare_set(context: ClientContext, key: str, expected: str, desired: str) -> None:
-    """Set a key to DESIRED if its value is EXPECTED, and print its new value.
+    """Set KEY to DESIRED if its value is EXPECTED; print the result.
 
     An EXPECTED of '' also matches a missing key.
     """
@@ -385,10 +385,10 @@ def barrier(context: ClientContext, key: str, world_size: int) -> None:
 
 
 @click.command()
-@click.option("--local", is_flag=True, help="Describe this installation instead; no server is needed.")
+@click.option("--local", is_flag=True, help="Describe this installation instead of a server.")
 @client_command
 def info(context: ClientContext, local: bool) -> None:
-    """Describe the server: address, software, number of keys, round-trip time."""
+    """Print the server's identity, number of keys and latency."""
 
     async def describe(store: AsyncTCPStore) -> dict[str, Any]:
         milliseconds = await _ping_milliseconds(store)

@@ -1,1 +1,1 @@
-"""Load for a running server: many connections from few processes, and how long each request took."""
+"""Load generation: many connections to a running server from few processes, with the latency of each request."""

@@ -1,9 +1,8 @@
-"""Thousands of connections in one loop of epoll, each of which sends prepared requests and counts what returns.
+"""Thousands of connections in one epoll loop; each sends prepared requests and counts the bytes of the replies.
 
-Knows: sockets, the order of requests on each, when each was sent and answered. Must not know: what the bytes mean, but
-for the sum in the answer to an ADD, on which a barrier turns.
-Invariant: a connection has one request under way at most; every answer is counted and, where it is known and comes in
-one piece, compared. The first thing that goes wrong ends the whole with one LoadError.
+It does not know what the bytes mean, except for the sum in the reply to an ADD, which tells the last one at a barrier.
+Invariants: a connection has at most one request in flight. Every reply is counted, and compared if it is known and
+arrives in one piece. The first failure ends the run with a LoadError.
 """
 
 import errno
@@ -18,53 +17,53 @@ from typing import Final, NamedTuple
 
 _IN: Final = 1
 _OUT: Final = 4
-_AT_ONCE: Final = 32
-"""Connections that are started before those under way are looked after."""
+_BATCH: Final = 32
+"""Connections that are started between two polls."""
 _CHUNK: Final = 1 << 18
-_PER_SOURCE: Final = 4096
+_CONNECTIONS_PER_SOURCE: Final = 4096
 """Connections from one loopback address, which has 28,000 ports."""
 _BIND_ADDRESS_NO_PORT: Final = 24
-"""Linux's IP_BIND_ADDRESS_NO_PORT: the port is chosen when it connects. Python has a name for it since 3.12."""
+"""Linux's IP_BIND_ADDRESS_NO_PORT, which Python names since 3.12: the port is chosen when the socket connects."""
 _DIGITS: Final = 8
-_TRIES: Final = 10
-"""Times that a connection is made again that was reset before it was answered."""
+_RETRIES: Final = 10
+"""How often a connection is made again that was reset before its first reply."""
 
 
 class LoadError(Exception):
-    """The load could not be finished; the text is one line for users."""
+    """The load could not be completed. The text is one line for users."""
 
 
 class Unreachable(LoadError):
-    """There is no server, or there is none any more."""
+    """The server cannot be reached, or a connection was lost."""
 
 
 class Late(LoadError):
-    """It was not finished in time."""
+    """The load was not completed in time."""
 
 
-def late(limit: float, what: str) -> Late:
-    """That something was not finished within so many seconds, and what."""
+def late(limit: float, progress: str) -> Late:
+    """Return the error for a limit in seconds; `progress` says what was completed until then."""
     seconds = f"{limit:.0f}" if limit >= 10 else f"{limit:.2g}"
-    return Late(f"not done after {seconds} s: {what}")
+    return Late(f"not completed within {seconds} s: {progress}")
 
 
-class Act(NamedTuple):
-    """One request, and the answer that is awaited before the next."""
+class Step(NamedTuple):
+    """One request, and the reply to wait for before the next."""
 
     request: bytes
     reply: int
-    """Bytes of the answer; 0: none, go on at once."""
+    """Bytes of the reply; 0 for none: continue at once."""
     rank_at: tuple[int, ...] = ()
-    """Where in the request the rank stands as eight digits."""
+    """Offsets in the request of the rank as eight digits."""
     expect: bytes = b""
-    """The answer, if it is known; empty: it is counted only."""
+    """The reply, if it is known; if empty, its bytes are only counted."""
     last: int = 0
-    """If the answer is this number as an i64, `then` is sent: who arrives last at a barrier opens it. 0: never."""
+    """If the reply is this number as an i64, `then` is sent: the last one at a barrier opens it. 0 for never."""
     then: bytes = b""
 
 
 class Clock(NamedTuple):
-    """Seconds so far in which a process has computed, and in which its main thread could have but had no core."""
+    """CPU seconds of a process, and seconds in which its main thread was runnable but waited for a core."""
 
     cpu: float
     waited: float
@@ -75,7 +74,7 @@ def own_clock() -> Clock:
 
 
 def waited(pid: str) -> float:
-    """See `Clock`; 0 where the system does not say."""
+    """Return seconds of waiting for a core, see `Clock`; 0 if the system does not count them."""
     try:
         with open(f"/proc/{pid}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -84,7 +83,7 @@ def waited(pid: str) -> float:
 
 
 class Result:
-    """What a run took: seconds of the monotonic clock, and of each request in the order of the answers."""
+    """Times and counts of a run. Times are in seconds; latencies are in the order of the replies."""
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -92,29 +91,32 @@ class Result:
         self.start = own_clock()
         self.end = self.start
         self.operations = 0
-        self.behind = 0
-        """Requests of the background that were answered, those under way at the end too."""
+        self.background_operations = 0
+        """Replies on background connections, including those to requests in flight at the end."""
         self.latencies: array[float] = array("f")
 
     def finish(self) -> None:
-        """Now. The clock of the process is read within the time, which it must not exceed."""
+        """Take the end times: the CPU clock first, so that CPU time never exceeds the elapsed time."""
         self.end = own_clock()
         self.ended = time.perf_counter()
 
 
 def _source(host: str, rank: int) -> str:
-    """The address that a rank connects from; empty: any.
+    """Return the address that a rank connects from; empty for any.
 
-    From one address the kernel looks ever longer for a port that is free: 0.2 ms each at 16,000 connections, several
-    times what the server takes.
+    The more ports of one address are in use, the longer the kernel searches for a free one: 0.2 ms at 16,000
+    connections, several times what the server needs per connection.
     """
     if sys.platform != "linux" or not host.startswith("127."):
         return ""
-    return f"127.0.0.{1 + rank // _PER_SOURCE % 250}"
+    return f"127.0.0.{1 + rank // _CONNECTIONS_PER_SOURCE % 250}"
 
 
 class Generator:
-    """Connections to one server; `source`: the address they come from, empty: any."""
+    """Connections to one server, from the address `source` if that is not empty.
+
+    A connection is a slot: an index into the lists below.
+    """
 
     def __init__(self, host: str, port: int, source: str = "") -> None:
         self.host = host
@@ -124,45 +126,42 @@ class Generator:
         self.epoll = select.epoll()
         self.buffer = bytearray(_CHUNK)
         self.sockets: list[socket.socket] = []
-        self.index: dict[int, int] = {}
-        self.acts: list[Act] = []
-        self.behind: list[Act] = []
+        self.slot_of: dict[int, int] = {}
+        self.steps: list[Step] = []
+        self.background_steps: list[Step] = []
         self.background = 0
         self.repeat = 1
-        self.more = 0
-        """So many ranks, the first ones, repeat once more than the others."""
-        self.step: list[int] = []
-        self.turn: list[int] = []
-        self.need: list[int] = []
-        self.since: list[float] = []
-        self.due: list[float] = []
-        self.rest: list[bytes] = []
-        self.ready: list[bool] = []
-        self.tries: list[int] = []
-        """How often each may still be made again; 0 once it has been answered."""
+        self.extra = 0
+        """This many ranks, the first ones, repeat the steps once more than the others."""
+        self.position: list[int] = []
+        self.repetition: list[int] = []
+        self.expected: list[int] = []
+        self.sent_at: list[float] = []
+        self.due_at: list[float] = []
+        self.unsent: list[bytes] = []
+        self.connected: list[bool] = []
+        self.retries_left: list[int] = []
+        """How often each connection may still be made again; 0 after its first reply."""
         self.result = Result(0.0)
         self.started = 0
         self.finished = 0
         self.interval = 0.0
-        self.wanted = 0
+        self.foreground = 0
 
     def open(self, count: int, first: int) -> None:
-        """Make room for so many more connections, ranks from `first` on; the first run of each connects it.
-
-        Raises LoadError.
-        """
+        """Create sockets for more connections, ranks from `first` on, which the next run connects. Raises LoadError."""
         for rank in range(first, first + count):
             self.rank.append(rank)
             self.sockets.append(self._socket(rank))
-            self.index[self.sockets[-1].fileno()] = len(self.sockets) - 1
-            self.step.append(0)
-            self.turn.append(0)
-            self.need.append(0)
-            self.since.append(0.0)
-            self.due.append(0.0)
-            self.rest.append(b"")
-            self.ready.append(False)
-            self.tries.append(_TRIES)
+            self.slot_of[self.sockets[-1].fileno()] = len(self.sockets) - 1
+            self.position.append(0)
+            self.repetition.append(0)
+            self.expected.append(0)
+            self.sent_at.append(0.0)
+            self.due_at.append(0.0)
+            self.unsent.append(b"")
+            self.connected.append(False)
+            self.retries_left.append(_RETRIES)
 
     def _socket(self, rank: int) -> socket.socket:
         made: socket.socket | None = None
@@ -170,7 +169,7 @@ class Generator:
             made = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
             made.setblocking(False)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A reset at the end leaves no port in TIME_WAIT, of which the next run would soon find none free.
+            # Close with a reset: ports in TIME_WAIT would soon leave none free for the next run.
             made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             source = self.source or _source(self.host, rank)
             if source:
@@ -183,272 +182,270 @@ class Generator:
         return made
 
     def close(self) -> None:
-        """Close every connection, with a reset."""
-        for one in self.sockets:
-            one.close()
+        """Reset and close every connection."""
+        for sock in self.sockets:
+            sock.close()
         self.sockets.clear()
         self.epoll.close()
 
-    def play(
+    def closed_loop(
         self,
-        acts: list[Act],
+        steps: list[Step],
         limit: float,
         repeat: int = 1,
         window: int = 0,
         background: int = 0,
-        behind: list[Act] | None = None,
-        more: int = 0,
+        background_steps: list[Step] | None = None,
+        extra: int = 0,
     ) -> Result:
-        """Each connection does the acts in order, `repeat` times, a rank below `more` once more.
+        """Execute the steps in order on each connection, `repeat` times; once more on ranks below `extra`.
 
-        That takes `limit` seconds at most.
-
-        `window` connections at a time, 0: all at once. The first `background` ones do `behind` again and again until
-        all others are through. Raises LoadError.
+        `window` connections run at a time; 0 for all. Meanwhile the first `background` connections repeat
+        `background_steps` until all others are done. Raises LoadError, also after `limit` seconds.
         """
-        self.acts = acts
-        self.behind = behind or []
+        self.steps = steps
+        self.background_steps = background_steps or []
         self.background = background
         self.repeat = repeat
-        self.more = more
+        self.extra = extra
         self.interval = 0.0
         total = len(self.sockets)
-        self.wanted = total - background
+        self.foreground = total - background
         self.finished = 0
         self.started = background
         self.result = Result(time.perf_counter())
         deadline = self.result.began + limit
-        for which in range(background):
-            self._begin(which)
+        for slot in range(background):
+            self._begin(slot)
         stop = total if window == 0 else min(total, background + window)
-        # A herd: nobody is served before all have asked for a connection.
-        at_once = _AT_ONCE if window or all(self.ready) else stop
+        # Without a window all connections are requested before the first is served.
+        batch = _BATCH if window or all(self.connected) else stop
         while self.started < stop:
-            for _ in range(min(at_once, stop - self.started)):
-                self._next()
-            self._look(0.0)
-        while self.finished < self.wanted:
-            self._look(0.5)
+            for _ in range(min(batch, stop - self.started)):
+                self._start_next()
+            self._poll(0.0)
+        while self.finished < self.foreground:
+            self._poll(0.5)
             while window and self.started < total and self.started - background - self.finished < window:
-                self._next()
+                self._start_next()
             if time.perf_counter() > deadline:
-                raise late(limit, f"{self.finished} of {self.wanted} connections are")
+                raise late(limit, f"{self.finished} of {self.foreground} connections done")
         self.result.finish()
         self._drain(deadline)
         return self.result
 
-    def pace(self, act: Act, seconds: float, interval: float, limit: float) -> Result:
-        """Each connection does the act every `interval` seconds, for so many seconds, spread evenly over them.
+    def open_loop(self, step: Step, seconds: float, interval: float, limit: float) -> Result:
+        """Execute the step on each connection every `interval` seconds, for `seconds`, evenly spread.
 
-        A latency counts from when the request was due: what the server holds up is not forgiven. Raises LoadError.
+        Latencies count from the time at which a request was due, so that delays by the server are not omitted. Raises
+        LoadError, also after `limit` seconds.
         """
-        self.acts = [act]
+        self.steps = [step]
         self.background = 0
         self.repeat = max(1, int(seconds / interval))
         self.interval = interval
         total = len(self.sockets)
-        self.wanted = total
+        self.foreground = total
         self.finished = 0
         self.started = 0
         self.result = Result(time.perf_counter())
         began = self.result.began
-        asleep = list(range(total))
-        for which in asleep:
-            self.due[which] = began + interval * which / total
-            self.step[which] = 0
-            self.turn[which] = 0
+        for slot in range(total):
+            self.due_at[slot] = began + interval * slot / total
+            self.position[slot] = 0
+            self.repetition[slot] = 0
         sent = 0
-        everything = total * self.repeat
+        planned = total * self.repeat
         while self.finished < total:
             now = time.perf_counter()
             if now > began + limit:
-                raise late(limit, f"{self.result.operations} of {everything} requests are")
-            while sent < everything and began + interval * sent / total <= now:
-                which = sent % total
-                # One whose answer is late sends as soon as that has come.
-                if self.need[which] == 0 and self.turn[which] * total + which <= sent:
-                    self._send(which, act)
+                raise late(limit, f"{self.result.operations} of {planned} requests answered")
+            while sent < planned and began + interval * sent / total <= now:
+                slot = sent % total
+                # A connection whose reply is late sends its next request when that has arrived.
+                if self.expected[slot] == 0 and self.repetition[slot] * total + slot <= sent:
+                    self._send(slot, step)
                 sent += 1
-            pause = began + interval * sent / total - time.perf_counter() if sent < everything else 0.5
-            self._look(min(0.5, max(0.0, pause)))
+            pause = began + interval * sent / total - time.perf_counter() if sent < planned else 0.5
+            self._poll(min(0.5, max(0.0, pause)))
         self.result.finish()
         return self.result
 
     def _drain(self, deadline: float) -> None:
-        """Let what the background has under way be answered: nothing of it may meet the next run."""
-        self.result.behind += sum(1 for need in self.need[: self.background] if need)
-        self.behind = []
-        while self.background and max(self.need[: self.background]):
-            self._look(0.5)
+        """Wait for the background's replies, which must not arrive in the next run."""
+        self.result.background_operations += sum(1 for count in self.expected[: self.background] if count)
+        self.background_steps = []
+        while self.background and max(self.expected[: self.background]):
+            self._poll(0.5)
             if time.perf_counter() > deadline:
-                raise Late("the connections in the background were not answered in time")
+                raise Late("the background connections got no reply in time")
 
-    def _turns(self, which: int) -> int:
-        return self.repeat + 1 if self.rank[which] < self.more else self.repeat
+    def _repetitions(self, slot: int) -> int:
+        return self.repeat + 1 if self.rank[slot] < self.extra else self.repeat
 
-    def _next(self) -> None:
+    def _start_next(self) -> None:
         self.started += 1
         self._begin(self.started - 1)
 
-    def _begin(self, which: int) -> None:
-        self.step[which] = 0
-        self.turn[which] = 0
-        if which >= self.background and self._turns(which) == 0:
+    def _begin(self, slot: int) -> None:
+        self.position[slot] = 0
+        self.repetition[slot] = 0
+        if slot >= self.background and self._repetitions(slot) == 0:
             self.finished += 1
             return
-        if self.ready[which]:
-            self._act(which)
+        if self.connected[slot]:
+            self._send_next(slot)
             return
-        one = self.sockets[which]
-        code = one.connect_ex((self.host, self.port))
+        sock = self.sockets[slot]
+        code = sock.connect_ex((self.host, self.port))
         if code not in (0, errno.EINPROGRESS):
             raise Unreachable(f"cannot connect to {self.host}:{self.port}: {os.strerror(code)}")
-        self.since[which] = time.perf_counter()
-        self.epoll.register(one.fileno(), _OUT)
+        self.sent_at[slot] = time.perf_counter()
+        self.epoll.register(sock.fileno(), _OUT)
 
-    def _look(self, seconds: float) -> None:
-        """Wait so long for something to happen, and look after it."""
+    def _poll(self, seconds: float) -> None:
+        """Handle events, waiting up to so many seconds for the first."""
         for descriptor, events in self.epoll.poll(seconds, 1024):
-            which = self.index[descriptor]
-            if not self.ready[which]:
-                self._connected(which)
-            elif events & _OUT and self.rest[which]:
-                self._go_on_sending(which)
+            slot = self.slot_of[descriptor]
+            if not self.connected[slot]:
+                self._connected(slot)
+            elif events & _OUT and self.unsent[slot]:
+                self._flush(slot)
             else:
-                self._read(which)
+                self._read(slot)
 
-    def _connected(self, which: int) -> None:
-        code: int = self.sockets[which].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    def _connected(self, slot: int) -> None:
+        code: int = self.sockets[slot].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise Unreachable(f"cannot connect to {self.host}:{self.port}: {os.strerror(code)}")
-        self.ready[which] = True
-        self.epoll.modify(self.sockets[which].fileno(), _IN)
-        self._act(which)
+        self.connected[slot] = True
+        self.epoll.modify(self.sockets[slot].fileno(), _IN)
+        self._send_next(slot)
 
-    def _act(self, which: int) -> None:
-        """Send what is next on a connection, until something is to be awaited."""
-        acts = self.behind if which < self.background else self.acts
+    def _send_next(self, slot: int) -> None:
+        """Send a connection's next requests, up to one that has a reply."""
+        steps = self.background_steps if slot < self.background else self.steps
         while True:
-            if self.step[which] == len(acts):
-                self.step[which] = 0
-                self.turn[which] += 1
-                if which >= self.background and self.turn[which] == self._turns(which):
+            if self.position[slot] == len(steps):
+                self.position[slot] = 0
+                self.repetition[slot] += 1
+                if slot >= self.background and self.repetition[slot] == self._repetitions(slot):
                     self.finished += 1
                     return
-                if not acts:
+                if not steps:
                     return
-            act = acts[self.step[which]]
-            self._send(which, act)
-            if act.reply:
+            step = steps[self.position[slot]]
+            self._send(slot, step)
+            if step.reply:
                 return
-            self.step[which] += 1
+            self.position[slot] += 1
 
-    def _send(self, which: int, act: Act) -> None:
-        self.need[which] = act.reply
-        self.since[which] = time.perf_counter()
-        data = act.request
-        if act.rank_at:
-            rank = b"%08d" % self.rank[which]
-            own = bytearray(data)
-            for place in act.rank_at:
-                own[place : place + _DIGITS] = rank
-            data = bytes(own)
-        self._put(which, data)
+    def _send(self, slot: int, step: Step) -> None:
+        self.expected[slot] = step.reply
+        self.sent_at[slot] = time.perf_counter()
+        data = step.request
+        if step.rank_at:
+            rank = b"%08d" % self.rank[slot]
+            filled = bytearray(data)
+            for at in step.rank_at:
+                filled[at : at + _DIGITS] = rank
+            data = bytes(filled)
+        self._write(slot, data)
 
-    def _put(self, which: int, data: bytes) -> None:
-        if self.rest[which]:
-            self.rest[which] += data
+    def _write(self, slot: int, data: bytes) -> None:
+        if self.unsent[slot]:
+            self.unsent[slot] += data
             return
         sent = 0
         try:
-            sent = self.sockets[which].send(data)
+            sent = self.sockets[slot].send(data)
         except BlockingIOError:
             pass
         except OSError as error:
-            self._failed(which, error)
+            self._retry_or_raise(slot, error)
             return
         if sent < len(data):
-            self.rest[which] = data[sent:]
-            self.epoll.modify(self.sockets[which].fileno(), _IN | _OUT)
+            self.unsent[slot] = data[sent:]
+            self.epoll.modify(self.sockets[slot].fileno(), _IN | _OUT)
 
-    def _go_on_sending(self, which: int) -> None:
-        data = self.rest[which]
-        self.rest[which] = b""
-        self._put(which, data)
-        if not self.rest[which]:
-            self.epoll.modify(self.sockets[which].fileno(), _IN)
+    def _flush(self, slot: int) -> None:
+        data = self.unsent[slot]
+        self.unsent[slot] = b""
+        self._write(slot, data)
+        if not self.unsent[slot]:
+            self.epoll.modify(self.sockets[slot].fileno(), _IN)
 
-    def _read(self, which: int) -> None:
+    def _read(self, slot: int) -> None:
         count = 0
         try:
-            count = self.sockets[which].recv_into(self.buffer)
+            count = self.sockets[slot].recv_into(self.buffer)
         except BlockingIOError:
             return
         except OSError as error:
-            self._failed(which, error)
+            self._retry_or_raise(slot, error)
             return
         if count == 0:
-            raise self._lost("the server has closed it")
-        need = self.need[which]
-        if count > need:
-            raise LoadError(f"the server sent {count - need} bytes that nobody asked for")
-        self.need[which] = need - count
-        if count < need:
+            raise self._connection_lost("closed by the server")
+        expected = self.expected[slot]
+        if count > expected:
+            raise LoadError(f"the server sent {count - expected} unexpected bytes")
+        self.expected[slot] = expected - count
+        if count < expected:
             return
-        self._answered(which, count)
+        self._answered(slot, count)
 
-    def _answered(self, which: int, count: int) -> None:
-        """The answer is complete; `count` bytes of it came just now."""
-        self.tries[which] = 0
-        acts = self.behind if which < self.background else self.acts
-        if not acts:
+    def _answered(self, slot: int, count: int) -> None:
+        """Record a complete reply, of which `count` bytes have just arrived, and continue."""
+        self.retries_left[slot] = 0
+        steps = self.background_steps if slot < self.background else self.steps
+        if not steps:
             return
-        act = acts[self.step[which]]
-        whole = count == act.reply
-        if act.expect and whole and self.buffer[:count] != act.expect:
-            raise LoadError(f"the server answered {bytes(self.buffer[: min(count, 32)])!r}, not {act.expect[:32]!r}")
+        step = steps[self.position[slot]]
+        whole = count == step.reply
+        if step.expect and whole and self.buffer[:count] != step.expect:
+            raise LoadError(f"the server replied {bytes(self.buffer[: min(count, 32)])!r}, not {step.expect[:32]!r}")
         now = time.perf_counter()
-        if which >= self.background:
+        if slot >= self.background:
             self.result.operations += 1
             if self.interval:
-                self.result.latencies.append(now - self.due[which])
+                self.result.latencies.append(now - self.due_at[slot])
             else:
-                self.result.latencies.append(now - self.since[which])
+                self.result.latencies.append(now - self.sent_at[slot])
         else:
-            self.result.behind += 1
-        if act.last and whole and int.from_bytes(self.buffer[:8], "little") == act.last:
-            self._put(which, act.then)
+            self.result.background_operations += 1
+        if step.last and whole and int.from_bytes(self.buffer[:8], "little") == step.last:
+            self._write(slot, step.then)
         if self.interval:
-            self._paced(which, act, now)
+            self._schedule_next(slot, step, now)
             return
-        self.step[which] += 1
-        self._act(which)
+        self.position[slot] += 1
+        self._send_next(slot)
 
-    def _paced(self, which: int, act: Act, now: float) -> None:
-        self.turn[which] += 1
-        if self.turn[which] == self.repeat:
+    def _schedule_next(self, slot: int, step: Step, now: float) -> None:
+        self.repetition[slot] += 1
+        if self.repetition[slot] == self.repeat:
             self.finished += 1
             return
-        self.due[which] += self.interval
-        if self.due[which] <= now:
-            self._send(which, act)
+        self.due_at[slot] += self.interval
+        if self.due_at[slot] <= now:
+            self._send(slot, step)
 
-    def _failed(self, which: int, error: OSError) -> None:
-        """Begin anew, as PyTorch's client does, with a connection that was reset before the server had taken it.
+    def _retry_or_raise(self, slot: int, error: OSError) -> None:
+        """Make a connection again that was reset before its first reply, as PyTorch's client does.
 
-        A kernel does that whose backlog is full. Raises Unreachable for others.
+        A kernel with a full backlog resets connections. Raises Unreachable for any other failure.
         """
-        if not isinstance(error, ConnectionError) or not self.tries[which]:
-            raise self._lost(error.strerror or "")
-        self.tries[which] -= 1
-        del self.index[self.sockets[which].fileno()]
-        self.sockets[which].close()
-        self.sockets[which] = self._socket(self.rank[which])
-        self.index[self.sockets[which].fileno()] = which
-        self.ready[which] = False
-        self.rest[which] = b""
-        self._begin(which)
+        if not isinstance(error, ConnectionError) or not self.retries_left[slot]:
+            raise self._connection_lost(error.strerror or "")
+        self.retries_left[slot] -= 1
+        del self.slot_of[self.sockets[slot].fileno()]
+        self.sockets[slot].close()
+        self.sockets[slot] = self._socket(self.rank[slot])
+        self.slot_of[self.sockets[slot].fileno()] = slot
+        self.connected[slot] = False
+        self.unsent[slot] = b""
+        self._begin(slot)
 
-    def _lost(self, why: str) -> Unreachable:
+    def _connection_lost(self, reason: str) -> Unreachable:
         done = self.result.operations
-        return Unreachable(f"a connection to {self.host}:{self.port} was lost after {done} requests: {why}")
+        return Unreachable(f"a connection to {self.host}:{self.port} was lost after {done} requests: {reason}")

@@ -1,8 +1,7 @@
-"""The short benchmark: one operation after the other, from many ranks, against a server that runs already.
+"""The short benchmark of a running server: one operation after the other, from many ranks.
 
-Knows: which orders make an operation's measurement. Must not know: how results are printed.
-Invariant: its keys are its own, and are deleted at the end, however that comes, if the server still answers; where it
-does not in time, the error says that keys may be left.
+Invariant: its keys have a prefix of their own and are deleted at the end, whatever the outcome; if the server does not
+answer in time, the error says that keys may be left. This module does not know how results are printed.
 """
 
 import os
@@ -12,22 +11,22 @@ from typing import Final
 
 import msgspec
 
-from .generator import Act, Late, LoadError, Unreachable
+from .generator import Late, LoadError, Step, Unreachable
 from .scripts import Operation, hello, operation
 from .workers import ClosedLoop, WorkerPool, worker_pool
 
 SATURATED: Final = 0.9
-"""Of a core: from this share on the generator may have set the pace, not the server."""
+"""Share of a core from which on the generator, not the server, may be the bottleneck."""
 
-_PLACE: Final = "/tcpstore-bench/"
+_PREFIX: Final = "/tcpstore-bench/"
 _WINDOW: Final = 512
-"""Ranks that connect at the same time: it is not the start that is measured."""
-_PATIENCE: Final = 5.0
-"""Seconds to clean up in, at most, for who has been interrupted."""
+"""Ranks that connect at the same time. Connecting is not measured."""
+_CLEANUP_SECONDS: Final = 5.0
+"""Maximum time to delete the keys after an interrupt."""
 
 
 class Row(msgspec.Struct):
-    """What one operation took. Milliseconds are those within which this percentage of requests was answered."""
+    """The measurement of one operation. `p95_ms` is the latency in milliseconds of the 95th percentile."""
 
     operation: str
     requests: int
@@ -37,7 +36,7 @@ class Row(msgspec.Struct):
     p95_ms: float
     p99_ms: float
     load_cpu: float
-    """How much of the time the generator computed, or waited for a core; 1: all of it."""
+    """Share of the time (0 to 1) in which the generator computed or waited for a core."""
 
 
 def measure(
@@ -51,52 +50,53 @@ def measure(
     limit: float,
     progress: Callable[[int, str], None],
 ) -> Generator[Row, None, None]:
-    """So many requests of each operation, from so many ranks, values of `size` bytes; `limit` seconds for each part.
+    """Measure each operation with `requests` requests from `ranks` ranks; yield a row when an operation is done.
 
-    A row comes as soon as its operation is done. Who stops taking them must close the generator: that deletes the keys.
-    `progress` is called with the number of operations done and the name of the next. Raises LoadError.
+    Values have `size` bytes; each phase of an operation may take `limit` seconds. `progress` is called with the number
+    of operations done and the name of the next. A caller that stops early must close the generator, which deletes the
+    keys. Raises LoadError.
     """  # fmt: skip
-    prefix = _PLACE.encode() + os.urandom(6).hex().encode() + b"/"
+    prefix = _PREFIX.encode() + os.urandom(6).hex().encode() + b"/"
     operations = [(name, operation(name, prefix, size)) for name in names]
-    left: list[Act] = []
-    with _cleaning(host, port, ranks, left, min(limit, _PATIENCE)), worker_pool(host, port, ranks) as load:
-        load.tell(ClosedLoop(hello(), limit, window=_WINDOW))
+    cleanup: list[Step] = []
+    with _cleaning(host, port, ranks, cleanup, min(limit, _CLEANUP_SECONDS)), worker_pool(host, port, ranks) as load:
+        load.run(ClosedLoop(hello(), limit, window=_WINDOW))
         for number, (name, one) in enumerate(operations):
             progress(number, name)
-            left.extend(act for act in one.after if act not in left)
+            cleanup.extend(step for step in one.after if step not in cleanup)
             yield _row(load, name, one, *divmod(requests, ranks), limit)
-        if left:
+        if cleanup:
             progress(len(operations), "cleaning up")
-            load.tell(ClosedLoop(left, limit))
+            load.run(ClosedLoop(cleanup, limit))
 
 
-def _row(load: WorkerPool, name: str, one: Operation, repeat: int, more: int, limit: float) -> Row:
+def _row(load: WorkerPool, name: str, one: Operation, repeat: int, extra: int, limit: float) -> Row:
     if one.before:
-        load.tell(ClosedLoop(one.before, limit))
-    took = load.tell(ClosedLoop([one.request], limit, repeat=repeat, more=more))
+        load.run(ClosedLoop(one.before, limit))
+    took = load.run(ClosedLoop([one.request], limit, repeat=repeat, extra=extra))
     p50, p95, p99 = ((took.quantile(part) or 0.0) * 1000 for part in (0.5, 0.95, 0.99))
     return Row(name, took.operations, took.wall, took.operations / took.wall, p50, p95, p99, took.share)
 
 
 @contextmanager
-def _cleaning(host: str, port: int, ranks: int, left: list[Act], limit: float) -> Iterator[None]:
-    """After an early end delete what is left, but never wait a second time for a server that does not answer."""
+def _cleaning(host: str, port: int, ranks: int, cleanup: list[Step], limit: float) -> Iterator[None]:
+    """Delete the keys after an early end, but do not wait a second time for a server that does not answer."""
     try:
         yield
     except Unreachable:
         raise  # the server is gone, and its keys with it
     except Late as error:
-        if not left:
+        if not cleanup:
             raise
-        raise Late(f"{error}; keys under {_PLACE} may be left") from None
+        raise Late(f"{error}; keys under {_PREFIX} may be left") from None
     except BaseException:
         with suppress(LoadError):
-            _clean(host, port, ranks, left, limit)
+            _clean(host, port, ranks, cleanup, limit)
         raise
 
 
-def _clean(host: str, port: int, ranks: int, left: list[Act], limit: float) -> None:
-    """From connections of its own: those of the load may be stuck in a request. Raises LoadError."""
-    if left:
+def _clean(host: str, port: int, ranks: int, cleanup: list[Step], limit: float) -> None:
+    """Delete the keys over new connections: those of the load may be blocked. Raises LoadError."""
+    if cleanup:
         with worker_pool(host, port, ranks) as load:
-            load.tell(ClosedLoop([*hello(), *left], limit, window=_WINDOW))
+            load.run(ClosedLoop([*hello(), *cleanup], limit, window=_WINDOW))

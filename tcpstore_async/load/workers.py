@@ -1,7 +1,7 @@
-"""Generators in processes of their own, and the orders they get: one line of JSON each way.
+"""Worker processes that run load generators, and the orders and results exchanged with them as lines of JSON.
 
-Knows: processes, pipes, what an order is. Must not know: what is measured.
-Invariant: a generator never outlives its `Fleet`, and a failure in it is a LoadError here, in the same words.
+Invariant: a worker never outlives its pool, and its failure is raised here as the same LoadError. This module does not
+know what is measured.
 """
 
 import os
@@ -19,44 +19,43 @@ from typing import IO, Any, Final
 import msgspec
 
 from ..server.listening import raise_file_limit
-from .generator import Act, Clock, Generator, Late, LoadError, Result, Unreachable, waited
+from .generator import Clock, Generator, Late, LoadError, Result, Step, Unreachable, waited
 
 _KINDS: Final = {kind.__name__: kind for kind in (Unreachable, Late)}
 
-
 _ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
 _PROGRAM: Final = "import sys; sys.path[0] = sys.argv[1]; from tcpstore_async.load.workers import work; work()"
-"""This very package, wherever we are: a checkout in the working directory must not hide a compiled one."""
+"""Imports this very package: a checkout in the working directory must not shadow a compiled build."""
 
 
 def process_clock(pid: int) -> int:
-    """Linux's clock of another process's processor time, for `time.clock_gettime`; finer than /proc's."""
+    """Return Linux's CPU clock of another process, for `time.clock_gettime`; it is finer than /proc's."""
     return (~pid << 3) | 2
 
 
 class Open(msgspec.Struct, tag=True):
-    """Make room for `count` more connections, ranks from `first` on."""
+    """Order: open `count` more connections, ranks from `first` on."""
 
     count: int
     first: int
 
 
 class ClosedLoop(msgspec.Struct, tag=True):
-    """See `Generator.play`; seconds."""
+    """Order: see `Generator.closed_loop`."""
 
-    acts: list[Act]
+    steps: list[Step]
     limit: float
     repeat: int = 1
     window: int = 0
     background: int = 0
-    behind: list[Act] | None = None
-    more: int = 0
+    background_steps: list[Step] | None = None
+    extra: int = 0
 
 
 class OpenLoop(msgspec.Struct, tag=True):
-    """See `Generator.pace`; seconds."""
+    """Order: see `Generator.open_loop`."""
 
-    act: Act
+    step: Step
     seconds: float
     interval: float
     limit: float
@@ -66,111 +65,110 @@ Order = Open | ClosedLoop | OpenLoop
 
 
 class Done(msgspec.Struct):
-    """What an order took. Times are seconds of the monotonic clock, which all processes share."""
+    """A worker's result. Times are in seconds of the monotonic clock, which all processes share."""
 
     began: float
     ended: float
     start: Clock
-    """The generator's, when it began."""
     end: Clock
     operations: int
-    behind: int
-    """Requests of the background."""
+    background_operations: int
     latencies: bytes
-    """An array of C floats, seconds."""
-    failed: str = ""
+    """An array of C floats, in seconds."""
+    error: str = ""
+    """The text of the LoadError; empty for success."""
     kind: str = ""
-    """Of the LoadError."""
+    """The name of the LoadError's class."""
 
 
 class Took(msgspec.Struct):
-    """What an order took on all generators together."""
+    """The combined result of all workers."""
 
     wall: float
-    """Seconds from the first byte to the last answer."""
+    """Seconds from the first byte sent to the last reply."""
     cpu: float
-    """Seconds of processor time of all generators."""
+    """CPU seconds of all workers."""
     share: float
-    """Of the wall time, how long the busiest generator computed or waited for a core: near 1 it may set the pace."""
+    """Share of the time in which the busiest worker computed or waited for a core; near 1 it may be the bottleneck."""
     clocks: list[Clock]
-    """Of each generator, when it was done."""
+    """Each worker's clock at the end."""
     ended: float
     """Seconds of the monotonic clock."""
     operations: int
-    behind: int
-    """Requests of the background that were answered besides."""
+    background_operations: int
+    """Replies on background connections, which `operations` does not include."""
     latencies: "array[float]"
     """Seconds, sorted."""
 
-    def quantile(self, part: float) -> float | None:
-        """Seconds that this part (0 to 1) of the requests took at most; None if there were none."""
+    def quantile(self, fraction: float) -> float | None:
+        """Return the latency in seconds that a fraction (0 to 1) of the requests did not exceed; None without any."""
         if not self.latencies:
             return None
-        return float(self.latencies[min(len(self.latencies) - 1, int(part * len(self.latencies)))])
+        return float(self.latencies[min(len(self.latencies) - 1, int(fraction * len(self.latencies)))])
 
 
 def busy(start: Clock, end: Clock) -> float:
-    """Seconds in which a generator had something to do: what waits for a core is not free."""
+    """Return the seconds in which a worker computed or waited for a core."""
     return end.cpu - start.cpu + end.waited - start.waited
 
 
 class WorkerPool:
-    """`count` connections to a server, spread over the generators; made by `fleet`."""
+    """Connections to a server, spread over worker processes; made by `worker_pool`."""
 
     def __init__(self, processes: list["subprocess.Popen[bytes]"]) -> None:
         self._processes = processes
         self._opened = 0
 
     def open(self, count: int) -> None:
-        """Make room for `count` more connections, spread over the generators. Raises LoadError."""
-        share, more = divmod(count, len(self._processes))
+        """Open `count` more connections, spread over the workers. Raises LoadError."""
+        share, remainder = divmod(count, len(self._processes))
         for number, process in enumerate(self._processes):
-            mine = share + (number < more)
-            _say(process.stdin, msgspec.json.encode(Open(mine, self._opened)))
-            self._opened += mine
+            part = share + (number < remainder)
+            _send_line(process.stdin, msgspec.json.encode(Open(part, self._opened)))
+            self._opened += part
         self.collect()
 
     def clocks(self) -> list[Clock]:
-        """Of each generator, now."""
+        """Return the current clock of each worker."""
         pids = [process.pid for process in self._processes]
         return [Clock(time.clock_gettime(process_clock(pid)), waited(str(pid))) for pid in pids]
 
-    def tell(self, order: ClosedLoop | OpenLoop) -> Took:
-        """Give the order to all generators at once and wait for all of them. Raises LoadError."""
+    def run(self, order: ClosedLoop | OpenLoop) -> Took:
+        """Have all workers execute an order and wait for them. Raises LoadError."""
         self.send(order)
         return self.collect()
 
     def send(self, order: ClosedLoop | OpenLoop) -> None:
-        """Give the order; `collect` is to be called for it before the next."""
+        """Send an order to all workers. `collect` must be called before the next one."""
         line = msgspec.json.encode(order)
         for process in self._processes:
-            _say(process.stdin, line)
+            _send_line(process.stdin, line)
 
     def collect(self) -> Took:
-        """Wait for all generators to have done the order. Raises LoadError."""
-        found: list[Done] = []
+        """Wait until all workers have executed the order. Raises LoadError."""
+        results: list[Done] = []
         for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise LoadError(f"a load generator ended with status {process.wait(10)}")
-            found.append(msgspec.json.decode(line, type=Done))
-        for done in found:
-            if done.failed:
-                raise _KINDS.get(done.kind, LoadError)(done.failed)
-        wall = max(done.ended for done in found) - min(done.began for done in found)
-        every: list[float] = []
-        for done in found:
-            every.extend(array("f", done.latencies))
+                raise LoadError(f"a load worker exited with status {process.wait(10)}")
+            results.append(msgspec.json.decode(line, type=Done))
+        for done in results:
+            if done.error:
+                raise _KINDS.get(done.kind, LoadError)(done.error)
+        wall = max(done.ended for done in results) - min(done.began for done in results)
+        latencies: list[float] = []
+        for done in results:
+            latencies.extend(array("f", done.latencies))
         return Took(
             wall,
-            sum(done.end.cpu - done.start.cpu for done in found),
-            max(busy(done.start, done.end) for done in found) / wall if wall > 0 else 0.0,
-            [done.end for done in found],
-            max(done.ended for done in found),
-            sum(done.operations for done in found),
-            sum(done.behind for done in found),
-            array("f", sorted(every)),
+            sum(done.end.cpu - done.start.cpu for done in results),
+            max(busy(done.start, done.end) for done in results) / wall if wall > 0 else 0.0,
+            [done.end for done in results],
+            max(done.ended for done in results),
+            sum(done.operations for done in results),
+            sum(done.background_operations for done in results),
+            array("f", sorted(latencies)),
         )
 
 
@@ -178,13 +176,16 @@ class WorkerPool:
 def worker_pool(
     host: str, port: int, count: int, *, generators: int = 1, source: str = "", cores: set[int] | None = None
 ) -> Iterator[WorkerPool]:
-    """So many connections to a server, from processes on these processor cores. Nothing of them is left at the end."""
+    """Open `count` connections to a server from worker processes on these cores; close and end them with the context.
+
+    Raises LoadError.
+    """
     if not hasattr(select, "epoll"):
         raise LoadError("the load generator needs epoll, which only Linux has")
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(min(generators, count)):
-            # A session of its own: Ctrl-C is for the parent, which ends this one.
+            # In a session of its own: Ctrl-C is for the parent, which ends the worker.
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, _ROOT],
                 stdin=subprocess.PIPE,
@@ -194,10 +195,10 @@ def worker_pool(
             processes.append(process)
             if cores:
                 os.sched_setaffinity(process.pid, cores)
-            _say(process.stdin, msgspec.json.encode([host, port, source]))
-        made = WorkerPool(processes)
-        made.open(count)
-        yield made
+            _send_line(process.stdin, msgspec.json.encode([host, port, source]))
+        pool = WorkerPool(processes)
+        pool.open(count)
+        yield pool
     finally:
         for process in processes:
             process.kill()
@@ -205,27 +206,27 @@ def worker_pool(
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    _shut(pipe)
+                    _close(pipe)
 
 
-def _shut(pipe: IO[bytes]) -> None:
+def _close(pipe: IO[bytes]) -> None:
     try:
         pipe.close()
     except BrokenPipeError:
         pass
 
 
-def _say(pipe: IO[bytes] | None, line: bytes) -> None:
+def _send_line(pipe: IO[bytes] | None, line: bytes) -> None:
     assert pipe is not None
     try:
         pipe.write(line + b"\n")
         pipe.flush()
     except BrokenPipeError:
-        raise LoadError("a load generator has ended") from None
+        raise LoadError("a load worker has exited") from None
 
 
 def work() -> None:
-    """The life of a generator process: orders on standard input, answers on standard output, until it is closed."""
+    """Run a worker process: read orders from standard input and write results to standard output until it is closed."""
     raise_file_limit()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     first = sys.stdin.buffer.readline()
@@ -235,43 +236,49 @@ def work() -> None:
     generator = Generator(host, port, source)
     try:
         for line in sys.stdin.buffer:
-            done = _obey(generator, msgspec.json.decode(line, type=Order))
+            done = _execute(generator, msgspec.json.decode(line, type=Order))
             sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
             sys.stdout.buffer.flush()
     except BrokenPipeError:
-        os._exit(1)  # the parent is gone; the interpreter would try to flush once more, and complain
+        os._exit(1)  # the parent is gone; exiting normally would flush once more and print an error
 
 
 def _end_with_parent() -> None:
-    """Orders are read between two of them only, and one may last for hours."""
-    gone = select.poll()
-    gone.register(sys.stdin.fileno(), 0)  # no event but that the other end is closed, which is always told
-    gone.poll()
+    """Exit when the parent closes the pipe, even while an order is executed, which may take hours."""
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), 0)  # a hang-up is always reported
+    poll.poll()
     os._exit(1)
 
 
-def _obey(generator: Generator, order: Any) -> Done:
+def _execute(generator: Generator, order: Any) -> Done:
     result = Result(time.perf_counter())
-    failed = kind = ""
+    text = kind = ""
     try:
         if isinstance(order, Open):
             generator.open(order.count, order.first)
         elif isinstance(order, OpenLoop):
-            result = generator.pace(order.act, order.seconds, order.interval, order.limit)
+            result = generator.open_loop(order.step, order.seconds, order.interval, order.limit)
         else:
-            result = generator.play(
-                order.acts, order.limit, order.repeat, order.window, order.background, order.behind, order.more
+            result = generator.closed_loop(
+                order.steps,
+                order.limit,
+                order.repeat,
+                order.window,
+                order.background,
+                order.background_steps,
+                order.extra,
             )
     except LoadError as error:
-        failed, kind = str(error), type(error).__name__
+        text, kind = str(error), type(error).__name__
     return Done(
         result.began,
         result.ended,
         result.start,
         result.end,
         result.operations,
-        result.behind,
+        result.background_operations,
         result.latencies.tobytes(),
-        failed,
+        text,
         kind,
     )

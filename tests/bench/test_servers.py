@@ -50,7 +50,7 @@ def test_pytorchs_processes_are_reused_and_their_servers_are_new() -> None:
     pids: dict[str, set[int]] = {"libuv": set(), "control": set()}
     with hosting() as host:
         with host.running("libuv") as server, worker_pool("127.0.0.1", server.port, 1000) as load:
-            load.tell(ClosedLoop(join(), LIMIT))
+            load.run(ClosedLoop(join(), LIMIT))
             assert Watch(server.pid).file_table() > 1000
         with pytest.raises(Unreachable):  # closed before the next one is measured
             Connection(server.port, LIMIT)

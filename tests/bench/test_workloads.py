@@ -16,7 +16,7 @@ from bench.servers import Died, Host, Impossible, Server, can_mount, hosting
 from bench.workloads import Connection, Measured, Point, knows_barrier, measured, total, wait_for_ranks, without_sockets
 from support import LIMIT, free_port
 from tcpstore_async.load.generator import Late, Unreachable
-from tcpstore_async.load.scripts import act, encode_request, hello, join
+from tcpstore_async.load.scripts import encode_request, hello, join, make_step
 from tcpstore_async.load.workers import ClosedLoop, worker_pool
 
 TINY = {"resolver": 2, "operations": 4, "busy-trainer": 4}
@@ -53,7 +53,7 @@ def test_a_scenario_measures_in_memory(name: str) -> None:
 
 
 def test_in_memory_sessions_have_a_time_limit() -> None:
-    with pytest.raises(Late, match=r"not done after 0\.01 s: the in-memory sessions were not done"):
+    with pytest.raises(Late, match=r"not completed within 0\.01 s: the in-memory sessions were not done"):
         without_sockets("init", 1_000_000, 0.01)
 
 
@@ -92,14 +92,16 @@ def test_rank_0_waits_for_all_ranks(host: Host) -> None:
 def test_joining_under_load_counts_the_background(host: Host) -> None:
     """Operations are two per joining rank and the ADDs that the server's counter shows."""
     with host.running("uvloop") as server, worker_pool("127.0.0.1", server.port, 8) as load:
-        load.tell(ClosedLoop(hello(), LIMIT))
+        load.run(ClosedLoop(hello(), LIMIT))
         load.open(20)
-        took = load.tell(ClosedLoop(join(), LIMIT, background=8, behind=[act(encode_request("add", b"/busy", 1), 8)]))
+        took = load.run(
+            ClosedLoop(join(), LIMIT, background=8, background_steps=[make_step(encode_request("add", b"/busy", 1), 8)])
+        )
         with Connection(server.port, LIMIT) as one:
             one.call(hello()[0].request, hello()[0].reply)
             count = int.from_bytes(one.call(encode_request("add", b"/busy", 0), 8), "little")
     assert took.operations == 40
-    assert took.behind == count > 0
+    assert took.background_operations == count > 0
     assert measured(took, 1.0).operations == 40 + count
 
 
@@ -138,6 +140,6 @@ def test_a_connection_that_is_not_answered() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         Connection(silent.getsockname()[1], 0.05) as one,
-        pytest.raises(Late, match=r"not done after 0\.05 s: a connection was not answered"),
+        pytest.raises(Late, match=r"not completed within 0\.05 s: a connection was not answered"),
     ):
         one.call(b"?", 1)

@@ -17,7 +17,7 @@ import pytest
 
 from support import LIMIT, server_of
 from tcpstore_async.load.generator import Clock, Generator, LoadError, Unreachable, waited
-from tcpstore_async.load.scripts import PONG, act, encode_request, hello, join
+from tcpstore_async.load.scripts import PONG, encode_request, hello, join, make_step
 from tcpstore_async.load.workers import ClosedLoop, busy, worker_pool
 
 
@@ -46,9 +46,9 @@ def test_a_wait_for_a_core_is_seen() -> None:
 def test_a_generator_computes_no_longer_than_the_time() -> None:
     """At a size where what is around a measurement takes as long as the measurement."""
     with server_of("ours") as port, worker_pool("127.0.0.1", port, 1) as load:
-        load.tell(ClosedLoop(hello(), LIMIT))
+        load.run(ClosedLoop(hello(), LIMIT))
         for _ in range(50):
-            took = load.tell(ClosedLoop([act(encode_request("ping", 1), 4)], LIMIT))
+            took = load.run(ClosedLoop([make_step(encode_request("ping", 1), 4)], LIMIT))
             assert 0 < took.cpu < took.wall * 1.01
 
 
@@ -75,7 +75,7 @@ def test_all_connect_before_the_first_is_served(window: int, least: int, most: i
         generator = Generator("127.0.0.1", listener.getsockname()[1])
         generator.open(100, 0)
         with pytest.raises(LoadError):
-            generator.play(join(), 1.0, window=window)
+            generator.closed_loop(join(), 1.0, window=window)
         generator.close()
         thread.join(LIMIT)
     assert least <= 1 + len(found) <= most
@@ -116,11 +116,11 @@ def load_on(resets: int) -> Iterator[Generator]:
 def test_a_connection_that_is_reset_before_its_answer_is_made_again() -> None:
     """A kernel whose backlog is full resets connections, and PyTorch's client tries again."""
     with load_on(3) as generator:
-        assert generator.play(hello(), LIMIT).operations == 2
+        assert generator.closed_loop(hello(), LIMIT).operations == 2
         with pytest.raises(Unreachable, match="was lost after 0 requests"):
-            generator.play(hello(), LIMIT)
+            generator.closed_loop(hello(), LIMIT)
 
 
 def test_but_not_for_ever() -> None:
     with load_on(100) as generator, pytest.raises(Unreachable, match="was lost after 0 requests: Connection reset"):
-        generator.play(hello(), LIMIT)
+        generator.closed_loop(hello(), LIMIT)

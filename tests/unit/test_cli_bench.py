@@ -109,7 +109,7 @@ def test_one_that_never_answers_has_no_keys() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=9) as silent:
         done = bench(silent.getsockname()[1], "--ranks", "2", "--timeout", "0.3")
     assert done.returncode == 3
-    assert done.stderr == b"Error: not done after 0.3 s: 0 of 2 connections are\n"
+    assert done.stderr == b"Error: not completed within 0.3 s: 0 of 2 connections done\n"
 
 
 def test_the_time_left_is_told_once_an_operation_is_done(
@@ -252,7 +252,9 @@ def test_a_server_that_stands_still_is_waited_for_once(at: int, finished: list[s
         status, out, [error] = one.go_on()
         server.thaw()
     assert (status, operations(out)) == (3, finished)
-    assert error == b"Error: not done after 4 s: 0 of 2 connections are; keys under /tcpstore-bench/ may be left"
+    assert error == (
+        b"Error: not completed within 4 s: 0 of 2 connections done; keys under /tcpstore-bench/ may be left"
+    )
 
 
 @pytest.mark.parametrize(

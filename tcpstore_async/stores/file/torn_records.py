@@ -1,8 +1,8 @@
 """Find the torn records of a damaged file among the complete ones.
 
 Invariant: removing the torn spans leaves only complete records. Time and memory are linear in the number of bytes, and
-in the number of places that look like the beginning of a record. This module knows the layout of records, not
-their meaning.
+in the number of places that look like the beginning of a record. This module knows the layout of records, not their
+meaning.
 
 A writer that is killed may leave the beginning of a record. PyTorch's stores append behind it without checking, so a
 torn record swallows part of what follows and may even look complete: only what follows tells which bytes are torn. The
