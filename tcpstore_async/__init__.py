@@ -1,6 +1,6 @@
-"""The key-value store through which the ranks of a distributed job find each other.
+"""Key-value store for distributed jobs, compatible with PyTorch's TCPStore.
 
-What is named here is imported when it is first used: a plugin of PyTorch's that has nothing to do must cost nothing.
+The public names are imported on first use, so that PyTorch's plugin mechanism can import this package at no cost.
 """
 
 from importlib import import_module
@@ -59,7 +59,7 @@ _MODULES = {
     "stores.prefix": ["PrefixStore"],
     "stores.tcp": ["TCPStore"],
 }
-_MODULE_OF = {name: room for room, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

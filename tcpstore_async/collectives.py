@@ -1,9 +1,8 @@
 """Barriers, gathers and broadcasts over any store, for programs without PyTorch.
 
-Knows: PyTorch's keys for them, so that ranks of both meet in one; who is missing when time is up. Must not know: what
-kind of store it is.
-Invariant: a store's own timeout is never changed, for others may be using it. That time is up is a RuntimeError, whose
-store it may be: PyTorch's stores have no base of ours.
+They use PyTorch's keys, so that ranks of both can take part, and report the missing ranks after a timeout. They accept
+any kind of store: timeouts are caught as RuntimeError, because the errors of PyTorch's stores do not inherit from ours.
+Invariant: a store's own timeout is never changed, because others may be using it.
 """
 
 import logging
@@ -20,22 +19,22 @@ from .stores.base import Store
 log = logging.getLogger("tcpstore_async.collectives")
 
 _IGNORED: Final = b"<val_ignored>"
-_LEAST_INTERVAL: Final = 10.0
-"""Seconds between lines of the log, and one more for every thousand ranks, whose lines add up."""
+_LOG_INTERVAL_MIN: Final = 10.0
+"""Minimum of seconds between a rank's log messages; one second is added for every thousand ranks."""
 
-_MOST_TRACED: Final = 16
-"""Missing ranks after which a trace has seen enough: that it is more than one node."""
+_MAX_TRACED: Final = 16
+"""Missing ranks that a trace reports at most: enough to show that more than one node is missing."""
 
-_ALL_LOOK: Final = 256
-"""Up to so many ranks each one looks for itself who is missing. In larger worlds that would be billions of looks."""
+_SMALL_WORLD: Final = 256
+"""Up to this world size every rank searches for the missing ranks. In larger worlds that would be too many checks."""
 
-_LOOKOUTS: Final = 16
-"""In those the first rank that is there looks for all, if it is one of so many: two nodes of eight may be missing."""
+_SEARCHERS: Final = 16
+"""In larger worlds the first of these ranks that is present searches for all. Two nodes of eight may be missing."""
 
-_LOOK_SECONDS: Final = 10.0
-"""How long a look for who is missing may take, beyond the caller's timeout."""
+_SEARCH_SECONDS: Final = 10.0
+"""Timeout of a search for missing ranks, in addition to the caller's timeout."""
 
-_AND_MORE: Final = "and perhaps others"
+_POSSIBLY_MORE: Final = "possibly others"
 
 
 def store_based_barrier(
@@ -46,22 +45,22 @@ def store_based_barrier(
     timeout: Timeout = DEFAULT_TIMEOUT,
     logging_interval: Timeout = timedelta(seconds=10),
 ) -> None:
-    """Until all ranks have come to this group's barrier, as `init_process_group` has them do; once for every group.
+    """Wait until all ranks have reached a group's barrier, as `init_process_group` does. Usable once per group name.
 
-    Every `logging_interval` seconds, more in large worlds, a line of the log says how many have joined. Raises
-    DistStoreError, with that number, after `timeout` seconds.
+    While waiting, log the number of joined ranks every `logging_interval` seconds, at least 10 and more in large
+    worlds. Raises DistStoreError, which contains that number, after `timeout` seconds.
     """
     key = f"store_based_barrier_key:{group_name}"
     deadline = Deadline(to_seconds("timeout", timeout))
-    interval = max(to_seconds("logging_interval", logging_interval), _LEAST_INTERVAL + world_size / 1000)
+    interval = max(to_seconds("logging_interval", logging_interval), _LOG_INTERVAL_MIN + world_size / 1000)
     joined = store.add(key, 1)
     if joined == world_size:
         store.set(f"{key}:last_worker", b"1")
     while True:
         left = deadline.left()
         try:
-            patience = timedelta(seconds=interval) if left is None or left > interval else _left(deadline)
-            store.wait([f"{key}:last_worker"], patience)
+            pause = timedelta(seconds=interval) if left is None or left > interval else _remaining(deadline)
+            store.wait([f"{key}:last_worker"], pause)
             return
         except RuntimeError as error:
             joined = store.add(key, 0)
@@ -72,40 +71,43 @@ def store_based_barrier(
                     f"timeout={timedelta(seconds=deadline.timeout)} error={error})"
                 ) from None
             log.info(
-                "rank %d has waited %.0f s in the barrier %s: %d of %d have joined",
-                rank, deadline.spent(), key, joined, world_size,
+                "rank %d: %d of %d ranks have joined barrier %s after %.0f s",
+                rank, joined, world_size, key, deadline.spent(),
             )  # fmt: skip
 
 
 def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """What all ranks have set at `{prefix}{rank}`, in the order of ranks. Rank 0 returns when all others have read it.
+    """Return the values of `{prefix}{rank}` for all ranks, in order. Rank 0 returns after all others have read them.
 
     Raises StoreTimeoutError after the store's timeout.
     """
-    found = store.multi_get([f"{prefix}{other}" for other in range(world_size)])
+    values = store.multi_get([f"{prefix}{other}" for other in range(world_size)])
     last = _arrive(store, world_size, f"{prefix}/finished")
     if rank == 0:
         store.wait([last])
-    return found
+    return values
 
 
 def synchronize(
     store: Store, data: Text, rank: int, world_size: int, key_prefix: str, timeout: Timeout = DEFAULT_TIMEOUT
 ) -> list[bytes]:
-    """Give every rank the data of all; once for every prefix. Raises MissingRanksError after `timeout` seconds."""
+    """Exchange data: return that of all ranks, in order. Usable once per prefix.
+
+    Raises MissingRanksError after `timeout` seconds.
+    """
     deadline = Deadline(to_seconds("timeout", timeout))
     _check_rank(rank, world_size)
     keys = [f"{key_prefix}{other}" for other in range(world_size)]
     store.set(keys[rank], data)
     try:
-        store.wait(keys, _left(deadline))
+        store.wait(keys, _remaining(deadline))
     except RuntimeError as error:
-        raise _missing(store, "synchronize", dict(enumerate(keys)), rank, error) from None
-    found = store.multi_get(keys)
+        raise _missing_ranks_error(store, "synchronize", dict(enumerate(keys)), rank, error) from None
+    values = store.multi_get(keys)
     last = _arrive(store, world_size, f"{key_prefix}/finished")
     if rank == 0:
-        store.wait([last], _left(deadline))
-    return found
+        store.wait([last], _remaining(deadline))
+    return values
 
 
 def barrier(
@@ -117,11 +119,11 @@ def barrier(
     rank_tracing_decoder: Callable[[int], str] | None = None,
     trace_timeout: Timeout = timedelta(seconds=10),
 ) -> None:
-    """Until `world_size` ranks have come; once for every prefix. As `torch.distributed.elastic.utils.store.barrier`.
+    """Wait until `world_size` ranks have arrived, as `torch.distributed.elastic.utils.store.barrier`.
 
-    Raises StoreTimeoutError after `barrier_timeout` seconds. If all ranks have given their `rank`, rank 0's is a
-    MissingRanksError, and the others' say so; finding out takes up to twice `trace_timeout` seconds more. The decoder
-    makes a host's name, or whatever helps, of a rank.
+    Usable once per prefix. Raises StoreTimeoutError after `barrier_timeout` seconds. If all ranks pass their `rank`,
+    the error is a MissingRanksError: rank 0's names the missing ranks, the others' refer to rank 0. Finding them takes
+    up to twice `trace_timeout` seconds more. `rank_tracing_decoder` returns a rank's name, such as its host.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
@@ -147,7 +149,7 @@ def barrier(
 
 
 def _arrive(store: Store, world_size: int, prefix: str) -> str:
-    """Count one more at a barrier; the key that is there when it is open."""
+    """Count this rank at a barrier; return the key that is set once all have arrived."""
     last = f"{prefix}/last_member"
     if store.add(f"{prefix}/num_members", 1) == world_size:
         store.set(last, _IGNORED)
@@ -155,36 +157,36 @@ def _arrive(store: Store, world_size: int, prefix: str) -> str:
 
 
 def _trace(store: Store, world_size: int, prefix: str, rank: int, seconds: float) -> list[int] | None:
-    """Who has not come, found out by rank 0; others wait until it has. None if it has not come itself."""
+    """Return the missing ranks as found by rank 0; None if rank 0 is missing. Other ranks wait and return none."""
     store.set(f"{prefix}{rank}/TRACE", _IGNORED)
     gate = f"{prefix}/TRACING_GATE"
     if rank != 0:
         try:
-            store.wait([gate], timedelta(seconds=2 * seconds))  # rank 0 may have begun later
+            store.wait([gate], timedelta(seconds=2 * seconds))  # rank 0 may have started later
         except RuntimeError:
             return None
         return []
     keys = [f"{prefix}{other}/TRACE" for other in range(1, world_size)]
     missing: list[int] = []
     try:
-        store.wait(keys, timedelta(seconds=seconds))  # others may begin later
+        store.wait(keys, timedelta(seconds=seconds))  # others may start later
     except RuntimeError:
-        places, _ = _look(store, keys, Deadline(seconds))
-        missing = [1 + place for place in places[:_MOST_TRACED]]
+        absent, _ = _absent(store, keys, Deadline(seconds))
+        missing = [1 + index for index in absent[:_MAX_TRACED]]
     store.set(gate, _IGNORED)
     return missing
 
 
 def _check_rank(rank: int, world_size: int) -> None:
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be from 0 to {world_size - 1}, as world_size is {world_size}, not {rank}")
+        raise ValueError(f"rank must be from 0 to {world_size - 1} (world_size={world_size}), not {rank}")
 
 
 class StoreCollectives:
-    """Control collectives among the ranks of a world, as `torch._C._distributed_c10d._StoreCollectives`.
+    """Control-plane collectives over a store, as `torch._C._distributed_c10d._StoreCollectives`.
 
-    Every method takes a key, which no two calls on one object may share (RuntimeError), and a timeout in seconds,
-    after which it raises MissingRanksError if it can tell who is missing, else StoreTimeoutError.
+    Every method takes a key, which may be used once per object (else RuntimeError), and a timeout in seconds, after
+    which it raises MissingRanksError if it can tell which ranks are missing, and StoreTimeoutError otherwise.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -195,11 +197,11 @@ class StoreCollectives:
         self._used: set[bytes] = set()
 
     def barrier(self, key: Text, timeout: Timeout = DEFAULT_TIMEOUT, block: bool = True) -> None:
-        """Until all have come; with `block` false only arrive."""
-        name = self._take(key)
+        """Wait until all ranks have arrived; without `block`, arrive only."""
+        name = self._claim(key)
         deadline = Deadline(to_seconds("timeout", timeout))
         arrived = self._store.add(name + b"/num_members", 1)
-        self._store.set(self._of(name, self._rank), b"joined")
+        self._store.set(self._rank_key(name, self._rank), b"joined")
         last = name + b"/last_members"
         if arrived == self._world_size:
             self._store.set(last, _IGNORED)
@@ -207,58 +209,58 @@ class StoreCollectives:
             self._wait("barrier", [last], name, deadline)
 
     def broadcast_send(self, key: Text, data: Text, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Give data to all who `broadcast_recv` it."""
-        self._store.set(self._take(key), data)
+        """Send data to all ranks that call `broadcast_recv`."""
+        self._store.set(self._claim(key), data)
 
     def broadcast_recv(self, key: Text, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
-        """What was sent, as soon as it is. Raises StoreTimeoutError."""
-        return self._receive(self._take(key), timeout)
+        """Wait for the data of `broadcast_send` and return it. Raises StoreTimeoutError."""
+        return self._receive(self._claim(key), timeout)
 
     def gather_send(self, key: Text, data: Text, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        """Give this rank's data to the one who gathers."""
-        self._store.set(self._of(self._take(key), self._rank), data)
+        """Send this rank's data to the rank that calls `gather_recv`."""
+        self._store.set(self._rank_key(self._claim(key), self._rank), data)
 
     def gather_recv(self, key: Text, data: Text, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
-        """The data of all ranks in order, this one's own being `data`."""
-        name = self._take(key)
+        """Return the data of all ranks, in order; this rank's is `data`."""
+        name = self._claim(key)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        found = self._gather("gather", name, others, timeout, alone=True)
-        found.insert(self._rank, to_bytes("data", data))
-        return found
+        gathered = self._gather("gather", name, others, timeout, alone=True)
+        gathered.insert(self._rank, to_bytes("data", data))
+        return gathered
 
     def scatter_send(self, key: Text, data: Sequence[Text], timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
-        """Give every rank its item; this one's own. Raises IndexError if there are not enough."""
-        name = self._take(key)
+        """Send each rank its item of `data`; return this rank's. Raises IndexError if there are too few."""
+        name = self._claim(key)
         items = [to_bytes("data", data[rank]) for rank in range(self._world_size)]
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        self._store.multi_set([self._of(name, rank) for rank in others], [items[rank] for rank in others])
+        self._store.multi_set([self._rank_key(name, rank) for rank in others], [items[rank] for rank in others])
         return items[self._rank]
 
     def scatter_recv(self, key: Text, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
-        """This rank's item, as soon as it was sent. Raises StoreTimeoutError."""
-        return self._receive(self._of(self._take(key), self._rank), timeout)
+        """Wait for this rank's item of `scatter_send` and return it. Raises StoreTimeoutError."""
+        return self._receive(self._rank_key(self._claim(key), self._rank), timeout)
 
     def all_gather(self, key: Text, data: Text, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
-        """Give this rank's data to all, and get that of all, in order."""
-        name = self._take(key)
-        self._store.set(self._of(name, self._rank), data)
+        """Exchange data: return that of all ranks, in order."""
+        name = self._claim(key)
+        self._store.set(self._rank_key(name, self._rank), data)
         return self._gather("all_gather", name, range(self._world_size), timeout)
 
     def all_sum(self, key: Text, data: int, timeout: Timeout = DEFAULT_TIMEOUT) -> int:
-        """The sum of the numbers of all ranks."""
-        name = self._take(key)
+        """Return the sum of all ranks' numbers."""
+        name = self._claim(key)
         self._store.add(name, data)
         self.barrier(name + b"/barrier", timeout)
         return self._store.add(name, 0)
 
-    def _take(self, key: Text) -> bytes:
+    def _claim(self, key: Text) -> bytes:
         name = to_bytes("key", key)
         if name in self._used:
             raise RuntimeError(f"Key {name.decode(errors='replace')} has already been used.")
         self._used.add(name)
         return name
 
-    def _of(self, name: bytes, rank: int) -> bytes:
+    def _rank_key(self, name: bytes, rank: int) -> bytes:
         return name + b"/%d" % rank
 
     def _receive(self, name: bytes, timeout: Timeout) -> bytes:
@@ -266,54 +268,59 @@ class StoreCollectives:
         return self._store.get(name)
 
     def _gather(
-        self, what: str, name: bytes, ranks: Sequence[int], timeout: Timeout, alone: bool = False
+        self, collective: str, name: bytes, ranks: Sequence[int], timeout: Timeout, alone: bool = False
     ) -> list[bytes]:
-        keys = [self._of(name, rank) for rank in ranks]
-        self._wait(what, keys, name, Deadline(to_seconds("timeout", timeout)), alone)
+        keys = [self._rank_key(name, rank) for rank in ranks]
+        self._wait(collective, keys, name, Deadline(to_seconds("timeout", timeout)), alone)
         return list(self._store.multi_get(keys))
 
-    def _wait(self, what: str, keys: list[bytes], name: bytes, deadline: Deadline, alone: bool = False) -> None:
+    def _wait(self, collective: str, keys: list[bytes], name: bytes, deadline: Deadline, alone: bool = False) -> None:
+        """Wait for keys; on timeout, find the missing ranks. `alone`: no other rank waits for the same keys."""
         try:
-            self._store.wait(keys, _left(deadline))
+            self._store.wait(keys, _remaining(deadline))
         except RuntimeError as error:
             others = [rank for rank in range(self._world_size) if rank != self._rank]
-            asked = {rank: self._of(name, rank) for rank in others}
-            raise _missing(self._store, what, asked, None if alone else self._rank, error) from None
+            expected = {rank: self._rank_key(name, rank) for rank in others}
+            raise _missing_ranks_error(
+                self._store, collective, expected, None if alone else self._rank, error
+            ) from None
 
 
-def _missing(store: Store, what: str, keys: Mapping[int, Text], rank: int | None, error: RuntimeError) -> RuntimeError:
-    """The error that says which ranks' keys are missing; `error` itself if the store no longer answers.
+def _missing_ranks_error(
+    store: Store, collective: str, keys: Mapping[int, Text], rank: int | None, error: RuntimeError
+) -> RuntimeError:
+    """Return the error that names the ranks whose keys are missing; `error` itself if the store no longer answers.
 
-    With `rank`, all ranks of the world fail like this one at the moment: of many, not every one looks for all.
+    With `rank`, all other ranks are timing out as well, so in a large world only some of them search.
     """
-    deadline = Deadline(_LOOK_SECONDS)
+    deadline = Deadline(_SEARCH_SECONDS)
     try:
-        if rank is None or len(keys) <= _ALL_LOOK:
-            missing, more = _look_for(store, keys, deadline)
+        if rank is None or len(keys) <= _SMALL_WORLD:
+            missing, more = _search(store, keys, deadline)
         else:
-            first = min(rank, _LOOKOUTS)
-            missing, more = _look_for(store, {other: keys[other] for other in range(first)}, deadline)
+            first = min(rank, _SEARCHERS)
+            missing, more = _search(store, {other: keys[other] for other in range(first)}, deadline)
             if not more and len(missing) < first:
                 more = f"<check rank {min(set(range(first)) - set(missing))} for missing rank info>"
-            elif not more and rank < _LOOKOUTS:
-                missing, more = _look_for(store, keys, deadline)
+            elif not more and rank < _SEARCHERS:
+                missing, more = _search(store, keys, deadline)
             else:
-                more = _AND_MORE
+                more = _POSSIBLY_MORE
     except RuntimeError:
         return error
     names = ", ".join([*map(str, missing), *([more] if more else [])])
-    return MissingRanksError(f"{what} failed -- missing ranks: {names or 'none any more'}, {error}", missing)
+    return MissingRanksError(f"{collective} failed -- missing ranks: {names or 'none by now'}, {error}", missing)
 
 
-def _look_for(store: Store, keys: Mapping[int, Text], deadline: Deadline) -> tuple[list[int], str]:
-    """The ranks whose keys are not there, and what else the error has to say of them."""
+def _search(store: Store, keys: Mapping[int, Text], deadline: Deadline) -> tuple[list[int], str]:
+    """Return the ranks whose keys are missing, and a remark if the search is incomplete."""
     ranks = list(keys)
-    places, complete = _look(store, list(keys.values()), deadline)
-    return [ranks[place] for place in places], "" if complete else _AND_MORE
+    absent, complete = _absent(store, list(keys.values()), deadline)
+    return [ranks[index] for index in absent], "" if complete else _POSSIBLY_MORE
 
 
-def _look(store: Store, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
-    """The places of keys that are not there; PyTorch's stores have only `check` for that."""
+def _absent(store: Store, keys: Sequence[Text], deadline: Deadline) -> tuple[list[int], bool]:
+    """Return the indices of missing keys, and whether all were checked; PyTorch's stores only have `check` for that."""
     found: tuple[list[int], bool]
     if isinstance(store, Store) or hasattr(store, "_absent"):
         found = store._absent(keys, deadline)
@@ -322,7 +329,7 @@ def _look(store: Store, keys: Sequence[Text], deadline: Deadline) -> tuple[list[
     return found
 
 
-def _left(deadline: Deadline) -> timedelta:
-    """What is left, as every store takes it, in whole milliseconds; negative means for ever."""
+def _remaining(deadline: Deadline) -> timedelta:
+    """Return the remaining time in whole milliseconds, as every store takes it; negative for no timeout."""
     left = deadline.left()
     return timedelta(milliseconds=-1 if left is None else math.ceil(left * 1000))

@@ -1,7 +1,7 @@
-"""From a URL to a store, a rank and a world size: tcp://, env:// and file://, and whatever else is registered.
+"""Rendezvous by URL: tcp://, env://, file:// and registered schemes give a store, a rank and a world size.
 
-Knows: what PyTorch's URLs and environment variables mean, and its errors; who hosts. Must not know: how stores work.
-Invariant: the same URL and environment mean here what they mean in PyTorch; what goes beyond is asked for by name.
+Invariant: a URL and an environment mean what they mean in PyTorch, errors included; extensions are opt-in by variables
+and parameters of their own (TCPSTORE_JOIN, `join`). This module must not know how stores work.
 """
 
 import os
@@ -21,16 +21,16 @@ from .stores.tcp import TCPStore
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 
 ROUND_VARIABLE: Final = "TCPSTORE_ROUND"
-"""In the environment of workers: what our torchrun handler calls their round. The same for all, never used again."""
+"""Set by our torchrun handler for its workers: the name of their round, the same for all of them and never reused."""
 
 Found = tuple[Store, int, int]
-"""A store, this process's rank, and how many there are."""
+"""The store, this process's rank and the world size."""
 
 Handler = Callable[..., Iterator[Found]]
 
 
 class Place(NamedTuple):
-    """Where the ranks of a job meet on a server, and who this process is among them."""
+    """The server where the ranks of a job meet, and this process's rank."""
 
     host: str
     port: int
@@ -38,15 +38,15 @@ class Place(NamedTuple):
     world_size: int
     use_libuv: bool
     prefix: str
-    """Before every key, on a server that runs already; empty where rank 0 hosts."""
+    """Prefix of every key on a server that is already running; empty if rank 0 hosts one."""
 
     def hosts(self) -> bool:
-        """Whether this process is to host the server."""
+        """Whether this process should host the server."""
         return self.rank == 0 and not self.prefix and not _is_agent_address(self.host, self.port)
 
 
 class FilePlace(NamedTuple):
-    """The same for a file."""
+    """The file where the ranks of a job meet, and this process's rank."""
 
     path: str
     rank: int
@@ -54,12 +54,14 @@ class FilePlace(NamedTuple):
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Found]:
-    """Meet at a URL: yields the store, this process's rank and the world size, once.
+    """Meet the other ranks at a URL: yield the store, this process's rank and the world size, once.
 
-    `rank` and `world_size` go into the query unless they are -1, which leaves them to the URL or the environment.
-    `timeout`, 30 minutes by default, is that of meeting and of the store. Errors and their texts are PyTorch's:
-    RuntimeError for a scheme that nobody handles, AssertionError if rank or size are given twice, ValueError for
-    what is missing or no number; and those of the stores. Asking for more than the one result raises RuntimeError.
+    A `rank` or `world_size` of -1 is taken from the URL or the environment. The option `timeout`, 30 minutes by
+    default, applies to the rendezvous and to the store.
+
+    Raises what PyTorch raises, with the same texts: RuntimeError for an unknown scheme, AssertionError if rank or world
+    size are given twice, ValueError if a parameter is missing or not a number, and the errors of the stores. A second
+    `next()` raises RuntimeError.
     """
     if not isinstance(url, (str, bytes)):
         raise RuntimeError(f"`url` must be a string. {type(url)}: {url}")
@@ -77,20 +79,20 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Have `rendezvous` call a handler for URLs of this scheme; it gets the URL and the options.
+    """Register a handler for the URLs of a scheme. `rendezvous` calls it with the URL and its options.
 
-    Raises RuntimeError if there is one already.
+    Raises RuntimeError if the scheme already has a handler.
     """
     if scheme in _handlers:
         raise RuntimeError(f"Rendezvous handler for {scheme}:// already registered")
     _handlers[scheme] = handler
 
 
-# What a URL means
+# Parsing
 
 
 def read_tcp(url: str) -> Place:
-    """tcp://HOST:PORT?rank=R&world_size=N, with use_libuv=0 or 1 and join=1 if wanted."""
+    """Parse tcp://HOST:PORT?rank=R&world_size=N, optionally with use_libuv=0|1 and join=0|1. Raises ValueError."""
     parts = urlparse(url)
     if parts.port is None:
         raise _error("tcp", "port number missing")
@@ -102,18 +104,21 @@ def read_tcp(url: str) -> Place:
 
 
 def read_env(url: str) -> Place:
-    """env://, with MASTER_ADDR and MASTER_PORT; rank and size from the query, else from RANK and WORLD_SIZE."""
+    """Parse env://, which uses MASTER_ADDR, MASTER_PORT and, unless in the query, RANK and WORLD_SIZE.
+
+    Raises ValueError.
+    """
     query = _query(urlparse(url).query)
     rank = int(query["rank"]) if "rank" in query else _number("RANK")
     world_size = int(query["world_size"]) if "world_size" in query else _number("WORLD_SIZE")
     host, port = _variable("MASTER_ADDR"), _number("MASTER_PORT")
     if port not in range(65536):
-        raise ValueError(f"port must have value from 0 to 65535 but was {port}. It is that of MASTER_PORT.")
+        raise ValueError(f"port must have value from 0 to 65535 but was {port}. Check MASTER_PORT.")
     return _place(host, port, rank, world_size, query)
 
 
 def read_file(url: str) -> FilePlace:
-    """file:///PATH?rank=R&world_size=N."""
+    """Parse file:///PATH?rank=R&world_size=N. Raises ValueError."""
     parts = urlparse(url)
     if not parts.path:
         raise _error("file", "path missing")
@@ -132,14 +137,14 @@ def _with_ranks(url: str, parts: ParseResult, rank: int, world_size: int) -> Par
 
 
 def _query(text: str) -> dict[str, str]:
-    """The pairs of a query; of the same name the last counts. Nothing is unquoted. Raises IndexError without a `=`."""
-    found = {}
+    """Parse a query as PyTorch does: the last of equal names counts, nothing is unquoted. Raises IndexError."""
+    parameters = {}
     for pair in filter(None, text.split("&")):
         name, *values = pair.split("=")
         if not values:
-            raise IndexError(f"list index out of range: {pair!r} in the URL's query has no value")
-        found[name] = values[0]
-    return found
+            raise IndexError(f"parameter {pair!r} in the URL's query has no value")
+        parameters[name] = values[0]
+    return parameters
 
 
 def _ranks(query: dict[str, str], scheme: str) -> tuple[int, int]:
@@ -151,11 +156,11 @@ def _ranks(query: dict[str, str], scheme: str) -> tuple[int, int]:
 
 
 def _place(host: str, port: int, rank: int, world_size: int, query: dict[str, str]) -> Place:
-    """Of use_libuv only exactly 1 means yes; the query comes before the environment."""
+    """Build a `Place`. The query has precedence over the environment; any use_libuv other than 1 means no."""
     libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     join = query.get("join", os.environ.get("TCPSTORE_JOIN", "")) or "0"
     if join not in ("0", "1"):
-        raise ValueError(f"TCPSTORE_JOIN, or join in the URL, must be 1 or 0, not {join!r}")
+        raise ValueError(f"TCPSTORE_JOIN or the URL's join parameter must be 0 or 1, not {join!r}")
     return Place(host, port, rank, world_size, libuv, _job_prefix() if join == "1" else "")
 
 
@@ -171,7 +176,7 @@ def _number(name: str) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise ValueError(f"{error}, which is the value of {name}") from None
+        raise ValueError(f"{error} (value of {name})") from None
 
 
 def _error(scheme: str, text: str) -> ValueError:
@@ -189,41 +194,39 @@ def _is_agent_address(host: str, port: int) -> bool:
 
 
 def _job_prefix() -> str:
-    """What keeps the keys of this job, and this attempt of it, apart from all others on the same server."""
+    """Return the prefix that separates this attempt of this job from all others on the same server."""
     job = os.environ.get("TCPSTORE_JOB") or os.environ.get("TORCHELASTIC_RUN_ID")
     if not job:
-        raise ValueError(
-            "to join a server that runs already, a job needs a name that no other job on it has: set TCPSTORE_JOB"
-        )
-    return f"{quote(job, safe='')}/{_attempt()}"  # a name with a slash must not lie among another job's keys
+        raise ValueError("joining a running server requires a job name that is unique on that server: set TCPSTORE_JOB")
+    return f"{quote(job, safe='')}/{_attempt()}"  # a quoted slash cannot reach into another job's keys
 
 
 def _attempt() -> str:
-    """The attempt the user names, else the round our torchrun handler names, else torchrun's count of a lone agent."""
-    named = os.environ.get("TCPSTORE_ATTEMPT")
-    if named:
-        if not re.fullmatch("[0-9]+", named):
-            raise ValueError(f"TCPSTORE_ATTEMPT must be a number, not {named!r}")
-        return named
-    made = os.environ.get(ROUND_VARIABLE)
-    if made:
-        return made
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if count and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        # each agent counts only those restarts that its own workers caused
+    """Return the user's attempt number, our torchrun handler's round, or the restart count of a single agent."""
+    attempt = os.environ.get("TCPSTORE_ATTEMPT")
+    if attempt:
+        if not re.fullmatch("[0-9]+", attempt):
+            raise ValueError(f"TCPSTORE_ATTEMPT must be a number, not {attempt!r}")
+        return attempt
+    round_name = os.environ.get(ROUND_VARIABLE)
+    if round_name:
+        return round_name
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        # Each agent counts only the restarts that its own workers caused.
         raise ValueError(
-            "torchrun tells the workers of several agents nothing that they have in common and that a restart changes, "
-            "so their keys cannot be kept apart on a server that runs already: use --rdzv-backend=tcpstore, "
-            "or set TCPSTORE_ATTEMPT to a number that is the same on all ranks and new after a restart"
+            "cannot join a running server from several torchrun agents: torchrun gives their workers no common value "
+            "that changes with each restart. Use --rdzv-backend=tcpstore, or set TCPSTORE_ATTEMPT to a number that is "
+            "the same on all ranks and changes with each restart"
         )
-    return count or "0"
+    return restarts or "0"
 
 
 # Handlers
 
 
 def open_store(place: Place, timeout: Timeout) -> Store:
-    """The store of a place; rank 0 hosts it, unless somebody else does."""
+    """Open the store of a place; rank 0 hosts the server unless torchrun's agent does or one is joined."""
     if place.prefix:
         joined = TCPStore(place.host, place.port, timeout=timeout, use_libuv=place.use_libuv)
         return PrefixStore(place.prefix, joined, owns=True)

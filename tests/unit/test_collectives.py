@@ -59,13 +59,13 @@ def test_store_based_barrier(store: HashStore) -> None:
 def test_store_based_barrier_says_how_many_have_come(
     store: HashStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tcpstore_async.collectives._LEAST_INTERVAL", 0.01)
+    monkeypatch.setattr("tcpstore_async.collectives._LOG_INTERVAL_MIN", 0.01)
     with (
         caplog.at_level(logging.INFO, "tcpstore_async.collectives"),
         pytest.raises(DistStoreError, match=r"rank 0.*world_size=2, num_workers_joined=1"),
     ):
         store_based_barrier(0, store, "g", 2, SOON, timedelta(milliseconds=10))
-    assert "1 of 2 have joined" in caplog.text
+    assert "1 of 2 ranks have joined" in caplog.text
 
 
 def test_get_all(store: HashStore) -> None:
@@ -191,7 +191,7 @@ def test_a_key_is_for_one_call(store: HashStore) -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_there_is_not(store: HashStore, rank: int) -> None:
-    with pytest.raises(ValueError, match=r"^rank must be from 0 to 1, as world_size is 2, not"):
+    with pytest.raises(ValueError, match=r"^rank must be from 0 to 1 \(world_size=2\), not"):
         StoreCollectives(store, rank, 2)
     with pytest.raises(ValueError, match=r"^rank must be from 0 to 1"):
         synchronize(store, b"data", rank, 2, "prefix")
@@ -257,7 +257,7 @@ def test_the_missing_are_found_by_halves() -> None:
         (range(400), 300, [], "<check rank 0 for missing rank info>"),
         (range(8, 400), 300, [*range(8)], "0, 1, 2, 3, 4, 5, 6, 7, <check rank 8 for missing rank info>"),
         (range(8, 400), 8, [*range(8)], "0, 1, 2, 3, 4, 5, 6, 7"),
-        (range(20, 400), 30, [*range(16)], f"{', '.join(map(str, range(16)))}, and perhaps others"),
+        (range(20, 400), 30, [*range(16)], f"{', '.join(map(str, range(16)))}, possibly others"),
     ],
 )
 def test_in_a_large_world_one_looks_for_all(there: range, rank: int, ranks: list[int], said: str) -> None:
@@ -276,10 +276,10 @@ def test_who_gathers_looks_alone(store: HashStore) -> None:
 
 
 def test_a_look_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tcpstore_async.collectives._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("tcpstore_async.collectives._SEARCH_SECONDS", 0.0)
     error = failed_barrier(Shared(), 0, 3)
     assert error.ranks == []
-    assert "missing ranks: and perhaps others, Wait timeout" in str(error)
+    assert "missing ranks: possibly others, Wait timeout" in str(error)
 
 
 def test_a_store_that_no_longer_answers_says_so_itself(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_joining_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_join_that_is_neither_yes_nor_no(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not be taken for no: rank 0 would host a server of its own."""
     monkeypatch.setenv("TCPSTORE_JOB", "job")
-    said = f"TCPSTORE_JOIN, or join in the URL, must be 1 or 0, not '{word}'"
+    said = f"TCPSTORE_JOIN or the URL's join parameter must be 0 or 1, not '{word}'"
     with pytest.raises(ValueError, match=said):
         read_tcp(f"tcp://h:1?rank=0&world_size=2&join={word}")
     monkeypatch.setenv("TCPSTORE_JOIN", word)
@@ -110,7 +110,7 @@ def test_workers_of_several_agents_need_a_round(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     assert read_tcp(url).prefix == "job/0"
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="--rdzv-backend=tcpstore, or set TCPSTORE_ATTEMPT"):
+    with pytest.raises(ValueError, match="Use --rdzv-backend=tcpstore, or set TCPSTORE_ATTEMPT"):
         read_tcp(url)
     monkeypatch.setenv("TCPSTORE_ROUND", "5eed")
     assert read_tcp(url).prefix == "job/5eed"
@@ -184,9 +184,9 @@ def test_a_file_that_cannot_be_had_takes_the_rendezvous_timeout(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("MASTER_PORT", "297814", "was 297814. It is that of MASTER_PORT."),
-        ("MASTER_PORT", "x", "'x', which is the value of MASTER_PORT"),
-        ("RANK", "first", "'first', which is the value of RANK"),
+        ("MASTER_PORT", "297814", "was 297814. Check MASTER_PORT."),
+        ("MASTER_PORT", "x", "'x' (value of MASTER_PORT)"),
+        ("RANK", "first", "'first' (value of RANK)"),
     ],
 )
 def test_a_number_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:
