@@ -1,8 +1,7 @@
-"""What PyTorch calls at its import, if this package is installed: TCPSTORE_INSTALL=1 needs no change to a program.
-And what its torchrun calls for the name of our rendezvous.
+"""Entry points that PyTorch calls: the autoload hook, for TCPSTORE_INSTALL, and torchrun's rendezvous handler.
 
-Knows: one environment variable, who makes torchrun's handlers. Must not know: anything else until that is asked for.
-Invariant: nothing that happens here can keep PyTorch from being imported; neither needs the other to be imported first.
+Invariants: no failure here can prevent the import of PyTorch, and neither package requires the other to be imported
+first. Everything else is imported only when it is needed.
 """
 
 import os
@@ -11,7 +10,7 @@ from typing import Any
 
 
 def autoload() -> None:
-    """Install what TCPSTORE_INSTALL asks for; a failure is a warning, or a line on stderr where warnings are errors."""
+    """Install as TCPSTORE_INSTALL requests, at the import of PyTorch. A failure is only a warning."""
     if not os.environ.get("TCPSTORE_INSTALL"):
         return
     try:
@@ -23,20 +22,20 @@ def autoload() -> None:
 
 
 def _warn(text: str) -> None:
-    """Warn or, where a program has made that raise, say it on stderr; where there is none, say nothing."""
+    """Warn; if warnings are errors, write to standard error, if there is one."""
     try:
         warnings.warn(text, stacklevel=3)
     except Exception:
         try:
             os.write(2, f"{text}\n".encode(errors="replace"))
         except Exception:
-            pass  # nobody can be told
+            pass
 
 
 def torchrun_handler() -> Any:
-    """What the entry point `torchrun.handlers` names: the function that makes a handler of parameters.
+    """Return the factory of our rendezvous handler, for the entry point `torchrun.handlers`.
 
-    PyTorch loads it while it imports its own rendezvous, which may be why ours is being imported: not from here.
+    PyTorch calls this while it imports its own rendezvous package, so ours is imported only by the factory.
     """
 
     def create_handler(params: Any) -> Any:

@@ -143,9 +143,8 @@ def _raise_interrupts() -> None:
     def interrupt(number: int, frame: object) -> None:
         raise _Interrupt(number)
 
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # under nohup
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, interrupt)
 
 
