@@ -1,4 +1,4 @@
-"""The load generator: when ranks connect, what is tried again, and how busy it says it was."""
+"""The load generator: connecting, retries and the measured share of CPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tcpstore_async.load.scripts import PONG, encode_request, hello, join, make_
 from tcpstore_async.load.workers import ClosedLoop, busy, worker_pool
 
 
-def test_a_generator_that_waits_for_a_core_is_busy() -> None:
+def test_waiting_for_a_core_counts_as_busy() -> None:
     assert busy(Clock(1.0, 5.0), Clock(1.25, 5.5)) == 0.75
 
 
-def test_a_wait_for_a_core_is_seen() -> None:
-    """Two processes that compute on the same core."""
+def test_waiting_for_a_core_is_measured() -> None:
+    """Two processes compute on the same core."""
     core = str(min(os.sched_getaffinity(0)))
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("the kernel has no schedstat")
@@ -43,8 +43,8 @@ def test_a_wait_for_a_core_is_seen() -> None:
             process.wait()
 
 
-def test_a_generator_computes_no_longer_than_the_time() -> None:
-    """At a size where what is around a measurement takes as long as the measurement."""
+def test_cpu_time_does_not_exceed_elapsed_time() -> None:
+    """In a measurement so short that its overhead takes as long."""
     with server_of("ours") as port, worker_pool("127.0.0.1", port, 1) as load:
         load.run(ClosedLoop(hello(), LIMIT))
         for _ in range(50):
@@ -54,7 +54,7 @@ def test_a_generator_computes_no_longer_than_the_time() -> None:
 
 @pytest.mark.parametrize(("window", "least", "most"), [(0, 100, 100), (50, 1, 50)])
 def test_all_connect_before_the_first_is_served(window: int, least: int, most: int) -> None:
-    """Without a window, the connections of all are there when the first hello is."""
+    """Without a window, all connections exist when the first hello arrives."""
     found: list[int] = []
 
     def count(listener: socket.socket) -> None:
@@ -82,7 +82,7 @@ def test_all_connect_before_the_first_is_served(window: int, least: int, most: i
 
 
 def resetting(listener: socket.socket, resets: int, connections: int) -> None:
-    """Reset so many connections before they are answered; answer the hello of those that follow, and no more."""
+    """Reset some connections before replying; reply to the hello of the others, and to nothing else."""
     with ExitStack() as stack, suppress(OSError):  # no more connections
         for number in range(resets + connections):
             one = stack.enter_context(listener.accept()[0])
@@ -98,7 +98,7 @@ def resetting(listener: socket.socket, resets: int, connections: int) -> None:
 
 @contextmanager
 def load_on(resets: int) -> Iterator[Generator]:
-    """Two connections to a server that resets so many."""
+    """Make two connections to a server that resets the first ones."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(LIMIT)
         thread = threading.Thread(target=resetting, args=[listener, resets, 2], daemon=True)
@@ -113,14 +113,14 @@ def load_on(resets: int) -> Iterator[Generator]:
             thread.join(LIMIT)
 
 
-def test_a_connection_that_is_reset_before_its_answer_is_made_again() -> None:
-    """A kernel whose backlog is full resets connections, and PyTorch's client tries again."""
+def test_reset_before_the_first_reply_is_retried() -> None:
+    """A kernel with a full backlog resets connections; PyTorch's client retries."""
     with load_on(3) as generator:
         assert generator.closed_loop(hello(), LIMIT).operations == 2
         with pytest.raises(Unreachable, match="was lost after 0 requests"):
             generator.closed_loop(hello(), LIMIT)
 
 
-def test_but_not_for_ever() -> None:
+def test_resets_are_not_retried_for_ever() -> None:
     with load_on(100) as generator, pytest.raises(Unreachable, match="was lost after 0 requests: Connection reset"):
         generator.closed_loop(hello(), LIMIT)

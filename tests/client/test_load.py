@@ -1,6 +1,6 @@
-"""Many threads, and many tasks, on one store: everything adds up, nothing stands still.
+"""Many threads, and many tasks, on one store: all results are consistent, and nothing deadlocks.
 
-A few seconds here; TCPSTORE_LOAD_SECONDS=60 makes it a minute each.
+Each takes a few seconds; TCPSTORE_LOAD_SECONDS=60 makes it a minute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 class Worker:
-    """One thread's calls, and what they must have come to."""
+    """One thread's calls and their expected results."""
 
     def __init__(self, store: TCPStore, number: int, end: float, prefix: str) -> None:
         self.store = store
@@ -48,19 +48,19 @@ class Worker:
         self.calls = 0
 
     def run(self) -> None:
-        deeds = [
+        calls = [
             self.write,
             self.read,
             self.add,
             self.look,
-            self.wait_in_vain,
+            self.wait_until_timeout,
             self.push,
             self.pop,
             self.swap,
             self.meet,
         ]
         while time.monotonic() < self.end:
-            self.rng.choice(deeds)()
+            self.rng.choice(calls)()
             self.calls += 1
 
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Worker:
             del self.mine[name]
             assert not self.store.check([name])
 
-    def wait_in_vain(self) -> None:
+    def wait_until_timeout(self) -> None:
         with pytest.raises(StoreTimeoutError):
             self.store.wait([self.prefix + "/never"], self.rng.choice([0, 0.001, 0.01]))
 
@@ -113,7 +113,7 @@ class Worker:
         self.mine[name] = new
 
     def meet(self) -> None:
-        """Wait for what another thread is yet to write."""
+        """Wait for a key that another thread has yet to write."""
         name = f"{self.prefix}/met{self.number}.{self.calls}"
         later = threading.Timer(0.001, self.store.set, (name, "v"))
         later.start()
@@ -138,10 +138,10 @@ def test_64_threads_on_one_store(port: int) -> None:
         assert popped == Counter(item for worker in workers for item in worker.pushed)
         assert all(worker.calls for worker in workers)
         counts = [worker.calls for worker in workers]
-        print(f"{sum(counts)} deeds, {min(counts)} to {max(counts)} a thread")
+        print(f"{sum(counts)} calls, {min(counts)} to {max(counts)} per thread")
 
 
-async def test_a_thousand_tasks_that_are_cancelled(port: int) -> None:
+async def test_a_thousand_cancelled_tasks(port: int) -> None:
     end = time.monotonic() + SECONDS
     prefix = f"tasks{port}"
     pushed: list[bytes] = []
@@ -197,13 +197,13 @@ async def test_a_thousand_tasks_that_are_cancelled(port: int) -> None:
     print(f"{number} tasks, {cancelled} cancelled, {len(pushed)} items")
 
 
-async def test_a_call_among_many_that_wait(port: int) -> None:
-    """Those that wait take turns at looking for a connection, so others get one between two of them."""
+async def test_call_among_many_waiters(port: int) -> None:
+    """Waiters look for a connection one after the other, so that other calls get one in between."""
     async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
-        waiting = [asyncio.create_task(store.get(f"crowd{port}/{number}")) for number in range(500)]
+        waiting = [asyncio.create_task(store.get(f"waiters{port}/{number}")) for number in range(500)]
         await asyncio.sleep(0.05)
-        await store.set(f"crowd{port}", "among them")
-        assert await store.add(f"crowd{port}/sum", 2) == 2
+        await store.set(f"waiters{port}", "among them")
+        assert await store.add(f"waiters{port}/sum", 2) == 2
         assert sum(task.done() for task in waiting) == 0
-        await store.multi_set([f"crowd{port}/{number}" for number in range(500)], ["now"] * 500)
+        await store.multi_set([f"waiters{port}/{number}" for number in range(500)], ["now"] * 500)
         assert set(await asyncio.gather(*waiting)) == {b"now"}

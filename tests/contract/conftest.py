@@ -1,4 +1,4 @@
-"""One store of every kind for every test of the contract, with nothing in it."""
+"""Fixtures of the contract tests: an empty store of every kind for every test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def maker(kind: Kind) -> Iterator[Maker]:
 
 @pytest.fixture
 def make(maker: Maker) -> Iterator[Maker]:
-    """Makes stores on the same keys, which are closed when the test is over."""
+    """Make stores on the same keys; close them after the test."""
     with ExitStack() as stack:
 
         def made() -> Store:
@@ -49,7 +49,7 @@ _numbers = iter(range(1_000_000))
 
 @pytest.fixture
 def name() -> Callable[[str], str]:
-    """Makes names that no other test uses."""
+    """Make keys that no other test uses."""
     number = next(_numbers)
     return lambda text: f"{text}-{number}"
 

@@ -1,4 +1,4 @@
-"""Every kind of store under the one contract: how to make one, and how its keys read in texts."""
+"""Every kind of store that the contract tests cover: how to make one, and how error texts show its keys."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from tcpstore_async.coercion import Text, Timeout
 T = TypeVar("T")
 
 Maker = Callable[[], Store]
-"""Makes one more store on the same keys."""
+"""Makes another store on the same keys."""
 
 
 class Kind:
-    """One kind of store. `start` is entered once for all tests."""
+    """One kind of store. `start` is called once for all tests."""
 
     def __init__(self, name: str, start: Callable[[ExitStack], Maker], shown: str = "/", *, ours: bool = True) -> None:
         self.name: Final = name
         self.start: Final = start
         self.shown: Final = shown
-        """What stands before a key in texts."""
+        """What precedes a key in error texts."""
         self.wait: Final = "Wait" if name.endswith("hash") else "wait"
-        """How the text of a time-out begins: PyTorch's HashStore has another word than its TCPStore."""
+        """How the text of a timeout begins: PyTorch's HashStore and TCPStore differ."""
         self.ours: Final = ours
-        """False if PyTorch's server keeps the keys, with its own quirks."""
+        """False on PyTorch's server, with its own quirks."""
         self.is_remote: Final = name.startswith(("tcp", "torch", "async", "prefix-tcp"))
 
 
 class AsyncStore(Store):
-    """The async client, for those who have no loop: a loop in a thread runs each call."""
+    """The async client behind the synchronous interface: a loop in a thread runs each call."""
 
     def __init__(self, client: AsyncTCPStore, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self.client: Final = client
@@ -120,7 +120,7 @@ def _file(stack: ExitStack) -> Maker:
 
 
 def _under(prefix: str, start: Callable[[ExitStack], Maker]) -> Callable[[ExitStack], Maker]:
-    """A prefix over stores that are closed with it, as a clone's is."""
+    """Make views that own their stores, as a clone does."""
 
     def start_under(stack: ExitStack) -> Maker:
         make = start(stack)

@@ -1,11 +1,10 @@
-"""What the table of methods in docs/compatibility.md is tried by: calls that PyTorch's stores and ours both get.
+"""Probes of the table of methods in docs/compatibility.md: calls that are made on PyTorch's stores and on ours.
 
-As a program, `table_probes.py ours|torch`, it makes every call on every kind of store of one side, each kind in forked
-processes of its own, and prints what came of each as a line of JSON. Every call finds a store with nothing in it.
+The program `table_probes.py ours|torch` makes every call on every kind of store of one side, each kind in forked
+processes of its own, and prints each outcome as a line of JSON. Every call gets an empty store.
 
-A call that may wait for ever on one side is made in a thread, and freed from outside. What cannot be tried on PyTorch,
-because it reads memory that is not its own, or takes the process with it, is not here: the docstring of
-tools/make_method_table.py says what that is.
+A call that may wait for ever on one side is made in a thread and ended from outside. Calls that read invalid memory or
+crash the process in PyTorch are left out; the docstring of tools/make_method_table.py lists them.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ CLASSES = {"tcp": "TCPStore", "file": "FileStore", "hash": "HashStore", "prefix"
 
 PATIENCE = timedelta(seconds=20)
 MOMENT = timedelta(milliseconds=50)
-"""The timeout of a call that is to run into it."""
+"""The timeout of a call that must time out."""
 
 WHILE = timedelta(seconds=2)
-"""The timeout of a call that runs into it on one side only."""
+"""The timeout of a call that times out on one side only."""
 
 SOON = timedelta(seconds=5)
-"""The timeout of a call that is not to run into it."""
+"""The timeout of a call that must not time out."""
 
 HOLD = 1.0
-"""Seconds after which a call that has not ended is taken for one that waits; one that looks once takes microseconds."""
+"""Seconds after which an unfinished call counts as waiting; one that checks once takes microseconds."""
 
 BOTH = "k", "l"
 
 SIGNALLED = "freed by a signal's handler"
-"""Has to be called in the main thread; all others are called side by side."""
+"""Must run in the main thread; all others run concurrently."""
 
 RACE = "timeout 0, there"
-"""Not for what is on a TCPStore: PyTorch's does not wait for the answer, which sometimes is there at once."""
+"""Not for TCPStore: PyTorch's does not wait for the reply, which sometimes arrives in time."""
 
 LEGACY = "legacy"
 """Only for TCPStore."""
 
 
 class World:
-    """What a call may need besides its store: others, which are closed when it is over."""
+    """Further stores that a call needs; they are closed afterwards."""
 
     def __init__(self, side: Any, kind: str, stack: ExitStack) -> None:
         self._side = side
         self._stack = stack
         self.another = self._start(kind)
-        """Makes one more store on the same keys."""
+        """Makes another store on the same keys."""
 
     def _start(self, kind: str) -> Callable[[], Any]:
         outer, _, inner = kind.partition("-")
@@ -79,7 +78,7 @@ class World:
         master = self._made(
             self._side.TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False, use_libuv=True)
         )
-        first = [master]  # a client like others: every connection costs PyTorch's server a look-up of its peer's name
+        first = [master]  # the master is used as the first client: each connection costs PyTorch's server a look-up
         return lambda: first.pop() if first else self._client(master.port, True)
 
     def _client(self, port: int, libuv: bool) -> Any:
@@ -91,12 +90,12 @@ class World:
         return self.closed(store)
 
     def closed(self, store: Any) -> Any:
-        """The same store, which lives until the end and is closed then, if it is ours; PyTorch's cannot be."""
+        """Keep a store alive until the end, then close it; PyTorch's cannot be closed."""
         self._stack.callback(_close, store)
         return store
 
     def legacy(self, store: Any) -> Any:
-        """A client that was told that its server is PyTorch's old one, which it is not."""
+        """Make a client for PyTorch's legacy server, which this server is not."""
         return self._client(store.port, False)
 
 
@@ -109,7 +108,7 @@ Act = Callable[[Any, World], Any]
 
 
 def held(world: World, call: Callable[[], Any], free: Callable[[Any], Any]) -> Any:
-    """What a call comes to, or that it waits: then it is freed by another store."""
+    """Return the result of a call; if it waits, end it through another store and say so."""
     ended: list[Callable[[], Any]] = []
 
     def run() -> None:
@@ -131,7 +130,7 @@ def held(world: World, call: Callable[[], Any], free: Callable[[Any], Any]) -> A
 
 
 def woken(world: World, wait: Callable[[], Any], change: Callable[[Any], Any]) -> bool:
-    """Whether one who waits for a key is woken by a change; if not, setting that key ends it."""
+    """Whether a change wakes a waiter of a key; if not, end the wait by setting the key."""
     other = world.another()
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
@@ -154,12 +153,12 @@ def with_timeout(store: Any, timeout: Any) -> Any:
 
 
 def signalled(store: Any, world: World, call: Callable[[], Any], free: Callable[[Any], Any]) -> Any:
-    """A call that a handler of signals frees, if one is let run before the call's timeout is over."""
+    """Make a call that a signal handler ends, if one may run before the timeout."""
     other = world.another()
     store.set_timeout(timedelta(seconds=HOLD))
     before = signal.signal(signal.SIGALRM, lambda *_: free(other))
     try:
-        # Again, for one that comes when Python has just looked for signals is handled when poll(2) returns.
+        # Repeated: a signal that arrives just before poll(2) is handled only when that returns.
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.3)
         return call()
     finally:
@@ -168,18 +167,18 @@ def signalled(store: Any, world: World, call: Callable[[], Any], free: Callable[
 
 
 def under(store: Any) -> Any:
-    """The store under a view; any other one itself."""
+    """Return the store under a view; any other store itself."""
     return getattr(store, "underlying_store", store)
 
 
 def caught(call: Callable[[], Any]) -> Any:
-    """A call that may fail, after which others follow."""
+    """Make a call and ignore its failure."""
     with contextlib.suppress(Exception):
         call()
 
 
 def waiting(call: Callable[[Any], Any], free: Callable[[Any], Any]) -> dict[str, Act]:
-    """What every method that waits is tried by: `call` ends when `free` has been done."""
+    """Return the probes of a method that waits: `call` ends after `free`."""
     return {
         "nothing there": lambda s, w: call(with_timeout(s, MOMENT)),
         "timeout 0": lambda s, w: held(w, lambda: call(with_timeout(s, timedelta(0))), free),
@@ -445,17 +444,17 @@ PROBES: dict[str, dict[str, Act]] = {
         "by name": lambda s, w: (s.set("k", "v"), s.wait(keys=["k"])),
     },
 }
-"""By method and by a name of its own, what is called."""
+"""The probes by method and name."""
 
 
 def probes_of(kind: str, method: str) -> list[str]:
-    """The probes of a method on this kind of store."""
+    """Return the probes of a method on a kind of store."""
     left_out = {RACE} if kind.endswith("tcp") else set()
     return [name for name in PROBES[method] if name not in left_out and (name != LEGACY or kind == "tcp")]
 
 
 def outcome(side: Any, kind: str, method: str, name: str) -> list[Any]:
-    """The value as text, or class, text and bases of what was raised."""
+    """Return the value as text, or class, text and bases of an error."""
     with ExitStack() as stack:
         world = World(side, kind, stack)
         try:
@@ -465,7 +464,7 @@ def outcome(side: Any, kind: str, method: str, name: str) -> list[Any]:
 
 
 def try_kind(side: Any, kind: str, signalled: bool) -> None:
-    """Print the outcome of the probes that need the main thread, or of all others."""
+    """Print the outcomes of the probes that need the main thread, or of all others."""
     store = getattr(side, CLASSES[kind.partition("-")[0]])
     methods = [method for method in PROBES if hasattr(store, method) or (kind == "tcp" and method in ("host", "port"))]
 
@@ -485,7 +484,7 @@ def try_kind(side: Any, kind: str, signalled: bool) -> None:
 
 
 def in_a_child(call: Callable[[], None]) -> int:
-    """Its pid. It ends without tidying up: threads that PyTorch holds would keep it."""
+    """Fork; return the child's pid. The child exits without cleanup: PyTorch's threads would block it."""
     pid = os.fork()
     if not pid:
         try:

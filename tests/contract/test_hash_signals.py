@@ -1,4 +1,4 @@
-"""A HashStore in a program whose signal handlers use it, or end a call."""
+"""HashStore and signal handlers that use it, raise or fork."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tcpstore_async.serving import build
 from tcpstore_async.stores.hash import UNLIMITED
 from tcpstore_async.values import Framed
 
-plain = pytest.mark.skipif(build() == "compiled", reason="a compiled method is one step: no handler runs within it")
+plain = pytest.mark.skipif(build() == "compiled", reason="no handler runs within a compiled method")
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def on_signal(then: Callable[[], object]) -> Iterator[None]:
 
 
 class Interrupted(Keyspace):
-    """Is interrupted in the midst of its first `set`, and goes on when the handler is under way."""
+    """A keyspace that is interrupted in its first `set`, and continues when the handler runs."""
 
     def __init__(self) -> None:
         super().__init__(UNLIMITED)
@@ -41,9 +41,10 @@ class Interrupted(Keyspace):
 
     def set(self, key: bytes, value: Framed) -> None:
         first = not self.steps
-        self.steps.append("begun")
+        self.steps.append("begin")
         end = time.monotonic() + LIMIT
-        while first and not self.handling.is_set():  # one that comes just before the main thread sleeps is not heard
+        # Repeated, because a signal just before the main thread sleeps is not handled until it wakes.
+        while first and not self.handling.is_set():
             assert time.monotonic() < end
             os.kill(os.getpid(), signal.SIGUSR1)
             self.handling.wait(0.01)
@@ -52,7 +53,7 @@ class Interrupted(Keyspace):
 
 
 @plain
-def test_a_handler_that_uses_the_store_waits_for_the_operation_that_it_interrupts() -> None:
+def test_handler_s_call_waits_for_the_interrupted_operation() -> None:
     store = HashStore()
     keyspace = store._keyspace = Interrupted()
 
@@ -66,12 +67,12 @@ def test_a_handler_that_uses_the_store_waits_for_the_operation_that_it_interrupt
 
     with on_signal(handle):
         store.set("k", "first")
-    assert keyspace.steps == ["begun", "done"] * 2
+    assert keyspace.steps == ["begin", "done"] * 2
     assert store.get("k") == b"handler's"
 
 
 @plain
-def test_what_a_handler_raises_leaves_no_operation_half_done() -> None:
+def test_operation_completes_when_a_handler_raises() -> None:
     store = HashStore()
     keyspace = store._keyspace = Interrupted()
 
@@ -83,11 +84,11 @@ def test_what_a_handler_raises_leaves_no_operation_half_done() -> None:
 
     with on_signal(handle), pytest.raises(InterruptedError):
         store.set("k", "first")
-    assert store.get("k") == b"first", "what comes after waits for it"
+    assert store.get("k") == b"first", "the next call waits for it"
 
 
 @plain
-def test_a_handler_that_forks() -> None:
+def test_handler_that_forks() -> None:
     store = HashStore()
     keyspace = store._keyspace = Interrupted()
     pids: list[int] = []
@@ -108,7 +109,7 @@ def test_a_handler_that_forks() -> None:
 
 
 def test_handlers_at_any_moment() -> None:
-    """Nothing is lost or doubled: not an increment, not an item of a queue."""
+    """No increment and no item of a queue is lost or duplicated."""
     store = HashStore()
     handled = [0]
 
@@ -146,7 +147,7 @@ def test_handlers_at_any_moment() -> None:
     assert store.queue_len("q") == pushed + handled[0]
 
 
-def test_a_forked_child_goes_on_with_its_copy() -> None:
+def test_forked_child_continues_with_its_copy() -> None:
     store = HashStore()
     store.set("k", "v")
     pid = os.fork()

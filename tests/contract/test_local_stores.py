@@ -1,4 +1,4 @@
-"""What only HashStore and PrefixStore have to prove: signals, forks, whose store is closed."""
+"""HashStore, PrefixStore and FileStore beyond the contract: signals, forks, ownership, rounds in a file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_signal_handler_ends_the_wait_of_its_own_thread() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_forked_child_has_a_copy_on_which_nobody_waits() -> None:
+def test_forked_child_has_a_copy_without_waiters() -> None:
     store = HashStore()
     store.set_timeout(LIMIT)
     with ThreadPoolExecutor(4) as pool:
@@ -67,7 +67,7 @@ def test_a_forked_child_has_a_copy_on_which_nobody_waits() -> None:
         assert sorted(future.result(LIMIT) for future in popping) == [b"1", b"2"]
 
 
-def test_waiters_that_leave_leave_nothing() -> None:
+def test_timed_out_waiters_are_removed() -> None:
     store = HashStore()
     for number in range(20):
         with pytest.raises(StoreTimeoutError):
@@ -77,14 +77,14 @@ def test_waiters_that_leave_leave_nothing() -> None:
     assert store._keyspace.size == 0
 
 
-def test_a_hash_store_s_clone_is_itself() -> None:
+def test_clone_of_a_hash_store_is_itself() -> None:
     store = HashStore()
     assert store.clone() is store
     store.clone().close()
     store.set("k", "1")
 
 
-def test_names_of_a_prefix_store() -> None:
+def test_keys_of_a_prefix_store() -> None:
     store = HashStore()
     PrefixStore("a", PrefixStore("b", store)).set("k", "1")
     PrefixStore("", store).set("k", "2")
@@ -93,7 +93,7 @@ def test_names_of_a_prefix_store() -> None:
     assert [store.get(key) for key in ("b/a/k", "/k", "x//k", b"\xff/k")] == [b"1", b"2", b"3", b"4"]
 
 
-def test_what_a_prefix_store_stands_on() -> None:
+def test_underlying_stores_and_arguments_of_a_prefix_store() -> None:
     store = HashStore()
     view = PrefixStore("p", PrefixStore("q", store))
     assert isinstance(view.underlying_store, PrefixStore)
@@ -108,7 +108,7 @@ def test_what_a_prefix_store_stands_on() -> None:
         PrefixStore(bad, store)
 
 
-def test_timeouts_go_through_a_prefix() -> None:
+def test_prefix_store_uses_the_underlying_timeout() -> None:
     store = HashStore()
     view = PrefixStore("p", store)
     view.set_timeout(0.1)
@@ -119,7 +119,7 @@ def test_timeouts_go_through_a_prefix() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_view_closes_only_what_was_made_for_it(tmp_path: Path) -> None:
+def test_view_closes_only_the_store_it_owns(tmp_path: Path) -> None:
     with FileStore(tmp_path / "store", 1) as store:
         with PrefixStore("p", store) as view:
             clone = view.clone()
@@ -132,7 +132,7 @@ def test_a_view_closes_only_what_was_made_for_it(tmp_path: Path) -> None:
 
 
 class OnlyText(Store):
-    """A store of one's own, as small as they come, that takes text for granted."""
+    """A minimal user-defined store that accepts only str keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class OnlyText(Store):
         return all(key in self.values for key in keys)
 
 
-def test_text_stays_text_under_a_prefix() -> None:
+def test_str_keys_stay_str_under_a_prefix() -> None:
     store = OnlyText()
     view = PrefixStore("p", store)
     view.set("k", b"1")
@@ -172,7 +172,7 @@ def test_a_round_in_a_file_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_rank_may_leave_a_round_before_another_comes(tmp_path: Path) -> None:
+def test_rank_may_leave_a_round_before_another_joins(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     with FileStore(path, 2, new_round=True) as early:
         early.set("key", "value")
@@ -181,7 +181,7 @@ def test_a_rank_may_leave_a_round_before_another_comes(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_stores_beside_each_other_in_a_file_are_no_new_round(tmp_path: Path) -> None:
+def test_open_stores_belong_to_the_same_round(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
     with FileStore(path, 1, new_round=True) as one, FileStore(path, 1, new_round=True) as other:
         one.set("key", "value")
@@ -189,7 +189,7 @@ def test_stores_beside_each_other_in_a_file_are_no_new_round(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])
-def test_a_neighbours_name_that_is_no_text_is_not_in_the_list(kind: str, tmp_path: Path) -> None:
+def test_undecodable_key_outside_a_view_is_not_listed(kind: str, tmp_path: Path) -> None:
     store = HashStore() if kind == "hash" else FileStore(tmp_path / "file")
     with store:
         view, inner = PrefixStore("p", store), PrefixStore("q", PrefixStore("p", store))
@@ -202,7 +202,7 @@ def test_a_neighbours_name_that_is_no_text_is_not_in_the_list(kind: str, tmp_pat
             store.list_keys()
 
 
-def test_a_close_that_failed_can_be_tried_again(tmp_path: Path) -> None:
+def test_failed_close_can_be_retried(tmp_path: Path) -> None:
     path = tmp_path / "file"
     store = FileStore(path, 1, timeout=0.05)
     with open(path, "rb") as other:
@@ -214,7 +214,7 @@ def test_a_close_that_failed_can_be_tried_again(tmp_path: Path) -> None:
     store.close()
 
 
-def test_longer_than_a_life_is_a_timeout_like_others() -> None:
+def test_very_long_timeout() -> None:
     store = HashStore()
     for given in (timedelta.max, 1e300):
         store.set_timeout(given)

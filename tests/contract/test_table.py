@@ -1,8 +1,9 @@
-"""The table of methods in docs/compatibility.md: it is fresh, and what it says of PyTorch's classes is true.
+"""The table of methods in docs/compatibility.md is up to date and true.
 
-Both sides make the calls of `table_probes.py`, in processes of their own. Two outcomes agree if the values do, or if
-the text of what was raised does and our class is PyTorch's or one that inherits from it. A note must say of every probe
-that disagrees that it does, and one of which a note says so must: so what PyTorch mends, or we lose, is noticed.
+Both sides make the calls of `table_probes.py`, in processes of their own. Two outcomes agree if the values are equal,
+or if the errors have the same text and our class is PyTorch's or inherits from it. Every probe whose outcomes differ
+must be covered by a note of the table, and every note by such a probe, so that fixes in PyTorch and regressions here
+show.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def table() -> ModuleType:
     return module
 
 
-def test_the_page_is_fresh(table: ModuleType) -> None:
+def test_page_is_up_to_date(table: ModuleType) -> None:
     assert table.render_methods() in (ROOT / "docs" / "compatibility.md").read_text(), "run tools/make_method_table.py"
 
 
@@ -53,14 +54,14 @@ def test_every_store_has_every_method_of_the_contract(table: ModuleType) -> None
     assert contract - {"has_extended_api"} <= table.public(AsyncTCPStore)
 
 
-def test_differences_are_of_methods_that_both_have(table: ModuleType) -> None:
+def test_differences_concern_common_methods(table: ModuleType) -> None:
     for name, stores, _, _ in table.DIFFERENCES:
         for store in stores:
             assert name in table.PYTORCH[store]
 
 
 @pytest.mark.slow
-def test_pytorchs_classes_are_as_the_table_says(table: ModuleType) -> None:
+def test_methods_of_pytorch_s_classes(table: ModuleType) -> None:
     torch = pytest.importorskip("torch")
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the table is of 2.13")
@@ -74,7 +75,7 @@ Outcomes = dict[tuple[str, str, str], list[Any]]
 
 @pytest.fixture(scope="module")
 def outcomes() -> tuple[Outcomes, Outcomes]:
-    """What came of every probe, by kind of store, method and name of the probe: on ours, and on PyTorch's."""
+    """The outcomes on our side and on PyTorch's, by kind of store, method and probe."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -87,7 +88,7 @@ def outcomes() -> tuple[Outcomes, Outcomes]:
 
 
 def _started(side: str, stack: ExitStack) -> subprocess.Popen[str]:
-    """The program that tries one side; its whole group is gone when the stack is left."""
+    """Start the probes of one side; kill its process group when the stack is left."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", table_probes.__file__, side],
         cwd=tempfile.gettempdir(),
@@ -95,7 +96,7 @@ def _started(side: str, stack: ExitStack) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # PyTorch's server looks up the name of whoever connects, which may take ten seconds where there is no DNS.
+        # PyTorch's server looks up the name of every peer, which may take ten seconds without DNS.
         env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
     )
 
@@ -115,7 +116,7 @@ def _finished(process: subprocess.Popen[str]) -> Outcomes:
 
 
 def _agree(ours: list[Any], theirs: list[Any]) -> bool:
-    """Values are compared as they are, what was raised by class and text; texts of pybind are not ours to have."""
+    """Compare values, or class and text of errors; pybind's texts may differ."""
     if len(ours) == 1 or len(theirs) == 1:
         return ours == theirs
     return theirs[0] in ours[2] and (theirs[0] in ("TypeError", "AttributeError") or ours[1] == theirs[1])
@@ -130,7 +131,7 @@ def _disagreeing(outcomes: tuple[Outcomes, Outcomes], kind: str, method: str) ->
 
 
 def _patterns(table: ModuleType, kind: str, method: str) -> list[tuple[bool, str]]:
-    """Which probes are said to disagree, and whether on this very kind."""
+    """Return the patterns of probes that should differ, and whether on this very kind."""
     outer, _, inner = kind.partition("-")
     own = [(not inner, pattern) for row in table.differences(CLASSES[outer], method) for pattern in row[3]]
     if not inner or method in table.OF_ITS_OWN:
@@ -142,7 +143,7 @@ CELLS = [(kind, method) for kind in KINDS for method in PROBES]
 
 
 @pytest.mark.parametrize(("kind", "method"), CELLS, ids=lambda part: part)
-def test_a_cell_is_true(kind: str, method: str, table: ModuleType, outcomes: tuple[Outcomes, Outcomes]) -> None:
+def test_cell(kind: str, method: str, table: ModuleType, outcomes: tuple[Outcomes, Outcomes]) -> None:
     if method not in table.PYTORCH[CLASSES[kind.partition("-")[0]]]:
         return
     tried = {name for k, m, name in outcomes[0] if (k, m) == (kind, method)}
@@ -160,7 +161,7 @@ def test_a_cell_is_true(kind: str, method: str, table: ModuleType, outcomes: tup
             assert any(fnmatch(name, pattern) for name in found), f"{pattern!r} does not differ any more"
 
 
-def test_every_difference_of_a_prefix_store_shows(table: ModuleType, outcomes: tuple[Outcomes, Outcomes]) -> None:
+def test_every_difference_of_a_prefix_store_is_found(table: ModuleType, outcomes: tuple[Outcomes, Outcomes]) -> None:
     for method, stores, _, patterns in table.DIFFERENCES:
         if "PrefixStore" in stores:
             kinds = [kind for kind in KINDS if kind.startswith("prefix")]
@@ -169,11 +170,11 @@ def test_every_difference_of_a_prefix_store_shows(table: ModuleType, outcomes: t
                 assert any(fnmatch(name, pattern) for name in found), (method, pattern)
 
 
-def test_every_method_is_tried(table: ModuleType) -> None:
+def test_every_method_has_probes(table: ModuleType) -> None:
     assert set().union(*table.PYTORCH.values()) == set(PROBES)
 
 
-def test_every_pattern_is_of_a_probe(table: ModuleType) -> None:
+def test_every_pattern_matches_a_probe(table: ModuleType) -> None:
     for method, _, _, patterns in table.DIFFERENCES:
         for pattern in patterns:
             assert any(fnmatch(name, pattern) for name in PROBES[method]), (method, pattern)

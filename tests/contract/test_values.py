@@ -1,4 +1,4 @@
-"""Values: what every method does, returns and refuses, on every kind of store."""
+"""Values: results and errors of every method, on every kind of store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tcpstore_async import DistError, DistNetworkError, DistStoreError, HashStor
 Name = Callable[[str], str]
 
 
-def test_a_value_comes_back_as_bytes(store: Store, key: str) -> None:
+def test_values_are_returned_as_bytes(store: Store, key: str) -> None:
     store.set(key, "text é")
     assert store.get(key) == "text é".encode()
     store.set(key, bytearray(b"\x00\xff"))
@@ -23,7 +23,7 @@ def test_a_value_comes_back_as_bytes(store: Store, key: str) -> None:
     assert type(store.get(key)) is bytes
 
 
-def test_all_stores_on_the_same_keys_see_the_same(make: Maker, key: str) -> None:
+def test_stores_share_their_keys(make: Maker, key: str) -> None:
     first, second = make(), make()
     first.set(key, "1")
     assert second.get(key) == b"1"
@@ -42,7 +42,7 @@ def test_odd_keys(store: Store, odd: str) -> None:
     assert odd not in store.list_keys()
 
 
-def test_a_key_that_is_no_text_cannot_be_listed(store: Store, name: Name) -> None:
+def test_undecodable_key_cannot_be_listed(store: Store, name: Name) -> None:
     raw = name("raw").encode() + b"\xff"
     store.set(raw, "value")
     assert store.get(raw) == b"value"
@@ -76,7 +76,7 @@ def test_add(store: Store, key: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "9223372036854775808"])
-def test_add_to_what_is_no_number(kind: Kind, make: Maker, key: str, text: str) -> None:
+def test_add_to_a_value_that_is_not_a_number(kind: Kind, make: Maker, key: str, text: str) -> None:
     store = make()
     store.set(key, text)
     error = DistNetworkError if kind.is_remote else ValueError
@@ -140,14 +140,14 @@ def test_delete_key(store: Store, key: str) -> None:
     assert store.add(key, 1) == 1
 
 
-def test_names_and_number_of_keys(make: Maker, name: Name) -> None:
+def test_list_keys_and_num_keys(make: Maker, name: Name) -> None:
     store, other = make(), make()
     before = store.num_keys()
     others = set(store.list_keys())
     names = {name(text) for text in "abc"}
     for text in names:
         other.set(text, text)
-    assert other.check(names)  # done, and not only on its way: a threaded server serves others meanwhile
+    assert other.check(names)  # waits until the writes are done: a threaded server serves others meanwhile
     assert set(store.list_keys()) - others == names
     assert len(store.list_keys()) == len(set(store.list_keys()))
     assert store.num_keys() == before + 3
@@ -166,7 +166,7 @@ def test_multi(store: Store, name: Name) -> None:
     store.multi_set([], [])
 
 
-def test_multi_set_demands_as_many_values_as_keys(store: Store, name: Name) -> None:
+def test_multi_set_with_different_numbers_of_keys_and_values(store: Store, name: Name) -> None:
     with pytest.raises(DistStoreError, match="multiSet keys and values vectors must be of same size"):
         store.multi_set([name("a"), name("b")], ["1"])
     assert not store.check([name("a")])
@@ -217,7 +217,7 @@ BAD: list[tuple[str, tuple[Any, ...], str]] = [
 
 
 @pytest.mark.parametrize(("method", "arguments", "named"), BAD)
-def test_arguments_that_cannot_be_meant(store: Store, method: str, arguments: tuple[Any, ...], named: str) -> None:
+def test_invalid_arguments(store: Store, method: str, arguments: tuple[Any, ...], named: str) -> None:
     keys = store.num_keys()
     with pytest.raises((TypeError, ValueError)) as caught:
         getattr(store, method)(*arguments)
@@ -243,7 +243,7 @@ def test_arguments_by_name(store: Store, name: Name) -> None:
     store.set_timeout(timeout=1.0)
 
 
-def test_everything_is_to_be_had(store: Store) -> None:
+def test_extended_api(store: Store) -> None:
     assert store.has_extended_api() is True
 
 
@@ -273,7 +273,7 @@ def test_with(maker: Maker, key: str) -> None:
         store.delete_key(key)
 
 
-def test_stores_are_not_to_be_pickled(kind: Kind, store: Store) -> None:
+def test_stores_cannot_be_pickled(kind: Kind, store: Store) -> None:
     if kind.name != "async":
         with pytest.raises(TypeError, match="cannot pickle"):
             pickle.dumps(store)

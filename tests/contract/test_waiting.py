@@ -1,4 +1,4 @@
-"""Waiting: who is woken by what, for how long, and what is said when time is up, on every kind of store."""
+"""Waiting: what wakes a waiter, timeouts and their texts, queues and barriers, on every kind of store."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def until_it_waits(future: Future[Any]) -> None:
-    """It has had the time to begin to wait, and has not ended."""
+def let_it_wait(future: Future[Any]) -> None:
+    """Give a call the time to begin to wait; assert that it has not returned."""
     time.sleep(0.05)
     assert not future.done()
 
@@ -60,21 +60,21 @@ WAITS: dict[str, Callable[[Store, str], object]] = {
 @pytest.mark.parametrize("wait", WAITS)
 def test_every_write_wakes_every_wait(make: Maker, pool: ThreadPoolExecutor, key: str, write: str, wait: str) -> None:
     waiting = pool.submit(WAITS[wait], make(), key)
-    until_it_waits(waiting)
+    let_it_wait(waiting)
     WRITES[write](make(), key)
     assert waiting.result(LIMIT)
 
 
 def test_threads_on_one_store_wake_each_other(store: Store, pool: ThreadPoolExecutor, key: str) -> None:
     waiting = [pool.submit(store.get, key) for _ in range(4)]
-    until_it_waits(waiting[0])
+    let_it_wait(waiting[0])
     store.set(key, "1")
     assert [future.result(LIMIT) for future in waiting] == [b"1"] * 4
 
 
 def test_an_item_wakes_a_wait_for_its_queue(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
     waiting = pool.submit(make().wait, [key])
-    until_it_waits(waiting)
+    let_it_wait(waiting)
     make().queue_push(key, "item")
     waiting.result(LIMIT)
 
@@ -83,16 +83,16 @@ def test_wait_for_several(make: Maker, pool: ThreadPoolExecutor, name: Name) -> 
     store = make()
     store.set(name("a"), "")
     waiting = pool.submit(make().wait, [name("a"), name("b"), name("c"), name("b")])
-    until_it_waits(waiting)
+    let_it_wait(waiting)
     store.set(name("b"), "")
-    until_it_waits(waiting)
+    let_it_wait(waiting)
     store.set(name("c"), "")
     waiting.result(LIMIT)
 
 
-def test_a_key_that_is_deleted_again_has_appeared(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
+def test_key_that_appeared_and_was_deleted_wakes_a_waiter(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
     waiting = pool.submit(make().wait, [key])
-    until_it_waits(waiting)
+    let_it_wait(waiting)
     store = make()
     store.set(key, "1")
     store.delete_key(key)
@@ -110,7 +110,7 @@ QUARTER: list[Timeout] = [0.25, timedelta(seconds=0.25), timedelta(microseconds=
 
 
 @pytest.mark.parametrize("timeout", QUARTER, ids=str)
-def test_timeouts_are_kept_to_the_millisecond(kind: Kind, store: Store, name: Name, timeout: Timeout) -> None:
+def test_timeout_in_milliseconds(kind: Kind, store: Store, name: Name, timeout: Timeout) -> None:
     text = f"{kind.wait} timeout after 250ms, keys: {kind.shown}{name('a')}, {kind.shown}{name('z')}"
     with takes(0.25, 1.0), pytest.raises(StoreTimeoutError, match=f"^{re.escape(text)}$"):
         store.wait([name("a"), name("z")], timeout)
@@ -152,7 +152,7 @@ def test_a_timeout_of_0_is_one_look(store: Store, key: str) -> None:
     assert store.add(key, 1) == 2
 
 
-def test_a_negative_timeout_is_for_ever(make: Maker, pool: ThreadPoolExecutor, name: Name) -> None:
+def test_negative_timeout_means_no_limit(make: Maker, pool: ThreadPoolExecutor, name: Name) -> None:
     store, other = make(), make()
     other.set_timeout(-1)
     waiting = pool.submit(make().wait, [name("a")], timedelta(seconds=-1))
@@ -165,7 +165,7 @@ def test_a_negative_timeout_is_for_ever(make: Maker, pool: ThreadPoolExecutor, n
     assert getting.result(LIMIT) == b"1"
 
 
-def test_a_store_outlives_its_timeouts(store: Store, key: str) -> None:
+def test_store_is_usable_after_timeouts(store: Store, key: str) -> None:
     for _ in range(20):
         with pytest.raises(StoreTimeoutError):
             store.wait([key], 0.001)
@@ -179,7 +179,7 @@ def test_the_timeout_can_be_read(store: Store, given: Timeout) -> None:
     assert store.timeout == (given if isinstance(given, timedelta) else timedelta(seconds=given))
 
 
-# Many at once
+# Concurrency
 
 
 def test_threads_add(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
@@ -200,7 +200,7 @@ def test_threads_append(make: Maker, pool: ThreadPoolExecutor, key: str) -> None
     def append(store: Store, piece: str) -> None:
         for _ in range(25):
             store.append(key, piece)
-        assert store.check([key])  # done, and not only on its way
+        assert store.check([key])  # waits until the writes are done
 
     for future in [pool.submit(append, make(), str(rank)) for rank in range(4)]:
         future.result(LIMIT)
@@ -209,7 +209,7 @@ def test_threads_append(make: Maker, pool: ThreadPoolExecutor, key: str) -> None
     assert {value.count(b"%d" % rank) for rank in range(4)} == {25}
 
 
-def test_threads_meet_by_compare_set(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
+def test_one_thread_wins_a_compare_set(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
     def claim(store: Store, rank: int) -> bytes:
         return store.compare_set(key, "", str(rank))
 
@@ -225,10 +225,8 @@ def test_a_queue_is_first_in_first_out(make: Maker, key: str) -> None:
     assert store.queue_len(key) == 0
     for item in ("a", b"", "a", bytearray(b"\0")):
         store.queue_push(key, item)
-    assert (store.queue_len(key), other.queue_len(key)) == (
-        4,
-        4,
-    )  # in this order: the first hears of it when it is done
+    assert store.queue_len(key) == 4  # in this order: the writer's own reply comes after its writes
+    assert other.queue_len(key) == 4
     assert [other.queue_pop(key), store.queue_pop(key)] == [b"a", b""]
     assert [other.queue_pop(key, False), store.queue_pop(key, block=False)] == [b"a", b"\0"]
     assert store.queue_len(key) == 0
@@ -236,7 +234,7 @@ def test_a_queue_is_first_in_first_out(make: Maker, key: str) -> None:
         store.queue_pop(key, block=False)
 
 
-def test_queues_are_no_keys(store: Store, key: str) -> None:
+def test_queues_are_not_keys(store: Store, key: str) -> None:
     keys = store.num_keys()
     store.queue_push(key, "item")
     assert store.num_keys() == keys
@@ -252,7 +250,7 @@ def test_queues_are_no_keys(store: Store, key: str) -> None:
 def test_a_value_of_that_name_is_no_item(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
     store = make()
     waiting = pool.submit(make().queue_pop, key)
-    until_it_waits(waiting)
+    let_it_wait(waiting)
     store.set(key, "value")
     with pytest.raises(QueueEmptyError):
         waiting.result(LIMIT)
@@ -265,31 +263,31 @@ def test_a_value_of_that_name_is_no_item(make: Maker, pool: ThreadPoolExecutor, 
 
 def test_a_pop_waits_for_an_item(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
     waiting = pool.submit(make().queue_pop, key)
-    until_it_waits(waiting)
+    let_it_wait(waiting)
     make().queue_push(key, "item")
     assert waiting.result(LIMIT) == b"item"
 
 
-def test_a_waiter_that_does_not_pop_hands_the_item_on(
+def test_waiter_that_does_not_pop_passes_the_item_on(
     kind: Kind, make: Maker, pool: ThreadPoolExecutor, name: Name, key: str
 ) -> None:
     if not kind.ours:
-        pytest.skip("PyTorch's server leaves the second asleep")
+        pytest.skip("PyTorch's server does not wake the second waiter")
     store, first = make(), make()
     waiting = pool.submit(first.wait, [key])
-    until_it_waits(waiting)
+    let_it_wait(waiting)
     popping = pool.submit(make().queue_pop, key)
-    until_it_waits(popping)
+    let_it_wait(popping)
     store.queue_push(key, "item")
     waiting.result(LIMIT)
-    first.check([name("other")])  # a server hears by this that the item was not what it waited for
+    first.check([name("other")])  # shows the server that this waiter does not take the item
     assert popping.result(LIMIT) == b"item"
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one store", "a store each"])
-def test_every_item_is_taken_once(kind: Kind, make: Maker, pool: ThreadPoolExecutor, key: str, shared: bool) -> None:
+def test_every_item_is_popped_once(kind: Kind, make: Maker, pool: ThreadPoolExecutor, key: str, shared: bool) -> None:
     if not kind.ours:
-        pytest.skip("PyTorch's server serves a waiter that comes again before those in line, who then starve")
+        pytest.skip("PyTorch's server prefers a waiter that returns, so others starve")
     one = make()
     stores = [one if shared else make() for _ in range(8)]
     taken: list[list[int]] = [[] for _ in stores]
@@ -312,9 +310,9 @@ def test_every_item_is_taken_once(kind: Kind, make: Maker, pool: ThreadPoolExecu
 # Barriers
 
 
-def test_a_barrier_opens_when_all_are_there(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
+def test_barrier_opens_when_all_have_arrived(make: Maker, pool: ThreadPoolExecutor, key: str) -> None:
     early = [pool.submit(make().barrier, key, 3) for _ in range(2)]
-    until_it_waits(early[0])
+    let_it_wait(early[0])
     make().barrier(key, 3)
     for future in early:
         future.result(LIMIT)
@@ -327,7 +325,7 @@ def test_a_barrier_of_a_small_world(store: Store, key: str, size: int) -> None:
     store.barrier(key, size, timedelta(0))
 
 
-def test_a_barrier_in_time_or_not(store: Store, key: str) -> None:
+def test_barrier_timeout(store: Store, key: str) -> None:
     with takes(0.25, 1.0), pytest.raises(StoreTimeoutError, match=r"timeout after 250ms, keys?: .*" + key):
         store.barrier(key, 2, 0.25)
     store.set_timeout(0.1)
@@ -336,7 +334,7 @@ def test_a_barrier_in_time_or_not(store: Store, key: str) -> None:
     store.barrier(key, 3)
 
 
-def test_barriers_of_many_rounds(make: Maker, pool: ThreadPoolExecutor, name: Name) -> None:
+def test_many_rounds_of_barriers(make: Maker, pool: ThreadPoolExecutor, name: Name) -> None:
     gate = threading.Barrier(4)
 
     def rounds(store: Store) -> list[int]:

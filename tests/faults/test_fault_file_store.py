@@ -1,4 +1,4 @@
-"""FileStores whose writers die, whose file goes away or cannot be used, and that signals and forks interrupt."""
+"""FileStore faults: killed writers, lost and unusable files, signals and forks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ for number in range(10 ** 9):
     if which == "ours":
         store.queue_push("queue", str(number))
 """
-"""Writes until it is killed, and says in a file what it has been told is done."""
+"""Writes until it is killed, and records in a log which writes have returned."""
 
 
 class Adder:
@@ -73,7 +73,7 @@ class Adder:
 
 
 def demand_progress(adders: list[Adder]) -> None:
-    """Nobody hangs."""
+    """Assert that no writer hangs."""
     before = [adder.done(b"a") for adder in adders]
     end = time.monotonic() + LIMIT
     for adder, old in zip(adders, before, strict=True):
@@ -84,7 +84,7 @@ def demand_progress(adders: list[Adder]) -> None:
 
 
 def demand_everything(path: Path, adders: list[Adder]) -> None:
-    """Nothing that a writer was told is done is missing."""
+    """Assert that every write that returned is in the file."""
     with FileStore(path, timeout=LIMIT) as store:
         told, total = sum(adder.done(b"a") for adder in adders), int(store.get("total"))
         assert told <= total <= told + len(adders)
@@ -98,7 +98,7 @@ def demand_everything(path: Path, adders: list[Adder]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_writers_of_ours_are_killed_beside_pytorchs(tmp_path: Path) -> None:
+def test_killed_writers_of_ours_beside_pytorchs(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = tmp_path / "store"
     stay = [Adder("torch", path, f"torch{number}") for number in range(2)]
@@ -120,7 +120,7 @@ def test_writers_of_ours_are_killed_beside_pytorchs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_writers_of_pytorchs_are_killed_beside_ours(tmp_path: Path) -> None:
+def test_killed_writers_of_pytorchs_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = tmp_path / "store"
     stay = [Adder("ours", path, f"ours{number}") for number in range(2)]
@@ -171,8 +171,8 @@ def test_a_torn_record_is_cut_off_once(
 
 
 @pytest.mark.parametrize("length", range(1, len(RECORD)))
-def test_what_pytorch_has_written_behind_a_torn_record_is_kept(tmp_path: Path, length: int) -> None:
-    """PyTorch's `set` appends without a look, so the torn record swallows a part of the next one."""
+def test_pytorch_s_writes_after_a_torn_record_are_kept(tmp_path: Path, length: int) -> None:
+    """PyTorch's `set` appends without checking, so the torn record swallows part of the next one."""
     path = tmp_path / "store"
     with FileStore(path, timeout=LIMIT) as store, FileStore(path, timeout=LIMIT) as other:
         store.set("k", "v")
@@ -191,7 +191,7 @@ SHORT = record(b"-/x", b"")
 @pytest.mark.parametrize("first", range(1, len(RECORD)))
 @pytest.mark.parametrize("second", [1, 3, 4, 5, 8, 9, 12, 13, 14, len(RECORD) - 1])
 def test_what_stands_between_two_torn_records_is_kept(first: int, second: int) -> None:
-    """However much of each was written, if what it swallows does not make it look whole."""
+    """However much of each was written, unless what it swallows makes it look complete."""
     between = record(b"/whole", b"value") + SHORT + record(b"+/queue", b"item") + record(b"/k", bytes(300))
     behind = record(b"refcount/", b"-1") + record(b"/more", b"12")
     for rest in (b"", behind):
@@ -202,7 +202,7 @@ def test_what_stands_between_two_torn_records_is_kept(first: int, second: int) -
         assert spans == [(len(start), len(start) + first), (at, at + second)]
 
 
-def test_many_torn_records_lose_nothing_and_take_linear_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_torn_records_take_linear_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store"
     looks = 0
     real = torn_records._announced_end
@@ -226,7 +226,7 @@ def test_many_torn_records_lose_nothing_and_take_linear_time(tmp_path: Path, cap
     ]
 
 
-def test_whatever_is_in_a_file_whole_records_are_left() -> None:
+def test_only_complete_records_remain_of_random_data() -> None:
     chance = random.Random(5)
     for _ in range(500):
         pieces = []
@@ -244,7 +244,7 @@ def test_whatever_is_in_a_file_whole_records_are_left() -> None:
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
-def test_a_stranger_s_record_stays(tmp_path: Path) -> None:
+def test_records_of_other_software_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with FileStore(path, timeout=LIMIT) as store:
         path.write_bytes(path.read_bytes() + record(b"stranger", b"x") + record(b"", b"") + record(b"/k", b""))
@@ -255,7 +255,7 @@ def test_a_stranger_s_record_stays(tmp_path: Path) -> None:
         assert record(b"stranger", b"x") in path.read_bytes()
 
 
-def test_a_reader_that_may_not_write_goes_without_what_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_reader_ignores_torn_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store"
     with FileStore(path, timeout=LIMIT) as store:
         store.set("k", "v")
@@ -266,7 +266,7 @@ def test_a_reader_that_may_not_write_goes_without_what_is_torn(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("content", [b"Dear diary,\n", b"\0", b"\x09\0\0\0refcounx/", bytes(100)], ids=str)
-def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_foreign_file_is_left_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "diary"
     path.write_bytes(content)
     with pytest.raises(DistStoreError, match=r"diary: not a FileStore file; left unchanged$"):
@@ -275,14 +275,14 @@ def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path: Path, content: bytes
 
 
 @pytest.mark.parametrize("key", [b"refcount/", b"cleanup/"])
-def test_a_count_of_stores_that_is_no_number(tmp_path: Path, key: bytes) -> None:
+def test_invalid_count_of_stores(tmp_path: Path, key: bytes) -> None:
     path = tmp_path / "store"
     path.write_bytes(record(b"refcount/", b"1") + record(key, b"one"))
     with pytest.raises(DistStoreError, match="its count of stores is not a number"):
         FileStore(path, 2)
 
 
-def test_a_file_of_which_only_the_beginning_was_written(tmp_path: Path) -> None:
+def test_incomplete_first_record(tmp_path: Path) -> None:
     path = tmp_path / "store"
     path.write_bytes(record(b"refcount/", b"1")[:6])
     with FileStore(path, 1) as store:
@@ -290,10 +290,10 @@ def test_a_file_of_which_only_the_beginning_was_written(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-# Files that cannot be used, or go away
+# Unusable and lost files
 
 
-def test_a_directory(tmp_path: Path) -> None:
+def test_directory_in_place_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(DistStoreError, match=f"^{tmp_path}: Is a directory"):
         FileStore(tmp_path)
 
@@ -321,7 +321,7 @@ def test_no_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         FileStore(tmp_path / "store")
 
 
-def test_a_directory_that_is_made_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_directory_created_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "later" / "store"
     threading.Timer(0.2, path.parent.mkdir).start()
     with FileStore(path, 1, timeout=LIMIT) as store:
@@ -331,14 +331,14 @@ def test_a_directory_that_is_made_later(tmp_path: Path, caplog: pytest.LogCaptur
     ]
 
 
-def test_a_directory_that_is_never_made(tmp_path: Path) -> None:
+def test_directory_never_created(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(StoreTimeoutError, match=r"^timeout after 200ms: .*/never/store: No such directory: .*/never$"):
         FileStore(tmp_path / "never" / "store", timeout=0.2)
     assert 0.2 <= time.monotonic() - began < 2
 
 
-def test_a_file_that_has_gone(tmp_path: Path) -> None:
+def test_removed_file(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with FileStore(path, timeout=0.2) as store, FileStore(path, timeout=LIMIT) as other:
         store.set("k", "v")
@@ -352,7 +352,7 @@ def test_a_file_that_has_gone(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_file_that_another_has_replaced(tmp_path: Path) -> None:
+def test_replaced_file(tmp_path: Path) -> None:
     path, another = tmp_path / "store", tmp_path / "another"
     with FileStore(path, timeout=LIMIT) as store, FileStore(another) as second:
         store.set("k", "v")
@@ -364,7 +364,7 @@ def test_a_file_that_another_has_replaced(tmp_path: Path) -> None:
         assert not store.check(["k"])
 
 
-def test_a_new_file_of_the_same_inode(tmp_path: Path) -> None:
+def test_new_file_with_the_same_inode(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with FileStore(path, timeout=LIMIT) as store:
         store.set("k", "v")
@@ -380,7 +380,7 @@ def locked_by_another(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("timeout", [0.2, 0])
-def test_a_lock_that_another_keeps(tmp_path: Path, timeout: float) -> None:
+def test_lock_held_by_another(tmp_path: Path, timeout: float) -> None:
     path = tmp_path / "store"
     with FileStore(path) as store:
         store.set_timeout(timeout)
@@ -395,7 +395,7 @@ def test_a_lock_that_another_keeps(tmp_path: Path, timeout: float) -> None:
         store.set("k", "v")
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store"
     real = os.pwrite
 
@@ -419,7 +419,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_signal_handler_uses_the_store(tmp_path: Path) -> None:
-    """It comes at any moment, with the file locked by the thread that it interrupts."""
+    """The interrupted thread may hold the lock on the file."""
     came = made = 0
     with FileStore(tmp_path / "store", timeout=LIMIT) as store, FileStore(tmp_path / "store", timeout=LIMIT) as other:
 
@@ -457,7 +457,7 @@ def test_ctrl_c_ends_a_wait_at_once(tmp_path: Path) -> None:
         assert store.get("k") == b"v"
 
 
-def test_a_forked_child_may_use_it_and_does_not_sign_off(tmp_path: Path) -> None:
+def test_forked_child_uses_the_store_and_is_not_counted(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with FileStore(path, 1, timeout=LIMIT) as store:
         busy = threading.Event()
@@ -488,7 +488,7 @@ def test_a_forked_child_may_use_it_and_does_not_sign_off(tmp_path: Path) -> None
     assert not path.exists()
 
 
-def test_a_store_that_is_forgotten_signs_off(tmp_path: Path) -> None:
+def test_collected_store_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "store"
     store = FileStore(path, 1)
     with warnings.catch_warnings(record=True) as caught:
@@ -507,7 +507,7 @@ store.itself = store
 """
 
 
-def test_a_store_that_is_left_at_exit_signs_off(tmp_path: Path) -> None:
+def test_store_is_closed_at_exit(tmp_path: Path) -> None:
     path = tmp_path / "store"
     command = [sys.executable, "-W", "error", "-c", LEFT, str(path)]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=LIMIT)
@@ -515,7 +515,9 @@ def test_a_store_that_is_left_at_exit_signs_off(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_farewell_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_failed_close_of_a_collected_store_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     path = tmp_path / "store"
     monkeypatch.setattr(file_store, "_FINALIZE_SECONDS", 0.1)
     store = FileStore(path, 1)

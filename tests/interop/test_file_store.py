@@ -64,7 +64,7 @@ def test_sixteen_processes_share_one_file(tmp_path: Path) -> None:
     print(f"{time.monotonic() - began:.1f} s")
 
 
-def test_what_one_writes_the_other_reads(tmp_path: Path) -> None:
+def test_each_reads_what_the_other_writes(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     theirs = torch.distributed.FileStore(path, 2)
     with FileStore(path, 2) as ours:
@@ -88,7 +88,7 @@ def test_what_one_writes_the_other_reads(tmp_path: Path) -> None:
     assert not Path(path).exists()
 
 
-def test_queues_do_not_disturb_pytorchs(tmp_path: Path) -> None:
+def test_queues_do_not_disturb_pytorch(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     theirs = torch.distributed.FileStore(path, 2)
     with FileStore(path, 2) as ours:
@@ -106,7 +106,7 @@ def test_queues_do_not_disturb_pytorchs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", ["ours", "theirs"])
 @pytest.mark.parametrize(("world", "goes"), [(2, True), (1, True), (0, True), (3, False), (-1, False)])
-def test_the_file_goes_when_pytorchs_would(tmp_path: Path, last: str, world: int, goes: bool) -> None:
+def test_file_is_removed_when_pytorch_s_would_be(tmp_path: Path, last: str, world: int, goes: bool) -> None:
     path = str(tmp_path / "store")
     theirs = torch.distributed.FileStore(path, world)
     ours = FileStore(path, world)
@@ -121,8 +121,8 @@ def test_the_file_goes_when_pytorchs_would(tmp_path: Path, last: str, world: int
     assert Path(path).exists() != goes
 
 
-def test_pytorchs_bytes(tmp_path: Path) -> None:
-    """What ours writes is, byte for byte, what PyTorch's writes."""
+def test_file_is_identical_to_pytorch_s(tmp_path: Path) -> None:
+    """Our file is identical to PyTorch's, byte for byte."""
 
     def use(store: object) -> None:
         assert isinstance(store, (FileStore, torch.distributed.FileStore))

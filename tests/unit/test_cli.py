@@ -1,4 +1,4 @@
-"""`tcpstore serve`: what it prints, which address it takes, how it ends."""
+"""`tcpstore serve`: output, addresses, limits and shutdown."""
 
 import json
 import os
@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
 
 @contextmanager
 def serving(folder: Path, *options: str, inherit: int | None = None) -> Iterator[subprocess.Popen[str]]:
-    """`tcpstore serve` with exactly these options; killed at the end if the test has not stopped it."""
+    """Run `tcpstore serve` with exactly these options; kill it at the end if the test has not stopped it."""
     process = subprocess.Popen(
         [*COMMAND, *options],
         cwd=folder,
@@ -47,7 +47,7 @@ def ready(process: subprocess.Popen[str]) -> dict[str, object]:
 
 
 def end(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[str, str]:
-    """Stop the server, which ends with status 0; what it had left to say on stdout and stderr."""
+    """Stop the server, which must exit with status 0; return the rest of its stdout and stderr."""
     process.send_signal(number)
     rest = process.communicate(timeout=LIMIT)
     assert process.returncode == 0
@@ -55,7 +55,7 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[st
 
 
 def fail(folder: Path, *options: str) -> str:
-    """Run `serve` until it fails by itself with status 1 and without a traceback; what it said on stderr."""
+    """Run `serve`, which must fail with status 1 and without a traceback; return its stderr."""
     done = subprocess.run([*COMMAND, *options], cwd=folder, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" not in done.stderr
@@ -69,7 +69,7 @@ def usage_error(*options: str) -> str:
 
 
 def wait_until_refused(port: int) -> None:
-    """Until the server listens no more."""
+    """Wait until the server no longer listens."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         try:
@@ -81,7 +81,7 @@ def wait_until_refused(port: int) -> None:
     raise AssertionError("the server still listens")
 
 
-# When it is ready
+# Readiness
 
 
 def test_ready_line(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_ready_line(tmp_path: Path) -> None:
         with RawPeer(port) as peer:
             peer.ping()
         stdout, stderr = end(process)
-        assert stdout == ""  # one line is all
+        assert stdout == ""  # only one line was printed
         assert f"listening on 127.0.0.1:{port} " in stderr
 
 
@@ -114,7 +114,7 @@ def test_port_file(tmp_path: Path) -> None:
         end(process)
 
 
-def test_port_file_replaces_an_old_one_whole(tmp_path: Path) -> None:
+def test_port_file_is_replaced_atomically(tmp_path: Path) -> None:
     file = tmp_path / "port"
     file.write_text("an old port, and a long one\n")
     other_name = tmp_path / "same"
@@ -122,12 +122,12 @@ def test_port_file_replaces_an_old_one_whole(tmp_path: Path) -> None:
     with serving(tmp_path, "--port", "0", "--port-file", str(file)) as process:
         event = ready(process)
         assert file.read_text() == f"{event['port']}\n"
-        assert other_name.read_text() == "an old port, and a long one\n"  # never written to, so never seen half written
+        assert other_name.read_text() == "an old port, and a long one\n"  # replaced, not overwritten
         end(process)
 
 
 @pytest.mark.parametrize("name", [".port.{pid}", "port"])
-def test_port_file_is_never_written_through_a_link(tmp_path: Path, name: str) -> None:
+def test_port_file_does_not_follow_links(tmp_path: Path, name: str) -> None:
     victim, file = tmp_path / "victim", tmp_path / "port"
     victim.write_text("precious\n")
     (tmp_path / name.format(pid=os.getpid())).symlink_to(victim)
@@ -136,14 +136,14 @@ def test_port_file_is_never_written_through_a_link(tmp_path: Path, name: str) ->
     assert (file.read_text(), file.is_symlink()) == ("29500\n", False)
 
 
-def test_nothing_is_left_of_a_port_file_that_cannot_be_put_in_place(tmp_path: Path) -> None:
+def test_failed_port_file_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "port" / "in the way").mkdir(parents=True)
     with pytest.raises(ClickException, match="Is a directory"):
         _write_atomically(tmp_path / "port", "29500\n")
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
 
 
-def test_port_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_port_file(tmp_path: Path) -> None:
     assert "nowhere" in fail(tmp_path, "--port", "0", "--port-file", str(tmp_path / "nowhere" / "port"))
 
 
@@ -172,7 +172,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_host_of_all_addresses_takes_both_families(tmp_path: Path) -> None:
+def test_wildcard_host_accepts_ipv4_and_ipv6(tmp_path: Path) -> None:
     with serving(tmp_path, "--port", "0", "--host", "::") as process:
         event = ready(process)
         assert event["host"] == "::"
@@ -194,7 +194,7 @@ def test_listen_fd(tmp_path: Path) -> None:
             end(process)
 
 
-def test_listen_fd_that_is_no_socket(tmp_path: Path) -> None:
+def test_invalid_listen_fd(tmp_path: Path) -> None:
     said = fail(tmp_path, "--listen-fd", "999")
     assert said.endswith("Error: cannot listen on file descriptor 999: Bad file descriptor\n")
 
@@ -206,17 +206,17 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert said == f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
-def test_host_that_is_not_of_this_machine(tmp_path: Path) -> None:
+def test_foreign_host(tmp_path: Path) -> None:
     said = fail(tmp_path, "--port", "0", "--host", "192.0.2.1")  # an address for documentation
     assert said.startswith("Error: cannot listen on 192.0.2.1:0: ")
     assert said.count("\n") == 1
 
 
-# The end
+# Shutdown
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ends_at_once_without_connections(number: int) -> None:
+def test_exits_at_once_without_connections(number: int) -> None:
     with tcpstore_server("--grace", "100000") as server:
         assert server.stop(number) == 0
 
@@ -228,7 +228,7 @@ def test_sigint_does_not_wait_for_connections() -> None:
         assert peer.closed()
 
 
-def test_sigterm_lets_connections_end() -> None:
+def test_sigterm_drains_connections() -> None:
     with tcpstore_server("--grace", "100000") as server, RawPeer(server.port) as peer, RawPeer(server.port) as waiting:
         peer.ping()
         waiting.ping()
@@ -244,7 +244,7 @@ def test_sigterm_lets_connections_end() -> None:
         assert server.process.wait(LIMIT) == 0
 
 
-def test_sigterm_ends_the_grace_by_itself() -> None:
+def test_grace_period_expires() -> None:
     with tcpstore_server("--grace", "0.2") as server, RawPeer(server.port) as peer:
         peer.ping()
         assert server.stop(signal.SIGTERM) == 0
@@ -253,7 +253,7 @@ def test_sigterm_ends_the_grace_by_itself() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_the_grace(number: int) -> None:
+def test_second_signal_ends_the_grace_period(number: int) -> None:
     with tcpstore_server("--grace", "100000") as server, RawPeer(server.port) as peer:
         peer.ping()
         server.process.send_signal(signal.SIGTERM)
@@ -275,14 +275,14 @@ def test_limit() -> None:
 
 
 @pytest.mark.parametrize("number", ["", "=", "=many", "=-1", "=1.5", "=1e9"])
-def test_limit_that_is_no_number(number: str) -> None:
+def test_malformed_limit(number: str) -> None:
     assert "is not of the form NAME=NUMBER" in usage_error("--limit", f"keys{number}")
 
 
 def test_unknown_limit() -> None:
     said = usage_error("--limit", "kyes=1")
     assert "unknown limit 'kyes'" in said
-    assert "budget_bytes" in said  # those that there are
+    assert "budget_bytes" in said  # the known ones are listed
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_version_and_help(tmp_path: Path) -> None:
 
 
 def test_the_tests_run_outside_the_checkout(tmp_path: Path) -> None:
-    """What the server processes of the suite import is what the suite itself imports."""
+    """The server processes import the same package as the tests."""
     found = subprocess.run(
         [sys.executable, "-c", "import tcpstore_async; print(tcpstore_async.__file__)"],
         cwd=tmp_path,

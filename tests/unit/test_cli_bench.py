@@ -1,4 +1,4 @@
-"""`tcpstore bench` against our server and both of PyTorch's, and everything that may go wrong with it."""
+"""`tcpstore bench` against our server and both of PyTorch's, and its failures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def num_keys(port: int) -> int:
         return store.num_keys()
 
 
-def test_every_operation_is_measured_and_leaves_nothing(kind: str, port: int) -> None:
+def test_every_operation_is_measured_and_cleaned_up(kind: str, port: int) -> None:
     before = num_keys(port)
     names = list(OPERATIONS)
     done = bench(port, "--ops", ",".join(names), "--ranks", "4", "--requests", "10", "--value-size", "9", "-o", "json")
@@ -71,7 +71,7 @@ def test_every_operation_is_measured_and_leaves_nothing(kind: str, port: int) ->
 
 
 @pytest.mark.parametrize(("requests", "ranks"), [(50, 8), (3, 8), (1, 1), (16, 8)])
-def test_as_many_requests_as_were_asked_for(requests: int, ranks: int) -> None:
+def test_number_of_requests(requests: int, ranks: int) -> None:
     with tcpstore_server() as server:
         done = bench(server.port, "--ops", "add", "--ranks", str(ranks), "--requests", str(requests), "-o", "json")
     assert [row["requests"] for row in json.loads(done.stdout)["operations"]] == [requests]
@@ -88,11 +88,11 @@ def test_the_table() -> None:
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.899, "90%"), (0.9, "90% sat."), (1.0, "100% sat.")])
-def test_a_generator_that_has_no_time_left_is_marked(share: float, said: str) -> None:
+def test_saturated_generator_is_marked(share: float, said: str) -> None:
     assert command._table({}, [Row("set", 10, 1.0, 10.0, 1.0, 1.0, 1.0, share)]).endswith(f" {said}")
 
 
-def test_what_goes_wrong_is_one_line() -> None:
+def test_failures_are_one_line() -> None:
     with tcpstore_server() as server:
         full = bench(server.port, "--ranks", "200", files=100)
         late = bench(server.port, "--requests", "10000000", "--timeout", "0.2", "--ops", "ping")
@@ -104,15 +104,15 @@ def test_what_goes_wrong_is_one_line() -> None:
     assert gone.stderr == f"Error: cannot connect to 127.0.0.1:{server.port}: Connection refused\n".encode()
 
 
-def test_one_that_never_answers_has_no_keys() -> None:
-    """Nothing was written: nothing may be left."""
+def test_silent_server() -> None:
+    """No keys were written, so the error does not mention any."""
     with socket.create_server(("127.0.0.1", 0), backlog=9) as silent:
         done = bench(silent.getsockname()[1], "--ranks", "2", "--timeout", "0.3")
     assert done.returncode == 3
     assert done.stderr == b"Error: not completed within 0.3 s: 0 of 2 connections done\n"
 
 
-def test_the_time_left_is_told_once_an_operation_is_done(
+def test_progress_estimates_the_remaining_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -128,14 +128,14 @@ def test_the_time_left_is_told_once_an_operation_is_done(
     assert [*shown[:2], *shown[3:]] == ["", "0 of 4 done, now set", "4 of 4 done, now cleaning up", ""]
 
 
-def test_every_address_of_a_name_is_tried() -> None:
-    """localhost is ::1 first, where nobody listens."""
+def test_every_address_of_a_host_is_tried() -> None:
+    """localhost may resolve to ::1 first, where nothing listens."""
     with tcpstore_server("--host", "127.0.0.1") as server:
         done = bench(server.port, "--requests", "10", "--url", f"tcp://localhost:{server.port}")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_load_whose_parent_is_killed_goes_with_it(port: int) -> None:
+def test_worker_exits_with_a_killed_parent(port: int) -> None:
     with endless(port) as process:
         [load] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.kill()
@@ -145,7 +145,7 @@ def test_a_load_whose_parent_is_killed_goes_with_it(port: int) -> None:
 
 @contextmanager
 def endless(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """One that has begun, as its keys on the server show."""
+    """Run a long benchmark; yield once its keys are on the server."""
     before = num_keys(port)
     with subprocess.Popen(
         [sys.executable, "-m", "tcpstore_async", "bench", "--url", f"tcp://127.0.0.1:{port}",
@@ -161,7 +161,7 @@ def endless(port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_no_keys(port: int, number: int) -> None:
+def test_interrupt_deletes_the_keys(port: int, number: int) -> None:
     before = num_keys(port)
     with endless(port) as process:
         process.send_signal(number)
@@ -191,17 +191,17 @@ importlib.import_module("tcpstore_async.cli.bench")._Progress.show = show
 quick_bench._clean = cleaning
 main()
 """
-"""The benchmark, which says when so many operations are done and waits for a line before it goes on."""
+"""A benchmark that prints a line after a number of operations and waits for one before it continues."""
 
 
 class Held:
-    """One that is held."""
+    """A paused benchmark."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
 
     def go_on(self) -> tuple[int, bytes, list[bytes]]:
-        """Status, what was printed, and the lines that say what went wrong."""
+        """Resume it; return exit status, output and lines of errors."""
         out, errors = self.process.communicate(b"\n", LIMIT)
         assert b"Traceback" not in errors
         return self.process.returncode, out, errors.splitlines()
@@ -209,7 +209,7 @@ class Held:
 
 @contextmanager
 def held(port: int, *words: str, at: int = 1, hangup: str = "SIG_DFL") -> Iterator[Held]:
-    """When `at` of its two operations are done."""
+    """Pause a benchmark after `at` of its two operations."""
     with subprocess.Popen(
         [sys.executable, "-c", HELD, str(at), hangup, "bench", "--url", f"tcp://127.0.0.1:{port}",
          "--ranks", "2", "--requests", "10", "--ops", "set,add", *words],
@@ -227,7 +227,7 @@ def operations(table: bytes) -> list[str]:
     return [line.split()[0] for line in table.decode().splitlines()[2:]]
 
 
-def test_what_was_finished_outlives_the_server() -> None:
+def test_results_are_printed_when_the_server_dies() -> None:
     with freezable() as server, held(server.port) as one:
         server.kill()
         status, out, [error] = one.go_on()
@@ -235,7 +235,7 @@ def test_what_was_finished_outlives_the_server() -> None:
     assert error.startswith(b"Error: a connection to 127.0.0.1:")
 
 
-def test_what_was_finished_outlives_the_server_in_json() -> None:
+def test_results_are_printed_when_the_server_dies_in_json() -> None:
     with freezable() as server, held(server.port, "-o", "json") as one:
         server.kill()
         status, out, _ = one.go_on()
@@ -245,8 +245,8 @@ def test_what_was_finished_outlives_the_server_in_json() -> None:
 
 
 @pytest.mark.parametrize(("at", "finished"), [(1, ["set"]), (2, ["set", "add"])])
-def test_a_server_that_stands_still_is_waited_for_once(at: int, finished: list[str]) -> None:
-    """In an operation, or while the keys are deleted."""
+def test_frozen_server_is_waited_for_once(at: int, finished: list[str]) -> None:
+    """Frozen during an operation, or while the keys are deleted."""
     with freezable() as server, held(server.port, "--timeout", "4", at=at) as one:
         server.freeze()
         status, out, [error] = one.go_on()
@@ -261,7 +261,7 @@ def test_a_server_that_stands_still_is_waited_for_once(at: int, finished: list[s
     ("number", "timeout", "patience"),
     [(signal.SIGINT, -1, b"5.0"), (signal.SIGTERM, 1000, b"5.0"), (signal.SIGHUP, 4, b"4.0")],
 )
-def test_what_was_finished_outlives_an_interrupt(number: int, timeout: int, patience: bytes) -> None:
+def test_results_are_printed_after_an_interrupt(number: int, timeout: int, patience: bytes) -> None:
     with tcpstore_server() as server:
         before = num_keys(server.port)
         with held(server.port, "--timeout", str(timeout)) as one:
@@ -274,15 +274,15 @@ def test_what_was_finished_outlives_an_interrupt(number: int, timeout: int, pati
         assert num_keys(server.port) == before
 
 
-def test_a_hangup_that_is_ignored_ends_nothing() -> None:
-    """As under nohup."""
+def test_ignored_hangup() -> None:
+    """SIGHUP under nohup."""
     with tcpstore_server() as server, held(server.port, hangup="SIG_IGN") as one:
         one.process.send_signal(signal.SIGHUP)
         status, out, errors = one.go_on()
     assert (status, operations(out), errors) == (0, ["set", "add"], [])
 
 
-def test_a_server_that_dies_half_way_is_one_line() -> None:
+def test_dying_server_is_one_line() -> None:
     with tcpstore_server() as server, endless(server.port) as process:
         server.process.kill()
         _, errors = process.communicate(timeout=LIMIT)
@@ -292,7 +292,7 @@ def test_a_server_that_dies_half_way_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("words", [["--ops", "nix"], ["--ops", ","], ["--ranks", "0"], ["--value-size", "-1"]])
-def test_bad_arguments_are_usage(words: list[str]) -> None:
+def test_bad_arguments_are_usage_errors(words: list[str]) -> None:
     done = bench(1, *words)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(b"Error: Invalid value")

@@ -1,4 +1,4 @@
-"""The command line's client commands, against our server and both of PyTorch's."""
+"""The client commands against our server and both of PyTorch's: results and exit status."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_commands(backend: tuple[str, Run]) -> None:
     assert (empty.returncode, empty.stderr) == (1, b"Error: queue is empty\n")
 
 
-def test_adding_to_a_text_is_1(backend: tuple[str, Run]) -> None:
+def test_add_to_text_exits_with_1(backend: tuple[str, Run]) -> None:
     _, run = backend
     assert run("set", "text", "abc").returncode == 0
     done = run("add", "text", "1")
@@ -82,7 +82,7 @@ def test_adding_to_a_text_is_1(backend: tuple[str, Run]) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_a_full_disk_is_1() -> None:
+def test_full_disk_exits_with_1() -> None:
     command = [sys.executable, "-m", "tcpstore_async", "completion", "bash"]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=LIMIT, check=False)
@@ -92,7 +92,7 @@ def test_a_full_disk_is_1() -> None:
     )
 
 
-def test_a_time_out_is_3(backend: tuple[str, Run]) -> None:
+def test_timeout_exits_with_3(backend: tuple[str, Run]) -> None:
     _, run = backend
     for words in (["get", "never"], ["wait", "never"], ["barrier", "never-complete", "--world-size", "2"]):
         done = run(*words, "--timeout", "0.5")
@@ -101,7 +101,7 @@ def test_a_time_out_is_3(backend: tuple[str, Run]) -> None:
         assert done.stderr.count(b"\n") == 1
 
 
-def test_nobody_there_is_4() -> None:
+def test_unreachable_server_exits_with_4() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -114,24 +114,24 @@ def test_nobody_there_is_4() -> None:
 @pytest.mark.parametrize(
     "words", [["get"], ["get", "a", "--url", "http://x"], ["add", "n", "x"], ["queue"], ["nonsense"]]
 )
-def test_usage_is_2(words: list[str]) -> None:
+def test_usage_error_exits_with_2(words: list[str]) -> None:
     assert tcpstore(*words).returncode == 2
 
 
-def test_this_installation() -> None:
+def test_info_local() -> None:
     assert b"limits.key_bytes: 8192\n" in tcpstore("info", "--local").stdout
     assert set(json.loads(tcpstore("info", "--local", "-o", "json").stdout)) == {"version", "build", "loop", "limits"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_printed(shell: str) -> None:
+def test_completion_script(shell: str) -> None:
     done = tcpstore("completion", shell)
     assert done.returncode == 0
     assert f"_TCPSTORE_COMPLETE={shell}_complete".encode() in done.stdout
 
 
 def test_bash_completes_commands() -> None:
-    """What the printed script does when somebody presses the tabulator."""
+    """Run the completion function as bash does when Tab is pressed."""
     script = tcpstore("completion", "bash").stdout.decode()
     folder = os.path.dirname(sys.executable)
     typed = 'COMP_WORDS=(tcpstore ch); COMP_CWORD=1; _tcpstore_completion tcpstore; echo "${COMPREPLY[@]}"'

@@ -1,4 +1,4 @@
-"""What the command line prints, where, and what interrupts it."""
+"""Output of the client commands: completeness, escaping, errors, JSON; and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepare(url: str, code: str) -> None:
 def run(
     url: str, *words: str, shell: str = '"$@"', data: bytes = b"", **env: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """A command in a shell, which may redirect it."""
+    """Run a command in a shell, which may redirect it."""
     done = subprocess.run(
         ["bash", "-c", shell, "bash", *COMMAND, *words],
         cwd=tempfile.gettempdir(),
@@ -57,11 +57,11 @@ def run(
     return done
 
 
-# Whole output
+# Complete output
 
 
-def test_a_slow_reader_gets_everything_unbuffered(url: str) -> None:
-    """Without buffer a write may take a part of what it is given."""
+def test_slow_reader_gets_complete_output_unbuffered(url: str) -> None:
+    """Without a buffer, a write may be partial."""
     assert run(url, "set", "big", "-", data=bytes(3_000_000)).returncode == 0
     shell = '{ "$@"; echo $? >&2; } | { sleep 0.5; wc -c; }'
     done = run(url, "get", "big", shell=shell, PYTHONUNBUFFERED="1")
@@ -69,7 +69,7 @@ def test_a_slow_reader_gets_everything_unbuffered(url: str) -> None:
 
 
 class Half:
-    """A raw stream that takes half of what it is given, and nothing every other time."""
+    """A raw stream of which every other write is refused and every other one takes half."""
 
     def __init__(self) -> None:
         self.taken = b""
@@ -88,13 +88,13 @@ class Half:
         return count
 
 
-def test_a_part_that_was_not_taken_is_written_again() -> None:
+def test_partial_writes_are_continued() -> None:
     stream = Half()
     output._write_all(stream, b"0123456789")
     assert stream.taken == b"0123456789"
 
 
-def test_nobody_to_print_to_is_an_error(url: str) -> None:
+def test_closed_stdout_is_an_error(url: str) -> None:
     assert run(url, "set", "k", "v", shell='"$@" >&-').returncode == 0
     done = run(url, "get", "k", shell='"$@" >&-')
     assert (done.returncode, done.stderr) == (1, b"Error: cannot write to standard output: it is closed\n")
@@ -102,7 +102,7 @@ def test_nobody_to_print_to_is_an_error(url: str) -> None:
     assert run(url, "check", "missing", shell='"$@" >&-').returncode == 1
 
 
-# What others have named
+# Untrusted names
 
 
 NAME = "\x1b]0;owned\x07second\nline\u202e"
@@ -115,13 +115,13 @@ def named(url: str) -> Iterator[str]:
     prepare(url, f"store.delete_key({NAME!r})")
 
 
-def test_a_name_is_one_line(named: str) -> None:
+def test_name_is_one_line(named: str) -> None:
     assert b"\x1b]0;owned\x07second\\nline\xe2\x80\xae\n" in run(named, "keys").stdout
     assert b"second\nline" in run(named, "keys", "--raw").stdout
 
 
-def test_a_name_is_text_on_a_terminal(named: str) -> None:
-    """`script` gives the command a terminal."""
+def test_name_is_escaped_on_a_terminal(named: str) -> None:
+    """Run the command with a pseudo-terminal."""
     code = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, *COMMAND, "keys", "--url", named],
@@ -137,13 +137,13 @@ def test_json_has_no_control_characters(url: str) -> None:
     assert json.loads(said) == {"keys": ["\x1b\x7f\x9b\u202e\ufeff", "ä"]}
 
 
-def test_an_error_is_one_line_of_text(url: str) -> None:
+def test_error_is_one_escaped_line(url: str) -> None:
     done = run(url, "wait", NAME, "--timeout", "0.2")
     assert done.returncode == 3
     assert done.stderr == b"Error: wait timeout after 200ms, keys: /\\x1b]0;owned\\x07second\\nline\\u202e\n"
 
 
-def test_an_error_in_json(url: str) -> None:
+def test_error_in_json(url: str) -> None:
     done = run(url, "get", "never", "-o", "json", "--timeout", "0.2")
     assert done.returncode == 3
     assert json.loads(done.stderr) == {"error": "wait timeout after 200ms, keys: /never", "status": 3}
@@ -189,7 +189,7 @@ def test_output_error_in_json() -> None:
     assert json.loads(done.stderr) == {"error": error, "status": 1}
 
 
-# Words
+# Arguments
 
 
 def test_options_before_the_command(url: str) -> None:
@@ -204,13 +204,13 @@ def test_options_before_the_command(url: str) -> None:
 @pytest.mark.parametrize(
     ("amount", "said"), [("abc", b"'abc' is not an integer"), (str(2**63), b"is out of range for a 64-bit integer")]
 )
-def test_an_amount_that_is_none(url: str, amount: str, said: bytes) -> None:
+def test_invalid_amount(url: str, amount: str, said: bytes) -> None:
     done = run(url, "add", "n", amount)
     assert done.returncode == 2
     assert said in done.stderr
 
 
-def test_what_is_too_large_is_named(url: str) -> None:
+def test_error_names_the_exceeded_limit(url: str) -> None:
     for words in (["set", "k", "-"], ["append", "k", "-"], ["queue", "push", "k", "-"]):
         done = run(url, *words, data=bytes(9_000_000))
         assert done.returncode == 1
@@ -234,7 +234,7 @@ def test_help_of_barrier(url: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["click", "uvloop", "tcpstore_async.cli.client"])
-def test_ctrl_c_in_the_midst_of_an_import(module: str) -> None:
+def test_ctrl_c_during_an_import(module: str) -> None:
     code = (
         "import signal, sys\n"
         "class Interrupt:\n"
@@ -255,7 +255,7 @@ def test_ctrl_c_in_the_midst_of_an_import(module: str) -> None:
     ids=" ".join,
 )
 def test_ctrl_c_is_130_in_a_shell(words: list[str]) -> None:
-    """It is the signal that ends the command, so that a shell's loop ends with it."""
+    """The command dies of the signal, so that a shell's loop ends too."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Barriers, gathers and broadcasts, over a store of this process; with PyTorch's ranks in tests/interop."""
+"""Barriers, gathers and broadcasts over a HashStore; tests/interop has them with PyTorch's ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store() -> HashStore:
 
 
 def together(do: Callable[[int], T], ranks: int = RANKS) -> list[T]:
-    """Every rank at once, each in a thread; what they return."""
+    """Run all ranks concurrently, each in a thread; return their results."""
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(do, range(ranks), timeout=LIMIT))
 
@@ -47,7 +47,7 @@ def each(store: HashStore, do: Callable[[StoreCollectives, int], T]) -> list[T]:
     return together(lambda rank: do(StoreCollectives(store, rank, RANKS), rank))
 
 
-# As init_process_group and torchrun do it
+# The functions of init_process_group and torchrun
 
 
 def test_store_based_barrier(store: HashStore) -> None:
@@ -56,7 +56,7 @@ def test_store_based_barrier(store: HashStore) -> None:
     assert store.check(["store_based_barrier_key:0:last_worker"])
 
 
-def test_store_based_barrier_says_how_many_have_come(
+def test_store_based_barrier_logs_the_number_of_joined_ranks(
     store: HashStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tcpstore_async.collectives._LOG_INTERVAL_MIN", 0.01)
@@ -81,7 +81,7 @@ def test_synchronize(store: HashStore) -> None:
     assert store.timeout == timedelta(seconds=300)
 
 
-def test_synchronize_names_the_missing(store: HashStore) -> None:
+def test_synchronize_reports_missing_ranks(store: HashStore) -> None:
     with pytest.raises(MissingRanksError, match="missing ranks: 1, 3") as caught:
         together(lambda rank: rank % 2 or synchronize(store, "x", rank, RANKS, "data", SOON))
     assert caught.value.ranks == [1, 3]
@@ -93,7 +93,7 @@ def test_barrier(store: HashStore) -> None:
     assert store.check(["b/last_member"])
 
 
-def test_barrier_traces_the_missing(store: HashStore) -> None:
+def test_barrier_traces_missing_ranks(store: HashStore) -> None:
     def come(rank: int) -> str:
         if rank == 2:
             return ""
@@ -106,7 +106,7 @@ def test_barrier_traces_the_missing(store: HashStore) -> None:
     assert "missing_ranks=[<check rank 0 (host0) for missing rank info>]" in texts[1]
 
 
-def test_barrier_without_rank_0_says_what_the_store_says(store: HashStore) -> None:
+def test_barrier_without_rank_0_raises_the_store_s_error(store: HashStore) -> None:
     with pytest.raises(StoreTimeoutError, match=r"(?i)wait timeout"):
         barrier(store, 2, "b", SOON, 1, None, SOON)
     with pytest.raises(AssertionError, match="Tracing requires rank information"):
@@ -122,7 +122,7 @@ def test_collective_barrier(store: HashStore) -> None:
     assert store.get("b/2") == b"joined"
 
 
-def test_a_barrier_need_not_block(store: HashStore) -> None:
+def test_barrier_without_blocking(store: HashStore) -> None:
     StoreCollectives(store, 0, 2).barrier("b", block=False)
     StoreCollectives(store, 1, 2).barrier("b")
 
@@ -167,20 +167,20 @@ def test_all_gather_and_all_sum(store: HashStore) -> None:
     ("all_gather", lambda world: world.all_gather("k", "x", SOON)),
     ("barrier", lambda world: world.all_sum("k", 1, SOON)),
 ])  # fmt: skip
-def test_errors_name_the_missing(store: HashStore, what: str, call: Callable[[Any], Any]) -> None:
+def test_errors_name_missing_ranks(store: HashStore, what: str, call: Callable[[Any], Any]) -> None:
     with pytest.raises(MissingRanksError, match=f"^{what} failed -- missing ranks: 1, 2, Wait timeout") as caught:
         call(StoreCollectives(store, 0, 3))
     assert caught.value.ranks == [1, 2]
 
 
-def test_what_one_sends_is_waited_for(store: HashStore) -> None:
+def test_receive_times_out(store: HashStore) -> None:
     world = StoreCollectives(store, 1, 2)
     for call in (world.broadcast_recv, world.scatter_recv):
         with pytest.raises(StoreTimeoutError, match="Wait timeout after 50ms"):
             call(call.__name__, SOON)
 
 
-def test_a_key_is_for_one_call(store: HashStore) -> None:
+def test_key_can_be_used_once(store: HashStore) -> None:
     world = StoreCollectives(store, 0, 1)
     world.all_sum("k", 1)
     repeated: list[Callable[[], object]] = [lambda: world.broadcast_send("k", "x"), lambda: world.barrier("k/barrier")]
@@ -190,7 +190,7 @@ def test_a_key_is_for_one_call(store: HashStore) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_there_is_not(store: HashStore, rank: int) -> None:
+def test_rank_out_of_range(store: HashStore, rank: int) -> None:
     with pytest.raises(ValueError, match=r"^rank must be from 0 to 1 \(world_size=2\), not"):
         StoreCollectives(store, rank, 2)
     with pytest.raises(ValueError, match=r"^rank must be from 0 to 1"):
@@ -198,8 +198,8 @@ def test_a_rank_that_there_is_not(store: HashStore, rank: int) -> None:
     assert store.num_keys() == 0
 
 
-def test_a_gate_of_a_barrier_opens_after_one_look(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits for all others' word at once, and asks once for those that are not there."""
+def test_tracing_uses_one_wait_and_one_search(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for all other ranks at once, then searches once for the missing ones."""
     waits: list[int] = []
     real = HashStore.wait
 
@@ -214,11 +214,11 @@ def test_a_gate_of_a_barrier_opens_after_one_look(store: HashStore, monkeypatch:
     assert waits == [1, 999]
 
 
-# Who looks for the missing
+# The search for missing ranks
 
 
 class Shared(HashStore):
-    """Of a store of one's own, which has what it must have only; counts its checks."""
+    """A store with the default `_absent` of user-defined stores; counts its checks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def failed_barrier(store: Store, rank: int, world: int) -> MissingRanksError:
     return caught.value
 
 
-def test_the_missing_are_found_by_halves() -> None:
+def test_missing_ranks_are_found_by_bisection() -> None:
     store = Shared()
     store.multi_set([f"b/{rank}" for rank in range(1000)], ["joined"] * 1000)
     store.delete_key("b/17")
@@ -269,20 +269,20 @@ def test_in_a_large_world_one_looks_for_all(there: range, rank: int, ranks: list
     assert rank == 8 or store.looked <= 2 * 16 * 5
 
 
-def test_who_gathers_looks_alone(store: HashStore) -> None:
+def test_gathering_rank_searches_alone(store: HashStore) -> None:
     with pytest.raises(MissingRanksError) as caught:
         StoreCollectives(store, 399, 400).gather_recv("k", "x", SOON)
     assert caught.value.ranks == list(range(399))
 
 
-def test_a_look_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_search_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcpstore_async.collectives._SEARCH_SECONDS", 0.0)
     error = failed_barrier(Shared(), 0, 3)
     assert error.ranks == []
     assert "missing ranks: possibly others, Wait timeout" in str(error)
 
 
-def test_a_store_that_no_longer_answers_says_so_itself(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_store_raises_its_own_error(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: object) -> bool:
         raise DistNetworkError("gone")
 
@@ -293,7 +293,7 @@ def test_a_store_that_no_longer_answers_says_so_itself(store: HashStore, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["ours", "libuv", "legacy"])
-def test_on_a_server_the_missing_are_found_in_few_round_trips(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_found_in_few_round_trips(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     real = TCPStore.check
 
@@ -311,17 +311,17 @@ def test_on_a_server_the_missing_are_found_in_few_round_trips(kind: str, monkeyp
         with pytest.raises(MissingRanksError, match="missing ranks: 1,"):
             world.all_gather("k", b"", 0.01)
         assert store.check(["b/1"])
-    assert asked == [["b/1"]]  # this test's own
+    assert asked == [["b/1"]]  # only this test's own call
 
 
-def test_a_file_s_missing_ranks(tmp_path: Path) -> None:
+def test_missing_ranks_in_a_file_store(tmp_path: Path) -> None:
     with FileStore(tmp_path / "store", timeout=LIMIT) as store:
         store.set("b/2", "joined")
         assert failed_barrier(store, 0, 4).ranks == [1, 3]
 
 
 class StoreOfOthers(HashStore):
-    """Its errors are not ours, as PyTorch's are not."""
+    """A store whose errors do not inherit from ours, as PyTorch's."""
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
         try:
@@ -330,7 +330,7 @@ class StoreOfOthers(HashStore):
             raise RuntimeError(str(error)) from None
 
 
-def test_a_store_whose_errors_are_not_ours(caplog: pytest.LogCaptureFixture) -> None:
+def test_store_with_foreign_errors(caplog: pytest.LogCaptureFixture) -> None:
     store = StoreOfOthers()
     with pytest.raises(DistStoreError, match="num_workers_joined=1"):
         store_based_barrier(0, store, "group", 2, 0.05)

@@ -1,4 +1,4 @@
-"""What URLs and the environment mean; PyTorch's errors are compared in tests/interop/test_rendezvous_errors.py."""
+"""Rendezvous URLs and environment variables. tests/interop/test_rendezvous_errors.py compares errors with PyTorch's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_file() -> None:
 
 @pytest.mark.parametrize("query", [None, "0", "1", "true", ""])
 @pytest.mark.parametrize("env", [None, "0", "1", "true", ""])
-def test_the_query_comes_before_the_environment(
+def test_query_has_precedence_over_environment(
     query: str | None, env: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if env is not None:
@@ -64,10 +64,10 @@ def test_rank_0_hosts_unless_the_agent_does(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MASTER_ADDR", "h")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert not place.hosts()
-    assert place._replace(port=2).hosts(), "that is another endpoint"
+    assert place._replace(port=2).hosts(), "another endpoint"
 
 
-def test_joining_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_requires_a_job_name(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "tcp://h:1?rank=0&world_size=2&join=1"
     with pytest.raises(ValueError, match="TCPSTORE_JOB"):
         read_tcp(url)
@@ -86,8 +86,8 @@ def test_joining_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("word", ["true", "yes", "2"])
-def test_a_join_that_is_neither_yes_nor_no(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not be taken for no: rank 0 would host a server of its own."""
+def test_invalid_join(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not count as 0: rank 0 would host a server of its own."""
     monkeypatch.setenv("TCPSTORE_JOB", "job")
     said = f"TCPSTORE_JOIN or the URL's join parameter must be 0 or 1, not '{word}'"
     with pytest.raises(ValueError, match=said):
@@ -102,8 +102,8 @@ def test_a_join_that_is_neither_yes_nor_no(word: str, monkeypatch: pytest.Monkey
         assert not read_tcp("tcp://h:1?rank=0&world_size=2").prefix
 
 
-def test_workers_of_several_agents_need_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agents of other rendezvous than ours count restarts each for itself."""
+def test_several_agents_require_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another rendezvous than ours, each agent counts restarts for itself."""
     url = "tcp://h:1?rank=0&world_size=2&join=1"
     monkeypatch.setenv("TCPSTORE_JOB", "job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -115,11 +115,11 @@ def test_workers_of_several_agents_need_a_round(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TCPSTORE_ROUND", "5eed")
     assert read_tcp(url).prefix == "job/5eed"
     monkeypatch.setenv("TCPSTORE_ATTEMPT", "7")
-    assert read_tcp(url).prefix == "job/7", "what the user says himself counts"
+    assert read_tcp(url).prefix == "job/7", "the user's value has precedence"
 
 
-def test_the_name_of_a_job_ends_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Job `a` may have a key `0/key`, and job `a/0` a key `key`."""
+def test_slash_in_a_job_name_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key `0/key` of job `a` is not key `key` of job `a/0`."""
     monkeypatch.setenv("TCPSTORE_JOB", "a/0")
     monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
     assert read_tcp("tcp://h:1?rank=0&world_size=2&join=1").prefix == "a%2F0/1"
@@ -142,7 +142,7 @@ def test_jobs_on_one_server_see_their_own_keys(monkeypatch: pytest.MonkeyPatch) 
 
 
 def ranks(url: str, count: int, env: dict[str, str]) -> list[int]:
-    """Fork so many ranks that meet at a URL and tell each other their names; their exit statuses."""
+    """Fork ranks that meet at a URL and exchange their names; return their exit statuses."""
     children = []
     for rank in range(count):
         child = os.fork()
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_had_takes_the_rendezvous_timeout(tmp_path: Path) 
         ("RANK", "first", "'first' (value of RANK)"),
     ],
 )
-def test_a_number_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:
+def test_invalid_number_names_its_variable(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:
     good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for variable, value in {**good, name: text}.items():
         monkeypatch.setenv(variable, value)
