@@ -41,7 +41,7 @@ class PeerError(Exception):
 
 
 class ProtocolError(PeerError):
-    """The peer broke the protocol, or sent ADD or BARRIER for a value that is no number."""
+    """The peer broke the protocol, or sent ADD or BARRIER for a value that is not a number."""
 
 
 class LimitError(PeerError):

@@ -149,7 +149,7 @@ class Keyspace(WaiterRegistry):
         return flat
 
     def add(self, key: bytes, amount: int) -> int:
-        """Add to a counter and return the sum. Raises ProtocolError if the value is no number."""
+        """Add to a counter and return the sum. Raises ProtocolError if the value is not a number."""
         old = self.values.get(key)
         if old is None:
             total = amount
@@ -486,7 +486,7 @@ class Keyspace(WaiterRegistry):
         """Add 1 to a counter, once for each token, and return the sum. The waiter represents that rank from now on.
 
         An empty token adds nothing; the sum returned is then less the ranks that were lost: all their waiters left
-        without a LEAVE. Raises ProtocolError if the value is no number.
+        without a LEAVE. Raises ProtocolError if the value is not a number.
         """
         joins = self.joins.get(key)
         if not token:
@@ -594,7 +594,7 @@ class Keyspace(WaiterRegistry):
     def wait_count(self, waiter: Waiter, key: bytes, target: int) -> bool:
         """True if the number under a key, 0 if it is missing, is at least `target`; else the waiter is parked until so.
 
-        Raises ProtocolError if the value is no number.
+        Raises ProtocolError if the value is not a number.
         """
         self._require_idle(waiter)
         if self.number_at(key) >= target or key in self.final:
@@ -618,7 +618,7 @@ class Keyspace(WaiterRegistry):
     def barrier(self, waiter: Waiter, key: bytes, world_size: int) -> bool:
         """Count an arrival. True if that completes the barrier; else the waiter is parked until another one does.
 
-        The count stays when a waiter leaves, and is never reset. Raises ProtocolError if the value is no number.
+        The count stays when a waiter leaves, and is never reset. Raises ProtocolError if the value is not a number.
         """
         if self.unmarked and waiter in self.unmarked:
             self.incremental = MarkStale(self, waiter, partial(self.barrier, waiter, key, world_size))

@@ -210,7 +210,7 @@ class WaiterRegistry:
         raise NotImplementedError
 
     def number_at(self, key: bytes) -> int:
-        """Return the number under a key, 0 if it is missing. Raises ProtocolError if the value is no number."""
+        """Return the number under a key, 0 if it is missing. Raises ProtocolError if the value is not a number."""
         raise NotImplementedError
 
     def queue_len(self, key: bytes) -> int:
@@ -569,7 +569,7 @@ class WaiterRegistry:
         try:
             total = self.number_at(key)
         except ProtocolError:
-            self._register_counter(counter)  # it is no number: that ends no wait
+            self._register_counter(counter)  # it is not a number: that ends no wait
             return
         if counter.reaching is not None:
             counter.reaching.total = max(counter.reaching.total, total)

@@ -101,8 +101,8 @@ def _tail() -> str:
 ## Closing
 
 The server closes a connection, after the replies to earlier requests, for: a first frame that is not VALIDATE; a wrong
-magic number; an unknown opcode; ADD or BARRIER for a value that is no number; a length or a count over a limit, as soon
-as it is announced; and for the reasons given with the extension's commands. An incomplete frame has no effect.
+magic number; an unknown opcode; ADD or BARRIER for a value that is not a number; a length or a count over a limit, as
+soon as it is announced; and for the reasons given with the extension's commands. An incomplete frame has no effect.
 
 By default a key may have {key}, a value {value} and a request {limits.keys:,} keys, as on PyTorch's
 server, and a request may have {_size(limits.request_bytes)} in all.

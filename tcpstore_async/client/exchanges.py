@@ -52,7 +52,7 @@ def arrive(key: object, world_size: int) -> Generator[Request, Any, Request]:
 def is_plain(name: bytes, doubts: int) -> Generator[Request, Any, bool | None]:
     """Return whether a wait for a queue ended because a plain value has its name; None if only LIST_KEYS can tell.
 
-    A value that is not empty is no queue. An empty one may be, and listing the keys is expensive, so that is left
+    A value that is not empty is not a queue. An empty one may be, and listing the keys is expensive, so that is left
     until `doubts`, the number of pops that found nothing, is high.
     """
     if len((yield requests.get(name))) > len(EMPTY):

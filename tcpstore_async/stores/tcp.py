@@ -244,9 +244,8 @@ class TCPStore(Store):
 
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         names = stored_keys(keys)
-        return [
-            unpack(blob) for blob in self._call_blocking(requests.wait(names), self._timeout, requests.multi_get(names))
-        ]
+        values = self._call_blocking(requests.wait(names), self._timeout, requests.multi_get(names))
+        return [unpack(value) for value in values]
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         self._connection().call(requests.multi_set(keys, values))

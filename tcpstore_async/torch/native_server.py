@@ -35,7 +35,7 @@ def sockets_to(port: int) -> Sockets:
 
 
 def _identity(fd: int) -> tuple[int, int, int] | None:
-    """What tells a socket from a later one with the same descriptor; None if it is no socket."""
+    """What tells a socket from a later one with the same descriptor; None if it is not a socket."""
     try:
         status = os.fstat(fd)
     except OSError:

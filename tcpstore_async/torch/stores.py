@@ -291,7 +291,7 @@ class PrefixStore(Store):
 
     @property
     def _underlying_non_prefix_store(self) -> dist.Store:
-        """The first store below that is no prefix; a name of PyTorch's."""
+        """The first store below that is not a prefix; a name of PyTorch's."""
         store: Any = self._underlying
         while hasattr(store, "underlying_store"):
             store = store.underlying_store

@@ -50,7 +50,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
     Options in `--rdzv-conf`, in seconds where they are times: is_host, read_timeout (60), join_timeout (600),
     last_call_timeout (30), close_timeout (30), keep_alive_interval (5), keep_alive_max_attempt (3). Raises
-    ValueError if one of them is no positive number, RendezvousConnectionError if the server cannot be reached.
+    ValueError if one of them is not a positive number, RendezvousConnectionError if the server cannot be reached.
     If the last agents of a job of this name seem to be dead, this takes keep_alive_interval * keep_alive_max_attempt.
     """
     keep_alive = _keep_alive(params)

@@ -41,7 +41,7 @@ MAGIC: Final = 0x3C85F7CE
 SERVER_KEY: Final = b"tcpstore_async/server"
 """CHECK finds this reserved key on servers with the extension; GET returns the server's identity in JSON.
 
-No stock client can name it, since their keys begin with `/`. It is no key of the store: nothing counts or lists it.
+No stock client can name it, since their keys begin with `/`. It is not a key of the store: nothing counts or lists it.
 """
 
 WORKERS_KEY: Final = b"init/"

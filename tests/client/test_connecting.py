@@ -274,7 +274,7 @@ def test_hosts_that_cannot_be_meant(how: How) -> None:
     for wrong in ("1", 1.5, None):
         with pytest.raises(TypeError, match=r"^port must be an int"):
             how("127.0.0.1", wrong, 1)
-    fails_in_time(how, "a" * 64 + ".invalid", 1, "no host name")
+    fails_in_time(how, "a" * 64 + ".invalid", 1, "is not a valid host name")
     fails_in_time(how, "127.0.0.1", 0, "")
 
 

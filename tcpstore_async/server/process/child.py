@@ -69,7 +69,7 @@ class Owner:
     def __init__(self, pid: int, control_fd: int, pidfd: int | None = None) -> None:
         """Follow the process `pid`, of which `pidfd` is a descriptor, or -1 where there are none.
 
-        Without `pidfd` it must be the parent of this process. Raises DistNetworkError if `control_fd` is no socket.
+        Without `pidfd` it must be the parent of this process. Raises DistNetworkError if `control_fd` is not a socket.
         """
         self._pid = pid
         try:

@@ -3,8 +3,8 @@
 Knows how to start a Python process whatever became of this one, and the control socket. Must not know the protocol, or
 event loops.
 Invariants: a forked child of the owner holds nothing of the server and cannot end it. The port is free when `stop`
-returns. The server is no child of the owner, which may wait for all of its children. Nothing outlives an owner but the
-grace of the other ranks.
+returns. The server is not a child of the owner, which may wait for all of its children. Nothing outlives an owner but
+the grace of the other ranks.
 
 It does what `tcpstore serve --listen-fd … --owner-pid … --control-fd …` does, without the 30 ms that it takes to import
 the command line and `site`. The process that is started forks the server and exits, so that the system adopts it.

@@ -1,4 +1,4 @@
-"""Waiting for, and killing, a process that is no child of this one.
+"""Waiting for, and killing, a process that is not a child of this one.
 
 Knows pidfds, where the system has them. Must not know what the process does.
 Invariant: with a pidfd, another process that was given the same pid is never touched.
