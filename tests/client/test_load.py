@@ -33,7 +33,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 class Worker:
-    """One thread's calls, and what they must have come to."""
+    """One thread's calls, and their expected results."""
 
     def __init__(self, store: TCPStore, number: int, end: float, prefix: str) -> None:
         self.store = store
@@ -113,7 +113,7 @@ class Worker:
         self.mine[name] = new
 
     def meet(self) -> None:
-        """Wait for what another thread is yet to write."""
+        """Wait for what another thread is going to write."""
         name = f"{self.prefix}/met{self.number}.{self.calls}"
         later = threading.Timer(0.001, self.store.set, (name, "v"))
         later.start()
@@ -198,7 +198,7 @@ async def test_a_thousand_tasks_that_are_cancelled(port: int) -> None:
 
 
 async def test_a_call_among_many_that_wait(port: int) -> None:
-    """Those that wait take turns at looking for a connection, so others get one between two of them."""
+    """Blocked calls look for a connection one at a time, so other calls get one in between."""
     async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
         waiting = [asyncio.create_task(store.get(f"crowd{port}/{number}")) for number in range(500)]
         await asyncio.sleep(0.05)
