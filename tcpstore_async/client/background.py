@@ -13,9 +13,9 @@ at idle connections once a second.
 Invariants:
 
 * The loop's thread waits for nothing but its epoll set: a lock that is taken makes it try again later. So whoever stops
-  it, even a signal handler in the middle of a call, waits for a moment only.
-* No thread of ours exists while the process forks, so a fork warns of none and a child inherits no descriptor. After a
-  fork the loop starts again with the next call of a store, in the parent and in the child.
+  it, even a signal handler in the middle of a call, waits only briefly.
+* The thread does not exist while the process forks: Python does not warn about it, and the child inherits none of its
+  descriptors. The loop starts again with the next call of a store, in the parent and in the child.
 * Signals are blocked in the loop's thread: handlers and EINTR stay with the main thread.
 """
 
@@ -34,13 +34,13 @@ from ..deadline import Deadline
 THREAD_NAME: Final = "tcpstore client"
 
 _RETRY_SECONDS: Final = 0.05
-"""Until a connection is checked again that was in use, or whose store was locked, when it was lost."""
+"""Seconds until a lost connection is checked again that was in use, or whose store was locked."""
 
 _SWEEP_SECONDS: Final = 1.0
-"""Between two checks of all idle connections where there is no epoll."""
+"""Seconds between two checks of all idle connections where there is no epoll."""
 
 _STOP_SECONDS: Final = 1.0
-"""How long a fork, the last `close`, or the end of the interpreter waits for the thread."""
+"""Seconds that a fork, the last `close`, or the end of the interpreter waits for the thread."""
 
 _HANG_UP: Final[int] = getattr(select, "EPOLLRDHUP", 0)  # EPOLLHUP and EPOLLERR are always reported
 _EDGE: Final[int] = getattr(select, "EPOLLET", 0)
@@ -93,9 +93,13 @@ class BackgroundLoop:
             self.call_soon(self._loop.stop)
         except RuntimeError:
             pass  # closed already
-        if self._thread is not threading.current_thread():  # a garbage collection there may close a store
+        if self._thread is threading.current_thread():  # a garbage collection there may close a store
+            return
+        try:
             self._thread.join(_STOP_SECONDS)
-            self._await_exit()
+        except RuntimeError:
+            return  # an interrupt has kept it from starting
+        self._await_exit()
 
     def _await_exit(self) -> None:
         """Wait until the kernel no longer counts the thread, which a join does not guarantee, but a fork looks at."""

@@ -655,7 +655,8 @@ class TCPClient:
                 if self._lost:
                     raise self._lost_error()
                 self._connections.append(connection)
-                self.unwatched()
+                self._watched = False
+                self._detour = True
         except BaseException:
             for one in opened:
                 one.peer.close()
@@ -756,17 +757,22 @@ class TCPClient:
     # Background loop
 
     def _watch(self) -> None:
-        """Hand all connections to the background loop, unless the store is lost."""
+        """Hand new connections to the background loop, unless the store is lost."""
         with self._lock:
             if self._lost:
                 return
+            new = [connection for connection in self._connections if not connection.watched]
+            for connection in new:
+                connection.watched = True
             self._watched = True  # before `watch`: the loop may stop right after it
-            if not background.watch(self, [connection.peer.fileno() for connection in self._connections]):
-                self._watched = False
+            if not background.watch(self, [connection.peer.fileno() for connection in new]):
+                self.unwatched()
             self._detour = self._starving > 0 or not self._watched
 
     def unwatched(self) -> None:
-        """Have the next call hand the connections to the background loop, which has stopped or does not know all."""
+        """The background loop has stopped: have the next call hand all connections to another one."""
+        for connection in list(self._connections):
+            connection.watched = False
         self._watched = False
         self._detour = True
 

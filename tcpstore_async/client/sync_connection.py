@@ -82,6 +82,8 @@ class SyncConnection:
         """Pops, on servers of PyTorch, whose callers have given up: their items have to be pushed back."""
         self.longest: int = 0
         """Bytes of the longest request that one send did not hand over whole."""
+        self.watched = False
+        """Whether the background loop has it."""
         self.used = time.monotonic()
         """When it was last released; only kept while it is one of several."""
 

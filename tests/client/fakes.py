@@ -1,4 +1,4 @@
-"""Servers that are no servers: scripted ones, frozen ones, and a proxy that records what is said."""
+"""Test doubles of servers: scripted ones, frozen ones, and a proxy that records the traffic."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from contextlib import contextmanager
 from support import LIMIT, Server, keys, tcpstore_server
 
 PROBE = b"\x05" + keys(b"tcpstore_async/server")
-"""With which a client asks whether a server has the extension."""
+"""A client's request whether the server has our extension."""
 
 STOCK = b"\x01"
-"""What PyTorch's servers answer to that."""
+"""The reply of PyTorch's servers to it."""
 
 TRY = b"tcpstore_async/try/"
-"""In the key with which a client tries, on a connection of its own, whether a server knows BARRIER or queues."""
+"""Prefix of the keys with which a client probes, on a separate connection, for BARRIER or queues."""
 
 Talk = Callable[[socket.socket], None]
 
 
 def exactly(peer: socket.socket, count: int) -> bytes:
-    """So many bytes; EOFError if the client closes before."""
+    """Receive so many bytes. Raises EOFError if the client closes before."""
     data = b""
     while len(data) < count:
         part = peer.recv(count - len(data))
@@ -43,7 +43,7 @@ def greet(peer: socket.socket) -> bytes:
 
 
 def answer_try(peer: socket.socket) -> None:
-    """What a server says that knows what a client tries on this connection: BARRIER, queues or LIST_KEYS."""
+    """Reply to a probe for BARRIER, queues or LIST_KEYS as a server that has them."""
     opcode = exactly(peer, 1)
     if opcode == b"\x11":
         peer.sendall((0).to_bytes(8, "little"))
@@ -61,7 +61,7 @@ def answer_try(peer: socket.socket) -> None:
 
 
 class Fake:
-    """A server whose every connection is handled by a function, in a thread each."""
+    """A server that handles each connection by a function, in a thread each."""
 
     def __init__(self, talk: Talk, listener: socket.socket) -> None:
         self._talk = talk
@@ -121,29 +121,29 @@ def fake_server(talk: Talk) -> Iterator[Fake]:
 
 
 def silent(peer: socket.socket) -> None:
-    """Answer the greeting and nothing else."""
+    """Reply to the handshake and to nothing else."""
     greet(peer)
     while peer.recv(65536):
         pass
 
 
 class Proxy(Fake):
-    """Passes bytes on, keeps what was said in both directions, and can cut."""
+    """Forwards bytes, records both directions, and can cut connections."""
 
     def __init__(self, port: int) -> None:
         self.target = port
-        self.said: list[bytearray] = []
-        """What clients said, by connection."""
-        self.turns: list[list[str]] = []
-        """Who spoke, by connection: `c` and `s`, each run of one side once."""
+        self.sent: list[bytearray] = []
+        """What clients sent, by connection."""
+        self.senders: list[list[str]] = []
+        """Who sent, by connection: `c` and `s`, once for each run of one side."""
         self.cut_before: bytes | None = None
-        """A request that begins so is passed on; then the connection is cut, before the answer."""
+        """A request that begins so is forwarded; then the connection is cut, before the reply."""
         super().__init__(self._pass_on, socket.create_server(("127.0.0.1", 0), backlog=128))
 
     def _pass_on(self, peer: socket.socket) -> None:
-        number = len(self.said)
-        self.said.append(bytearray())
-        self.turns.append([])
+        number = len(self.sent)
+        self.sent.append(bytearray())
+        self.senders.append([])
         with socket.create_connection(("127.0.0.1", self.target), LIMIT) as server:
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
@@ -154,7 +154,7 @@ class Proxy(Fake):
                         return
                     if end is peer:
                         self._note(number, "c")
-                        self.said[number] += data
+                        self.sent[number] += data
                         server.sendall(data)
                         if self.cut_before is not None and data.startswith(self.cut_before):
                             return
@@ -163,12 +163,12 @@ class Proxy(Fake):
                         peer.sendall(data)
 
     def _note(self, number: int, who: str) -> None:
-        turns = self.turns[number]
-        if not turns or turns[-1] != who:
-            turns.append(who)
+        senders = self.senders[number]
+        if not senders or senders[-1] != who:
+            senders.append(who)
 
-    def all_said(self) -> bytes:
-        return b"".join(map(bytes, self.said))
+    def all_sent(self) -> bytes:
+        return b"".join(map(bytes, self.sent))
 
 
 @contextmanager

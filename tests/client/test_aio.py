@@ -273,14 +273,14 @@ async def test_surplus_connections_are_closed_when_idle(port: int, key: str, mon
 
 
 class _NotToBeWalked(dict[Any, None]):
-    """A dict in which one may look something up."""
+    """A dict that may be used for look-ups only."""
 
     def __iter__(self) -> Iterator[Any]:
         raise AssertionError("a call looks at all connections")
 
 
 async def test_a_call_does_not_look_at_all_connections(port: int, key: str) -> None:
-    """Else each one is slower by all that wait: 50 µs at a thousand."""
+    """Otherwise each call is slower by the number of blocked ones: 50 µs with a thousand."""
     async with store_at(port) as store:
         waiting = [asyncio.create_task(store.get(key)) for _ in range(20)]
         while sum(connection.session.waiting is not None for connection in store._connections) < 20:
@@ -386,7 +386,7 @@ METHODS: list[tuple[str, list[Any]]] = [
 
 
 async def test_a_fence_is_waited_for_as_long_as_it_takes(key: str) -> None:
-    """While others write and wait on the same connections: a later fence is no reason to give up at once."""
+    """While others write and wait on the same connections, a later fence does not end a call early."""
     with tcpstore_server() as server:
         async with store_at(server.port) as store:
 
@@ -402,7 +402,7 @@ async def test_a_fence_is_waited_for_as_long_as_it_takes(key: str) -> None:
 
 
 async def test_a_pop_cancelled_when_its_item_has_come(key: str) -> None:
-    """At every step between the item's arrival and the caller's hearing of it."""
+    """At every step between the item's arrival and its delivery to the caller."""
     with tcpstore_server() as server:
         async with store_at(server.port) as store, store_at(server.port) as other:
             for block in (True, False):

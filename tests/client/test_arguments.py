@@ -1,4 +1,4 @@
-"""What callers may pass: every wrong argument is a TypeError or ValueError that names it, before anything is sent."""
+"""Arguments: every wrong one raises TypeError or ValueError with its name, before anything is sent."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_method(port: int) -> None:
                     call(store, value)
                 names(caught.value, name)
         assert store.num_keys() == 0
-        assert len(proxy.all_said()) == 11
+        assert len(proxy.all_sent()) == 11
 
 
 async def test_every_method_of_the_async_store(port: int) -> None:
@@ -92,7 +92,7 @@ async def test_every_method_of_the_async_store(port: int) -> None:
                             await result
                     names(caught.value, name)
             assert await store.num_keys() == 0
-            assert len(proxy.all_said()) == 11
+            assert len(proxy.all_sent()) == 11
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_world_size_0() -> None:
 
 @pytest.mark.slow
 def test_signatures_are_pytorchs() -> None:
-    """The constructor's against what PyTorch's binding says of itself."""
+    """The constructor's arguments are those that PyTorch's binding documents."""
     torch = pytest.importorskip("torch")
     said = torch.distributed.TCPStore.__init__.__doc__
     theirs = re.findall(

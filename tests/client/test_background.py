@@ -202,6 +202,29 @@ def test_a_reset_is_noticed_without_a_call(losses: Losses) -> None:
             store.add("n", 1)
 
 
+def test_further_connections_are_watched(losses: Losses) -> None:
+    """Each one once: the epoll set has as many as the store."""
+    with (
+        tcpstore_server() as server,
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store,
+        ThreadPoolExecutor(3) as workers,
+    ):
+        waiting = [workers.submit(store.get, "late") for _ in range(3)]
+        until(lambda: sum(connection.parked for connection in pool_of(store)._connections) == 3)
+        store.set("late", "")
+        for one in waiting:
+            assert one.result(LIMIT) == b""
+        store.add("n", 1)
+        loop: Any = background.running()
+        connections = pool_of(store)._connections
+        assert len(connections) > 1
+        with open(f"/proc/self/fdinfo/{loop._epoll.fileno()}") as info:
+            watched = {int(line.split()[1]) for line in info if line.startswith("tfd:")}
+        assert watched == {connection.peer.fileno() for connection in connections}
+        server.stop(signal.SIGKILL)
+        assert losses.noticed.wait(LIMIT)
+
+
 def test_of_several_connections(losses: Losses) -> None:
     """One is idle, one is waited on: whoever notices first, both have the same to say."""
     with (

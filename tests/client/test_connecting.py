@@ -1,4 +1,4 @@
-"""Making connections: the deadline is kept whatever a resolver or a peer does, and the error says what was wrong."""
+"""Connecting: the deadline is kept whatever a resolver or a peer does, and the error names the cause."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_last_try_of_little_time_does_not_hide_why_others_failed(seconds: floa
 
 @both
 def test_nobody_accepts(how: How) -> None:
-    """A backlog that is full: the kernel drops what comes, as a black hole does."""
+    """A full backlog: the kernel drops connection attempts, as a black hole does."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         address = listener.getsockname()
         waiting = [socket.socket() for _ in range(3)]
@@ -205,7 +205,7 @@ def late_server(port: int) -> Iterator[None]:
 @both
 @pytest.mark.parametrize("there", ["127.0.0.1", "::1"])
 def test_a_name_of_both_families(how: How, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one of which has a server; the other refuses, or is a black hole."""
+    """Only one address has a server; the other refuses, or is a black hole."""
     family = socket.AF_INET6 if there == "::1" else socket.AF_INET
     if family == socket.AF_INET6 and not os.path.exists("/proc/net/if_inet6"):
         pytest.skip("no IPv6")
@@ -233,7 +233,7 @@ def test_a_name_of_both_families(how: How, there: str, monkeypatch: pytest.Monke
 
 @contextmanager
 def full(family: int) -> Iterator[int]:
-    """A port where nobody accepts any more."""
+    """A port with a full backlog, where nothing accepts."""
     address = "::1" if family == socket.AF_INET6 else "127.0.0.1"
     with socket.create_server((address, 0), family=family, backlog=0) as listener:
         waiting = [socket.socket(family) for _ in range(3)]
@@ -309,7 +309,7 @@ async def test_connecting_can_be_cancelled() -> None:
 
 
 def test_one_deadline_for_all_that_a_constructor_does() -> None:
-    """A server that answers each question late, but within the timeout, does not get it anew for the next."""
+    """A server that replies late, but within the timeout, does not get the whole timeout again for the next request."""
 
     def late(peer: socket.socket) -> None:
         greet(peer)

@@ -40,7 +40,7 @@ def counted(store: TCPStore) -> int:
 
 
 class Cutter(Link):
-    """Cuts the first connections in the midst of the join: before it arrives, or before its answer does."""
+    """Cuts the first connections during the join: before the request arrives, or before its reply does."""
 
     times = 3
     before = False
@@ -79,7 +79,7 @@ def test_a_rank_that_loses_its_connection_is_counted_once(before: bool) -> None:
 
 
 def test_a_master_does_not_return_without_a_rank(port: int) -> None:
-    """Whose place another took that was counted twice."""
+    """Its place used to be taken by a rank that was counted twice."""
     with ThreadPoolExecutor(1) as threads:
         master = threads.submit(TCPStore, "127.0.0.1", port, 3, True, 4.0)
         with TCPStore("127.0.0.1", port, timeout=LIMIT):
@@ -93,7 +93,7 @@ def test_a_master_does_not_return_without_a_rank(port: int) -> None:
 
 
 def test_pytorchs_server_is_joined_once() -> None:
-    """It would count a second time; so a connection that is lost in the midst of it is an error, as with PyTorch's."""
+    """It would count twice; so a connection lost during the join is an error, as with PyTorch's client."""
     with torch_server() as server_port, TCPStore("127.0.0.1", server_port, timeout=LIMIT) as look:
         cutter = Cutter(server_port, "q")
         try:
@@ -118,7 +118,7 @@ def test_a_server_that_closes_at_every_join_is_an_error() -> None:
 
 
 def early(port: int, code: str = "") -> subprocess.Popen[str]:
-    """A rank in a process of its own, which joins a world of two again and again."""
+    """A rank in a separate process, which joins a world of two again and again."""
     script = f"import sys, tcpstore_async as t\nargs = '127.0.0.1', {port}, 2, False, {LIMIT}\n{code}"
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", script],
@@ -139,7 +139,7 @@ for number in range(3):
 
 @pytest.mark.parametrize("close", [True, False])
 def test_a_rank_that_makes_its_next_store_comes_to_the_next_round(port: int, close: bool) -> None:
-    """Also while it has the last one still, as in `store = TCPStore(...)`."""
+    """Even while it still has the last store, as in `store = TCPStore(...)`."""
     with early(port, ROUNDS.format(close=close)) as rank:
         try:
             for number in range(3):
@@ -158,7 +158,7 @@ ONE = "store = t.TCPStore(*args)\nprint('there', flush=True)\nsys.stdin.readline
 
 
 def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None:
-    """Told by what the server counts, not by a clock: before 0.2 it held out for 10 s."""
+    """The server's count decides, not a clock: before 0.2 it waited for 10 s."""
     with ThreadPoolExecutor(1) as threads:
         making = threads.submit(TCPStore, "127.0.0.1", port, 2, True, -1)
         with early(port, ONE) as first:
@@ -181,7 +181,7 @@ def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None
 
 @pytest.mark.parametrize("why", ["agent", "other world"])
 def test_a_server_of_another_world_is_not_doubted(port: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as torchrun's, which its agents have joined. Nothing announces more, so a doubt would last to the limit."""
+    """Such as torchrun's. Nothing announces more ranks there, so waiting would last to the limit."""
     if why == "agent":
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     nodes = 2 if why == "agent" else 1
@@ -196,7 +196,7 @@ def test_a_server_of_another_world_is_not_doubted(port: int, why: str, monkeypat
 
 
 def test_an_early_rank_asks_once(port: int) -> None:
-    """And is told: before 0.2 it asked a hundred times a second."""
+    """And is notified: before 0.2 it sent a hundred requests per second."""
     asked: list[bytes] = []
     over = threading.Event()
 
@@ -248,7 +248,7 @@ def test_stores_are_made_by_many_threads(port: int) -> None:
 
 
 def resetting(port: int, times: int) -> Link:
-    """A proxy that closes so many connections when they have said something."""
+    """A proxy that closes so many connections once they have sent something."""
     link = Link(port, "q")
     real = link._talk
 
@@ -264,7 +264,7 @@ def resetting(port: int, times: int) -> Link:
 
 @pytest.mark.parametrize("who", ["reset once", "forked"])
 def test_a_rank_is_known_by_all_its_connections(port: int, who: str) -> None:
-    """So that those it opens later have their grace, when the owner goes, too."""
+    """So that its later connections also get the grace period when the owner ends."""
     with ThreadPoolExecutor(2) as threads:
         making = threads.submit(TCPStore, "127.0.0.1", port, 2, True, LIMIT)
         TCPStore("127.0.0.1", port, timeout=LIMIT).close()  # it listens

@@ -33,7 +33,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 class Worker:
-    """One thread's calls and their expected results."""
+    """One thread's calls, and their expected results."""
 
     def __init__(self, store: TCPStore, number: int, end: float, prefix: str) -> None:
         self.store = store
@@ -113,7 +113,7 @@ class Worker:
         self.mine[name] = new
 
     def meet(self) -> None:
-        """Wait for a key that another thread has yet to write."""
+        """Wait for what another thread is going to write."""
         name = f"{self.prefix}/met{self.number}.{self.calls}"
         later = threading.Timer(0.001, self.store.set, (name, "v"))
         later.start()
@@ -197,8 +197,8 @@ async def test_a_thousand_cancelled_tasks(port: int) -> None:
     print(f"{number} tasks, {cancelled} cancelled, {len(pushed)} items")
 
 
-async def test_call_among_many_waiters(port: int) -> None:
-    """Waiters look for a connection one after the other, so that other calls get one in between."""
+async def test_a_call_among_many_that_wait(port: int) -> None:
+    """Blocked calls look for a connection one at a time, so other calls get one in between."""
     async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
         waiting = [asyncio.create_task(store.get(f"waiters{port}/{number}")) for number in range(500)]
         await asyncio.sleep(0.05)

@@ -31,7 +31,7 @@ def port() -> int:
 
 
 def is_free(port: int) -> None:
-    """Listen there, as the next server would."""
+    """Listen on the port, as the next server would."""
     with socket.socket(socket.AF_INET6) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("::", port))
@@ -181,7 +181,7 @@ def test_twenty_rounds_on_one_port(port: int) -> None:
 
 
 def test_a_rank_that_is_a_round_ahead(port: int) -> None:
-    """It comes before the master has closed the server of the last round, and ends up on the next."""
+    """It connects before the master has closed the last round's server, and ends up on the next one."""
     command = [sys.executable, "-W", "error", "-c", ROUNDS, str(port), "1"]
     with ThreadPoolExecutor(1) as threads:
         early = threads.submit(TCPStore, "127.0.0.1", port, 2, False, LIMIT)
@@ -225,7 +225,7 @@ with TCPStore("127.0.0.1", int(sys.argv[1]), 2, timeout=60) as store:
 
 @pytest.mark.parametrize("libuv", [True, False])
 def test_a_second_store_of_the_same_ranks_is_no_next_round(libuv: bool, port: int) -> None:
-    """Its master is complete before the others come, because the counter of those who have joined says so."""
+    """The master's world is complete before the others join, because the counter of ranks says so."""
     command = [sys.executable, "-W", "error", "-c", TWICE, str(port)]
     with subprocess.Popen(
         command, cwd=tempfile.gettempdir(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -257,7 +257,7 @@ store.close()
 
 
 def test_rank_0_goes_first(port: int) -> None:
-    """The others finish what they are at within the grace."""
+    """The others finish within the grace period."""
     master = subprocess.Popen([sys.executable, "-W", "error", "-c", FIRST_TO_GO, str(port)], cwd=tempfile.gettempdir())
     try:
         with TCPStore("127.0.0.1", port, 2, False, LIMIT) as store:
@@ -326,7 +326,7 @@ def test_a_clone_does_not_keep_the_server(port: int) -> None:
 
 @pytest.mark.parametrize("server", ["ours", "libuv", "legacy"])
 def test_world_size_on_a_server_that_stands(server: str) -> None:
-    """A rank that is no master joins and returns at once, however many others there are."""
+    """A rank that is not the master joins and returns at once, however many others have joined."""
     with tcpstore_server() if server == "ours" else torch_server(server) as running:
         at = running if isinstance(running, int) else running.port
         with TCPStore("127.0.0.1", at, 3, False, LIMIT) as store:

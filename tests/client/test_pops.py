@@ -1,4 +1,4 @@
-"""A value that has left the server reaches its caller or goes back: both clients, whatever comes between."""
+"""A value that has left the server reaches its caller or goes back: both clients, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE
 
 SHORT = 0.3
-"""The timeout of a store whose answers are held up."""
+"""The timeout of a store whose replies are held back."""
 
 
 class Link(Fake):
-    """A proxy whose answers to a pop can be held up, and that can be cut after so many bytes either way."""
+    """A proxy that can hold back replies to a pop, and cut after so many bytes in either direction."""
 
     def __init__(self, port: int, queue: str) -> None:
         self.target = port
@@ -46,14 +46,14 @@ class Link(Fake):
         self.pops = [bytes([opcode]) + name for opcode in (0x0F, 0x44, 0x45)]
         self.wait = b"\x06" + keys(b"/" + queue.encode())
         self.holds = False
-        """Whether what the server says after a pop has been sent is held up."""
+        """Whether replies after a pop are held back."""
         self.asked = threading.Event()
         """A pop has been sent, or the WAIT that a client without leases sends before."""
         self.popping = threading.Event()
         """A pop has been sent."""
         self.released = threading.Event()
         self.left: dict[str, int] = {}
-        """Bytes until it is cut, by who says them."""
+        """Bytes until it is cut, by who sends them."""
         super().__init__(self._pass_on, socket.create_server(("127.0.0.1", 0), backlog=128))
 
     def _pass_on(self, peer: socket.socket) -> None:
@@ -101,7 +101,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def other(port: int) -> Iterator[TCPStore]:
-    """A store on the same server, of somebody else; the queue is empty."""
+    """Another client's store on the same server; the queue is empty."""
     with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         with suppress(QueueEmptyError):
             while True:
@@ -110,14 +110,14 @@ def other(port: int) -> Iterator[TCPStore]:
 
 
 def on(port: int, timeout: float = LIMIT) -> TCPStore:
-    """A store that knows who its server is."""
+    """A store that has identified its server."""
     store = TCPStore("127.0.0.1", port, timeout=timeout)
     assert store.queue_len("q") == 0
     return store
 
 
 def take_all(store: TCPStore, count: int) -> list[bytes]:
-    """Items that are there, or come."""
+    """Items that are there, or arrive."""
     return [store.queue_pop("q") for _ in range(count)]
 
 
@@ -168,7 +168,7 @@ def test_ctrl_c_gives_the_item_back(port: int, other: TCPStore) -> None:
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("why", ["timeout", "cancel"])
 def test_an_async_pop_gives_its_item_back(port: int, other: TCPStore, why: str, block: bool) -> None:
-    """Before 0.2 it was kept for that store's own next pop, where nobody else could see it."""
+    """Before 0.2 it was kept for that store's own next pop, where no one else could see it."""
     cancel = threading.Event() if why == "cancel" else None
     with link_to(port) as link, ThreadPoolExecutor(1) as threads:
         link.holds = True
@@ -243,7 +243,7 @@ def test_items_come_back_in_their_order(port: int, other: TCPStore) -> None:
 
 
 def test_an_item_stays_with_whom_it_was_lent_to(port: int, other: TCPStore) -> None:
-    """However long that one says nothing: it may be at work. It goes back with the connection."""
+    """However long that client is silent: it may be working. The item goes back with the end of the connection."""
     other.queue_push("lent", "job")
     assert other.queue_len("lent") == 1  # it is there before another connection asks
     lease = bytes([BY_METHOD["lease"].opcode]) + blob(b"/lent") + bytes(8)
@@ -270,7 +270,7 @@ ITEM = 8 + 8 + 3
     [*(("client", count) for count in range(LEASE + CONFIRM + 1)), *(("server", count) for count in range(ITEM + 1))],
 )
 def test_a_connection_that_is_cut_loses_nothing(other: TCPStore, port: int, kind: str, who: str, count: int) -> None:
-    """Wherever: the item is the caller's or in the queue. Both only if the connection broke under the CONFIRM."""
+    """The item is the caller's or in the queue; both only if the connection broke during the CONFIRM."""
     other.queue_push("q", "job")
     with link_to(port) as link:
         got = []
@@ -353,7 +353,7 @@ def on_any(port: int) -> TCPStore:
 
 
 def opcodes(data: bytes) -> list[int]:
-    """Of the frames in what a client said."""
+    """Return the opcodes of the frames that a client sent."""
     found = []
     at = 0
     while at < len(data):
@@ -371,7 +371,7 @@ def opcodes(data: bytes) -> list[int]:
 
 
 def test_many_workers_on_one_queue_ask_for_nothing_else(port: int, other: TCPStore) -> None:
-    """Before 0.2 a pop that was outrun asked for a list of all keys."""
+    """Before 0.2 a pop that found nothing listed all keys."""
     other.multi_set([f"a/key/{number}" for number in range(20_000)], ["v"] * 20_000)
     items = 1500
 
@@ -391,7 +391,7 @@ def test_many_workers_on_one_queue_ask_for_nothing_else(port: int, other: TCPSto
         assert sum(worker.result(LIMIT) for worker in working) == items
         for store in stores:
             store.close()
-    said = [opcode for data in proxy.said for opcode in opcodes(bytes(data))]
+    said = [opcode for data in proxy.sent for opcode in opcodes(bytes(data))]
     names = {BY_METHOD[name].opcode for name in ("lease_later", "confirm")}
     assert said.count(BY_METHOD["lease_later"].opcode) == said.count(BY_METHOD["confirm"].opcode) == items + 12
     once = {BY_METHOD[name].opcode for name in ("validate", "ping", "check", "get", "introduce")}

@@ -114,7 +114,7 @@ DEFAULT_TIMEOUTS = {"get_missing_timeout", "barrier_default_timeout"}
 
 
 class Stage:
-    """Plays the recorded server of one call, on the first connection. On others it is only tried what it knows."""
+    """Plays the recorded server of one call on the first connection. Other connections only probe it."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -232,7 +232,7 @@ CONSTRUCTORS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_the_constructor(name: str) -> None:
-    """And then the peer hears nothing more, not even if it stays."""
+    """Afterwards the peer receives nothing more, even if it stays."""
     exchange = exchange_of(name)
     assert exchange[0][1] == bytes.fromhex("00cef7853c0d4e220000")
     stage = Stage(exchange[2:])
@@ -282,7 +282,7 @@ def test_a_clone_says_no_more_than_the_constructor() -> None:
 
 
 def test_a_wait_behind_a_write_is_fenced() -> None:
-    """PING of nonce 0 before the WAIT, in the same segment, answered first."""
+    """A PING with nonce 0 precedes the WAIT, in the same segment, and is answered first."""
     _, wait = exchange_of("wait_present")[0]
     _, write = exchange_of("set_str")[0]
     stage = Stage([("c2s", wait), ("s2c", b"\0"), ("c2s", write), ("c2s", b"\x0d\0\0\0\0" + wait), ("s2c", bytes(5))])

@@ -1,4 +1,4 @@
-"""Handlers of signals on the synchronous client: whatever they interrupt, and whatever they do."""
+"""Signal handlers that use the synchronous client: whatever they interrupt, and whatever they do."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tcpstore_async.deadline import Deadline
 from tcpstore_async.serving import build
 
 TIMEOUT = 15.0
-"""Of the stores here. No call takes so long unless it waits for what never comes."""
+"""Of the stores here. No call takes so long unless it waits for something that never comes."""
 
 BIG = bytes(4 << 20)
-"""More than the kernel takes at once, of which it is told to keep little."""
+"""More than the kernel takes at once; its buffers are set to be small."""
 
 
 class Stop(Exception):
@@ -40,14 +40,14 @@ class Stop(Exception):
 
 
 class Gate(Fake):
-    """Passes bytes on. Of the first connection, either direction can be held up."""
+    """Forwards bytes. Either direction of the first connection can be held back."""
 
     def __init__(self, port: int) -> None:
         self.target = port
         self.reading = threading.Event()
         """Set while it reads what the client sends."""
         self.answering = threading.Event()
-        """Set while it passes on what the server sends."""
+        """Set while it forwards what the server sends."""
         self.open = 0
         self.open_all()
         listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -98,7 +98,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def observer(port: int) -> Iterator[TCPStore]:
-    """A store that nobody interrupts."""
+    """A store that no signal interrupts."""
     with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         yield store
 
@@ -130,7 +130,7 @@ def struck(event: int, handler: Callable[[], object], monkeypatch: pytest.Monkey
     real = select.poll
 
     class Poll:
-        """What says that a wait begins."""
+        """Reports that a wait begins."""
 
         def __init__(self) -> None:
             self._poll = real()
@@ -172,7 +172,7 @@ def struck(event: int, handler: Callable[[], object], monkeypatch: pytest.Monkey
 
 
 class Scene:
-    """A store of the main thread, in the midst of a call or between two."""
+    """A store of the main thread, during a call or between two."""
 
     def __init__(self, gate: Gate, observer: TCPStore, key: str) -> None:
         self.gate = gate
@@ -180,7 +180,7 @@ class Scene:
         self.key = key
         self.store = TCPStore("127.0.0.1", gate.port, timeout=TIMEOUT)
         self.earlier = False
-        """Whether a write comes before the call, that nothing has confirmed."""
+        """Whether an unconfirmed write precedes the call."""
         observer.set(key + "there", "v")
         observer.queue_push(key + "queue", "item")
         observer.queue_push(key + "queue", "item")
@@ -321,7 +321,7 @@ def test_a_handler_within_a_call(
     key: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It does not wait for the call that it interrupts, but for the server at most, if something was written before."""
+    """It never waits for the interrupted call, only for the server, and only after a write."""
     event, call = INTERRUPTED[interrupted]
     scene = Scene(gate, observer, key)
     threads = _threads(gate)
@@ -389,7 +389,7 @@ def _threads(gate: Gate) -> set[threading.Thread]:
 
 
 def _all_gone(gate: Gate) -> None:
-    """No connection is left."""
+    """Wait until no connection is left."""
     gate.open_all()
     for thread in gate._threads[1:]:
         thread.join(LIMIT)
@@ -422,7 +422,7 @@ def test_another_thread_that_asks_who_the_server_is(gate: Gate, key: str, monkey
 def test_a_child_that_goes_on_with_the_parents_call(
     gate: Gate, observer: TCPStore, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answer is the parent's; the child's store goes on with a connection of its own."""
+    """Its reply is the parent's; the child's store continues on a connection of its own."""
     with TCPStore("127.0.0.1", gate.port, timeout=TIMEOUT) as store:
         assert store.queue_len(key + "q") == 0
         gate.answering.clear()
@@ -462,7 +462,7 @@ def test_a_child_that_goes_on_with_the_parents_call(
 
 
 def test_an_interrupt_at_any_step_loses_nothing(port: int, key: str) -> None:
-    """Of calls behind writes that nothing has confirmed."""
+    """Of calls after unconfirmed writes."""
     rng = random.Random(1)
     armed = False
     interrupts = 0
@@ -499,7 +499,7 @@ def test_an_interrupt_at_any_step_loses_nothing(port: int, key: str) -> None:
 @pytest.mark.skipif(build() == "compiled", reason="compiled code has no steps between which an interrupt could strike")
 @pytest.mark.parametrize("raises", [True, False])
 def test_an_interrupt_at_every_step_of_a_call(port: int, observer: TCPStore, key: str, raises: bool) -> None:
-    """One after the other, of the client and the session: each is a place where a handler may run."""
+    """One after the other, in the client and the session: at each of them a handler may run."""
     calls: list[Callable[[TCPStore], object]] = [
         lambda store: store.set(key + "a", "2"),
         lambda store: store.add(key + "n", 1),
@@ -513,7 +513,7 @@ def test_an_interrupt_at_every_step_of_a_call(port: int, observer: TCPStore, key
 
 
 def _interrupt_at(port: int, call: Callable[[TCPStore], object], step: int, raises: bool, key: str) -> int:
-    """Interrupt a call at a step; the next one, or -1 if there was none."""
+    """Interrupt a call at a step. Return the next step, or -1 if there was none."""
     left = step
 
     def profile(frame: Any, event: str, _: object) -> None:  # these are the moments at which the interpreter looks
@@ -550,7 +550,7 @@ def _interrupt_at(port: int, call: Callable[[TCPStore], object], step: int, rais
 @pytest.mark.skipif(build() == "compiled", reason="compiled code runs no handlers there")
 @pytest.mark.parametrize("name", ["release", "remove"])
 def test_a_handler_in_the_midst_of_telling_others(gate: Gate, key: str, name: str) -> None:
-    """Two threads wait for the connection that is given back: none is left asleep."""
+    """Two threads wait for the connection that is released: neither stays asleep."""
     with TCPStore("127.0.0.1", gate.port, timeout=TIMEOUT) as store:
         assert store.add(key, 1) == 1
         source = Path(wait_queue.__file__).read_text().splitlines()
@@ -596,7 +596,7 @@ def test_a_handler_in_the_midst_of_telling_others(gate: Gate, key: str, name: st
 
 
 def until(true: Callable[[], object]) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     end = time.monotonic() + LIMIT
     while not true():
         assert time.monotonic() < end
@@ -604,14 +604,14 @@ def until(true: Callable[[], object]) -> None:
 
 
 class Seconds(float):
-    """A number that C functions take for that of a signal."""
+    """A float that C functions receive as the number of a signal."""
 
     _as_parameter_ = int(signal.SIGUSR1)
 
 
 @pytest.mark.skipif(not hasattr(ctypes, "PyDLL") or sys.platform != "linux", reason="no C library to ask")
 def test_a_signal_just_before_the_wait(gate: Gate, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step of the interpreter lies between it and the system call, which it does not interrupt, therefore."""
+    """No step of the interpreter lies between it and the system call, so it does not interrupt the call."""
     struck = threading.Event()
 
     def handle(*_: object) -> None:
@@ -649,7 +649,7 @@ with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
 
 
 def test_sigpipe_at_its_default() -> None:
-    """A program that has set it so hears of a server that is gone as any other, and lives."""
+    """With SIGPIPE at its default a lost server is an ordinary error, and the program survives."""
     with tcpstore_server() as server:
         command = [sys.executable, "-c", SIGPIPE, str(server.port)]
         program = subprocess.Popen(

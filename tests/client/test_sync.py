@@ -1,4 +1,4 @@
-"""The synchronous client: threads, time-outs, closing, forks, and what it leaves behind."""
+"""The synchronous client: threads, timeouts, closing, forks, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def connections(store: TCPStore) -> list[Any]:
 
 
 def until(true: Callable[[], object]) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     end = time.monotonic() + LIMIT
     while not true():
         assert time.monotonic() < end
@@ -120,14 +120,14 @@ def test_what_a_thread_wrote_is_there_for_every_thread(store: TCPStore, key: str
 
 
 class _Held(Proxy):
-    """Keeps back what clients say on one connection, while it is held."""
+    """Holds back what clients send on one connection."""
 
     def __init__(self, port: int) -> None:
         self.held = -1
         """The number of that connection."""
         self.go_on = threading.Event()
         self.spoken = threading.Event()
-        """Something was answered on another one meanwhile."""
+        """Set by a reply on another connection meanwhile."""
         super().__init__(port)
 
     def _note(self, number: int, who: str) -> None:
@@ -172,7 +172,7 @@ def test_what_two_threads_wrote_at_once_is_there_for_both(ours: int, key: str) -
 
 
 def test_a_thread_that_waits_for_a_connection_hears_of_it(ours: int, key: str) -> None:
-    """Whoever finds the only connection leased just when it is given back must not sleep."""
+    """A thread that finds the only connection leased just as it is released must not sleep."""
     old = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -207,7 +207,7 @@ def test_threads_that_never_pause_starve_no_other(ours: int, key: str) -> None:
 
 @pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
 def test_a_lease_that_ends_between_two_looks() -> None:
-    """The same, the unlucky moment made certain."""
+    """The same race, made deterministic."""
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
         client = store._client
         assert client is not None
@@ -246,7 +246,7 @@ def test_closing_ends_what_others_wait_for(store: TCPStore, key: str) -> None:
 
 
 def test_closing_in_the_midst_of_calls(ours: int) -> None:
-    """At every moment of a call: nothing but DistNetworkError comes of it, and at once."""
+    """At every moment of a call: the only result is DistNetworkError, at once."""
     rng = random.Random(3)
 
     def work(store: TCPStore) -> None:
@@ -310,7 +310,7 @@ def test_a_server_that_goes_is_noticed() -> None:
 
 
 def test_a_server_that_goes_ends_what_connects() -> None:
-    """The further connection is not tried until the timeout: the first has said that the server is gone."""
+    """The further connection is not retried until the timeout: the first one shows that the server is gone."""
     with (
         freezable() as server,
         TCPStore("127.0.0.1", server.port, timeout=-1) as store,
@@ -364,7 +364,7 @@ CALLS: list[tuple[str, Callable[[TCPStore], object], str]] = [
 @pytest.mark.parametrize("fresh", [True, False], ids=["not probed", "probed"])
 @pytest.mark.parametrize("name", [name for name, _, _ in CALLS])
 def test_a_frozen_server(name: str, fresh: bool, request: pytest.FixtureRequest) -> None:
-    """Every method gives up in time, the first call and later ones, also behind a write; then it is in step."""
+    """Every method times out, at the first call and later, also after a write; then the store is in step."""
     server = request.getfixturevalue("frozen")
     call, text = next((call, text) for method, call, text in CALLS if method == name)
     with TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
@@ -395,7 +395,7 @@ def frozen() -> Iterator[Any]:
 
 
 def test_a_wait_keeps_its_own_deadline(frozen: Any) -> None:
-    """And not the store's: for the question who the server is, the fence, the lease and a further connection."""
+    """Not the store's: for the request of the identity, the fence, the lease and a further connection."""
     with TCPStore("127.0.0.1", frozen.port, timeout=3600) as store, ThreadPoolExecutor(2) as threads:
         frozen.freeze()
         store.set("k", "v")
@@ -427,7 +427,7 @@ def test_a_further_connection_to_a_frozen_server_is_a_timeout(frozen: Any) -> No
 
 
 def test_a_full_buffer_honours_the_timeout(frozen: Any) -> None:
-    """What cannot be handed over whole breaks the connection, and with it the store: the write is lost."""
+    """A request that is sent in part breaks the connection and the store: the write is lost."""
     with TCPStore("127.0.0.1", frozen.port, timeout=LIMIT) as store:
         store.set_timeout(0.1)
         frozen.freeze()
@@ -480,7 +480,7 @@ class Struck(Exception):
 
 
 def test_interrupts_at_any_moment(ours: int, key: str) -> None:
-    """A handler that raises, again and again: no connection stays leased, no reply goes astray."""
+    """A handler that raises, again and again: no connection stays leased, no reply is misattributed."""
     rng = random.Random(8)
     lost = struck = 0
 
@@ -657,7 +657,7 @@ def test_ctrl_c(call: str, record_property: Callable[[str, object], None]) -> No
 
 
 def in_child(work: Callable[[], str], warn: bool = False) -> bytes:
-    """What a forked child says."""
+    """Run `work` in a forked child; return what it returned."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -836,7 +836,7 @@ def test_the_constructor_says_no_more_than_pytorchs(ours: int) -> None:
     with proxy_to(ours) as proxy:
         with TCPStore("127.0.0.1", proxy.port, 2, False, LIMIT, wait_for_workers=False):
             pass
-        assert proxy.all_said() == bytes.fromhex("00cef7853c0d") + os.getpid().to_bytes(4, "little")
+        assert proxy.all_sent() == bytes.fromhex("00cef7853c0d") + os.getpid().to_bytes(4, "little")
     with RawPeer(ours) as peer:
         peer.ping()
 
@@ -847,7 +847,7 @@ def test_errors_are_pytorchs_kinds() -> None:
 
 
 def test_an_error_shows_nothing_internal() -> None:
-    """In compiled code either, which knows no `from None`."""
+    """Nor in compiled code, which ignores `from None`."""
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=0.05) as store:
         requests: list[Callable[[], object]] = [
             lambda: store.wait(["k"]),

@@ -61,7 +61,7 @@ def test_a_write_that_is_lost_fails_the_next_call() -> None:
         ThreadPoolExecutor(1) as threads,
     ):
         waiting = threads.submit(store.get, "late")
-        while len(proxy.said) < 1 or b"/late" not in proxy.all_said():
+        while len(proxy.sent) < 1 or b"/late" not in proxy.all_sent():
             pass
         proxy.cut_before = b"\x01"
         store.set("k", "v")
@@ -77,7 +77,7 @@ def test_a_further_connection_leads_to_the_same_server() -> None:
     with tcpstore_server() as first, tcpstore_server() as second, proxy_to(first.port) as proxy:
         with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store, ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(store.get, "never")
-            while b"/never" not in proxy.all_said():
+            while b"/never" not in proxy.all_sent():
                 pass
             proxy.target = second.port
             with pytest.raises(DistNetworkError, match="a different server now listens"):
@@ -92,7 +92,7 @@ async def test_so_does_the_async_clients() -> None:
     with tcpstore_server() as first, tcpstore_server() as second, proxy_to(first.port) as proxy:
         async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
             waiting = asyncio.create_task(store.get("never"))
-            while proxy.all_said().count(b"/never") < 3:  # it has looked, and now waits, on the only connection
+            while proxy.all_sent().count(b"/never") < 3:  # it has looked, and now waits, on the only connection
                 await asyncio.sleep(0.001)
             proxy.target = second.port
             with pytest.raises(DistNetworkError, match="a different server now listens"):
@@ -111,16 +111,16 @@ def test_what_goes_over_the_wire(server: str) -> None:
         with proxy_to(port) as proxy, TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
             store.set("k", "v")
             assert store.add("n", 1) == 1
-            assert PROBE not in proxy.all_said()
+            assert PROBE not in proxy.all_sent()
             with ThreadPoolExecutor(8) as threads:
                 assert set(threads.map(store.get, ["k"] * 32)) == {b"v"}
-            assert proxy.all_said().count(PROBE) == 1
-            turns = len(proxy.turns[0])
-            if len(proxy.turns) == 1:
+            assert proxy.all_sent().count(PROBE) == 1
+            turns = len(proxy.senders[0])
+            if len(proxy.senders) == 1:
                 assert store.get("k") == b"v"
-                assert proxy.turns[0][turns:] == (["c", "s"] if server == "ours" else ["c", "s", "c", "s"])
-            asked = bytes(proxy.said[0])[-10 - len("k") :]
-            assert (b"\x40" in proxy.all_said()) == (server == "ours")
+                assert proxy.senders[0][turns:] == (["c", "s"] if server == "ours" else ["c", "s", "c", "s"])
+            asked = bytes(proxy.sent[0])[-10 - len("k") :]
+            assert (b"\x40" in proxy.all_sent()) == (server == "ours")
             assert asked
 
 

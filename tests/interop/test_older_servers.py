@@ -7,6 +7,7 @@ ones themselves.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -111,11 +112,11 @@ async def test_barriers_of_the_async_client(newest: int) -> None:
 
 
 CALLS: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("list_keys", lambda store: store.list_keys(), r"cannot list its keys \(PyTorch's can since 2.10"),
-    ("queue_push", lambda store: store.queue_push("q", "v"), r"has no queues \(PyTorch's has since 2.8"),
-    ("queue_len", lambda store: store.queue_len("q"), r"has no queues \(PyTorch's has since 2.8"),
-    ("queue_pop", lambda store: store.queue_pop("q"), r"has no queues \(PyTorch's has since 2.8"),
-    ("poll", lambda store: store.queue_pop("q", False), r"has no queues \(PyTorch's has since 2.8"),
+    ("list_keys", lambda store: store.list_keys(), "cannot list its keys (PyTorch's can since 2.10"),
+    ("queue_push", lambda store: store.queue_push("q", "v"), "has no queues (PyTorch's has since 2.8"),
+    ("queue_len", lambda store: store.queue_len("q"), "has no queues (PyTorch's has since 2.8"),
+    ("queue_pop", lambda store: store.queue_pop("q"), "has no queues (PyTorch's has since 2.8"),
+    ("poll", lambda store: store.queue_pop("q", False), "has no queues (PyTorch's has since 2.8"),
 ]
 
 lacking = pytest.mark.parametrize(("call", "said"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])
@@ -128,9 +129,9 @@ def test_what_nothing_else_can_be_done_for(newest: int, call: Callable[[TCPStore
     with older(newest, *lacks) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         store.append("log", ".")
         for _ in range(2):
-            with pytest.raises(NotImplementedError, match=said):
+            with pytest.raises(NotImplementedError, match=re.escape(said)):
                 call(store)
-        with store.clone() as clone, pytest.raises(NotImplementedError, match=said):
+        with store.clone() as clone, pytest.raises(NotImplementedError, match=re.escape(said)):
             call(clone)
         assert store.get("log").endswith(b".")
 

@@ -275,7 +275,7 @@ def test_queues_of_a_legacy_client(server: tuple[str, int], key: str) -> None:
             with pytest.raises(NotImplementedError, match=r"^queues not implemented on legacy TCPStore backend$"):
                 call()
         assert store.add(key, 1) == 1
-        assert proxy.all_said().count(key.encode()) == 1
+        assert proxy.all_sent().count(key.encode()) == 1
 
 
 def test_a_value_over_the_limit(server: tuple[str, int], key: str) -> None:
