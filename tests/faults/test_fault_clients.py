@@ -1,4 +1,4 @@
-"""Clients whose connection is cut, or whose server says what cannot be true."""
+"""Clients whose connection is cut, or whose server sends nonsense."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_goes_over_the_wire(server: str) -> None:
 
 
 def answering(reply: bytes, after: bytes = b"") -> Callable[[socket.socket], None]:
-    """A server that greets, answers the probe as PyTorch's do, and then says this to whatever comes."""
+    """A server that greets, replies to the probe as PyTorch's do, and then sends this to every request."""
 
     def talk(peer: socket.socket) -> None:
         greet(peer)
@@ -186,7 +186,7 @@ async def test_a_lie_ends_the_async_store(lie: str, reply: bytes, call: Callable
 
 @pytest.mark.parametrize("pong", [b"\1\2\3\4", b"HTTP/1.1 400\r\n\r\n", b"", b"\xff" * 10])
 def test_a_greeting_that_is_none(pong: bytes) -> None:
-    """It is tried again until the deadline, and then the error says why."""
+    """The client retries until the deadline; the error names the last cause."""
 
     def talk(peer: socket.socket) -> None:
         exactly(peer, 10)
