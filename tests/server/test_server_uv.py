@@ -15,9 +15,11 @@ import tcpstore_async
 from support import HANDSHAKE, LIMIT, blob, keys
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.limits import Limits
+from tcpstore_async.server import uv
 from tcpstore_async.server.listening import listen
 from tcpstore_async.server.poller import LoopPoller, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
+from tcpstore_async.serving import build
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -320,6 +322,36 @@ def test_reading_pauses_while_a_peer_reads_nothing(run: Run, watch_with: WatchWi
             await peer.leave()
 
     run(main)
+
+
+@pytest.mark.skipif(build() == "compiled", reason="compiled functions are not looked up")
+def test_no_write_hands_the_kernel_more_than_4_mib(
+    run: Run, watch_with: WatchWith, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def write(fd: int, data: bytes) -> int:
+        sizes.append(len(data))
+        return os.write(fd, data)
+
+    def write_pieces(fd: int, data: list[bytes]) -> int:
+        sizes.append(sum(map(len, data)))
+        return os.writev(fd, data)
+
+    monkeypatch.setattr(uv, "_write", write)
+    monkeypatch.setattr(uv, "_write_pieces", write_pieces)
+    part = bytes(range(251)) * (5 * MIB // 251)
+
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as peer:
+            peer.writer.write((b"\x09" + blob(b"/k") + blob(part)) * 6)
+            await peer.writer.drain()
+            assert await peer.ask(b"\x03" + blob(b"/k"), 8 + 6 * len(part)) == blob(part * 6)
+            assert await peer.ask(b"\x0a" + keys(b"/k", b"/k"), 2 * (8 + 6 * len(part))) == blob(part * 6) * 2
+            await peer.ping()
+
+    run(main)
+    assert max(sizes) == 4 * MIB
 
 
 @pytest.mark.parametrize("ending", ["close", "reset"])
