@@ -32,8 +32,8 @@ def say(*words):
 """
 
 HOST = """
-from tcpstore_async.server import hosting
-hosted = hosting.host(0)
+from tcpstore_async.server import master
+hosted = master.host(0)
 say(hosted.port, hosted.pid)
 """
 """Start a server and print its port, after STREAMS; a test appends what the program does then."""
@@ -126,9 +126,9 @@ def owner(
     backend: str | None = None,
 ) -> Iterator[Owner]:
     """A program that owns a server, with code to run before and after its start; both are killed at the end."""
-    hosting = HOST if backend is None else HOST.replace("host(0)", f"host(0, backend={backend!r})")
+    program = HOST if backend is None else HOST.replace("host(0)", f"host(0, backend={backend!r})")
     process = subprocess.Popen(
-        [sys.executable, "-W", "error::RuntimeWarning", *options, "-c", STREAMS + before + hosting + then],
+        [sys.executable, "-W", "error::RuntimeWarning", *options, "-c", STREAMS + before + program + then],
         cwd=cwd or tempfile.gettempdir(),
         env=env,
         stdin=subprocess.PIPE,

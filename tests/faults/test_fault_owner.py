@@ -76,8 +76,8 @@ def test_an_owner_that_ends_without_a_word_takes_the_server_with_it(worker: str,
 
 SHORT_GRACE = """
 from tcpstore_async.server.process import parent
-start = child.start
-child.start = lambda *args, **options: start(*args, **options, grace=0.2)
+start = parent.start
+parent.start = lambda *args, **options: start(*args, **options, grace=0.2)
 """
 
 
@@ -363,7 +363,7 @@ if os.fork() == 0:
     hosted.announce(3)
     hosted.complete()
     hosted.release()
-    again = hosting.host(0, multi_tenant=True)
+    again = master.host(0, multi_tenant=True)
     say(again.port, again.pid)
     os.read(IN, 1)
     again.release()
@@ -436,8 +436,8 @@ def test_messages_on_the_control_socket(backend: str) -> None:
     port = listener.getsockname()[1]
     with serve(listener, backend=backend) as (process, control):
         ready = heard(control)
-        assert isinstance(room := ready.pop("room"), int)
-        assert room > 0
+        assert isinstance(capacity := ready.pop("max_connections"), int)
+        assert capacity > 0
         assert ready == {"event": "ready", "port": port, "pid": process.pid, "backend": backend}
         with RawPeer(port) as peer:
             peer.ping()
@@ -450,7 +450,7 @@ def test_messages_on_the_control_socket(backend: str) -> None:
             with RawPeer(port) as other:
                 other.ping()
                 control.sendall(b"stop\n")
-                assert heard(control) == {"event": "stopped"}, "all came after the time that was said"
+                assert heard(control) == {"event": "stopped"}, "every connection came after the round was complete"
                 assert peer.closed()
                 assert other.closed()
         assert process.wait(LIMIT) == 0
@@ -462,7 +462,7 @@ def test_connections_that_are_left_are_counted(backend: str) -> None:
         with RawPeer(int(str(heard(control)["port"]))) as peer:
             peer.ping()
             control.sendall(b"stop\n")
-            assert heard(control) == {"event": "stopped", "left": 1}
+            assert heard(control) == {"event": "stopped", "remaining": 1}
             peer.ping()
         assert process.wait(LIMIT) == 0
 
@@ -490,7 +490,7 @@ def test_a_server_outlives_the_thread_that_started_it() -> None:
 import threading
 from tcpstore_async.server import master
 
-def host(port, host=hosting.host):
+def host(port, host=master.host):
     def run():
         hosts.append(host(port))
 
@@ -500,7 +500,7 @@ def host(port, host=hosting.host):
     thread.join()
     return hosts[0]
 
-hosting.host = host
+master.host = host
 """
     with owner(WAIT, before=in_a_thread) as program:
         assert program.server.running(0.1)
