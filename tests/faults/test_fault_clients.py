@@ -220,14 +220,17 @@ def test_a_server_that_is_killed_ends_every_call_at_once() -> None:
         with TCPStore("127.0.0.1", store.port, timeout=-1) as worker:
             waiting = [threads.submit(one.get, f"never{number}") for number in range(2) for one in (store, worker)]
             for one in (store, worker):
-                while sum(channel.parked for channel in list(one._client._connections)) < 2:  # type: ignore[union-attr]
+                while sum(connection.parked for connection in list(one._client._connections)) < 2:  # type: ignore[union-attr]
                     pass
             os.kill(store._hosted.pid, signal.SIGKILL)
             for call in waiting:
                 with pytest.raises(DistNetworkError):
                     call.result(LIMIT)
-            with pytest.raises(DistNetworkError):
+            with pytest.raises(DistNetworkError) as raised:
                 worker.add("n", 1)
+            assert "the server process" not in str(raised.value)
+            with pytest.raises(DistNetworkError, match=rf"the server process of port {store.port} \(pid \d+\) "):
+                store.add("n", 1)
 
 
 def test_the_server_is_not_harmed() -> None:
