@@ -77,6 +77,8 @@ class TCPClient:
         """The server's identity, once requested, if the server is one of ours."""
         self.farewell: Request | None = None
         """Request without a reply that is sent to a server of ours when the store is closed."""
+        self.server_crash: Callable[[], str] | None = None
+        """Returns how the server crashed, or "" if it did not, in the process that has started it."""
         self.closed = False
         self._identified = False
         self._supported: dict[str, bool] = {}
@@ -750,7 +752,11 @@ class TCPClient:
 
     def _lost_error(self) -> DistNetworkError:
         """Return a new error for a call on a lost store."""
-        error = DistNetworkError(self._lost)
+        text = self._lost
+        if self.server_crash is not None:
+            crash = self.server_crash()
+            text = f"{text}: {crash}" if crash else text
+        error = DistNetworkError(text)
         error.__cause__ = None  # hides the context, in compiled code too
         return error
 

@@ -74,15 +74,14 @@ class ServerThread:
                 atexit.unregister(self.stop)
                 self._loop.call_soon_threadsafe(self._over.set)
             here = threading.current_thread()
-            if here is not self._thread and not isinstance(
-                here, Worker
-            ):  # a garbage collection there may have stopped the server
+            # A garbage collection in a thread of the server may have led here.
+            if here is not self._thread and not isinstance(here, Worker):
                 self._thread.join()
 
     def _run(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
-        import uvloop  # for servers only: it costs clients nothing
-
         try:
+            import uvloop  # for servers only: it costs clients nothing
+
             uvloop.run(self._serve(started))
         except BaseException as error:
             if started.done():

@@ -99,6 +99,8 @@ class TCPStore(Store):
                 else:  # perhaps not all come, or not at once: what keeps them out is logged only
                     hosted.check_capacity(ranks)
             self._client = self._connect(ranks if wait_for_workers else None, deadline)
+            if hosted is not None:
+                self._client.server_crash = hosted.crash
             if hosted is not None and ranks is not None and wait_for_workers:
                 _wait_for_workers(self._client, ranks, deadline)
                 hosted.complete()

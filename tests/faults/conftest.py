@@ -1,4 +1,4 @@
-"""Whatever a peer or the system does, both kinds of server take it."""
+"""Both servers withstand whatever a peer or the system does."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the fault tests share: what a process uses, waiting for a condition, and one good frame of every command."""
+"""Shared by the fault tests: what a process uses, waiting for a condition, and one valid frame of every command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that was not waited for yet has, too."""
+    """Return whether a process has ended, even if it was not waited for yet."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -36,7 +36,7 @@ def gone(pid: int) -> bool:
 
 
 def settled(server: Server, other: RawPeer) -> None:
-    """Wait until the server has dealt with everything that was sent before, on any connection."""
+    """Wait until the server has executed everything that was sent before, on any connection."""
     other.ping()  # what was sent before has arrived
     resting(server.process.pid)
 
@@ -56,7 +56,7 @@ class Watch:
         return len(os.listdir(self.folder / "fd"))
 
     def threads(self) -> int:
-        """Threads that there are."""
+        """Number of threads."""
         return len(os.listdir(self.folder / "task"))
 
     def cpu(self) -> float:
@@ -101,7 +101,7 @@ def server_under(prefix: list[str], *options: str) -> Iterator[Server]:
 
 @contextmanager
 def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program that prints to the test line by line; killed at the end."""
+    """A Python program whose output the test reads line by line; killed at the end."""
     process = subprocess.Popen(
         [sys.executable, "-c", text, *arguments],
         cwd=tempfile.gettempdir(),
@@ -121,7 +121,7 @@ def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def number(peer: RawPeer, request: bytes) -> int:
-    """Ask what is answered with an i64."""
+    """Send a request; return its reply, an i64."""
     answer: int = I64.unpack(peer.ask(request, 8))[0]
     return answer
 
@@ -155,4 +155,4 @@ FRAMES: dict[str, bytes] = {
     "LIST_KEYS": b"\x11",
     "BARRIER": b"\x12" + blob(b"/barrier") + I64.pack(2),
 }
-"""One good frame of every command but VALIDATE."""
+"""One valid frame of every command but VALIDATE."""

@@ -1,4 +1,4 @@
-"""Programs that host a server, and how they and the server end."""
+"""Programs that own a server, and how they and the server end."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def say(*words):
 """
 
 HOST = """
-from tcpstore_async.server import hosting
-hosted = hosting.host(0)
+from tcpstore_async.server import master
+hosted = master.host(0)
 say(hosted.port, hosted.pid)
 """
-"""What a program does to host, after STREAMS: it says where. What it does then, a test appends."""
+"""Start a server and print its port, after STREAMS; a test appends what the program does then."""
 
 WAIT = "os.read(IN, 1)\n"
 
@@ -44,7 +44,7 @@ RELEASE = WAIT + "hosted.release()\nsay('released')\n" + WAIT
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a server could listen on it now, on both families."""
+    """Return whether a server could listen on this port now, on both families."""
     with socket.socket(socket.AF_INET6) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -57,14 +57,14 @@ def port_is_free(port: int) -> bool:
 
 
 class Seen:
-    """A process that is not our child, seen through a descriptor: its pid cannot become another's."""
+    """A process that is no child, watched through a pidfd, so that its pid cannot be reused unnoticed."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._fd = os.pidfd_open(pid)
 
     def running(self, seconds: float = 0) -> bool:
-        """Whether it still runs after so long."""
+        """Return whether it still runs after so many seconds."""
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         return not poll.poll(seconds * 1000)
@@ -77,7 +77,7 @@ class Seen:
         signal.pidfd_send_signal(self._fd, number)
 
     def maps(self) -> str:
-        """Files it has in memory."""
+        """Return the files that it has mapped."""
         return Path("/proc", str(self.pid), "maps").read_text()
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def seen(pid: int) -> Iterator[Seen]:
 
 
 class Owner:
-    """A program that hosts a server."""
+    """A program that owns a server."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, server: Seen) -> None:
         self.process = process
@@ -125,10 +125,10 @@ def owner(
     cwd: str | None = None,
     backend: str | None = None,
 ) -> Iterator[Owner]:
-    """A program that hosts, with what it does before and then. It and its server are killed at the end."""
-    hosting = HOST if backend is None else HOST.replace("host(0)", f"host(0, backend={backend!r})")
+    """A program that owns a server, with code to run before and after its start; both are killed at the end."""
+    program = HOST if backend is None else HOST.replace("host(0)", f"host(0, backend={backend!r})")
     process = subprocess.Popen(
-        [sys.executable, "-W", "error::RuntimeWarning", *options, "-c", STREAMS + before + hosting + then],
+        [sys.executable, "-W", "error::RuntimeWarning", *options, "-c", STREAMS + before + program + then],
         cwd=cwd or tempfile.gettempdir(),
         env=env,
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What a hostile reviewer found, and must not find again."""
+"""Regressions that a hostile reviewer found."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_log_that_nobody_reads_stops_nobody(backend: str) -> None:
 
 
 def test_a_number_is_read_without_a_copy_of_what_follows() -> None:
-    """ADD on a long text costs its beginning only, and white space once."""
+    """ADD on a long text reads its beginning only, and white space once."""
     with tcpstore_server() as server, RawPeer(server.port) as peer:
         peer.send(b"\x01" + blob(b"/n") + blob(b" " * 1000 + b"41 " + bytes(8_000_000)))
         assert peer.ask(b"\x04" + blob(b"/n") + struct.pack("<q", 1), 8) == u64(42)

@@ -1,4 +1,4 @@
-"""Every limit, over the wire: the offender loses its connection, the log says why, and nobody else notices."""
+"""Every limit, over the wire: the offender is disconnected, the log says why, and other peers are not affected."""
 
 import re
 import time
@@ -22,7 +22,7 @@ SMALL = Limits(
     connections=30,
 )
 MARK = 1_000_000 - 2 * (1_000_000 // 16)
-"""Whoever holds most goes from here on; a connection of the legacy server counts 67,000."""
+"""From here on the peer that holds most is closed; a connection of the legacy server counts as 67,000."""
 
 
 def options(limits: Limits) -> list[str]:
@@ -37,7 +37,7 @@ def server(backend: str) -> Iterator[Server]:
 
 @pytest.fixture
 def other(server: Server) -> Iterator[RawPeer]:
-    """A bystander that is parked in a WAIT throughout, on a store that holds one key."""
+    """A peer that is parked in a WAIT throughout, on a store with one key."""
     with RawPeer(server.port) as peer:
         peer.send(b"\x01" + blob(b"/kept") + blob(b"v" * 1000))
         peer.send(b"\x06" + keys(b"/awaited"))
@@ -95,7 +95,7 @@ ANNOUNCED = {
     "keys of MULTI_SET": Offence("keys", 9, b"\x0b" + u64(9)),
     "absurd count": Offence("keys", 2**64 - 1, b"\x0a" + u64(2**64 - 1)),
 }
-"""Requests of which only the announcement arrives: that is enough."""
+"""Requests of which only the length arrives, which is enough."""
 
 GROWN = (b"\x09" + blob(b"/f/0") + FULL) * 300
 
@@ -218,7 +218,7 @@ def test_the_log_names_peer_limit_and_size(backend: str, name: str) -> None:
     if name not in COMPLETE or name == "large reply":
         assert size == offence.size
     if offence.size == MARK:
-        held = re.search(r" of 1000000; this peer holds, or has stored, (\d+)$", line)
+        held = re.search(r" of 1000000\); this peer accounts for (\d+)$", line)
         assert held
         assert int(held[1]) > MARK - 200_000
 
@@ -235,7 +235,7 @@ def half(count: int) -> bytes:
 
 
 def test_of_unfinished_requests_the_largest_goes(tight: Server) -> None:
-    """The small ones, though they come last and pass the mark, finish."""
+    """Small requests are executed, although they come last and pass the mark."""
     with RawPeer(tight.port) as other, RawPeer(tight.port) as large:
         large.ping(4243)
         large.send(half(400))

@@ -1,4 +1,4 @@
-"""The server of a master lives as long as its owner wants, whatever becomes of the owner and however it was started."""
+"""The server of a master lives as long as its owner wants, however that was started and ends."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SOURCES = Path(__file__).parent.parent.parent / "tcpstore_async"
 # How an owner ends
 
 WORKER = "if os.fork() == 0:\n    os.read(IN, 1)\n    os._exit(0)\n"
-"""It outlives the owner: it waits for standard input, which the test holds."""
+"""Outlives the owner: waits for standard input, which the test holds open."""
 
 ENDINGS = {
     "returns": "",
@@ -76,8 +76,8 @@ def test_an_owner_that_ends_without_a_word_takes_the_server_with_it(worker: str,
 
 SHORT_GRACE = """
 from tcpstore_async.server.process import parent
-start = child.start
-child.start = lambda *args, **options: start(*args, **options, grace=0.2)
+start = parent.start
+parent.start = lambda *args, **options: start(*args, **options, grace=0.2)
 """
 
 
@@ -113,7 +113,7 @@ def test_without_a_descriptor_for_processes_it_is_stopped_all_the_same() -> None
 
 
 def test_an_owner_that_becomes_another_program_has_let_go(backend: str) -> None:
-    """The pid stays, so the end of the control socket tells. The ranks keep their grace."""
+    """The pid stays, so the end of the control socket is what counts. The ranks keep their grace."""
     become = "os.execv(sys.executable, [sys.executable, '-c', 'import os; os.write(9, b\"new\\\\n\"); os.read(8, 1)'])"
     with owner(WAIT + become, backend=backend) as program:
         with RawPeer(program.port) as peer:
@@ -225,7 +225,7 @@ def test_an_owner_in_an_odd_state(state: str) -> None:
 
 @pytest.mark.parametrize("options", [["-S"], ["-I"], ["-S", "-I"], ["-X", "utf8"], ["-O"], ["-B"]], ids=" ".join)
 def test_an_interpreter_with_options(options: list[str]) -> None:
-    """Without `site`, or isolated, the program says itself where the package is."""
+    """Without `site`, or isolated, the program is passed the package's location."""
     with owner(RELEASE, options, before=f"sys.path += {PLACES}\n") as program:
         assert ("tcpstore_async__mypyc" in program.server.maps()) == (build() == "compiled")
         serves_and_stops(program)
@@ -243,7 +243,7 @@ def test_the_package_in_a_zip_file(tmp_path: Path) -> None:
 
 
 def test_the_package_in_a_directory_that_was_added(tmp_path: Path) -> None:
-    """A relative one, and the program has gone elsewhere since."""
+    """A relative path, after a change of the working directory."""
     shutil.copytree(SOURCES, tmp_path / "lib" / "tcpstore_async")
     elsewhere = f"sys.path[1:1] = ['lib', *{PLACES}]\nimport tcpstore_async.server.process.parent\nos.chdir('/')\n"
     with owner(RELEASE, ["-S", "-I"], before=elsewhere, cwd=str(tmp_path)) as program:
@@ -275,7 +275,7 @@ def test_nothing_in_the_current_directory_is_imported(tmp_path: Path) -> None:
 
 
 def test_the_users_program_is_not_run_again(tmp_path: Path) -> None:
-    """It has no `if __name__`."""
+    """The program has no `if __name__`."""
     script = tmp_path / "train.py"
     script.write_text(STREAMS + "say('once')\n" + HOST)
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
@@ -330,7 +330,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("last", ["releases", "returns"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_daemonic_multiprocessing_worker_hosts(method: str, last: str, tmp_path: Path) -> None:
-    """Which may have no multiprocessing children of its own."""
+    """Such a process may have no multiprocessing children of its own."""
     script = tmp_path / "workers.py"
     script.write_text(WORKERS)
     process = subprocess.Popen(
@@ -363,7 +363,7 @@ if os.fork() == 0:
     hosted.announce(3)
     hosted.complete()
     hosted.release()
-    again = hosting.host(0, multi_tenant=True)
+    again = master.host(0, multi_tenant=True)
     say(again.port, again.pid)
     os.read(IN, 1)
     again.release()
@@ -436,8 +436,8 @@ def test_messages_on_the_control_socket(backend: str) -> None:
     port = listener.getsockname()[1]
     with serve(listener, backend=backend) as (process, control):
         ready = heard(control)
-        assert isinstance(room := ready.pop("room"), int)
-        assert room > 0
+        assert isinstance(capacity := ready.pop("max_connections"), int)
+        assert capacity > 0
         assert ready == {"event": "ready", "port": port, "pid": process.pid, "backend": backend}
         with RawPeer(port) as peer:
             peer.ping()
@@ -450,7 +450,7 @@ def test_messages_on_the_control_socket(backend: str) -> None:
             with RawPeer(port) as other:
                 other.ping()
                 control.sendall(b"stop\n")
-                assert heard(control) == {"event": "stopped"}, "all came after the time that was said"
+                assert heard(control) == {"event": "stopped"}, "every connection came after the round was complete"
                 assert peer.closed()
                 assert other.closed()
         assert process.wait(LIMIT) == 0
@@ -462,13 +462,13 @@ def test_connections_that_are_left_are_counted(backend: str) -> None:
         with RawPeer(int(str(heard(control)["port"]))) as peer:
             peer.ping()
             control.sendall(b"stop\n")
-            assert heard(control) == {"event": "stopped", "left": 1}
+            assert heard(control) == {"event": "stopped", "remaining": 1}
             peer.ping()
         assert process.wait(LIMIT) == 0
 
 
 def test_an_owner_that_was_gone_before_it_was_watched() -> None:
-    """Its pid is another's by now, and somebody holds its end of the control socket."""
+    """Its pid has been reused, and another process holds its end of the control socket."""
     with serve(listen("127.0.0.1", 0), owner_pid=1) as (process, control):
         assert heard(control)["event"] == "ready"
         assert heard(control) == {"event": "stopped"}
@@ -485,12 +485,12 @@ def test_what_it_cannot_listen_on_is_reported() -> None:
 
 
 def test_a_server_outlives_the_thread_that_started_it() -> None:
-    """The owner is a process: death signals of the kernel's would fire when the thread ends."""
+    """The owner is a process: a parent-death signal would be sent when the thread ends."""
     in_a_thread = """
 import threading
 from tcpstore_async.server import master
 
-def host(port, host=hosting.host):
+def host(port, host=master.host):
     def run():
         hosts.append(host(port))
 
@@ -500,7 +500,7 @@ def host(port, host=hosting.host):
     thread.join()
     return hosts[0]
 
-hosting.host = host
+master.host = host
 """
     with owner(WAIT, before=in_a_thread) as program:
         assert program.server.running(0.1)

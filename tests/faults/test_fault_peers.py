@@ -1,4 +1,4 @@
-"""Peers that break off, send garbage, never read or stand still: only their own connection suffers."""
+"""Peers that break off, send garbage, never read or stall: only their own connection suffers."""
 
 import os
 import random
@@ -47,7 +47,7 @@ def prepare(peer: RawPeer) -> None:
 
 
 def untouched(peer: RawPeer) -> None:
-    """Nothing but what `prepare` made is there; take the queue away again."""
+    """Check that nothing but what `prepare` made is left; delete the queue."""
     assert get(peer, b"/kept") == b"as it was"
     assert num_keys(peer) == 1
     assert number(peer, b"\x10" + blob(b"/queue")) == 0
@@ -322,7 +322,7 @@ def test_resets_while_parked(server: Server, other: RawPeer) -> None:
 
 
 def test_half_close_with_pipelined_requests(server: Server, other: RawPeer) -> None:
-    """What was sent before the end of file is executed and answered."""
+    """What was sent before the end of file is executed, and the replies are sent."""
     with RawPeer(server.port) as peer:
         peer.send((b"\x04" + blob(b"/count") + I64.pack(1)) * 2000)
         peer.socket.shutdown(socket.SHUT_WR)
@@ -394,7 +394,7 @@ def test_two_thousand_connects_and_resets(server: Server, other: RawPeer) -> Non
 
 @pytest.mark.parametrize("ending", ["close", "reset", "garbage"])
 def test_the_hand_off_of_a_peer_that_leaves_goes_to_the_next(server: Server, other: RawPeer, ending: str) -> None:
-    """A woken queue waiter that never pops hands the item's wake-up on."""
+    """When a woken queue waiter leaves without popping, the next waiter is woken."""
     with RawPeer(server.port) as first, RawPeer(server.port) as second:
         for peer in (first, second):
             peer.ping()

@@ -24,7 +24,7 @@ SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
 
 
 def connect(port: int) -> RawPeer | None:
-    """A connection, if the server takes it."""
+    """Return a connection, if the server accepts it."""
     peer = RawPeer(port, validate=False)
     try:
         peer.send(HANDSHAKE + b"\x0dping")
@@ -38,7 +38,7 @@ def connect(port: int) -> RawPeer | None:
 
 @contextmanager
 def connections(port: int, count: int) -> Iterator[list[RawPeer]]:
-    """So many connections, every one served."""
+    """Open this number of connections, each of them served."""
     peers: list[RawPeer] = []
     try:
         for _ in range(count):
@@ -52,7 +52,7 @@ def connections(port: int, count: int) -> Iterator[list[RawPeer]]:
 
 
 def idle(server: Server) -> bool:
-    """Whether the server uses no CPU to speak of, over half a second; a spinning one uses all it gets."""
+    """Return whether the server uses next to no CPU for half a second; a spinning one uses all it gets."""
     watch = Watch(server.process.pid)
     before = watch.cpu()
     time.sleep(0.5)
@@ -189,7 +189,7 @@ def test_a_short_backlog_is_warned_of(backend: str, somaxconn: int) -> None:
 
 
 def test_a_reply_that_ends_in_an_empty_value_is_one_segment(backend: str) -> None:
-    """A length held back until its value comes would arrive 200 ms late, as on PyTorch's legacy server."""
+    """A length that is sent apart from its value makes the value 200 ms late, as on PyTorch's legacy server."""
     with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
         peer.send(b"\x01" + blob(b"/k") + blob(b"") + b"\x0e" + blob(b"/q") + blob(b""))
         peer.ping()

@@ -1,4 +1,4 @@
-"""Addresses, the backlog, limits of open files, and the log of what peers did wrong."""
+"""Addresses, the backlog, the limit on open files, and the rate-limited log."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A server in a process of its own, from its owner's side."""
+"""The parent side of a server process."""
 
 import errno
 import gc
@@ -187,7 +187,7 @@ def test_a_clone_whose_first_connection_has_gone_is_of_a_next_round(server: Serv
 
 
 def count(server: ServerProcess) -> int:
-    """Connections that a server has open: sockets that are neither the listener nor the control."""
+    """Return how many connections a server has open: sockets other than its listener and control socket."""
     links = [os.readlink(path) for path in Path("/proc", str(server.pid), "fd").iterdir() if path.is_symlink()]
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     established = 0
@@ -199,7 +199,7 @@ def count(server: ServerProcess) -> int:
 
 
 def test_another_store_on_the_server_waits_for_its_ranks(server: ServerProcess, process: Seen) -> None:
-    """What came between belongs to it until it is complete."""
+    """Connections accepted in between belong to it until it is complete."""
     with ask(server.port, 1) as first:
         server.announce(1)
         first.join(1)

@@ -1,4 +1,4 @@
-"""A program that serves, and forks."""
+"""A program that serves and forks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_forked_children_hold_nothing_of_the_server(backend: str, loop: str) -> 
 
 @pytest.mark.parametrize("backend", ["uv", "threaded"])
 async def test_a_child_that_has_not_closed_its_copy_yet_does_not_keep_the_port(backend: str) -> None:
-    """It is forked, and has run nothing yet, when the server ends."""
+    """The child has been forked, but has not run yet, when the server ends."""
     async with serve(backend=backend) as server:
         copy = os.dup(cast(Any, server).listener.fileno())
     try:

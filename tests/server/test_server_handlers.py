@@ -1,4 +1,4 @@
-"""Log handlers that never hold up the event loop."""
+"""Log handlers that never block the event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_line_for_a_file_is_there_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`poll` says that a regular file can always be written."""
+    """`poll` always reports a regular file as writable."""
 
     def hang(fd: int, line: bytes) -> int:
         entered.set()

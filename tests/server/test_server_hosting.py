@@ -1,4 +1,4 @@
-"""What a master holds: addresses, sharing, sockets from elsewhere, in a process and in a thread."""
+"""The server of a master: addresses, sharing, given sockets, in a process and in a thread."""
 
 import gc
 import os
@@ -38,7 +38,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def serves(hosted: ServerHandle, address: str = "127.0.0.1") -> bool:
-    """Whether it can be reached there."""
+    """Return whether it can be reached there."""
     try:
         with socket.create_connection((address, hosted.port), LIMIT) as peer:
             peer.sendall(bytes.fromhex("00cef7853c 0d01020304"))
@@ -285,7 +285,7 @@ def test_a_server_of_another_address_is_not_shared(where: str, monkeypatch: pyte
 
 
 def bound(family: int = socket.AF_INET, *, listening: bool = False) -> tuple[int, int]:
-    """Descriptor and port of a socket that nobody owns."""
+    """Return the descriptor and port of a socket without an owner."""
     given = socket.socket(family)
     given.bind(("127.0.0.1" if family == socket.AF_INET else "::1", 0))
     if listening:
@@ -394,7 +394,7 @@ print("good")
 
 
 def run(text: str, *arguments: str, **variables: str) -> str:
-    """What a program prints."""
+    """Run a program; return what it prints."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", text, *arguments],
         capture_output=True,
@@ -462,7 +462,7 @@ def test_interrupted_while_it_starts_it_leaves_nothing(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def slow_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An interpreter that starts once a file is there."""
+    """An interpreter that starts once a file exists."""
     wrapper, go_on = tmp_path / "python", tmp_path / "go on"
     wrapper.write_text(f'#!/bin/sh\nwhile [ ! -e "{go_on}" ]; do sleep 0.02; done\nexec "{sys.executable}" "$@"\n')
     wrapper.chmod(0o755)
@@ -472,7 +472,7 @@ def slow_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("may_be_thread", [True, False])
 def test_a_start_has_no_more_time_than_its_caller(slow_python: Path, may_be_thread: bool) -> None:
-    """No thread takes its place: the time is up for that, too."""
+    """There is no fallback to a thread: its time is up as well."""
     fd, port = bound()
     with pytest.raises(DistNetworkError, match=rf"server process of port {port}: not ready within 0\.3 s; give"):
         host(port, listen_fd=fd, timeout=0.3, may_be_thread=may_be_thread)

@@ -1,4 +1,4 @@
-"""Both ways to learn which descriptors are ready, by themselves."""
+"""Both pollers, on their own."""
 
 import asyncio
 import select
@@ -18,7 +18,7 @@ Scenario = Callable[["Scene"], Coroutine[Any, Any, None]]
 
 
 class Scene:
-    """Two ends of a socket pair, one of which is watched, and what was reported of it."""
+    """A socket pair, one end of which is watched, and the events that were reported."""
 
     def __init__(self, way: WatchWith) -> None:
         self.near, self.far = socket.socketpair()
@@ -33,7 +33,7 @@ class Scene:
         self.heard.set()
 
     async def next(self) -> int:
-        """The events of the next report of the watched end."""
+        """Return the events of the next report."""
         while not self.news:
             self.heard.clear()
             await asyncio.wait_for(self.heard.wait(), LIMIT)
@@ -42,7 +42,7 @@ class Scene:
         return events
 
     async def quiet(self) -> bool:
-        """Whether the loop turns many times without a report, those apart that were under way."""
+        """Return whether many turns of the loop bring no report, except those that were under way."""
         for _ in range(2):
             self.news.clear()
             for _ in range(50):

@@ -1,4 +1,4 @@
-"""What the server process of a master says reaches its owner's logging, and how it ends does."""
+"""The log of a server process, and how the process ended, reach its owner's logging."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_a_short_backlog_is_warned_of_if_the_world_is_larger(
 
 
 def usage() -> tuple[int, int, int]:
-    """Descriptors, threads and children of this process."""
+    """Return the numbers of descriptors, threads and children of this process."""
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(os.getpid())], capture_output=True, text=True)
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children.stdout.split())
 
@@ -342,7 +342,7 @@ def slow() -> Iterator[Slow]:
 
 
 def forked() -> int:
-    """What a forked child finds: 0 if nobody logs and it can, 1 else."""
+    """Fork; return the child's exit status: 0 if no thread held the lock and it can log, else 1."""
     pid = os.fork()
     if pid == 0:
         handler = next(one for one in log_reader.log.handlers if isinstance(one, Slow))

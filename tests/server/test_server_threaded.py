@@ -43,7 +43,7 @@ def threads() -> set[threading.Thread]:
 
 
 class Served:
-    """A server on a loop in a thread of its own, for the test to call as the loop would."""
+    """A server whose loop runs in a thread of its own, for the test to call as the loop would."""
 
     def __init__(self, server: ThreadedServer, loop: asyncio.AbstractEventLoop) -> None:
         self.server = server
@@ -62,7 +62,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(self.server.drain(grace), self._loop)
 
     def connection(self, peer: RawPeer) -> Connection:
-        """The server's side of it, once there is one."""
+        """Return the server's connection for a peer, once there is one."""
         port = peer.socket.getsockname()[1]
         peer.ping()
         [found] = [one for one in list(self.server.connections) if one.session.port == port]
@@ -71,7 +71,7 @@ class Served:
 
 @contextmanager
 def served(limits: Limits | None = None) -> Iterator[Served]:
-    """A server; when it is stopped no thread of it is left."""
+    """A server, of which no thread is left when it has stopped."""
     before = threads()
     started: Future[Served] = Future()
     over: Future[None] = Future()
@@ -648,7 +648,7 @@ class Hammer:
                 return
 
     def swap(self, ticket: int) -> None:
-        """Count by COMPARE_SET: what came between makes it try again."""
+        """Count by COMPARE_SET, trying again after a change in between."""
         self.swapped += 1
         seen = get(self.peer, b"/swapped")
         while True:
@@ -660,7 +660,7 @@ class Hammer:
             seen = now
 
     def meet(self, ticket: int) -> None:
-        """Say that I am here, and wait for three others, whoever they are."""
+        """Set a key, and wait for three keys of others."""
         self.peer.send(b"\x01" + blob(b"/here/%d/%d" % (ticket, self.me)) + blob(b"%d" % ticket))
         names = [b"/here/%d/%d" % (ticket, self.dice.randrange(CLIENTS)) for _ in range(3)]
         assert self.peer.ask(b"\x06" + keys(*names), 1) == b"\0"
@@ -692,7 +692,7 @@ def test_many_clients_with_random_commands(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_empty_value_is_not_delayed(backend: str) -> None:
-    """PyTorch's legacy server holds its length back until the value comes: 40 ms."""
+    """PyTorch's legacy server sends the length and the value apart, which costs 40 ms."""
 
     def median(key: bytes, reply: bytes) -> float:
         times = []

@@ -15,9 +15,11 @@ import tcpstore_async
 from support import HANDSHAKE, LIMIT, blob, keys
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.limits import Limits
+from tcpstore_async.server import uv
 from tcpstore_async.server.listening import listen
 from tcpstore_async.server.poller import LoopPoller, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
+from tcpstore_async.serving import build
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -51,7 +53,7 @@ def watch_with(request: pytest.FixtureRequest) -> WatchWith:
 
 
 class Serving:
-    """`async with` a server of the way given; stopped at the end."""
+    """A server with the given poller, for `async with`."""
 
     def __init__(self, watch_with: WatchWith = make_poller, limits: Limits | None = None) -> None:
         self.server = UvServer(listen("127.0.0.1", 0), limits or Limits(), watch_with)
@@ -270,7 +272,7 @@ def test_a_wake_from_another_connection(run: Run, watch_with: WatchWith) -> None
 
 @pytest.mark.parametrize("size", [0, 1, 900, 960, 961, 65_535, 65_536, 70_000, 300_000, 5_000_000])
 def test_values_of_every_size(run: Run, watch_with: WatchWith, size: int) -> None:
-    """Around every boundary of the reading: the first buffer, the second, the bulk."""
+    """Around every boundary of reading: the first buffer, the second, the large value."""
     value = bytes(i * 13 % 251 for i in range(251)) * (size // 251 + 1)
     value = value[:size]
 
@@ -290,7 +292,7 @@ def test_values_of_every_size(run: Run, watch_with: WatchWith, size: int) -> Non
 
 
 def test_reading_pauses_while_a_peer_reads_nothing(run: Run, watch_with: WatchWith) -> None:
-    """And goes on, with every request that was kept back, in order, once it reads."""
+    """Once it reads, every request that was kept back is executed in order."""
 
     async def main() -> None:
         limits = Limits(unsent_high_water=100_000)
@@ -322,6 +324,36 @@ def test_reading_pauses_while_a_peer_reads_nothing(run: Run, watch_with: WatchWi
     run(main)
 
 
+@pytest.mark.skipif(build() == "compiled", reason="compiled functions are not looked up")
+def test_no_write_hands_the_kernel_more_than_4_mib(
+    run: Run, watch_with: WatchWith, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def write(fd: int, data: bytes) -> int:
+        sizes.append(len(data))
+        return os.write(fd, data)
+
+    def write_pieces(fd: int, data: list[bytes]) -> int:
+        sizes.append(sum(map(len, data)))
+        return os.writev(fd, data)
+
+    monkeypatch.setattr(uv, "_write", write)
+    monkeypatch.setattr(uv, "_write_pieces", write_pieces)
+    part = bytes(range(251)) * (5 * MIB // 251)
+
+    async def main() -> None:
+        async with Serving(watch_with) as server, client(server.port) as peer:
+            peer.writer.write((b"\x09" + blob(b"/k") + blob(part)) * 6)
+            await peer.writer.drain()
+            assert await peer.ask(b"\x03" + blob(b"/k"), 8 + 6 * len(part)) == blob(part * 6)
+            assert await peer.ask(b"\x0a" + keys(b"/k", b"/k"), 2 * (8 + 6 * len(part))) == blob(part * 6) * 2
+            await peer.ping()
+
+    run(main)
+    assert max(sizes) == 4 * MIB
+
+
 @pytest.mark.parametrize("ending", ["close", "reset"])
 def test_a_paused_peer_goes(run: Run, watch_with: WatchWith, ending: str) -> None:
     async def main() -> None:
@@ -343,7 +375,7 @@ def test_a_paused_peer_goes(run: Run, watch_with: WatchWith, ending: str) -> Non
 
 
 def test_a_peer_requests_much_and_leaves_without_reading(run: Run, watch_with: WatchWith) -> None:
-    """Its requests are all there, and the first reply meets a closed port."""
+    """All of its requests have arrived when the first reply meets a closed port."""
 
     async def main() -> None:
         async with Serving(watch_with) as server, client(server.port) as other:
@@ -359,7 +391,7 @@ def test_a_peer_requests_much_and_leaves_without_reading(run: Run, watch_with: W
 
 
 def test_a_peer_that_sends_on_does_not_keep_others_waiting(run: Run, watch_with: WatchWith) -> None:
-    """Another one is served between the reads of one that sends 64 MiB without a pause."""
+    """Others are served between the reads from a peer that sends 64 MiB without a pause."""
 
     async def main() -> None:
         async with Serving(watch_with) as server, client(server.port) as sender, client(server.port) as other:

@@ -249,7 +249,7 @@ def test_grace_period_expires() -> None:
         peer.ping()
         assert server.stop(signal.SIGTERM) == 0
         assert peer.closed()
-        assert "after 0.2 s of grace" in server.log()
+        assert "that are still open after 0.2 s" in server.log()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

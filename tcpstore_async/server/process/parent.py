@@ -222,7 +222,7 @@ def _spawn(
     """Start the process that forks the server."""
     flags = ["-B"] if sys.dont_write_bytecode else []
     pidfd = _own_pidfd()
-    owner = Process(os.getpid(), pidfd)  # closed in a forked child of another thread's
+    owner = Process(os.getpid(), pidfd)  # which a child forked by another thread closes
     try:
         with close_on_fork(_above_standard_streams(listener.dup())) as copy:
             fds = [copy.fileno(), control.fileno(), *([] if pidfd is None else [pidfd])]
