@@ -143,11 +143,12 @@ def test_a_prefix_of_pytorchs_own_store_under_classes() -> None:
 autoload = since(2, 5, "autoload")
 
 SAY = """
-import sys, torch.distributed as dist
+import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
-client = getattr(handlers["tcp"], "args", [None])[0]
-print(client, dist.TCPStore.__module__.partition(".")[0], handlers["tcp"].__class__.__name__)
+store = next(dist.rendezvous("tcp://127.0.0.1:0?rank=0&world_size=1"))[0]
+print(*(one.__module__.partition(".")[0] for one in (type(store), dist.TCPStore, handlers["tcp"])))
 """
+"""Prints whose client, whose class and whose rendezvous a program gets."""
 
 
 def say(code: str, *flags: str, **env: str) -> tuple[str, str]:
@@ -168,10 +169,10 @@ def say(code: str, *flags: str, **env: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("1", "native torch partial"),
-        ("python", "python torch partial"),
-        ("python,Classes", "python tcpstore_async partial"),
-        ("0", "None torch function"),
+        ("1", "torch torch tcpstore_async"),
+        ("python", "tcpstore_async torch tcpstore_async"),
+        ("python,Classes", "tcpstore_async tcpstore_async tcpstore_async"),
+        ("0", "torch torch torch"),
     ],
 )
 def test_the_environment_installs(value: str, expected: str) -> None:
@@ -180,24 +181,24 @@ def test_the_environment_installs(value: str, expected: str) -> None:
 
 @autoload
 def test_an_import_of_our_own_installs_as_well() -> None:
-    assert say("import tcpstore_async.torch" + SAY, TCPSTORE_INSTALL="1") == ("native torch partial", "")
+    assert say("import tcpstore_async.torch" + SAY, TCPSTORE_INSTALL="1") == ("torch torch tcpstore_async", "")
 
 
 @autoload
 def test_a_wrong_word_is_a_warning_and_no_more() -> None:
     text = "TCPSTORE_INSTALL is set, but tcpstore_async was not installed: it must be 1, native, python or classes"
     printed, warned = say(SAY, "-W", "ignore:Failed to initialize NumPy:UserWarning", TCPSTORE_INSTALL="yes")
-    assert printed == "None torch function"
+    assert printed == "torch torch torch"
     assert text in warned
     printed, warned = say(SAY, TCPSTORE_INSTALL="yes")
-    assert (printed, warned) == ("None torch function", f"{text}, not 'yes'"), "where warnings are errors"
+    assert (printed, warned) == ("torch torch torch", f"{text}, not 'yes'"), "where warnings are errors"
 
 
 @autoload
 @pytest.mark.parametrize("value", ["native,python", "0,python", "0,classes"])
 def test_words_that_contradict_each_other_install_nothing(value: str) -> None:
     printed, warned = say(SAY, TCPSTORE_INSTALL=value)
-    assert printed == "None torch function"
+    assert printed == "torch torch torch"
     assert warned.endswith(f"of 0, native and python it can be one, and 0 stands alone, not {value!r}")
 
 
