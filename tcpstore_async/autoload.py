@@ -1,8 +1,7 @@
-"""What PyTorch calls at its import, if this package is installed: TCPSTORE_INSTALL=1 needs no change to a program.
-And what its torchrun calls for the name of our rendezvous.
+"""Entry points that PyTorch calls: `autoload` when it is imported, `torchrun_handler` for our rendezvous backend.
 
-Knows: one environment variable, who makes torchrun's handlers. Must not know: anything else until that is asked for.
-Invariant: nothing that happens here can keep PyTorch from being imported; neither needs the other to be imported first.
+With the former, TCPSTORE_INSTALL=1 works without a change to a program. A failure here never keeps PyTorch from being
+imported, nothing else of the package is imported before it is needed, and either may be imported first.
 """
 
 import os
@@ -11,7 +10,7 @@ from typing import Any
 
 
 def autoload() -> None:
-    """Install what TCPSTORE_INSTALL asks for; a failure is a warning, or a line on stderr where warnings are errors."""
+    """Install what TCPSTORE_INSTALL asks for; on failure warn, or write to stderr where warnings are errors."""
     if not os.environ.get("TCPSTORE_INSTALL"):
         return
     try:
@@ -19,24 +18,24 @@ def autoload() -> None:
 
         from_environment()
     except Exception as error:
-        _warn(f"TCPSTORE_INSTALL is set, but tcpstore_async was not installed: {error}")
+        _warn(f"TCPSTORE_INSTALL is ignored, PyTorch uses its own stores: {error}")
 
 
 def _warn(text: str) -> None:
-    """Warn or, where a program has made that raise, say it on stderr; where there is none, say nothing."""
+    """Warn or, where a program has made warnings raise, write to stderr if there is one."""
     try:
         warnings.warn(text, stacklevel=3)
     except Exception:
         try:
             os.write(2, f"{text}\n".encode(errors="replace"))
         except Exception:
-            pass  # nobody can be told
+            pass  # there is nowhere left to report it
 
 
 def torchrun_handler() -> Any:
-    """What the entry point `torchrun.handlers` names: the function that makes a handler of parameters.
+    """Return the function that creates a rendezvous handler; the entry point `torchrun.handlers` names this.
 
-    PyTorch loads it while it imports its own rendezvous, which may be why ours is being imported: not from here.
+    PyTorch calls it while it imports its own rendezvous, possibly on behalf of our module: so that is imported later.
     """
 
     def create_handler(params: Any) -> Any:

@@ -155,8 +155,8 @@ def from_environment() -> None:
     text = os.environ.get("TCPSTORE_INSTALL", "")
     words = {word.strip() for word in text.lower().split(",")} - {""}
     if not words <= _WORDS:
-        raise ValueError(f"it must be 1, native, python or classes, not {text!r}")
+        raise ValueError(f"expected 1, native, python or classes, got {text!r}")
     if len(words & {"0", *_CLIENTS}) > 1 or words > {"0"}:
-        raise ValueError(f"of 0, native and python it can be one, and 0 stands alone, not {text!r}")
+        raise ValueError(f"0 cannot be combined, nor native with python: {text!r}")
     if words - {"0"}:
         install("python" if "python" in words else "native", "classes" in words)

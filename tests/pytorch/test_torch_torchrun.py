@@ -250,23 +250,23 @@ class Left(HashStore):
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_an_agent_with_another_clock_is_alive(hours: int) -> None:
-    assert not torchrun._is_over(Left(hours * 3600, 1), "job", timedelta(seconds=5))
+    assert not torchrun._why_over(Left(hours * 3600, 1), "job", timedelta(seconds=5))
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_an_agent_that_stays_silent_is_dead(hours: int) -> None:
-    assert torchrun._is_over(Left(hours * 3600, 0), "job", timedelta(seconds=0.1)).startswith("no agent")
+    assert torchrun._why_over(Left(hours * 3600, 0), "job", timedelta(seconds=0.1)) == "no heartbeat"
 
 
 def test_an_agent_of_just_now_is_alive_without_a_second_look() -> None:
-    assert not torchrun._is_over(Left(0, 0), "job", timedelta(hours=1))
+    assert not torchrun._why_over(Left(0, 0), "job", timedelta(hours=1))
 
 
 def test_an_epoch_that_nobody_has_entered_yet() -> None:
     store = HashStore()
-    assert not torchrun._is_over(store, "job", timedelta(hours=1))
+    assert not torchrun._why_over(store, "job", timedelta(hours=1))
     torchrun._Backend(store, "job")
-    assert not torchrun._is_over(store, "job", timedelta(hours=1))
+    assert not torchrun._why_over(store, "job", timedelta(hours=1))
 
 
 def test_an_agent_says_that_it_lives_and_that_it_closes() -> None:
@@ -276,7 +276,7 @@ def test_an_agent_says_that_it_lives_and_that_it_closes() -> None:
     assert not store.check([torchrun._BEAT])
     handler.set_closed()
     assert torchrun._is_recent(store.get(torchrun._BEAT), timedelta(seconds=60))
-    assert torchrun._is_over(store, "job", timedelta(hours=1)) == "closed"
+    assert torchrun._why_over(store, "job", timedelta(hours=1)) == "closed"
 
 
 class Bomb:
@@ -296,7 +296,7 @@ def test_nothing_from_the_store_is_unpickled(tmp_path: Path, beat: str) -> None:
     store = HashStore()
     store.set(torchrun._BEAT, beat)
     store.set("torch.rendezvous.job", base64.b64encode(pickle.dumps(Bomb(bomb))).decode())
-    assert torchrun._is_over(store, "job", timedelta(seconds=0.1)).startswith("no agent")
+    assert torchrun._why_over(store, "job", timedelta(seconds=0.1)) == "no heartbeat"
     assert not bomb.exists()
 
 
