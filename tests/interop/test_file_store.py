@@ -64,7 +64,7 @@ def test_sixteen_processes_share_one_file(tmp_path: Path) -> None:
     print(f"{time.monotonic() - began:.1f} s")
 
 
-def test_what_one_writes_the_other_reads(tmp_path: Path) -> None:
+def test_each_reads_what_the_other_writes(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     theirs = torch.distributed.FileStore(path, 2)
     with FileStore(path, 2) as ours:
@@ -106,7 +106,7 @@ def test_queues_do_not_disturb_pytorchs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", ["ours", "theirs"])
 @pytest.mark.parametrize(("world", "goes"), [(2, True), (1, True), (0, True), (3, False), (-1, False)])
-def test_the_file_goes_when_pytorchs_would(tmp_path: Path, last: str, world: int, goes: bool) -> None:
+def test_the_file_is_removed_when_pytorch_would_remove_it(tmp_path: Path, last: str, world: int, goes: bool) -> None:
     path = str(tmp_path / "store")
     theirs = torch.distributed.FileStore(path, world)
     ours = FileStore(path, world)
