@@ -1,7 +1,7 @@
-"""Entry points that PyTorch calls: the autoload hook, for TCPSTORE_INSTALL, and torchrun's rendezvous handler.
+"""Entry points that PyTorch calls: `autoload` when it is imported, `torchrun_handler` for our rendezvous backend.
 
-Invariants: no failure here can prevent the import of PyTorch, and neither package requires the other to be imported
-first. Everything else is imported only when it is needed.
+With the former, TCPSTORE_INSTALL=1 works without a change to a program. A failure here never keeps PyTorch from being
+imported, nothing else of the package is imported before it is needed, and either may be imported first.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def autoload() -> None:
-    """Install as TCPSTORE_INSTALL requests, at the import of PyTorch. A failure is only a warning."""
+    """Install what TCPSTORE_INSTALL asks for; on failure warn, or write to stderr where warnings are errors."""
     if not os.environ.get("TCPSTORE_INSTALL"):
         return
     try:
@@ -18,24 +18,24 @@ def autoload() -> None:
 
         from_environment()
     except Exception as error:
-        _warn(f"TCPSTORE_INSTALL is set, but tcpstore_async was not installed: {error}")
+        _warn(f"TCPSTORE_INSTALL is ignored, PyTorch uses its own stores: {error}")
 
 
 def _warn(text: str) -> None:
-    """Warn; if warnings are errors, write to standard error, if there is one."""
+    """Warn or, where a program has made warnings raise, write to stderr if there is one."""
     try:
         warnings.warn(text, stacklevel=3)
     except Exception:
         try:
             os.write(2, f"{text}\n".encode(errors="replace"))
         except Exception:
-            pass
+            pass  # there is nowhere left to report it
 
 
 def torchrun_handler() -> Any:
-    """Return the factory of our rendezvous handler, for the entry point `torchrun.handlers`.
+    """Return the function that creates a rendezvous handler; the entry point `torchrun.handlers` names this.
 
-    PyTorch calls this while it imports its own rendezvous package, so ours is imported only by the factory.
+    PyTorch calls it while it imports its own rendezvous, possibly on behalf of our module: so that is imported later.
     """
 
     def create_handler(params: Any) -> Any:

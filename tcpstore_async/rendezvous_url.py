@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from numbers import Integral
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import ParseResult, quote, urlparse, urlunparse
 
 from .coercion import Timeout
@@ -51,6 +51,10 @@ class FilePlace(NamedTuple):
     path: str
     rank: int
     world_size: int
+
+
+P = TypeVar("P", Place, FilePlace)
+S = TypeVar("S")
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Found]:
@@ -241,23 +245,31 @@ def open_store(place: Place, timeout: Timeout) -> Store:
     )
 
 
-def _tcp(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
-    place = read_tcp(url)
-    yield open_store(place, timeout), place.rank, place.world_size
-    raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
+def _open_file(place: FilePlace, timeout: Timeout) -> FileStore:
+    return FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
 
 
-def _env(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
-    place = read_env(url)
-    yield open_store(place, timeout), place.rank, place.world_size
-    raise RuntimeError("Unable to perform re-rendezvous using env:// method")
+def make_handlers(
+    open_store: Callable[[Place, Timeout], S], open_file: Callable[[FilePlace, Timeout], S]
+) -> dict[str, Callable[..., Iterator[tuple[S, int, int]]]]:
+    """Return handlers of tcp://, env:// and file:// URLs, by scheme, whose stores these functions open."""
+    return {
+        "tcp": _handler(read_tcp, open_store, "re-rendezvous using tcp://"),
+        "env": _handler(read_env, open_store, "re-rendezvous using env://"),
+        "file": _handler(read_file, open_file, "rerendezvous using file://"),
+    }
 
 
-def _file(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
-    place = read_file(url)
-    store = FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
-    yield store, place.rank, place.world_size
-    raise RuntimeError("Unable to perform rerendezvous using file:// method")
+def _handler(
+    read: Callable[[str], P], open_store: Callable[[P, Timeout], S], again: str
+) -> Callable[..., Iterator[tuple[S, int, int]]]:
+    def rendezvous(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[S, int, int]]:
+        place = read(url)
+        store = open_store(place, timeout)
+        yield store, place.rank, place.world_size
+        raise RuntimeError(f"Unable to perform {again} method")
+
+    return rendezvous
 
 
-_handlers: Final[dict[str, Handler]] = {"tcp": _tcp, "env": _env, "file": _file}
+_handlers: Final[dict[str, Handler]] = {**make_handlers(open_store, _open_file)}

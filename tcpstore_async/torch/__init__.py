@@ -1,4 +1,4 @@
-"""The same stores inside PyTorch: as `torch.distributed.Store`s, and under `init_process_group` and `torchrun`."""
+"""The stores inside PyTorch: as `torch.distributed.Store`s, under `init_process_group` and under `torchrun`."""
 
 from . import require_torch as require_torch
 from .install import install, rendezvous, uninstall

@@ -1,7 +1,6 @@
-"""The exceptions that are PyTorch's and ours at once.
+"""Exceptions that belong to PyTorch's tree and to ours.
 
-Knows: both trees. Must not know: who raises them.
-Invariant: whatever program catches, PyTorch's class or ours, it catches what a store under PyTorch raises.
+Whichever of the two a program catches, it catches what a store under PyTorch raises.
 """
 
 from typing import Any, Final
@@ -24,7 +23,7 @@ class DistStoreError(errors.DistStoreError, DistError, dist.DistStoreError):
 
 
 class StoreTimeoutError(errors.StoreTimeoutError, DistStoreError):
-    """A store operation was not done within its timeout; a `torch.distributed.DistStoreError`."""
+    """A store operation timed out; a `torch.distributed.DistStoreError`."""
 
 
 _QUEUE_EMPTY: Any = getattr(dist, "QueueEmptyError", dist.DistStoreError)  # since PyTorch 2.8
@@ -44,7 +43,7 @@ _JOINT: Final[dict[type[errors.DistError], type[errors.DistError]]] = {
 
 
 def joint(error: errors.DistError) -> errors.DistError:
-    """The same error, as one of PyTorch's too."""
+    """Return the same error as an instance of PyTorch's class too."""
     if isinstance(error, dist.DistError):
         return error
     for kind in type(error).__mro__:

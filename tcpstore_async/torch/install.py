@@ -8,8 +8,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from .cpp_client import open_native
 from .errors import DistNetworkError, joint
 from .monkeypatch import Monkeypatch
 
-_SCHEMES: Final = ("tcp", "env", "file")
 _CLASSES: Final = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 _CLIENTS: Final = ("native", "python")
 
@@ -52,8 +50,7 @@ def install(client: str = "native", classes: bool = False) -> None:
     if client not in _CLIENTS:
         raise ValueError(f"client must be native or python, not {client!r}")
     _replaced.restore()
-    for scheme in _SCHEMES:
-        handler = functools.partial(_HANDLERS[scheme], client)
+    for scheme, handler in plain.make_handlers(functools.partial(_open, client), _open_file).items():
         _replaced.replace(_rendezvous._rendezvous_handlers, scheme, handler)
     _replaced.replace(_CppTCPStore, "__init__", tcpstore_patch.constructor(vars(_CppTCPStore)["__init__"]))
     if classes:
@@ -92,7 +89,7 @@ def _as_torch_stores(found: Iterator[plain.Found]) -> Iterator[Found]:
         yield stores.of(store), found_rank, found_size
 
 
-# The handlers
+# The rendezvous handlers
 
 
 def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
@@ -138,30 +135,11 @@ def _warn_of_foreign_server(place: plain.Place, seconds: float) -> None:
         )
 
 
-def _tcp(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
-    place = plain.read_tcp(url)
-    store = _open(client, place, timeout)
-    yield store, place.rank, place.world_size
-    raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
-
-
-def _env(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
-    place = plain.read_env(url)
-    store = _open(client, place, timeout)
-    yield store, place.rank, place.world_size
-    raise RuntimeError("Unable to perform re-rendezvous using env:// method")
-
-
-def _file(client: str, url: str, timeout: timedelta = plain.DEFAULT_TIMEOUT, **_: Any) -> Iterator[Found]:
-    place = plain.read_file(url)
+def _open_file(place: plain.FilePlace, timeout: Timeout) -> dist.Store:
     lifetimes.close_ended()
     store = stores.FileStore(place.path, place.world_size, timeout=timeout, new_round=True)
     lifetimes.opened(store, stores.close_with_clones)
-    yield store, place.rank, place.world_size
-    raise RuntimeError("Unable to perform rerendezvous using file:// method")
-
-
-_HANDLERS: Final[dict[str, Callable[..., Iterator[Found]]]] = {"tcp": _tcp, "env": _env, "file": _file}
+    return store
 
 
 # The environment
@@ -177,8 +155,8 @@ def from_environment() -> None:
     text = os.environ.get("TCPSTORE_INSTALL", "")
     words = {word.strip() for word in text.lower().split(",")} - {""}
     if not words <= _WORDS:
-        raise ValueError(f"it must be 1, native, python or classes, not {text!r}")
+        raise ValueError(f"expected 1, native, python or classes, got {text!r}")
     if len(words & {"0", *_CLIENTS}) > 1 or words > {"0"}:
-        raise ValueError(f"of 0, native and python it can be one, and 0 stands alone, not {text!r}")
+        raise ValueError(f"0 cannot be combined, nor native with python: {text!r}")
     if words - {"0"}:
         install("python" if "python" in words else "native", "classes" in words)

@@ -10,6 +10,7 @@ the plain store's business.
 
 import atexit
 import functools
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -57,11 +58,11 @@ _FORWARDED: Final = tuple(
     for name, member in vars(base.Store).items()
     if callable(member) and not name.startswith("_") and name not in ("clone", "close", "set_timeout")
 )
-"""The methods that are the plain store's as they are."""
+"""The methods that call the plain store's and do nothing else; a new one of `base.Store` is one of them."""
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """The plain store's method `name`, under the timeout that PyTorch may have set."""
+    """Return a method that calls the plain store's method `name`, with the timeout that PyTorch may have set."""
 
     @functools.wraps(getattr(base.Store, name), assigned=("__name__", "__qualname__", "__doc__"))
     def method(self: "Store", *given: Any, **named: Any) -> Any:
@@ -75,7 +76,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 if TYPE_CHECKING:
-    _Methods = base.Store
+    _Methods = base.Store  # for the signatures: at run time our stores are no `tcpstore_async.Store`s
 else:
     _Methods = type("_Methods", (), {name: _method(name) for name in (*_FORWARDED, "_absent")})
 
@@ -143,7 +144,7 @@ class Store(_Methods, dist.Store, _StandsFor, metaclass=_Kind):
     getNumKeys = _Methods.num_keys
 
     def clone(self: S) -> S:
-        """Another store on the same keys, to be closed by itself."""
+        """Return another store on the same keys, which is closed separately."""
         try:
             copy = self._of(self._plain.clone())
         except errors.DistError as error:
@@ -166,7 +167,7 @@ class Store(_Methods, dist.Store, _StandsFor, metaclass=_Kind):
         return repr(self._plain)
 
 
-def _made(kind: type[base.Store], *given: Any, **named: Any) -> base.Store:
+def _make(kind: type[base.Store], *given: Any, **named: Any) -> base.Store:
     try:
         return kind(*given, **named)
     except errors.DistError as error:
@@ -174,15 +175,15 @@ def _made(kind: type[base.Store], *given: Any, **named: Any) -> base.Store:
 
 
 class _PlainTCPStore(tcp.TCPStore):
-    """PyTorch's own clients may be in the same process, two methods of which keep every thread of it from running."""
+    """Never runs its server as a thread: two methods of PyTorch's C++ client hold the GIL while they wait for it."""
 
     _may_be_thread = False
 
 
 class TCPStore(Store):
-    """As `tcpstore_async.TCPStore`, which see for the arguments, and a `torch.distributed.Store`.
+    """A `tcpstore_async.TCPStore` that is a `torch.distributed.Store`; the arguments are the same.
 
-    Its server, if it has one, is never a thread of this process: RuntimeError if `TCPSTORE_SERVER=thread` asks for it.
+    Its server, if it has one, never runs in a thread of this process: RuntimeError under `TCPSTORE_SERVER=thread`.
     """
 
     _stands_for = _CPP_CLASSES["TCPStore"]
@@ -198,14 +199,16 @@ class TCPStore(Store):
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
         use_libuv: bool | None = None,
-        **ours: Any,
+        *,
+        bind_host: str | None = None,
     ) -> None:
         flags = (wait_for_workers, multi_tenant, master_listen_fd, use_libuv)
-        super().__init__(_made(_PlainTCPStore, host_name, port, world_size, is_master, timeout, *flags, **ours))
+        where = (host_name, port, world_size, is_master, timeout)
+        super().__init__(_make(_PlainTCPStore, *where, *flags, bind_host=bind_host))
 
     @property
     def host(self) -> str:
-        """The server's host, as it was given."""
+        """The server's host as it was passed."""
         return str(self._plain.host)
 
     @property
@@ -215,41 +218,49 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:
-        """Whether the backend that was chosen is the event-driven one."""
+        """Whether the event-driven backend was chosen."""
         return bool(self._plain.libuvBackend)
 
 
 class FileStore(Store):
-    """As `tcpstore_async.FileStore`, and a `torch.distributed.Store`."""
+    """A `tcpstore_async.FileStore` that is a `torch.distributed.Store`; the arguments are the same."""
 
     _stands_for = _CPP_CLASSES["FileStore"]
 
-    def __init__(self, file_name: str, world_size: int = -1, **ours: Any) -> None:
-        super().__init__(_made(file.FileStore, file_name, world_size, **ours))
+    def __init__(
+        self,
+        file_name: str | os.PathLike[str],
+        world_size: int = -1,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        new_round: bool = False,
+    ) -> None:
+        super().__init__(_make(file.FileStore, file_name, world_size, timeout=timeout, new_round=new_round))
 
     @property
     def path(self) -> str:
-        """The file."""
+        """The file's path."""
         return str(self._plain.path)
 
 
 class HashStore(Store):
-    """As `tcpstore_async.HashStore`, and a `torch.distributed.Store`."""
+    """A `tcpstore_async.HashStore` that is a `torch.distributed.Store`."""
 
     _stands_for = _CPP_CLASSES["HashStore"]
 
     def __init__(self) -> None:
-        super().__init__(_made(hash.HashStore))
+        super().__init__(_make(hash.HashStore))
 
     def clone(self) -> "HashStore":
-        """This same store, as in PyTorch."""
+        """Return this same store, as PyTorch does."""
         return self
 
 
 class PrefixStore(Store):
-    """As `tcpstore_async.PrefixStore`, over any `torch.distributed.Store`, and one itself.
+    """A `tcpstore_async.PrefixStore` over any `torch.distributed.Store`, and one itself.
 
-    Closing it leaves the store below open, unless it `owns` that one.
+    Closing it leaves the underlying store open unless it `owns` that store. Raises ValueError without a store, and
+    TypeError for one that is no `torch.distributed.Store`.
     """
 
     _stands_for = _CPP_CLASSES["PrefixStore"]
@@ -261,16 +272,16 @@ class PrefixStore(Store):
             raise TypeError(f"store must be a torch.distributed.Store, not {type(store).__name__}")
         self._prefix = prefix
         self._underlying = store
-        super().__init__(plain_prefix.PrefixStore(prefix, _Below(store), owns=owns))
+        super().__init__(plain_prefix.PrefixStore(prefix, _Adapter(store), owns=owns))
 
     @property
     def timeout(self) -> timedelta:
-        """That of the store below."""
+        """The timeout of the underlying store."""
         self._sync_timeout()
         return _timeout_in_cpp(self)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set that of the store below."""
+        """Change the timeout of the underlying store."""
         self._plain.set_timeout(timeout)
         self._sync_timeout_below()
 
@@ -286,26 +297,26 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> dist.Store:
-        """The store below."""
+        """The store that keeps the keys."""
         return self._underlying
 
     @property
     def _underlying_non_prefix_store(self) -> dist.Store:
-        """The first store below that is not a prefix; a name of PyTorch's."""
+        """The first underlying store that is no prefix; PyTorch looks this name up."""
         store: Any = self._underlying
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         return cast(dist.Store, store)
 
     def clone(self) -> "PrefixStore":
-        """The same prefix over a clone of the store below, which is closed with it."""
+        """Return the same prefix over a clone of the underlying store, which is closed with it."""
         copy = PrefixStore(self._prefix, cast(Any, self._underlying).clone(), owns=True)
         copy._origin = self if self._origin is None else self._origin
         return copy
 
 
-class _Below(base.Store):
-    """A `torch.distributed.Store`, ours or not, as the plain one that a plain prefix takes."""
+class _Adapter(base.Store):
+    """Adapts a `torch.distributed.Store`, ours or not, to the plain store that a plain prefix takes."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -337,7 +348,7 @@ class _Below(base.Store):
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def method(self: _Below, *given: Any) -> Any:
+    def method(self: _Adapter, *given: Any) -> Any:
         theirs = getattr(self._store, name, None)
         if theirs is None:
             raise NotImplementedError(f"the {type(self._store).__name__} of PyTorch {torch.__version__} has no {name}")
@@ -347,12 +358,12 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 for _name in _FORWARDED:
-    if _name not in vars(_Below):
-        setattr(_Below, _name, _forward(_name))
+    if _name not in vars(_Adapter):
+        setattr(_Adapter, _name, _forward(_name))
 
 
 def of(plain: base.Store) -> Store:
-    """A plain store as one of these, which is closed with it."""
+    """Wrap a plain store; closing the result closes it."""
     if isinstance(plain, plain_prefix.PrefixStore):
         return PrefixStore(plain._start[:-1].decode(), of(plain.underlying_store), owns=plain._owns)
     for kind, ours in ((tcp.TCPStore, TCPStore), (file.FileStore, FileStore), (hash.HashStore, HashStore)):

@@ -1,9 +1,9 @@
-"""`torchrun --rdzv-backend=tcpstore`: agents meet on our server, and their workers on one too.
+"""`torchrun --rdzv-backend=tcpstore`: PyTorch's dynamic rendezvous with agents and workers on our servers.
 
-Knows: PyTorch's dynamic rendezvous, what tells a finished one from one that goes on. Must not know: how a store works.
-Invariants: agents of a job that is over, closed or left without a heartbeat, are never met: the next job of the same
-name has an epoch, and with it keys, of its own. Workers of one round never see the keys of another: it has a server of
-its own, and a name, in their environment, for those who join a server that runs already.
+Two invariants. An agent never joins the rendezvous of a job that has closed or whose agents have stopped sending
+heartbeats: the next job with the same id gets an epoch, and so keys, of its own. Workers of one round never see the
+keys of another: each round has a server of its own, and a name in the workers' environment for those that join a server
+that runs already.
 """
 
 import inspect
@@ -26,32 +26,32 @@ from .stores import PrefixStore, Store, TCPStore
 
 BACKEND: Final = "tcpstore"
 DEFAULT_PORT: Final = 29400
-"""Where torchrun's own backend listens, too."""
+"""The default port of torchrun's own backend."""
 
 _NO_STATE: Final = C10dRendezvousBackend._NULL_SENTINEL.encode()
 
 _BEAT: Final = "tcpstore.beat"
 _CLOSED: Final = "tcpstore.closed"
-"""What an epoch's agents say to those who come later, in keys of ours."""
+"""Keys in which the agents of an epoch leave their last heartbeat, and that it is closed."""
 
 _ROUND_KEY: Final = "tcpstore.round"
 
 _KEEP_ALIVE: Final = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
-"""The seconds between an agent's heartbeats, and how many of these may be missing until it is taken for dead."""
+"""Seconds between an agent's heartbeats, and how many may be missing before it is taken for dead."""
 
 _LOOKS: Final = 20
-"""How often an agent that may be dead is looked for within the time that it has to show itself."""
+"""How many times a possibly dead agent is checked within its keep-alive time."""
 
 log = logging.getLogger("tcpstore_async.torchrun")
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of one agent. The endpoint's host hosts the server, unless one runs there already.
+    """Create the rendezvous handler of one agent. The endpoint's host hosts the server unless one runs there already.
 
-    Options in `--rdzv-conf`, in seconds where they are times: is_host, read_timeout (60), join_timeout (600),
-    last_call_timeout (30), close_timeout (30), keep_alive_interval (5), keep_alive_max_attempt (3). Raises
-    ValueError if one of them is not a positive number, RendezvousConnectionError if the server cannot be reached.
-    If the last agents of a job of this name seem to be dead, this takes keep_alive_interval * keep_alive_max_attempt.
+    Options in `--rdzv-conf`, times in seconds: is_host, read_timeout (60), join_timeout (600), last_call_timeout (30),
+    close_timeout (30), keep_alive_interval (5), keep_alive_max_attempt (3). Raises ValueError if one of them is not
+    positive, RendezvousConnectionError if the server cannot be reached. Takes up to keep_alive_interval *
+    keep_alive_max_attempt if the last agents of a job with this id seem to be dead.
     """
     keep_alive = _keep_alive(params)
     read_timeout = timedelta(seconds=_positive(params, "read_timeout", 60))
@@ -74,9 +74,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class _Backend(C10dRendezvousBackend):
-    """PyTorch's, under our name, which torchrun compares with what it was asked for.
+    """PyTorch's backend under our name, which torchrun compares with `--rdzv-backend`.
 
-    It leaves a heartbeat beside each state that this agent writes, for those who must not unpickle that.
+    With each state, this agent writes a heartbeat for agents that must not unpickle the state.
     """
 
     @property
@@ -89,7 +89,7 @@ class _Backend(C10dRendezvousBackend):
 
 
 class _Handler(DynamicRendezvousHandler):
-    """PyTorch's, but each round has a server of its own for its workers, and a name that they are told."""
+    """PyTorch's handler, but each round has a server of its own for its workers, and a name in their environment."""
 
     def next_rendezvous(self) -> Any:
         self._close_server()
@@ -98,25 +98,25 @@ class _Handler(DynamicRendezvousHandler):
         return found
 
     def set_closed(self) -> None:
-        """As PyTorch's, and whoever looks at this epoch from now on knows."""
-        self._leave_mark()
+        """Close the rendezvous as PyTorch does, and mark the epoch as closed."""
+        self._mark_closed()
         super().set_closed()
 
     def shutdown(self) -> bool:
-        """As PyTorch's, and what was opened is closed: the other agents have the server's grace to do the same."""
+        """Shut down as PyTorch does, and close the stores; the server's grace lets the other agents do the same."""
         try:
-            self._leave_mark()
+            self._mark_closed()
             return bool(super().shutdown())
         finally:
             os.environ.pop(ROUND_VARIABLE, None)
             self._close_server()
             cast(PrefixStore, self._store).close()
 
-    def _leave_mark(self) -> None:
+    def _mark_closed(self) -> None:
         try:
             cast(PrefixStore, self._store).set(_CLOSED, "1")
-        except errors.DistError as error:  # the host of the store may have gone first: so has the epoch
-            log.info("the epoch could not be marked as closed: %s", error)
+        except errors.DistError as error:  # the store's host may have gone first, and the epoch with it
+            log.info("could not mark the epoch as closed: %s", error)
 
     def _close_server(self) -> None:
         server, self._shared_tcp_store_server = getattr(self, "_shared_tcp_store_server", None), None
@@ -129,14 +129,17 @@ class _Handler(DynamicRendezvousHandler):
 
 
 def _name_round(store: Any, rank: int) -> str:
-    """What all agents of a round call it. Random: the server that the workers join may know of earlier epoch 0s."""
+    """Agree with the other agents on a name for the round.
+
+    It is random, because the server that the workers join may hold keys of earlier jobs that began at epoch 0 too.
+    """
     if rank == 0:
         store.set(_ROUND_KEY, secrets.token_hex(8))
     return bytes(store.get(_ROUND_KEY)).decode()
 
 
 def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
-    """Host the server, or join the one that runs."""
+    """Host the server, or connect to the one that runs already."""
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     asked = params.get_as_bool("is_host")
     hosts = _matches_machine_hostname(host) if asked is None else asked
@@ -144,15 +147,15 @@ def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
         if hosts:
             try:
                 store = TCPStore(host, port, is_master=True, timeout=timeout, multi_tenant=True)
-                log.info("hosting the server of the rendezvous at port %d", store.port)
+                log.info("hosting the rendezvous server at port %d", store.port)
                 return store
             except errors.DistNetworkError:
                 if asked:
                     raise
-                log.info("port %d is taken: joining the server that is there", port)
+                log.info("port %d is in use: connecting to the server there", port)
         return TCPStore(host, port, timeout=timeout)
     except errors.DistError as error:
-        raise RendezvousConnectionError(f"The store at {host}, port {port} cannot be used: {error}") from error
+        raise RendezvousConnectionError(f"cannot use the store at {host}:{port}: {error}") from error
 
 
 def _seconds(params: RendezvousParameters, name: str) -> timedelta | None:
@@ -161,10 +164,10 @@ def _seconds(params: RendezvousParameters, name: str) -> timedelta | None:
 
 
 def _keep_alive(params: RendezvousParameters) -> dict[str, int]:
-    """What is asked for, as far as PyTorch's handler can be told: that of 2.6 keeps to the defaults."""
-    asked = {name: _positive(params, name, default) for name, default in _KEEP_ALIVE.items()}
-    takes = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
-    return {name: number for name, number in asked.items() if name in takes}
+    """Return the keep-alive options that PyTorch's handler accepts: that of 2.6 accepts none and uses the defaults."""
+    wanted = {name: _positive(params, name, default) for name, default in _KEEP_ALIVE.items()}
+    accepted = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
+    return {name: number for name, number in wanted.items() if name in accepted}
 
 
 def _positive(params: RendezvousParameters, name: str, default: int) -> int:
@@ -177,65 +180,64 @@ def _positive(params: RendezvousParameters, name: str, default: int) -> int:
 # Epochs
 
 
-class _Signs(NamedTuple):
-    """What the agents of an epoch have left there."""
+class _Traces(NamedTuple):
+    """What the agents of an epoch have written there."""
 
     closed: bool
     beat: bytes
-    """When, by its own clock, an agent last wrote the state; empty if none has said so."""
+    """When an agent last wrote the state, by its own clock; empty if there is no heartbeat."""
     state: bytes
-    """PyTorch's own, pickled, and never unpickled here: whoever reaches an unauthenticated server may have written it.
-    That it changes is what is seen of it."""
+    """PyTorch's pickled state. It is only compared, never unpickled here: the server is unauthenticated, so anybody may
+    have written it."""
 
 
-def _enter(store: Store, run_id: str, patience: timedelta) -> Store:
-    """The keys of the present epoch of a job, or of a new one if that is over."""
+def _enter(store: Store, run_id: str, keep_alive: timedelta) -> Store:
+    """Return the keys of a job's current epoch, or of a new epoch if the current one is over."""
     key = f"tcpstore.epoch.{run_id}"
     while True:
         epoch = int(store.compare_set(key, "", "0"))
         keys = PrefixStore(f"tcpstore.{run_id}.{epoch}", store, owns=True)
-        over = _is_over(keys, run_id, patience)
+        over = _why_over(keys, run_id, keep_alive)
         if not over:
             return keys
         log.info("epoch %d of %s is over (%s): entering the next one", epoch, run_id, over)
-        store.compare_set(key, str(epoch), str(epoch + 1))  # if another has done so, that is as well
+        store.compare_set(key, str(epoch), str(epoch + 1))  # another agent may have done so already
 
 
-def _is_over(keys: Store, run_id: str, patience: timedelta) -> str:
-    """Why the rendezvous of an epoch is not to be joined; empty if it is.
+def _why_over(keys: Store, run_id: str, keep_alive: timedelta) -> str:
+    """Return why the rendezvous of an epoch must not be joined; empty if it may be.
 
-    Heartbeats far from now prove nothing, as clocks differ: if they stay the same for `patience`, they are the last.
+    The age of a heartbeat proves nothing, as clocks differ: the agents are dead if nothing changes for `keep_alive`.
     """
-    first = _signs(keys, run_id)
+    first = _read_traces(keys, run_id)
     if first.closed:
         return "closed"
-    if not first.state or _is_recent(first.beat, patience):
+    if not first.state or _is_recent(first.beat, keep_alive):
         return ""
-    log.info("looking for up to %g s whether the agents of %s are alive", patience.total_seconds(), run_id)
-    end = time.monotonic() + patience.total_seconds()
+    log.info("waiting up to %g s for a heartbeat of the last agents of %s", keep_alive.total_seconds(), run_id)
+    end = time.monotonic() + keep_alive.total_seconds()
     while time.monotonic() < end:
-        time.sleep(patience.total_seconds() / _LOOKS)
-        signs = _signs(keys, run_id)
-        if signs.closed:
+        time.sleep(keep_alive.total_seconds() / _LOOKS)
+        traces = _read_traces(keys, run_id)
+        if traces.closed:
             return "closed"
-        if signs != first:
+        if traces != first:
             return ""
-    return "no agent has been heard of lately"
+    return "no heartbeat"
 
 
-def _is_recent(beat: bytes, patience: timedelta) -> bool:
-    """Whether this heartbeat is fresh if this clock is right."""
+def _is_recent(beat: bytes, keep_alive: timedelta) -> bool:
+    """Whether a heartbeat is recent by this machine's clock."""
     try:
-        return abs(time.time() - float(beat)) <= patience.total_seconds()
+        return abs(time.time() - float(beat)) <= keep_alive.total_seconds()
     except ValueError:
         return False
 
 
-def _signs(keys: Store, run_id: str) -> _Signs:
-    state = _left(keys, f"torch.rendezvous.{run_id}")
-    return _Signs(keys.check([_CLOSED]), _left(keys, _BEAT), b"" if state == _NO_STATE else state)
+def _read_traces(keys: Store, run_id: str) -> _Traces:
+    state = _get_or_empty(keys, f"torch.rendezvous.{run_id}")
+    return _Traces(keys.check([_CLOSED]), _get_or_empty(keys, _BEAT), b"" if state == _NO_STATE else state)
 
 
-def _left(keys: Store, key: str) -> bytes:
-    """The value of a key that may not be there: empty then."""
+def _get_or_empty(keys: Store, key: str) -> bytes:
     return keys.get(key) if keys.check([key]) else b""

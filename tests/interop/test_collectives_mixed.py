@@ -45,7 +45,7 @@ def meet(world: StoreCollectives) -> None:
     assert world.all_sum("sum", 4, LIMIT) == 7
 
 
-def test_the_missing_on_a_store_of_pytorchs() -> None:
+def test_missing_ranks_on_a_store_of_pytorchs() -> None:
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
     for rank in (1, 2, 4):

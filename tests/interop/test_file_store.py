@@ -106,7 +106,7 @@ def test_queues_do_not_disturb_pytorch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", ["ours", "theirs"])
 @pytest.mark.parametrize(("world", "goes"), [(2, True), (1, True), (0, True), (3, False), (-1, False)])
-def test_file_is_removed_when_pytorch_s_would_be(tmp_path: Path, last: str, world: int, goes: bool) -> None:
+def test_the_file_is_removed_when_pytorch_would_remove_it(tmp_path: Path, last: str, world: int, goes: bool) -> None:
     path = str(tmp_path / "store")
     theirs = torch.distributed.FileStore(path, world)
     ours = FileStore(path, world)

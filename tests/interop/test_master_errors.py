@@ -62,7 +62,7 @@ def port_of(fd: int) -> int:
 
 @pytest.mark.parametrize("use_libuv", [True, False])
 @pytest.mark.parametrize("what", DESCRIPTORS)
-def test_a_descriptor_that_is_no_good(what: str, use_libuv: bool) -> None:
+def test_an_unusable_descriptor(what: str, use_libuv: bool) -> None:
     if what == "no port" and use_libuv:
         pytest.skip("it takes that")
     found = []
@@ -92,7 +92,7 @@ AGENT = [
 
 
 @pytest.mark.parametrize(("flag", "master_port"), AGENT)
-def test_who_joins_the_agent(flag: str | None, master_port: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_join_the_agent(flag: str | None, master_port: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     with tcpstore_server("--host", "::") as server:
         for name, text in (("TORCHELASTIC_USE_AGENT_STORE", flag), ("MASTER_PORT", master_port)):
             monkeypatch.delenv(name, raising=False)

@@ -123,7 +123,7 @@ lacking = pytest.mark.parametrize(("call", "said"), [case[1:] for case in CALLS]
 
 
 @lacking
-def test_what_nothing_else_can_be_done_for(newest: int, call: Callable[[TCPStore], Any], said: str) -> None:
+def test_methods_that_older_servers_cannot_have(newest: int, call: Callable[[TCPStore], Any], said: str) -> None:
     """It is said at once, and the store goes on, with what it has written."""
     lacks = ("list_keys", "queue_push", "queue_len", "queue_pop")
     with older(newest, *lacks) as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
@@ -146,7 +146,7 @@ async def test_the_same_of_the_async_client(newest: int, call: Callable[[AsyncTC
             await store.ping()
 
 
-def test_a_wait_for_a_queue_that_a_value_ends(newest: int) -> None:
+def test_a_value_ends_a_wait_for_a_queue(newest: int) -> None:
     """The server has queues and cannot list keys, which is how that is told apart elsewhere."""
     with older(newest, "list_keys") as port, TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         store.set("plain", "v")
@@ -162,7 +162,7 @@ async def test_the_same_wait_of_the_async_client(newest: int) -> None:
                 await store.queue_pop("plain too")
 
 
-def test_a_server_that_goes_while_it_is_tried(newest: int) -> None:
+def test_a_server_that_stops_during_the_probe(newest: int) -> None:
     """That is a lost connection, and no word of what it may lack."""
     with (
         fake_server(lambda peer: answer_one(peer, newest)) as fake,
@@ -210,7 +210,7 @@ def hush(peer: socket.socket) -> None:
         pass
 
 
-def test_closing_ends_a_try(newest: int) -> None:
+def test_closing_ends_a_probe(newest: int) -> None:
     second = Second(newest, hush)
     with fake_server(second) as fake, ThreadPoolExecutor(1) as threads:
         store = TCPStore("127.0.0.1", fake.port, timeout=-1)
@@ -256,7 +256,7 @@ def cut(peer: socket.socket) -> None:
     """The connection is lost, though the server knows what it is asked."""
 
 
-def test_a_try_that_is_lost_once_says_nothing_of_the_server(newest: int) -> None:
+def test_one_lost_probe_proves_nothing(newest: int) -> None:
     with fake_server(Second(newest, cut)) as fake, TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store:
         assert store.queue_len("q") == 0
 

@@ -154,7 +154,7 @@ def test_names(store: Any, key: str) -> None:
     assert key not in store.list_keys()
 
 
-def test_time_outs_say_what_pytorchs_say(store: Any, key: str) -> None:
+def test_timeouts_have_pytorchs_texts(store: Any, key: str) -> None:
     for timeout, said in ((0, 0), (0.001, 1), (0.05, 50), (timedelta(milliseconds=20), 20), (0.0005, 0)):
         with pytest.raises(DistStoreError, match=rf"^wait timeout after {said}ms, keys: /{key}, /{key}b$"):
             store.wait([key, key + "b"], timeout)
@@ -173,7 +173,7 @@ def test_time_outs_say_what_pytorchs_say(store: Any, key: str) -> None:
     assert store.timeout == timedelta(seconds=LIMIT)
 
 
-def test_a_timeout_of_0_is_one_look(store: Any, key: str) -> None:
+def test_a_timeout_of_0_checks_once(store: Any, key: str) -> None:
     store.set(key, "there")
     store.set_timeout(0)
     for _ in range(20):
@@ -187,7 +187,7 @@ def test_a_timeout_of_0_is_one_look(store: Any, key: str) -> None:
         assert store.check([key])
 
 
-def test_a_negative_timeout_is_for_ever(store: Any, server: tuple[str, int], key: str) -> None:
+def test_a_negative_timeout_waits_for_ever(store: Any, server: tuple[str, int], key: str) -> None:
     store.set_timeout(-1)
     with ThreadPoolExecutor(1) as threads, TCPStore("127.0.0.1", server[1], timeout=LIMIT) as other:
         waiting = threads.submit(store.get, key)

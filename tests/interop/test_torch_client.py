@@ -277,7 +277,7 @@ def test_prefix_store(store: Any, libuv: bool) -> None:
         assert prefixed.queue_pop("q") == b"item"
 
 
-def test_text_that_is_no_number_costs_only_that_connection(server: Server) -> None:
+def test_a_value_that_is_no_number_closes_only_that_connection(server: Server) -> None:
     client = dist.TCPStore("127.0.0.1", server.port, None, False, MINUTE, wait_for_workers=False)
     client.set("n", "text")
     with pytest.raises(dist.DistNetworkError):
@@ -288,7 +288,7 @@ def test_text_that_is_no_number_costs_only_that_connection(server: Server) -> No
     assert survivor.get("n") == b"text"
 
 
-def test_a_value_over_the_limit_costs_only_that_connection(server: Server) -> None:
+def test_a_value_over_the_limit_closes_only_that_connection(server: Server) -> None:
     arguments = ("127.0.0.1", server.port, None, False, MINUTE)
     client, bystander = (dist.TCPStore(*arguments, wait_for_workers=False) for _ in range(2))
     with contextlib.suppress(dist.DistNetworkError):
@@ -311,7 +311,7 @@ def test_the_workers_are_counted(server: Server) -> None:
     assert quiet.num_keys() == 2
 
 
-def test_a_server_that_goes_is_a_network_error(server: Server) -> None:
+def test_a_stopped_server_is_a_network_error(server: Server) -> None:
     store = dist.TCPStore("127.0.0.1", server.port, None, False, MINUTE, wait_for_workers=False)
     server.stop()
     with pytest.raises(dist.DistNetworkError):

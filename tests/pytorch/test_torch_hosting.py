@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -95,12 +95,12 @@ def test_clients_are_pytorchs_and_all_join_once(port: int) -> None:
     assert stores[0].get("k") == b"v"
 
 
-def test_a_master_that_waits_for_nobody_does_not_join() -> None:
+def test_a_master_that_does_not_wait_for_workers_does_not_join() -> None:
     store = Cpp("127.0.0.1", 0, 3, True, SECONDS, wait_for_workers=False)
     assert joined(store.port) == 0
 
 
-def test_a_socket_that_listens_already() -> None:
+def test_a_master_on_a_given_listening_socket() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         store = Cpp("127.0.0.1", port, 1, True, SECONDS, master_listen_fd=os.dup(listener.fileno()))
@@ -108,7 +108,7 @@ def test_a_socket_that_listens_already() -> None:
 
 
 @follows
-def test_tenants_of_one_server(port: int) -> None:
+def test_multi_tenant_masters_share_one_server(port: int) -> None:
     first, second = [Cpp("127.0.0.1", port, None, True, SECONDS, multi_tenant=True) for _ in range(2)]
     first.set("k", "v")
     del first
@@ -117,7 +117,7 @@ def test_tenants_of_one_server(port: int) -> None:
     assert not taken(port)
 
 
-def test_a_tenant_of_pytorchs_server(port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_multi_tenant_master_shares_a_server_of_pytorchs(port: int, caplog: pytest.LogCaptureFixture) -> None:
     """Which was there before we were installed."""
     ours.uninstall()
     first = Cpp("127.0.0.1", port, None, True, SECONDS, multi_tenant=True)
@@ -139,7 +139,7 @@ def test_a_port_that_is_taken(port: int) -> None:
     assert store.port == port
 
 
-def test_workers_that_do_not_come(port: int) -> None:
+def test_missing_workers_are_a_timeout(port: int) -> None:
     with pytest.raises(
         dist.DistStoreError, match=r"^Timed out after 1 seconds waiting for clients. 1/2 clients joined"
     ):
@@ -150,18 +150,20 @@ def test_workers_that_do_not_come(port: int) -> None:
 @pytest.mark.parametrize(
     "given", [("127.0.0.1",), ("127.0.0.1", 0, 1, True, "soon"), (1, 0, 1, True), ("h", 0, 1, True, 1, 2, 3, 4, 5, 6)]
 )
-def test_what_is_wrong_is_pytorchs_to_say(given: Any) -> None:
+def test_wrong_arguments_raise_pytorchs_error(given: Any) -> None:
     with pytest.raises(TypeError, match="incompatible constructor arguments"):
         Cpp(*given)
 
 
-def test_no_time_at_all(port: int) -> None:
+def test_a_timeout_of_0_raises_at_once(port: int) -> None:
     """Is for ever to ours, and an error at once to PyTorch's."""
     with pytest.raises(dist.DistNetworkError):
         Cpp("127.0.0.1", port, 2, True, timedelta(0))
 
 
-def test_a_server_that_cannot_have_a_process(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_pytorchs_server_is_the_fallback_where_ours_cannot_have_a_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("TCPSTORE_SERVER", "thread")
     store = Cpp("127.0.0.1", 0, 1, True, SECONDS)
     assert joined(store.port) is None
@@ -172,7 +174,7 @@ def test_a_server_that_cannot_have_a_process(monkeypatch: pytest.MonkeyPatch, ca
     )
 
 
-def test_torchruns_agent_hosts_the_server_already(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_is_a_client_where_the_agent_hosts(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank 0 that hosts at its address is a client of it, as with PyTorch's."""
     agent = Cpp("127.0.0.1", port, 1, True, SECONDS)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -185,7 +187,7 @@ def test_torchruns_agent_hosts_the_server_already(port: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("client", ["native", "python"])
 @pytest.mark.parametrize("installed", [True, False])
-def test_an_agent_that_is_not_ours_is_one_line(
+def test_a_server_of_an_agent_without_install_is_one_warning(
     client: str, installed: bool, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of rank 0: a program that calls install() itself comes too late for the process that launches it."""
@@ -209,7 +211,7 @@ def test_an_agent_that_is_not_ours_is_one_line(
     assert agent.get("1") == b"v"
 
 
-def test_the_parameters_are_pytorchs() -> None:
+def test_the_constructor_takes_pytorchs_parameters() -> None:
     """What is passed by position means the same."""
     said = str(Cpp.__init__.__doc__).split("(", 1)[1].split(") ->")[0]
     named = [part.split(":")[0].strip() for part in said.split(",") if ":" in part]
@@ -222,7 +224,7 @@ def test_the_parameters_are_pytorchs() -> None:
 
 
 @follows
-def test_it_goes_with_the_store(port: int) -> None:
+def test_the_server_stops_with_the_store(port: int) -> None:
     for _ in range(2):
         store = Cpp("127.0.0.1", port, 1, True, SECONDS)
         assert taken(port)
@@ -231,7 +233,7 @@ def test_it_goes_with_the_store(port: int) -> None:
 
 
 @follows
-def test_it_stays_for_what_c_plus_plus_holds(port: int) -> None:
+def test_the_server_runs_while_cpp_holds_the_store(port: int) -> None:
     prefix = dist.PrefixStore("p", Cpp("127.0.0.1", port, 1, True, SECONDS))
     gc.collect()
     prefix.set("k", "v")
@@ -246,7 +248,7 @@ def test_it_stays_for_what_c_plus_plus_holds(port: int) -> None:
 
 
 @follows
-def test_it_outlives_uninstall(port: int) -> None:
+def test_the_server_outlives_uninstall(port: int) -> None:
     store = Cpp("127.0.0.1", port, 1, True, SECONDS)
     ours.uninstall()
     store.set("k", "v")
@@ -269,7 +271,7 @@ def run(code: str, **env: str) -> tuple[str, str]:
 
 
 @since(2, 5, "autoload")
-def test_a_group_over_a_store_that_a_program_made(port: int) -> None:
+def test_a_group_over_a_store_that_only_cpp_holds(port: int) -> None:
     """Nobody but PyTorch holds it. A child that is forked meanwhile takes nothing away, and at the end all goes."""
     code = f"""
 import os, socket, torch.distributed as dist
@@ -316,7 +318,7 @@ print(over.get("k").decode())"""
 
 
 @pytest.mark.parametrize(("client", "classes"), [("native", False), ("python", True)])
-def test_the_end_waits_for_no_store(client: str, classes: bool) -> None:
+def test_open_stores_do_not_delay_or_crash_the_exit(client: str, classes: bool) -> None:
     """Neither a destructor of C++'s nor the end of a server keeps the interpreter from ending, or crashes it."""
     done = subprocess.run(
         [sys.executable, *QUIET, "-c", ENDS.format(client=client, classes=classes)],
@@ -348,13 +350,13 @@ dist.destroy_process_group()"""
 
 @since(2, 5, "autoload")
 @pytest.mark.parametrize("mode", ["0", "1", "python", "classes", "python,classes"])
-def test_the_store_of_a_group_is_of_pytorchs_types(mode: str, port: int) -> None:
+def test_the_store_of_a_group_is_an_instance_of_pytorchs_classes(mode: str, port: int) -> None:
     said, complaints = run(IS_INSTANCE.format(port=port), TCPSTORE_INSTALL=mode)
     assert said == "v", complaints
 
 
 @pytest.mark.parametrize("name", ["TCPStore", "FileStore", "HashStore", "PrefixStore"])
-def test_instances_both_ways(name: str, tmp_path: Path) -> None:
+def test_isinstance_works_in_both_directions(name: str, tmp_path: Path) -> None:
     server = Cpp("127.0.0.1", 0, None, True, SECONDS)
     make: dict[str, Callable[[Any], Any]] = {
         "TCPStore": lambda kind: kind("127.0.0.1", server.port, timeout=SECONDS),
@@ -381,3 +383,45 @@ def test_instances_both_ways(name: str, tmp_path: Path) -> None:
     assert not issubclass(theirs, Subclass)
     assert not issubclass(dist.Store, mine)
     assert not isinstance(3, (mine, Subclass))
+
+
+# Which sockets are a client's
+
+
+class Handle:
+    """In the place of a server."""
+
+    port = pid = 0
+    released = False
+
+    def release(self) -> None:
+        self.released = True
+
+
+@follows
+def test_a_server_runs_while_the_socket_of_its_client_is_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as other:
+        number = listener.getsockname()[1]
+        store, handle = dist.HashStore(), Handle()
+        client = socket.create_connection(("127.0.0.1", number))
+        elsewhere = socket.create_connection(other.getsockname())
+        ((fd, *_),) = sockets = native_server.sockets_to(number)
+        assert fd == client.fileno()
+        server: Any = native_server.NativeServer(store, cast(Any, handle), sockets)
+        del store
+        assert not handle.released
+        client.close()
+        native_server.stop_unused()
+        assert handle.released
+        server.release()
+        elsewhere.close()
+
+
+def test_a_server_runs_until_it_is_released_if_the_socket_is_unknown() -> None:
+    store, handle = dist.HashStore(), Handle()
+    server = native_server.NativeServer(store, cast(Any, handle), frozenset())
+    del store
+    native_server.stop_unused()
+    assert not handle.released
+    server.release()
+    assert handle.released

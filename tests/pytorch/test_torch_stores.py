@@ -154,7 +154,7 @@ def test_network_errors_are_of_both_trees() -> None:
             next(ours.rendezvous("tcp://127.0.0.1:1?rank=1&world_size=2", timeout=0.1))
 
 
-def test_a_timeout_that_cpp_sets(store: Any, cpp: Any) -> None:
+def test_a_timeout_set_by_cpp(store: Any, cpp: Any) -> None:
     cpp.set_timeout(SHORT)
     assert store.timeout == cpp.timeout == SHORT
     calls: list[Any] = [lambda: cpp.get("zz"), lambda: store.get("zz"), lambda: store.wait(["zz"])]
@@ -168,7 +168,7 @@ def test_a_timeout_that_cpp_sets(store: Any, cpp: Any) -> None:
             call()
 
 
-def test_a_prefix_and_its_store_have_one_timeout() -> None:
+def test_a_prefix_and_its_store_share_one_timeout() -> None:
     below: Any = ours.HashStore()
     with below, ours.PrefixStore("a", below) as inner, ours.PrefixStore("b", inner) as outer:
         outer.set_timeout(SHORT)
@@ -184,7 +184,7 @@ def test_a_prefix_and_its_store_have_one_timeout() -> None:
         assert below.get("a/b/k") == b"v"
 
 
-def test_what_no_prefix_can_be_over() -> None:
+def test_a_prefix_rejects_what_is_no_store() -> None:
     with pytest.raises(ValueError, match="store argument cannot be None"):
         ours.PrefixStore("p", cast(Any, None))
     with pytest.raises(TypeError, match=r"must be a torch\.distributed\.Store, not HashStore"):
@@ -208,7 +208,7 @@ def test_a_store_lives_until_it_is_closed(port: int) -> None:
     assert [one() for one in seen] == [None, None]
 
 
-def test_a_dropped_store_that_nobody_uses_stays_open(port: int) -> None:
+def test_a_dropped_store_stays_open(port: int) -> None:
     """Nothing reports that PyTorch's C++ side does not hold it."""
     store = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)
     plain = store._plain
@@ -234,7 +234,7 @@ def test_closed_stores_leave_no_descriptors(port: int) -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_closed_store_that_pytorch_holds_says_so(port: int) -> None:
+def test_a_closed_store_that_pytorch_still_uses(port: int) -> None:
     store = ours.TCPStore("127.0.0.1", port, timeout=LIMIT)
     outer: Any = dist.PrefixStore("p", store)
     store.close()
@@ -246,7 +246,7 @@ def test_a_closed_store_that_pytorch_holds_says_so(port: int) -> None:
         outer.get("k")
 
 
-def test_stores_made_and_closed_by_many_threads() -> None:
+def test_many_threads_make_and_close_stores() -> None:
     """What goes through all that are open is not upset by others that come and go."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -268,14 +268,14 @@ def make_and_close(times: int) -> None:
         del store
 
 
-def test_no_server_is_a_thread_beside_pytorchs_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_never_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of whose methods would wait for ever for a thread of their own process."""
     monkeypatch.setenv("TCPSTORE_SERVER", "thread")
     with pytest.raises(RuntimeError, match="must not be a thread of its own process"):
         ours.TCPStore("127.0.0.1", 0, 1, True, timeout=LIMIT)
 
 
-def test_a_clone_of_a_prefix_closes_what_it_has_opened(port: int) -> None:
+def test_a_clone_of_a_prefix_closes_its_store(port: int) -> None:
     with ours.TCPStore("127.0.0.1", port, timeout=LIMIT) as below, ours.PrefixStore("p", below) as prefix:
         open_before = len(stores._open)
         prefix.clone().close()
@@ -293,7 +293,7 @@ def test_attributes(port: int, tmp_path: Path) -> None:
         assert table.clone() is table
 
 
-def test_rendezvous_gives_stores_of_pytorch(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_returns_torch_stores(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCPSTORE_JOB", "job")
     kept = len(stores._open)
     for url, kind in (
@@ -324,7 +324,7 @@ def test_a_master_waits_for_its_ranks() -> None:
 
 
 @needs("list_keys")
-def test_what_cpp_does_not_ask_of_a_store_of_ours() -> None:
+def test_methods_that_cpp_does_not_forward() -> None:
     """PyTorch's C++ PrefixStore has nowhere to pass these on to; the store below it has them."""
     cpp: Any = dist.PrefixStore("p", ours.HashStore())
     cpp.set("k", "v")

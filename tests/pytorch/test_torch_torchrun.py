@@ -120,7 +120,7 @@ def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("env", [{}, {"TCPSTORE_INSTALL": "1"}, {"TCPSTORE_INSTALL": "python,classes"}])
-def test_a_worker_that_is_killed(job: Job, env: dict[str, str]) -> None:
+def test_a_killed_worker_restarts_the_round(job: Job, env: dict[str, str]) -> None:
     """And the workers of the next attempt find none of its keys."""
     nodes = 1 if env else 2
     job.end(*[job.agent("fail", nodes=str(nodes), **env) for _ in range(nodes)])
@@ -142,7 +142,7 @@ def accepts(port: int) -> bool:
 
 
 @once
-def test_an_agent_that_does_not_host_is_killed_and_comes_back(job: Job) -> None:
+def test_a_killed_agent_comes_back(job: Job) -> None:
     first = hosting(job)
     second = job.agent("hold")
     job.until(lambda: len(job.seen()) == 4)
@@ -162,7 +162,7 @@ def alone(job: Job) -> bool:
 
 @once
 @pytest.mark.parametrize("victim", [0, 1])
-def test_with_a_daemon_either_agent_may_be_killed(job: Job, victim: int) -> None:
+def test_on_a_running_server_either_agent_may_be_killed(job: Job, victim: int) -> None:
     with tcpstore_server() as server:
         job.port = server.port
         agents = [job.agent("hold", nodes="1:2") for _ in range(2)]
@@ -175,7 +175,7 @@ def test_with_a_daemon_either_agent_may_be_killed(job: Job, victim: int) -> None
 
 
 @once
-def test_jobs_of_one_name_in_a_row(job: Job, tmp_path: Path) -> None:
+def test_jobs_with_one_id_in_a_row(job: Job, tmp_path: Path) -> None:
     """On a daemon: after one that ended, and at once after one that was killed."""
     with tcpstore_server() as server:
         job.port = server.port
@@ -201,7 +201,7 @@ def joining(port: int) -> dict[str, str]:
 
 
 @once
-def test_workers_that_join_a_daemon(job: Job) -> None:
+def test_workers_that_join_a_running_server(job: Job) -> None:
     """After a restart, which only one of two agents counts, and in the next job of the name, no key is seen again."""
     with tcpstore_server() as server:
         job.port = server.port
@@ -227,7 +227,7 @@ def test_workers_that_join_a_daemon_become_more(job: Job) -> None:
 
 @pytest.mark.parametrize("number", ["0", "-1"])
 @pytest.mark.parametrize("name", ["read_timeout", "keep_alive_interval", "keep_alive_max_attempt"])
-def test_numbers_that_must_be_positive(port: int, name: str, number: str) -> None:
+def test_options_that_must_be_positive(port: int, name: str, number: str) -> None:
     params = RendezvousParameters("tcpstore", f"127.0.0.1:{port}", "job", 1, 1, **{name: number})
     with pytest.raises(ValueError, match=f"The {name.replace('_', ' ')} must be a positive integer."):
         torchrun.create_handler(params)
@@ -250,33 +250,33 @@ class Left(HashStore):
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_an_agent_with_another_clock_is_alive(hours: int) -> None:
-    assert not torchrun._is_over(Left(hours * 3600, 1), "job", timedelta(seconds=5))
+    assert not torchrun._why_over(Left(hours * 3600, 1), "job", timedelta(seconds=5))
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_an_agent_that_stays_silent_is_dead(hours: int) -> None:
-    assert torchrun._is_over(Left(hours * 3600, 0), "job", timedelta(seconds=0.1)).startswith("no agent")
+    assert torchrun._why_over(Left(hours * 3600, 0), "job", timedelta(seconds=0.1)) == "no heartbeat"
 
 
-def test_an_agent_of_just_now_is_alive_without_a_second_look() -> None:
-    assert not torchrun._is_over(Left(0, 0), "job", timedelta(hours=1))
+def test_a_recent_heartbeat_is_enough() -> None:
+    assert not torchrun._why_over(Left(0, 0), "job", timedelta(hours=1))
 
 
-def test_an_epoch_that_nobody_has_entered_yet() -> None:
+def test_an_epoch_without_agents_may_be_joined() -> None:
     store = HashStore()
-    assert not torchrun._is_over(store, "job", timedelta(hours=1))
+    assert not torchrun._why_over(store, "job", timedelta(hours=1))
     torchrun._Backend(store, "job")
-    assert not torchrun._is_over(store, "job", timedelta(hours=1))
+    assert not torchrun._why_over(store, "job", timedelta(hours=1))
 
 
-def test_an_agent_says_that_it_lives_and_that_it_closes() -> None:
+def test_an_agent_writes_heartbeats_and_marks_the_end() -> None:
     store = HashStore()
     backend = torchrun._Backend(store, "job")
     handler = cast(Any, torchrun._Handler.from_backend("job", store, backend, 1, 1, "127.0.0.1", RendezvousTimeout()))
     assert not store.check([torchrun._BEAT])
     handler.set_closed()
     assert torchrun._is_recent(store.get(torchrun._BEAT), timedelta(seconds=60))
-    assert torchrun._is_over(store, "job", timedelta(hours=1)) == "closed"
+    assert torchrun._why_over(store, "job", timedelta(hours=1)) == "closed"
 
 
 class Bomb:
@@ -296,12 +296,12 @@ def test_nothing_from_the_store_is_unpickled(tmp_path: Path, beat: str) -> None:
     store = HashStore()
     store.set(torchrun._BEAT, beat)
     store.set("torch.rendezvous.job", base64.b64encode(pickle.dumps(Bomb(bomb))).decode())
-    assert torchrun._is_over(store, "job", timedelta(seconds=0.1)).startswith("no agent")
+    assert torchrun._why_over(store, "job", timedelta(seconds=0.1)) == "no heartbeat"
     assert not bomb.exists()
 
 
 @pytest.mark.parametrize("first", ["tcpstore_async.torch.torchrun", "torch.distributed.elastic.rendezvous"])
-def test_whichever_is_imported_first_tcpstore_is_a_rendezvous(first: str) -> None:
+def test_the_handler_is_registered_whichever_is_imported_first(first: str) -> None:
     if not hasattr(registry, "_register_out_of_tree_handlers"):
         pytest.skip(f"torchrun of PyTorch {torch.__version__} knows no handlers but its own")
     code = f"""

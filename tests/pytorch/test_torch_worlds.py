@@ -43,7 +43,7 @@ def test_a_world_ends_quietly_whoever_leaves_last(results: Results, client: str,
 
 
 @pytest.mark.slow
-def test_eight_ranks_train_to_the_losses_of_the_stock_store(results: Results) -> None:
+def test_eight_ranks_train_to_the_same_losses_as_on_stock_stores(results: Results) -> None:
     stock = results("train", 8)
     assert len({tuple(losses) for losses in stock}) == 8
     for scheme in ("tcp", "env", "file"):
@@ -75,7 +75,7 @@ def test_the_next_job_after_one_that_was_killed(ranks: Any, results: Results, cl
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_a_group_that_nobody_destroys(results: Results, client: str, scheme: str, tmp_path: Path) -> None:
+def test_a_group_that_is_never_destroyed(results: Results, client: str, scheme: str, tmp_path: Path) -> None:
     assert results("left_open", 2, scheme, install={"client": client}) == [3.0, 3.0]
     assert not list(tmp_path.iterdir())
 
@@ -110,17 +110,17 @@ def test_rpc_in_a_world_of_unknown_size(results: Results, client: str) -> None:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_program_that_meets_by_itself_keeps_its_store(results: Results, client: str) -> None:
+def test_a_programs_own_rendezvous_keeps_its_store(results: Results, client: str) -> None:
     assert results("own_rendezvous", 3, install={"client": client}) == [6.0] * 3
 
 
-def test_stores_that_a_program_makes_itself(results: Results) -> None:
+def test_stores_made_by_a_program_under_classes(results: Results) -> None:
     found = results("direct", 3, install={"classes": True})
     check([["", *one] for one in found], [""] * 3)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_two_jobs_on_one_daemon(results: Results, client: str) -> None:
+def test_two_jobs_on_one_running_server(results: Results, client: str) -> None:
     """Every rank is a client; name and attempt keep the jobs apart."""
     with tcpstore_server() as server:
         for job, attempt in (("a", "0"), ("a", "1"), ("b", "0")):
@@ -163,7 +163,7 @@ WAYS = {
         ("file", "debug"),
     ],
 )
-def test_a_store_that_python_has_dropped(results: Results, kind: str, way: str) -> None:
+def test_a_group_over_a_dropped_store(results: Results, kind: str, way: str) -> None:
     with tcpstore_server() as server:
         found = results("given", 3, options={"kind": kind, "port": server.port, "env": WAYS[way]})
     check([["", *one] for one in found], [""] * 3)
