@@ -40,7 +40,7 @@ class Machine:
         self.engine.identify(IDENTITY)
         self.sessions: list[ServerSession | None] = [None] * SLOTS
         self.refused = 0
-        self.said = 0
+        self.sent = 0
 
     def session(self, slot: int, greet: bool) -> ServerSession:
         session = self.sessions[slot]
@@ -149,7 +149,7 @@ class Machine:
 
     def _take(self, session: ServerSession) -> None:
         size = sum(map(len, session.out))
-        self.said += size
+        self.sent += size
         session.unsent -= size
         session.out.clear()
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Final
 
-from properties.fleet import Command, Difference, Fleet, Line
+from properties.fleet import Command, Connection, Difference, Fleet
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.values import ABSENT, Framed, pack, unpack
@@ -64,7 +64,7 @@ class Said(Command):
         self.size = size
 
 
-class Link(Line):
+class Link(Connection):
     """One connection; `wire` holds what is on its way to the server."""
 
     def __init__(self, session: ServerSession, world: World, slot: int) -> None:
@@ -188,11 +188,11 @@ class World(Fleet):
 
     def _do_drop(self, number: int) -> None:
         link = self.clients[number].link
-        if link is not None and self.lines[link.slot] is link:
+        if link is not None and self.connections[link.slot] is link:
             self._leave(link.slot, link)
 
     def _do_old(self, which: int, count: int) -> None:
-        old = [line for line in self.lines if isinstance(line, Link) and not line.open]
+        old = [connection for connection in self.connections if isinstance(connection, Link) and not connection.open]
         if old:
             link = old[which % len(old)]
             if link.wire:
@@ -209,15 +209,15 @@ class World(Fleet):
         link = self.clients[number].link
         if link is not None and link.dozing:
             link.dozing = False
-            if self.lines[link.slot] is link:
+            if self.connections[link.slot] is link:
                 self._wake_up(link.slot, link)
 
     # The network
 
     def _dial(self, client: Client) -> None:
-        slot = len(self.lines)
+        slot = len(self.connections)
         link = Link(ServerSession(self.engine, slot, "::1", slot, 0.0), self, slot)
-        self.lines.append(link)
+        self.connections.append(link)
         client.link = link
         client.session = ClientSession()
         hello, fence = client.session.hello(client.number)
@@ -227,18 +227,18 @@ class World(Fleet):
         client.calls[fence] = None
 
     def _carry(self, link: Link, count: int) -> None:
-        if count > 0 and link.wire and self.lines[link.slot] is link:
+        if count > 0 and link.wire and self.connections[link.slot] is link:
             chunk = bytes(link.wire[:count])
             del link.wire[:count]
             self._arrive(link.slot, link, chunk)
 
-    def on_said(self, line: Line, said: bytes) -> None:
-        if isinstance(line, Link) and line.open:
-            line.down += said
+    def on_sent(self, connection: Connection, sent: bytes) -> None:
+        if isinstance(connection, Link) and connection.open:
+            connection.down += sent
 
-    def on_done(self, line: Line, command: Command) -> None:
-        if isinstance(line, Link):
-            line.written += command.name in SILENT
+    def on_done(self, connection: Connection, command: Command) -> None:
+        if isinstance(connection, Link):
+            connection.written += command.name in SILENT
             if command.name == "queue_push":
                 key, item = command.fields
                 if item in self.pushed:
@@ -251,7 +251,7 @@ class World(Fleet):
         if link.dozing:
             return
         if not link.down:
-            if self.lines[link.slot] is not link:
+            if self.connections[link.slot] is not link:
                 self._lose(client)
             return
         chunk = bytes(link.down[: max(1, count)])
@@ -347,7 +347,7 @@ class World(Fleet):
         else:
             expected = _answered(call)
         if heard[: len(expected)] != expected:
-            raise Difference(f"{call.command.name}: {expected!r} was understood, {bytes(heard)!r} was said")
+            raise Difference(f"{call.command.name}: {expected!r} was understood, {bytes(heard)!r} was sent")
         del heard[: len(expected)]
 
     def give(self, blob: Framed, leased: bool = False) -> None:
@@ -361,7 +361,7 @@ class World(Fleet):
         self.received[item] = link
 
     def _is_lost(self, link: Link) -> bool:
-        return not link.open or self.lines[link.slot] is not link
+        return not link.open or self.connections[link.slot] is not link
 
     # The end
 
@@ -373,12 +373,12 @@ class World(Fleet):
             for client in self.clients:
                 link = client.link
                 while (link := client.link) is not None and (
-                    link.wire or link.down or link.dozing or self.lines[link.slot] is not link
+                    link.wire or link.down or link.dozing or self.connections[link.slot] is not link
                 ):
                     moving = True
                     if link.dozing:
                         self._do_read(client.number)
-                    if self.lines[link.slot] is not link:
+                    if self.connections[link.slot] is not link:
                         link.wire.clear()
                         self._bring(client, link, len(link.down))
                     else:
