@@ -10,7 +10,7 @@ arrive. What is checked on top of the fleet's invariants:
 * an item that was pushed is with one caller or in the queue; with two only if it was leased and the connection was lost
   over which it was to be confirmed; and if all that pop it lease it, it is never lost;
 * a rank that joins again is counted once;
-* once the network rests, nobody sleeps who should be awake;
+* once the network rests, no caller sleeps that should be awake;
 * a connection that is gone holds nothing.
 
 A step is a plain tuple (see `World.do`) that means nothing where it does not apply, so that any part of a schedule
@@ -56,7 +56,7 @@ ENCODERS: dict[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
 
 
 class Said(Command):
-    """A command as the model is told it; its bytes are the client session's own."""
+    """A command for the model; its bytes are those of the client session."""
 
     def __init__(self, name: str, fields: tuple[Any, ...], size: int) -> None:
         self.name = name
@@ -366,7 +366,7 @@ class World(Fleet):
     # The end
 
     def rest(self) -> None:
-        """All that is on its way arrives; who still waits then must have something to wait for."""
+        """Deliver everything; a caller that still waits then must have something to wait for."""
         moving = True
         while moving:
             moving = False
@@ -424,7 +424,7 @@ SILENT: Final = {
 }
 GIVE_BACK: Final = BY_METHOD["give_back"]
 LEASED: Final = (b"/l",)
-"""Queues from which nobody pops without a lease."""
+"""Queues from which all pops are leases."""
 RANKS: Final = b"/init"
 
 
