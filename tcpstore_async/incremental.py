@@ -2,8 +2,8 @@
 
 Two kinds of work are cut into portions. An `IncrementalCommand` is a command that is still running: its session accepts
 no other until it is done. `DeferredWork` is what a finished command leaves behind, such as waking 100,000 waiters;
-nobody can tell that it was deferred, because what concerns a waiter is done before that waiter sends or receives
-anything else (`DeferredWork.resolve`).
+this cannot be observed, because what concerns a waiter is done before that waiter sends or receives anything else
+(`DeferredWork.resolve`).
 
 This module knows nothing of sessions, sockets and clocks, nor who calls `step` when. Short commands never come here.
 """

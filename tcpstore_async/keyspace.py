@@ -78,9 +78,9 @@ class Keyspace(WaiterRegistry):
         self.queues: dict[bytes, deque[Framed]] = {}
         """Never holds an empty queue."""
         self.reserved: dict[bytes, Framed] = {}
-        """What the server says about itself: present to GET, CHECK and WAIT, read-only, and no key of the store."""
+        """Information about the server: visible to GET, CHECK and WAIT, read-only, and no keys of the store."""
         self.final: set[bytes] = set()
-        """Reserved keys that do not change any more, so that nobody waits for it."""
+        """Reserved keys that will not change any more: WAIT_COUNT of them returns at once."""
         self.joins: dict[bytes, Joins] = {}
         """By counter: the ranks that have joined."""
         self.changes: int = 0
@@ -232,7 +232,7 @@ class Keyspace(WaiterRegistry):
         return key in self.queues or key in self.reserved
 
     def delete_key(self, key: bytes) -> int:
-        """Remove a value, never a queue; return 1 if it existed, else 0. Wakes nobody."""
+        """Remove a value, never a queue; return 1 if it existed, else 0. Wakes no waiter."""
         if self.reading is not None:
             self.reading.note(key)
         old = self.values.pop(key, None)
@@ -535,7 +535,7 @@ class Keyspace(WaiterRegistry):
             joins.connections[token] = waiters - 1
             joins.lost += waiters == 1
 
-    # Reserved keys: what the server says about itself
+    # Reserved keys: information about the server
 
     def reserve(self, key: bytes, value: Framed, last: bool = False) -> None:
         """Set a reserved key and wake the waiters whose number that reaches; all waiters if it is the last value."""

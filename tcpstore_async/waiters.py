@@ -1,12 +1,12 @@
 """Waiters parked on keys: registrations, wake-ups and the hand-off of queue items.
 
-This module knows who waits for what, in which order, and whom a write or a queued item wakes. It does not know what is
-stored: the keyspace, which extends `WaiterRegistry`, supplies values, numbers and items.
+This module knows what each waiter awaits, in which order, and which of them a write or a queued item wakes. It does not
+know what is stored: the keyspace, which extends `WaiterRegistry`, supplies values, numbers and items.
 
 Terms:
 
-* A *registration* says that a waiter wants to know when a key appears. Registrations under one key are kept in order of
-  arrival, each with a count: how often one WAIT named the key.
+* A *registration* lets a waiter be woken when a key appears. Registrations under one key are kept in order of arrival,
+  each with a count: how often one WAIT named the key.
 * A registration is *stale* when it outlives the wait that made it: PyTorch's servers let a second WAIT replace the
   number of registrations that are awaited, but not the registrations themselves. Its count is then negative. A write
   uses it up like any other, and counts down whatever its waiter awaits by then; a queue skips it.
@@ -113,7 +113,7 @@ class Counter(Waiter):
         self.registry = registry
         self.key = key
         self.targets: list[int] = []
-        """A heap of targets; some may be awaited by nobody any more."""
+        """A heap of targets; some may have no waiters any more."""
         self.awaiting: dict[int, OrderedDict[Waiter, None]] = {}
         """By target, its waiters in order of arrival."""
         self.reaching: WakeAtCount | None = None
@@ -238,7 +238,7 @@ class WaiterRegistry:
             self.working = len(self.work) > 0
 
     def resolve(self, waiter: Waiter) -> None:
-        """Do the deferred work that concerns a waiter, so that nobody notices that it was deferred."""
+        """Do the deferred work that concerns a waiter, before it sends or receives anything else."""
         for work in self.work:
             work.resolve(waiter)
 
@@ -437,7 +437,7 @@ class WaiterRegistry:
     def wake(self, waiter: Waiter, key: bytes, count: int, value: Value, empty: bool) -> None:
         """Use up a registration whose key was written earlier.
 
-        `value` is the value at that time; `empty` says that the queue of this name had no items.
+        `value` is the value at that time, and `empty` is whether the queue of this name had no items.
         """
         ended = self._count_down(waiter, key, abs(count))
         if ended == AWAITING_VALUE:
@@ -452,7 +452,7 @@ class WaiterRegistry:
     def _wake_next(self, key: bytes, handed_on: bool = False) -> None:
         """Count an item down for the waiters under its queue, up to and including the first that it wakes to take it.
 
-        A FETCH ends without taking the item. An item that is handed on goes to nobody in a barrier of that name.
+        A FETCH ends without taking the item. An item that is handed on skips waiters in a barrier of that name.
         """
         registered = self.waiters[key]
         stale = []

@@ -187,7 +187,7 @@ class Holder(Waiter):
         """Its replies that the kernel has not accepted; None while it accepts everything."""
 
     def introduction_bytes(self) -> int:
-        """Return the bytes counted for what the peer said about itself."""
+        """Return the bytes counted for its INTRODUCE."""
         raise NotImplementedError
 
     def evict(self, error: BudgetError) -> None:

@@ -89,7 +89,7 @@ class Engine:
                 self.commands[command.opcode] = slot
 
     def identify(self, identity: bytes) -> None:
-        """Set what clients of the extension read to learn who this server is; see `session/identity.py`."""
+        """Set the identity of this server, which clients of the extension read; see `session/identity.py`."""
         self.keyspace.reserved[SERVER_KEY] = pack(identity)
 
     def announce(self, joins: int) -> None:
@@ -186,7 +186,7 @@ class ServerSession(Holder):
         self.partial: PartialRequest | None = None
         """The request that has been decoded in part."""
         self.peer: Introduction = _NO_INTRODUCTION
-        """What the peer said about itself with INTRODUCE."""
+        """The contents of the peer's INTRODUCE."""
         self.slot: _Slot = engine.first
         """The last command, incomplete ones included. What it awaits is in `parked` or `counter`."""
         self.incremental: IncrementalCommand | None = None
@@ -347,7 +347,7 @@ class ServerSession(Holder):
             self.incremental = None
 
     def _relieve(self) -> None:
-        """Have the budget evict somebody, perhaps this session, if it now holds too much."""
+        """Have the budget evict a peer, perhaps this one, if too much is held now."""
         try:
             self.engine.budget.relieve(self)
         except BudgetError as error:
@@ -460,7 +460,7 @@ class ServerSession(Holder):
         return nonce
 
     def introduce(self, items: list[tuple[bytes, Framed]]) -> None:
-        """Keep what the peer says about itself, for logs. Raises ProtocolError if it is too long."""
+        """Keep a description of the peer for logs. Raises ProtocolError if it is too long."""
         if len(items) > _MAX_INTRODUCTION or sum(len(name) + len(value) for name, value in items) > _MAX_INTRODUCTION:
             raise ProtocolError(f"INTRODUCE of more than {_MAX_INTRODUCTION} bytes")
         before = self.introduction_bytes()

@@ -40,7 +40,7 @@ class Machine:
         self.engine.identify(IDENTITY)
         self.sessions: list[ServerSession | None] = [None] * SLOTS
         self.refused = 0
-        self.said = 0
+        self.sent = 0
 
     def session(self, slot: int, greet: bool) -> ServerSession:
         session = self.sessions[slot]
@@ -126,7 +126,7 @@ class Machine:
             if not str(session).isprintable():
                 raise Broken("a peer breaks the lines of the log")
             if session.counter is not None and session.remaining <= 0:
-                raise Broken("a counter is waited for by somebody who does not wait")
+                raise Broken("a counter has a waiter that does not wait")
             if session.input_buffer is not None and len(session.input_buffer) > LIMITS.request_bytes:
                 raise Broken(f"kept: {len(session.input_buffer)}")
 
@@ -136,7 +136,7 @@ class Machine:
         self.check()
         keyspace = self.engine.keyspace
         if keyspace.waiters or keyspace.stale or keyspace.counters or keyspace.handoffs or self.engine.unfinished:
-            raise Broken("somebody who left is still awaited")
+            raise Broken("a session that left is still registered")
         for key in list(keyspace.values):
             keyspace.delete_key(key)
         for key in list(keyspace.queues):
@@ -145,11 +145,11 @@ class Machine:
         if keyspace.size or keyspace.parked or self.engine.budget.used():
             raise Broken(f"{self.engine.budget.used()} bytes of an empty store")
         if keyspace.get(SERVER_KEY) != pack(IDENTITY):
-            raise Broken("the server says of itself what a peer told it")
+            raise Broken("a peer has changed a reserved key")
 
     def _take(self, session: ServerSession) -> None:
         size = sum(map(len, session.out))
-        self.said += size
+        self.sent += size
         session.unsent -= size
         session.out.clear()
 

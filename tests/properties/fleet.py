@@ -2,8 +2,8 @@
 
 A step is a plain tuple, so a run can be recorded, replayed and shrunk:
 
-* `("say", slot, commands, keep)`: the peer in this slot (it connects first, if need be) says these commands; all of its
-  bytes but the last `keep` arrive, in one chunk. What was kept comes first the next time.
+* `("send", slot, commands, keep)`: the peer in this slot, which connects first if need be, sends these commands; all of
+  its bytes but the last `keep` arrive, in one chunk. The others come first the next time.
 * `("drip", slot, commands, 0)`: the same, byte by byte.
 * `("leave", slot, (), 0)`: it disconnects, wherever it is.
 * `("doze", slot, (), 0)`: it stops reading its replies. `("read", slot, (), 0)`: it reads them, and goes on reading.
@@ -35,10 +35,10 @@ class Difference(AssertionError):
 
 
 def registrations(keyspace: Keyspace) -> dict[bytes, dict[Waiter, int]]:
-    """Per key, who is registered how often: those passed over by a queue, then those in line."""
+    """Return every registration by key: those that a queue has skipped, then the others, in order."""
     assert keyspace.stale.keys() <= keyspace.waiters.keys()
     assert all(passed and max(passed.values()) < 0 for passed in keyspace.stale.values())
-    return {key: {**keyspace.stale.get(key, {}), **line} for key, line in keyspace.waiters.items()}
+    return {key: {**keyspace.stale.get(key, {}), **registered} for key, registered in keyspace.waiters.items()}
 
 
 def _blob(raw: bytes) -> bytes:
@@ -81,14 +81,14 @@ OPCODES = {
     "join": 72,
     "depart": 73,
 }
-"""From PROTOCOL.md, section 1, and docs/wire.md."""
+"""From the protocol's description, not from the table."""
 
 RESERVED = {SERVER_KEY: b'{"server":"this"}', JOINS_KEY: b"3"}
-"""What the engine says of itself, and the model too."""
+"""The reserved keys of engine and model."""
 
 
 class Command:
-    """One command: what the model is told, and the bytes the session is."""
+    """One command: its fields for the model, its bytes for the session."""
 
     def __init__(self, name: str, *fields: Any) -> None:
         self.name = name
@@ -121,23 +121,23 @@ CANCEL = Command("cancel_wait")
 CANCEL_FETCH = Command("cancel_fetch")
 
 
-class Line:
+class Connection:
     """Both ends of one connection: the session, the model's peer, and what is on its way between them."""
 
     def __init__(self, session: ServerSession, model: Model) -> None:
         self.session = session
         self.peer = model.enter()
         self.wire = bytearray()
-        """Said, but not arrived."""
+        """Sent, but not arrived."""
         self.frames: deque[tuple[Command, int]] = deque()
-        """Commands of which bytes are still to arrive, with the number of those."""
+        """Commands that have not arrived completely, with the number of missing bytes."""
         self.ready: deque[Command] = deque()
-        """Arrived, but held back until the peer reads."""
+        """Commands that have arrived, but are held back until the peer reads."""
         self.dozing = False
 
 
 class Fleet:
-    """Runs steps on an engine and on the model at once. Raises Difference."""
+    """Run steps on an engine and on the model at once. Raises Difference."""
 
     def __init__(self, slots: int, soft: int = MIB) -> None:
         self.soft = soft
@@ -146,41 +146,43 @@ class Fleet:
         self.engine.identify(RESERVED[SERVER_KEY])
         self.engine.announce(int(RESERVED[JOINS_KEY]))
         self.model.reserved = RESERVED
-        self.lines: list[Line | None] = [None] * slots
+        self.connections: list[Connection | None] = [None] * slots
         self.done = 0
         """Commands executed."""
 
     def apply(self, step: Step) -> None:
         kind, slot, commands, keep = step
-        line = self.lines[slot]
+        connection = self.connections[slot]
         if kind == "leave":
-            if line is not None:
-                self._leave(slot, line)
+            if connection is not None:
+                self._leave(slot, connection)
             return
-        if line is None:
-            line = self.lines[slot] = Line(ServerSession(self.engine, slot, "::1", slot, 0.0), self.model)
+        if connection is None:
+            connection = self.connections[slot] = Connection(
+                ServerSession(self.engine, slot, "::1", slot, 0.0), self.model
+            )
         if kind == "doze":
-            line.dozing = True
+            connection.dozing = True
         elif kind == "read":
-            self._wake_up(slot, line)
+            self._wake_up(slot, connection)
         else:
-            wire = line.wire
+            wire = connection.wire
             for command in commands:
                 wire += command.frame
-                line.frames.append((command, command.size))
+                connection.frames.append((command, command.size))
             count = max(0, len(wire) - keep)
             chunk = bytes(wire[:count])
             del wire[:count]
             if kind == "drip" and count < 1000:
                 for at in range(count):
-                    if self.lines[slot] is line:
-                        self._arrive(slot, line, chunk[at : at + 1])
+                    if self.connections[slot] is connection:
+                        self._arrive(slot, connection, chunk[at : at + 1])
             elif count:
-                self._arrive(slot, line, chunk)
+                self._arrive(slot, connection, chunk)
 
-    def _arrive(self, slot: int, line: Line, chunk: bytes) -> None:
+    def _arrive(self, slot: int, connection: Connection, chunk: bytes) -> None:
         count = len(chunk)
-        frames = line.frames
+        frames = connection.frames
         while count:
             command, missing = frames[0]
             if missing > count:
@@ -188,13 +190,13 @@ class Fleet:
                 break
             count -= missing
             frames.popleft()
-            line.ready.append(command)
-        self._receive(slot, line, chunk)
-        while line.session.stalled() and not line.dozing and self.lines[slot] is line:
-            self._receive(slot, line, b"")
+            connection.ready.append(command)
+        self._receive(slot, connection, chunk)
+        while connection.session.stalled() and not connection.dozing and self.connections[slot] is connection:
+            self._receive(slot, connection, b"")
 
-    def _receive(self, slot: int, line: Line, chunk: bytes) -> None:
-        model, peer, ready = self.model, line.peer, line.ready
+    def _receive(self, slot: int, connection: Connection, chunk: bytes) -> None:
+        model, peer, ready = self.model, connection.peer, connection.ready
         expect_close = False
         while ready and peer.unsent <= self.soft:
             command = ready.popleft()
@@ -204,112 +206,120 @@ class Fleet:
             except Closed:
                 expect_close = True
                 break
-            self.on_done(line, command)
-        if not expect_close and not ready and line.frames and peer.unsent <= self.soft:
-            command, missing = line.frames[0]
+            self.on_done(connection, command)
+        if not expect_close and not ready and connection.frames and peer.unsent <= self.soft:
+            command, missing = connection.frames[0]
             expect_close = missing < command.size and not model.knows(peer, command.name)
         refusal: PeerError | None = None
         try:
-            line.session.receive(chunk)
-            self._finish_steps(line.session)
+            connection.session.receive(chunk)
+            self._finish_steps(connection.session)
         except PeerError as error:
             refusal = error
         if (refusal is not None) != expect_close:
             raise Difference(f"closed: {refusal!r}, expected: {expect_close}")
-        stalled = line.session.stalled()
-        # What is held back may also be the beginning of a frame.
+        stalled = connection.session.stalled()
+        # Bytes that are held back may also be the start of a frame.
         if not expect_close and (stalled < bool(ready) or stalled > (peer.unsent > self.soft)):
             raise Difference(f"stalled: {stalled}, unsent {peer.unsent}, held back {len(ready)}")
-        self._compare(line)
+        self._compare(connection)
         if expect_close:
-            self._leave(slot, line)
+            self._leave(slot, connection)
 
     def _finish_steps(self, session: ServerSession) -> None:
-        """Where commands are done in steps: all of them, for the model does a command at once."""
+        """Finish commands that are carried out in steps: the model executes a command at once."""
         keyspace = self.engine.keyspace
         while session.incremental is not None:
             session.receive(b"")
         while keyspace.work:
             keyspace.step()
 
-    def _compare(self, line: Line | None) -> None:
-        """What was said to whom since the last comparison."""
+    def _compare(self, connection: Connection | None) -> None:
+        """Compare what each peer was sent since the last comparison."""
         pending_flush = self.engine.pending_flush
         woken = self.model.woken
-        if line is not None:
-            self._compare_output(line)
+        if connection is not None:
+            self._compare_output(connection)
         if pending_flush or woken:
             sessions = {id(session) for session in pending_flush}
             if len(sessions) != len(pending_flush) and len(pending_flush) != len(woken):
                 raise Difference(f"{len(pending_flush)} sessions to flush, expected {len(woken)}")
-            for other in self.lines:
-                if other is not None and other is not line and (id(other.session) in sessions or other.peer in woken):
+            for other in self.connections:
+                if (
+                    other is not None
+                    and other is not connection
+                    and (id(other.session) in sessions or other.peer in woken)
+                ):
                     self._compare_output(other)
                     if id(other.session) not in sessions:
-                        raise Difference("a session that has something to say is not to be flushed")
+                        raise Difference("a session with output is not in pending_flush")
             pending_flush.clear()
             woken.clear()
 
-    def _compare_output(self, line: Line) -> None:
-        session, peer = line.session, line.peer
-        said = b"".join(session.out)
-        expected = b"".join(peer.said)
-        if said != expected:
-            raise Difference(f"said {said!r}, expected {expected!r}")
+    def _compare_output(self, connection: Connection) -> None:
+        session, peer = connection.session, connection.peer
+        sent = b"".join(session.out)
+        expected = b"".join(peer.sent)
+        if sent != expected:
+            raise Difference(f"sent {sent!r}, expected {expected!r}")
         if session.unsent != peer.unsent:
             raise Difference(f"unsent {session.unsent}, expected {peer.unsent}")
-        if not line.dozing:
-            session.unsent -= len(said)
+        if not connection.dozing:
+            session.unsent -= len(sent)
             session.out.clear()
-            peer.said.clear()
+            peer.sent.clear()
             peer.unsent = 0
-            if said:
-                self.on_said(line, said)
+            if sent:
+                self.on_sent(connection, sent)
 
-    def on_done(self, line: Line, command: Command) -> None:
+    def on_done(self, connection: Connection, command: Command) -> None:
         """For a simulator: a command was executed."""
 
-    def on_said(self, line: Line, said: bytes) -> None:
-        """For a simulator: so much has left the server."""
+    def on_sent(self, connection: Connection, sent: bytes) -> None:
+        """For a simulator: these bytes have left the server."""
 
-    def _wake_up(self, slot: int, line: Line) -> None:
-        line.dozing = False
-        self._compare_output(line)
-        while line.session.stalled() and self.lines[slot] is line:
-            self._receive(slot, line, b"")
+    def _wake_up(self, slot: int, connection: Connection) -> None:
+        connection.dozing = False
+        self._compare_output(connection)
+        while connection.session.stalled() and self.connections[slot] is connection:
+            self._receive(slot, connection, b"")
 
-    def _leave(self, slot: int, line: Line) -> None:
-        self.lines[slot] = None
-        line.session.leave()
-        self.model.leave(line.peer)
+    def _leave(self, slot: int, connection: Connection) -> None:
+        self.connections[slot] = None
+        connection.session.leave()
+        self.model.leave(connection.peer)
         self._compare(None)
 
     # Invariants
 
     def check(self) -> None:
-        """What must hold between any two steps."""
+        """Check the invariants that hold between any two steps."""
         engine, model = self.engine, self.model
         keyspace = engine.keyspace
-        lines = [line for line in self.lines if line is not None]
-        sessions = [line.session for line in lines]
+        connections = [connection for connection in self.connections if connection is not None]
+        sessions = [connection.session for connection in connections]
         _same("values", {key: unpack(framed(value)) for key, value in keyspace.values.items()}, model.store)
         queues = {key: [unpack(item) for item in items] for key, items in keyspace.queues.items()}
         _same("queues", queues, model.queues)
         held = Counter(session.handoff.queue for session in sessions if session.handoff is not None)
-        _same("promises", keyspace.handoffs, dict(held))
-        _same("promised", [line.peer.handoff for line in lines], [s.handoff and s.handoff.queue for s in sessions])
+        _same("hand-offs", keyspace.handoffs, dict(held))
+        _same(
+            "hand-offs of peers",
+            [connection.peer.handoff for connection in connections],
+            [s.handoff and s.handoff.queue for s in sessions],
+        )
         _same("unfinished", engine.unfinished, sum(session.held for session in sessions))
         recount = sum(len(key) + ENTRY_BYTES + size(value) for key, value in keyspace.values.items())
         recount += sum(len(key) + QUEUE_BYTES for key in keyspace.queues)
         recount += sum(ENTRY_BYTES + len(item) for items in keyspace.queues.values() for item in items)
-        for line in lines:
-            leased = line.session.leases or {}
+        for connection in connections:
+            leased = connection.session.leases or {}
             found = {ticket: (key, unpack(item)) for ticket, (key, item) in leased.items()}
-            _same("leases", list(found.items()), list(line.peer.leased.items()))
+            _same("leases", list(found.items()), list(connection.peer.leased.items()))
             recount += sum(len(key) + ENTRY_BYTES + len(item) + PARKED_BYTES for key, item in leased.values())
-            popping = line.session.awaited, line.session.number
-            _same("popping", popping if line.session.state == AWAITING_ITEM else None, line.peer.popping)
-            _same("rank", line.session.joined, line.peer.rank)
+            popping = connection.session.awaited, connection.session.number
+            _same("popping", popping if connection.session.state == AWAITING_ITEM else None, connection.peer.popping)
+            _same("rank", connection.session.joined, connection.peer.rank)
         for joins in keyspace.joins.values():
             recount += sum(len(token) + PARKED_BYTES for token in joins.connections)
         _same("lost", {key: joins.lost for key, joins in keyspace.joins.items()}, _lost(model))
@@ -330,16 +340,16 @@ class Fleet:
         parked.update((id(counter), set()) for counter in keyspace.counters.values())
         for key, waiters in standing.items():
             if not waiters:
-                raise Difference(f"an empty line for {key!r}")
+                raise Difference(f"{key!r} has no registrations but an entry")
             for waiter in waiters:
                 if id(waiter) not in parked:
-                    raise Difference(f"somebody who left stands in line for {key!r}")
+                    raise Difference(f"a waiter that has left is registered under {key!r}")
                 parked[id(waiter)].add(key)
-            waiting = any(not place.leftover and not place.barrier for place in model.lines.get(key, ()))
+            waiting = any(not place.leftover and not place.barrier for place in model.waiting.get(key, ()))
             if waiting and len(keyspace.queues.get(key, ())) > keyspace.handoffs.get(key, 0):
                 raise Difference(f"a lost wake-up: {key!r} holds items promised to nobody, and somebody waits")
-        for line in lines:
-            session, peer = line.session, line.peer
+        for connection in connections:
+            session, peer = connection.session, connection.peer
             _same("parked", session.parked or set(), parked[id(session)])
             _same("output", (b"".join(session.out) == b"", session.unsent), (peer.unsent == 0, peer.unsent))
             registered = {key: waiters[session] for key, waiters in standing.items() if session in waiters}
@@ -347,7 +357,7 @@ class Fleet:
                 registered = {key: -abs(count) for key, count in registered.items()}
             expected = {
                 key: -place.count if place.leftover else place.count
-                for key, places in model.lines.items()
+                for key, places in model.waiting.items()
                 for place in places
                 if place.peer is peer
             }
@@ -369,23 +379,25 @@ class Fleet:
     def _check_counters(self) -> None:
         keyspace, model = self.engine.keyspace, self.model
         standing = registrations(keyspace)
-        sessions = {id(line.session): line.peer for line in self.lines if line is not None}
+        sessions = {
+            id(connection.session): connection.peer for connection in self.connections if connection is not None
+        }
         for key, counter in keyspace.counters.items():
             _same("the registration of a counter", standing.get(key, {}).get(counter), -1)
             _same("what a counter waits for", (counter.key, counter.parked, counter.remaining), (key, {key}, 1))
             if not counter.awaiting:
-                raise Difference(f"a counter for {key!r} that nobody waits for")
+                raise Difference(f"a counter for {key!r} without waiters")
             targets = counter.targets
             if any(targets[at] < targets[(at - 1) // 2] for at in range(1, len(targets))):
                 raise Difference(f"no heap: {targets}")
             if not set(counter.awaiting) <= set(targets):
                 raise Difference(f"a target that will not be reached: {targets} of {list(counter.awaiting)}")
-            for target, crowd in counter.awaiting.items():
-                if not crowd:
-                    raise Difference(f"nobody waits until {key!r} reaches {target}")
-                for waiter in crowd:
+            for target, group in counter.awaiting.items():
+                if not group:
+                    raise Difference(f"no waiter for {key!r} to reach {target}")
+                for waiter in group:
                     if id(waiter) not in sessions:
-                        raise Difference(f"somebody who left waits until {key!r} reaches {target}")
+                        raise Difference(f"a waiter that has left awaits that {key!r} reaches {target}")
                     _same("who counts", sessions[id(waiter)].counting, (key, target))
         for peer in model.peers:
             if peer.counting is None:
@@ -399,22 +411,22 @@ class Fleet:
                 raise Difference(f"a lost wake-up: {key!r} has reached {target}")
 
     def finish(self) -> None:
-        """Everybody leaves, then everything is deleted; nothing may be left."""
+        """Let all peers leave and delete everything; nothing may be left."""
         self.check()
-        for slot, line in enumerate(self.lines):
-            if line is not None:
-                self._leave(slot, line)
+        for slot, connection in enumerate(self.connections):
+            if connection is not None:
+                self._leave(slot, connection)
         self.check()
         keyspace = self.engine.keyspace
         _same("waiters", (len(keyspace.waiters), len(keyspace.stale)), (0, 0))
-        _same("promises", len(keyspace.handoffs), 0)
+        _same("hand-offs", len(keyspace.handoffs), 0)
         _same("counters", len(keyspace.counters), 0)
         _same("unfinished", self.engine.unfinished, 0)
         for key, raw in RESERVED.items():
             _same("reserved", unpack(keyspace.reserved[key]), raw)
         wipe = [Command("delete_key", key) for key in self.model.store]
         wipe += [Command("queue_pop", key) for key, items in self.model.queues.items() for _ in items]
-        self.apply(("say", 0, (HANDSHAKE, *wipe), 0))
+        self.apply(("send", 0, (HANDSHAKE, *wipe), 0))
         _same("size", keyspace.size, 0)
         self.check()
 
@@ -445,7 +457,7 @@ TEXTS = [
     b"y" * 30,
 ]
 TARGETS = [-(2**63), -5, 0, 1, 1, 2, 2, 3, 3, 4, 5, 7, 8, 12, 20, 2**63 - 1]
-SAID = [b"", b"rank", b"7", b"a\nb", b"\xff\xfe", "\u2028é".encode(), b"x" * 700]
+INTRODUCED = [b"", b"rank", b"7", b"a\nb", b"\xff\xfe", "\u2028é".encode(), b"x" * 700]
 DELTAS = [0, 1, 1, 1, -1, 2, 5, 2**63 - 1, -(2**63)]
 TICKETS = list(range(12))
 TOKENS = [b"", b"", b"one", b"two", b"three", b"x" * 64, b"x" * 65]
@@ -510,7 +522,7 @@ def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Com
         case "wait_count":
             return Command(name, key(), rng.choice(TARGETS) if rng.random() < 0.5 else rng.randrange(-20, 100))
         case "introduce":
-            return Command(name, [(rng.choice(SAID), rng.choice(SAID)) for _ in range(rng.randrange(5))])
+            return Command(name, [(rng.choice(INTRODUCED), rng.choice(INTRODUCED)) for _ in range(rng.randrange(5))])
         case "check" | "multi_get":
             return Command(name, [key() for _ in range(rng.randrange(5))])
         case "wait":
@@ -524,7 +536,7 @@ def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Com
 
 
 CROWD = 40
-"""Sessions that stand in long lines: mostly for queues, for counters, or for values."""
+"""Commands of fleets in which many sessions wait: mostly for queues, for counters, or for values."""
 
 CROWD_WEIGHTS = [
     {"wait": 60, "queue_push": 5, "queue_pop": 14, "delete_key": 10, "cancel_wait": 2, "queue_len": 1, "fetch": 2},
@@ -535,7 +547,7 @@ CROWD_WEIGHTS = [
 
 
 class Driver:
-    """Chooses steps at random, for one fleet with a temper of its own."""
+    """Choose steps at random, for one fleet with its own probabilities."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
@@ -546,44 +558,44 @@ class Driver:
         weights = [weight * rng.choice([0.1, 1, 1, 3]) for weight in WEIGHTS.values()]
         if self.slots == CROWD:
             names = names[:2]
-            crowd = rng.choice(CROWD_WEIGHTS)
-            weights = [crowd.get(kind, 0.1) for kind in WEIGHTS]
+            group = rng.choice(CROWD_WEIGHTS)
+            weights = [group.get(kind, 0.1) for kind in WEIGHTS]
         kinds = rng.choices(list(WEIGHTS), weights, k=250)
         self.pool = [random_command(rng, names, kind) for kind in kinds]
         self.polite = 0.9 if self.slots == CROWD else rng.choice([0.1, 0.5, 0.9, 0.99])
-        """How seldom a peer that waits says something else."""
+        """How seldom a waiting peer sends another command."""
         self.cuts = rng.choice([0.05, 0.2, 0.5])
         """How often a frame is cut."""
         self.trouble = rng.choice([0.002, 0.01, 0.05])
-        """How often something other than a good command happens."""
+        """How often something else than a valid command happens."""
 
     def step(self) -> Step:
         rng = self.rng
         random_ = rng.random
         slot = int(random_() * self.slots)
-        line = self.fleet.lines[slot]
-        if line is None:
+        connection = self.fleet.connections[slot]
+        if connection is None:
             if random_() < self.trouble:
-                return "say", slot, (rng.choice(self.pool),), 0
-            return "say", slot, (HANDSHAKE, rng.choice(self.pool)), rng.randrange(9)
-        if line.dozing and random_() < 0.1:
+                return "send", slot, (rng.choice(self.pool),), 0
+            return "send", slot, (HANDSHAKE, rng.choice(self.pool)), rng.randrange(9)
+        if connection.dozing and random_() < 0.1:
             return "read", slot, (), 0
         if random_() < self.trouble:
             return self._trouble(slot)
         commands: tuple[Command, ...]
-        if line.peer.remaining > 0 and random_() < self.polite:
-            commands = () if random_() >= 0.1 else (_cancel(line.peer),)
+        if connection.peer.remaining > 0 and random_() < self.polite:
+            commands = () if random_() >= 0.1 else (_cancel(connection.peer),)
         elif random_() < 0.85:
-            commands = (self._pick(line.peer),)
+            commands = (self._pick(connection.peer),)
         else:
             commands = tuple(rng.choices(self.pool, k=rng.randrange(2, 7)))
         keep = 0
         if random_() < self.cuts:
-            keep = rng.randrange(len(line.wire) + sum(command.size for command in commands) + 1)
-        return "say", slot, commands, keep
+            keep = rng.randrange(len(connection.wire) + sum(command.size for command in commands) + 1)
+        return "send", slot, commands, keep
 
     def _pick(self, peer: Peer) -> Command:
-        """A command, but seldom one that closes the connection because something else waits."""
+        """Choose a command, but seldom one that closes the connection because another wait is pending."""
         while True:
             command = self.pool[int(self.rng.random() * 250)]
             if (
@@ -601,16 +613,16 @@ class Driver:
             case 1 | 2:
                 return "doze", slot, (), 0
             case 3:
-                return "say", slot, (rng.choice(self.pool), Command("unknown"), rng.choice(self.pool)), 0
+                return "send", slot, (rng.choice(self.pool), Command("unknown"), rng.choice(self.pool)), 0
             case 4:
-                return "say", slot, (HANDSHAKE,), 0
+                return "send", slot, (HANDSHAKE,), 0
             case _:
                 few = [command for command in rng.choices(self.pool, k=3) if command.size < 200]
                 return "drip", slot, tuple(few), 0
 
 
 def _cancel(peer: Peer) -> Command:
-    """What ends its wait."""
+    """Return the command that ends its wait."""
     if peer.popping is not None:
         return Command("give_back", peer.popping[1])
     return CANCEL if peer.fetching is None else CANCEL_FETCH
@@ -620,11 +632,11 @@ EPOCH = 3_000
 """Commands after which a fleet ends and another one begins."""
 
 CHECK_EVERY = 250
-"""Steps between two looks at the invariants."""
+"""Steps between two checks of the invariants."""
 
 
 def run_epoch(seed: int, steps: list[Step] | None = None) -> int:
-    """One fleet from begin to end; the number of commands executed. Records the steps if asked. Raises Difference."""
+    """Run one fleet and return the number of commands executed. Records the steps if asked to. Raises Difference."""
     driver = Driver(seed)
     fleet = driver.fleet
     count = 0
@@ -641,7 +653,7 @@ def run_epoch(seed: int, steps: list[Step] | None = None) -> int:
 
 
 def replay(slots: int, soft: int, steps: Sequence[Step]) -> None:
-    """Run recorded steps, looking at the invariants after each. Raises Difference."""
+    """Run recorded steps, and check the invariants after each. Raises Difference."""
     fleet = Fleet(slots, soft)
     for step in steps:
         fleet.apply(step)
@@ -650,12 +662,12 @@ def replay(slots: int, soft: int, steps: Sequence[Step]) -> None:
 
 
 def shrink(slots: int, soft: int, steps: list[Step]) -> list[Step]:
-    """A short sequence of steps that still differs."""
+    """Return a short sequence of steps that still fails."""
 
     def differs(candidate: list[Step]) -> bool:
         try:
             replay(slots, soft, candidate)
-        except Exception:  # the package's own, too
+        except Exception:  # one of the package, too
             return True
         return False
 

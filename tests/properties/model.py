@@ -1,8 +1,8 @@
-"""What the server means, said once more and as plainly as possible: the other side of every comparison.
+"""The server's semantics once more, as plainly as possible: the model that the server is compared with.
 
-Written from PROTOCOL.md, section 2, from the list of what this server mends (docs/quirks.md), and from what
-docs/wire.md says of the extension, not from the package's own keyspace. Nothing here is fast, framed or accounted for;
-a `Peer` collects the bytes it would be sent.
+Written from the description of PyTorch's protocol, the list of what this server does otherwise (docs/quirks.md) and the
+specification of the extension (docs/wire.md), not from the package's keyspace. Nothing here is fast, framed or counted.
+A `Peer` collects the bytes that it would be sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Peer:
     def __init__(self) -> None:
         self.validated = False
         self.remaining = 0
-        """Registrations to come before it is told to stop waiting."""
+        """Registrations to be used up before its wait ends."""
         self.barrier: bytes | None = None
         """The barrier it is in; it must not be handed an item of a queue of that name."""
         self.handoff: bytes | None = None
@@ -43,23 +43,23 @@ class Peer:
         self.rank: tuple[bytes, bytes] | None = None
         """The counter that it has joined, and its token."""
         self.introduced: dict[str, str] = {}
-        """What it said of itself."""
-        self.said: list[bytes] = []
-        """What it was sent and has not read."""
+        """The contents of its INTRODUCE."""
+        self.sent: list[bytes] = []
+        """Replies that it was sent and has not read."""
         self.unsent = 0
-        """The number of those bytes."""
+        """The number of their bytes."""
 
 
 class Place:
-    """A peer's place in the line of those who wait for one key. It has one, however often it asked."""
+    """A peer's registration under one key. It has one, however often it named the key."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.count = 0
         self.leftover = False
-        """Its wait is over; the registration was another wait's, and counts down whatever the peer waits for next."""
+        """It outlived its wait, and counts down whatever the peer awaits next."""
         self.barrier = False
-        """It came here by BARRIER, which parks whether the queue of that name holds items or not."""
+        """It was made by BARRIER, which parks whether the queue of that name has items or not."""
 
 
 def framed(raw: bytes) -> bytes:
@@ -86,22 +86,22 @@ def int64(number: int) -> int:
 
 
 def one_line(raw: bytes) -> str:
-    """Text as a log may have it."""
+    """Return text that fits a log line."""
     text = raw.decode("utf-8", "replace")
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 class Model:
-    """The server. `do` executes a command of a peer; `woken` lists the peers that were told to stop waiting."""
+    """The server. `do` executes a command of a peer; `woken` lists the peers whose waits have ended."""
 
     def __init__(self) -> None:
         self.store: dict[bytes, bytes] = {}
         self.reserved: dict[bytes, bytes] = {}
-        """What the server says of itself when it is asked for by name: no keys of the store, and not to be written."""
+        """Reserved keys: information about the server, read-only, and no keys of the store."""
         self.queues: dict[bytes, list[bytes]] = {}
-        self.lines: dict[bytes, list[Place]] = {}
+        self.waiting: dict[bytes, list[Place]] = {}
         self.joined: dict[bytes, dict[bytes, int | None]] = {}
-        """Per counter and token, how many peers stand for that rank; None once one of them has said that it leaves."""
+        """By counter and token: how many peers represent that rank; None once one of them has sent LEAVE."""
         self.peers: list[Peer] = []
         self.woken: list[Peer] = []
         self.methods: dict[str, Method] = {
@@ -131,7 +131,7 @@ class Model:
         self.put_back(list(peer.leased.values()))
 
     def knows(self, peer: Peer, name: str) -> bool:
-        """Whether the peer may say this now; if not, the opcode alone closes its connection."""
+        """Whether the peer may send this now; if not, the opcode alone closes its connection."""
         return name in self.methods if peer.validated else name == "validate"
 
     def do(self, peer: Peer, name: str, fields: tuple[Any, ...]) -> None:
@@ -145,7 +145,7 @@ class Model:
         handoff = peer.handoff
         reply = self.methods[name](peer, *fields)
         if reply:
-            self.say(peer, reply)
+            self.send(peer, reply)
         if handoff is not None:
             renewed = name == "wait" and reply and handoff in fields[0]
             if not renewed:
@@ -320,7 +320,7 @@ class Model:
         return b""
 
     def put_back(self, leased: list[tuple[bytes, bytes]]) -> None:
-        """To the front, in their order; each wakes one who waits."""
+        """Return items to the front, in their order; each wakes a waiter."""
         for key, item in leased[::-1]:
             self.queues.setdefault(key, []).insert(0, item)
         for key, _ in leased:
@@ -355,7 +355,7 @@ class Model:
         return b""
 
     def begin_waiting(self, peer: Peer) -> None:
-        """Nothing else may be waited for, and nothing that is left over may end this wait."""
+        """Refuse a second wait, and drop stale registrations, which must not end this one."""
         if peer.remaining > 0:
             raise Closed
         self.forget(peer)
@@ -364,7 +364,7 @@ class Model:
         return stoll(self.store.get(key, self.reserved.get(key, b"0")))
 
     def recount(self, key: bytes) -> None:
-        """Something was written to the key: who waits for its number?"""
+        """Wake the peers whose number a write to the key has reached."""
         try:
             number = self.number(key)
         except Closed:
@@ -374,9 +374,9 @@ class Model:
                 peer.counting = None
                 peer.remaining = 0
                 self.woken.append(peer)
-                self.say(peer, b"\0")
+                self.send(peer, b"\0")
 
-    # Lines
+    # Registrations
 
     def register(self, peer: Peer, keys: list[bytes], *, barrier: bool) -> None:
         peer.remaining = len(keys)
@@ -384,14 +384,14 @@ class Model:
         peer.popping = None
         peer.counting = None
         for key in keys:
-            line = self.lines.setdefault(key, [])
-            place = next((place for place in line if place.peer is peer), None)
+            places = self.waiting.setdefault(key, [])
+            place = next((place for place in places if place.peer is peer), None)
             if place is None:
                 place = Place(peer)
-                line.append(place)
+                places.append(place)
             elif place.leftover:
-                line.remove(place)
-                line.append(place)
+                places.remove(place)
+                places.append(place)
             place.count += 1
             place.leftover = False
             place.barrier = place.barrier or barrier
@@ -402,51 +402,51 @@ class Model:
         peer.fetching = None
         peer.popping = None
         peer.counting = None
-        for line in self.lines.values():
-            line[:] = [place for place in line if place.peer is not peer]
+        for places in self.waiting.values():
+            places[:] = [place for place in places if place.peer is not peer]
 
     def wake_all(self, key: bytes) -> None:
-        for place in self.lines.pop(key, []):
+        for place in self.waiting.pop(key, []):
             self.count_down(place)
         self.recount(key)
 
     def wake_next(self, key: bytes, *, handed_on: bool = False) -> None:
-        line = self.lines.get(key, [])
-        for place in line[:]:
+        places = self.waiting.get(key, [])
+        for place in places[:]:
             if not place.leftover and not (handed_on and place.peer.barrier == key):
-                line.remove(place)
+                places.remove(place)
                 takes, popping = place.peer.fetching is None, place.peer.popping
                 if self.count_down(place) and takes:
                     place.peer.handoff = key if popping is None else None
                     return
 
     def count_down(self, place: Place) -> bool:
-        """Use up a place that has left its line; whether that ended the peer's wait."""
+        """Use up a registration that has been removed; True if that ended the wait."""
         peer = place.peer
         before = peer.remaining
         peer.remaining -= place.count
         if not before > 0 >= peer.remaining:
             return False
         peer.barrier = None
-        for line in self.lines.values():
-            for other in line:
+        for places in self.waiting.values():
+            for other in places:
                 if other.peer is peer:
                     other.leftover = True
         self.woken.append(peer)
         if peer.popping is not None:
             (key, ticket), peer.popping = peer.popping, None
-            self.say(peer, self.lease(peer, key, ticket))
+            self.send(peer, self.lease(peer, key, ticket))
             return True
-        self.say(peer, b"\0" if peer.fetching is None else self.get(peer, peer.fetching))
+        self.send(peer, b"\0" if peer.fetching is None else self.get(peer, peer.fetching))
         peer.fetching = None
         return True
 
     def hand_on(self, queue: bytes) -> None:
-        """A peer that was woken for this queue has spoken, or gone: is there an item that nobody will take?"""
+        """Hand on an item that a woken peer has left, because it sent another command or has gone."""
         promised = sum(peer.handoff == queue for peer in self.peers)
         if len(self.queues.get(queue, [])) > promised:
             self.wake_next(queue, handed_on=True)
 
-    def say(self, peer: Peer, data: bytes) -> None:
-        peer.said.append(data)
+    def send(self, peer: Peer, data: bytes) -> None:
+        peer.sent.append(data)
         peer.unsent += len(data)

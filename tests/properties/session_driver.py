@@ -1,4 +1,4 @@
-"""Talking to one session in memory, in whatever pieces."""
+"""Drive a session in memory, with input cut into any pieces."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import framed, unpack
 
-Heard = tuple[bytes, str]
-"""What a peer was answered, and why its connection was closed, if it was."""
+Outcome = tuple[bytes, str]
+"""The replies to a peer, and why its connection was closed, if it was."""
 
 
 def session_on(engine: Engine) -> ServerSession:
-    """A session that has not been talked to."""
+    """Return a session without input."""
     return ServerSession(engine, None, "::1", 1, 0.0)
 
 
 def with_store_of(most: int) -> Engine:
-    """An engine whose store alone is limited, so that nobody but who goes over the limit is closed."""
+    """Return an engine whose store alone is limited, so that no peer is evicted for another."""
     engine = Engine(Limits())
     engine.budget.keyspace = Keyspace(Limits())
     engine.keyspace.on_full = None
@@ -30,40 +30,40 @@ def with_store_of(most: int) -> Engine:
 
 
 def greeted(engine: Engine | None = None, limits: Limits | None = None) -> ServerSession:
-    """A session that may be given commands."""
+    """Return a session that has sent VALIDATE."""
     session = session_on(engine or Engine(limits or Limits()))
     session.receive(HANDSHAKE.frame)
     return session
 
 
 def take(session: ServerSession) -> bytes:
-    """Read the replies, as the door does."""
-    said = b"".join(session.out)
+    """Take the replies, as a server does."""
+    sent = b"".join(session.out)
     session.out.clear()
-    session.unsent -= len(said)
-    return said
+    session.unsent -= len(sent)
+    return sent
 
 
-def tell(session: ServerSession, chunks: Iterable[bytes]) -> Heard:
-    """Send the chunks one by one, reading replies at once; a refused session is left."""
-    heard = []
+def feed(session: ServerSession, chunks: Iterable[bytes]) -> Outcome:
+    """Pass the chunks one by one, taking replies at once; a session that raises is left."""
+    replies = []
     try:
         for chunk in chunks:
             session.receive(chunk)
-            heard.append(take(session))
+            replies.append(take(session))
             while session.stalled():
                 session.receive(b"")
-                heard.append(take(session))
+                replies.append(take(session))
     except PeerError as error:
-        heard.append(take(session))
+        replies.append(take(session))
         session.leave()
-        return b"".join(heard), _reason(error)
-    return b"".join(heard), ""
+        return b"".join(replies), _reason(error)
+    return b"".join(replies), ""
 
 
-def tell_as_door(session: ServerSession, chunks: Iterable[bytes]) -> Heard:
-    """As `tell`, but large values are filled into their own buffer."""
-    heard = []
+def feed_as_server(session: ServerSession, chunks: Iterable[bytes]) -> Outcome:
+    """As `feed`, but large values are received into their own buffer."""
+    replies = []
     try:
         for chunk in chunks:
             at = 0
@@ -79,30 +79,30 @@ def tell_as_door(session: ServerSession, chunks: Iterable[bytes]) -> Heard:
                     bulk.fill(count)
                     session.receive(b"")
                     at += count
-                heard.append(take(session))
+                replies.append(take(session))
                 while session.stalled():
                     session.receive(b"")
-                    heard.append(take(session))
+                    replies.append(take(session))
     except PeerError as error:
-        heard.append(take(session))
+        replies.append(take(session))
         session.leave()
-        return b"".join(heard), _reason(error)
-    return b"".join(heard), ""
+        return b"".join(replies), _reason(error)
+    return b"".join(replies), ""
 
 
 def _reason(error: PeerError) -> str:
-    # What has come of a list when its size is noticed depends on the cuts; that it is noticed does not.
+    # How much of a list has arrived when its size is noticed depends on the cuts; that it is noticed does not.
     return error.limit if isinstance(error, LimitError) else str(error)
 
 
 def cut(data: bytes, cuts: Iterable[int]) -> list[bytes]:
-    """The data in pieces; cuts beyond its end count from its beginning again."""
+    """Cut the data into pieces; cuts beyond its end count from its start again."""
     at = sorted({cut % (len(data) + 1) for cut in cuts})
     return [data[start:stop] for start, stop in zip([0, *at], [*at, len(data)], strict=True)]
 
 
 def everything(engine: Engine) -> object:
-    """All that is stored and awaited, plainly."""
+    """Return all that is stored and awaited, in plain types."""
     keyspace = engine.keyspace
     return (
         {key: unpack(framed(value)) for key, value in keyspace.values.items()},
@@ -110,7 +110,7 @@ def everything(engine: Engine) -> object:
         {key: list(waiters.values()) for key, waiters in registrations(keyspace).items()},
         dict(keyspace.handoffs),
         {
-            key: sorted((target, len(crowd)) for target, crowd in counter.awaiting.items())
+            key: sorted((target, len(group)) for target, group in counter.awaiting.items())
             for key, counter in keyspace.counters.items()
         },
         {key: (dict(joins.connections), joins.lost) for key, joins in keyspace.joins.items()},
@@ -118,9 +118,9 @@ def everything(engine: Engine) -> object:
 
 
 NOTHING: object = ({}, {}, {}, {}, {}, {})
-"""What `everything` says of an engine that holds nothing."""
+"""What `everything` returns for an engine that holds nothing."""
 
 
 def measured(engine: Engine) -> int:
-    """What the store counts, in bytes."""
+    """Return the size of the store in bytes."""
     return engine.keyspace.size

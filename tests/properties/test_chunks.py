@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
 from properties.fleet import HANDSHAKE, Command
-from properties.session_driver import NOTHING, cut, everything, greeted, session_on, take, tell, tell_as_door
+from properties.session_driver import NOTHING, cut, everything, feed, feed_as_server, greeted, session_on, take
 from properties.test_fleet import commands
 from support import blob
 from tcpstore_async.limits import MIB, Limits
@@ -40,12 +40,12 @@ cuts = st.lists(st.integers(0, 2**22), max_size=12)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(commands(), max_size=12), st.binary(max_size=20), cuts, st.sampled_from([0, 9, 2**20]))
-def test_small_commands(said: list[Command], rubbish: bytes, at: list[int], soft: int) -> None:
-    data = HANDSHAKE.frame + b"".join(command.frame for command in said) + rubbish
+def test_small_commands(sent: list[Command], rubbish: bytes, at: list[int], soft: int) -> None:
+    data = HANDSHAKE.frame + b"".join(command.frame for command in sent) + rubbish
     whole, pieces, drops = (Engine(Limits(unsent_high_water=soft)) for _ in range(3))
-    expected = tell(session_on(whole), [data])
-    assert tell(session_on(pieces), cut(data, at)) == expected
-    assert tell(session_on(drops), cut(data, range(len(data)))) == expected
+    expected = feed(session_on(whole), [data])
+    assert feed(session_on(pieces), cut(data, at)) == expected
+    assert feed(session_on(drops), cut(data, range(len(data)))) == expected
     assert everything(pieces) == everything(drops) == everything(whole)
     assert pieces.unfinished == drops.unfinished == whole.unfinished
 
@@ -54,13 +54,13 @@ def test_small_commands(said: list[Command], rubbish: bytes, at: list[int], soft
 @given(st.lists(commands() | large_commands, min_size=1, max_size=5), cuts, st.integers(0, 300))
 @example([Command("set", b"/a", bytes(LARGE_VALUE_BYTES - 8))], [1 + 8 + 2 + 7], 0)
 @example([Command("set", b"/a", bytes(LARGE_VALUE_BYTES - 8))], [1 + 8 + 2 + 8], 0)
-def test_large_commands(said: list[Command], at: list[int], missing: int) -> None:
-    data = HANDSHAKE.frame + b"".join(command.frame for command in said)
+def test_large_commands(sent: list[Command], at: list[int], missing: int) -> None:
+    data = HANDSHAKE.frame + b"".join(command.frame for command in sent)
     data = data[: max(0, len(data) - missing)]
     whole, pieces, filled = (Engine(Limits()) for _ in range(3))
-    expected = tell(session_on(whole), [data])
-    assert tell(session_on(pieces), cut(data, at)) == expected
-    assert tell_as_door(session_on(filled), cut(data, at)) == expected
+    expected = feed(session_on(whole), [data])
+    assert feed(session_on(pieces), cut(data, at)) == expected
+    assert feed_as_server(session_on(filled), cut(data, at)) == expected
     assert everything(pieces) == everything(filled) == everything(whole)
     assert pieces.keyspace.size == filled.keyspace.size == whole.keyspace.size
 

@@ -51,18 +51,18 @@ REPLIES: list[tuple[str, st.SearchStrategy[Any]]] = [
 
 
 def request_of(name: str) -> RequestCodec:
-    shape = getattr(codecs, name)
-    assert isinstance(shape, RequestCodec)
-    return shape
+    codec = getattr(codecs, name)
+    assert isinstance(codec, RequestCodec)
+    return codec
 
 
 def reply_of(name: str) -> ReplyCodec:
-    shape = getattr(codecs, name)
-    assert isinstance(shape, ReplyCodec)
-    return shape
+    codec = getattr(codecs, name)
+    assert isinstance(codec, ReplyCodec)
+    return codec
 
 
-def said(reply: ReplyCodec, result: Any) -> bytes:
+def encoded_reply(reply: ReplyCodec, result: Any) -> bytes:
     """The bytes of a reply, as the session makes them."""
     encoded = result if reply.encode is None else reply.encode(result)
     if encoded is None:
@@ -79,9 +79,9 @@ def test_every_codec_is_tried() -> None:
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_requests(name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: st.DataObject) -> None:
-    shape = request_of(name)
+    codec = request_of(name)
     sent = data.draw(fields)
-    encoded = shape.encode(sent)
+    encoded = codec.encode(sent)
     before, after = data.draw(st.binary(max_size=9)), data.draw(st.binary(max_size=9))
     calls: list[tuple[Any, ...]] = []
 
@@ -90,7 +90,7 @@ def test_requests(name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: s
         return "done"
 
     whole = before + encoded + after
-    result, stop = shape.decode(call, whole, len(before), len(whole), LIMITS)
+    result, stop = codec.decode(call, whole, len(before), len(whole), LIMITS)
     assert (result, stop, calls) == ("done", len(before) + len(encoded), [sent])
 
 
@@ -99,9 +99,9 @@ def test_requests(name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: s
 @given(data=st.data())
 def test_requests_in_parts(name: str, fields: st.SearchStrategy[tuple[Any, ...]], data: st.DataObject) -> None:
     """As a session does it: never asked before `need` bytes are there, which is never more than will come."""
-    shape = request_of(name)
+    codec = request_of(name)
     sent = data.draw(fields)
-    encoded = shape.encode(sent)
+    encoded = codec.encode(sent)
     calls: list[tuple[Any, ...]] = []
 
     def call(*got: Any) -> str:
@@ -111,7 +111,7 @@ def test_requests_in_parts(name: str, fields: st.SearchStrategy[tuple[Any, ...]]
     rest = None
     base = at = end = 0
     for _ in range(1000):
-        decode = shape.decode if rest is None else rest.decode
+        decode = codec.decode if rest is None else rest.decode
         result, stop = decode(call, encoded[base:end], at, end - base, LIMITS)
         if stop >= 0:
             break
@@ -129,17 +129,17 @@ def test_requests_in_parts(name: str, fields: st.SearchStrategy[tuple[Any, ...]]
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_replies(name: str, results: st.SearchStrategy[Any], data: st.DataObject) -> None:
-    shape = reply_of(name)
+    codec = reply_of(name)
     sent = data.draw(results)
-    encoded = said(shape, sent)
+    encoded = encoded_reply(codec, sent)
     count = len(sent) if isinstance(sent, list) else 0
-    if shape.measure is not None:
-        assert shape.measure(sent) == len(encoded)
+    if codec.measure is not None:
+        assert codec.measure(sent) == len(encoded)
     before, after = data.draw(st.binary(max_size=9)), data.draw(st.binary(max_size=9))
     whole = before + encoded + after
-    assert shape.decode(whole, len(before), len(whole), count) == (sent, len(before) + len(encoded))
+    assert codec.decode(whole, len(before), len(whole), count) == (sent, len(before) + len(encoded))
     for end in range(len(encoded)):
-        result, need = shape.decode(encoded[:end], 0, end, count)
+        result, need = codec.decode(encoded[:end], 0, end, count)
         if isinstance(result, PartialReply):
             assert result.decode(encoded, result.at, len(encoded)) == (sent, len(encoded))
         else:
@@ -155,4 +155,4 @@ def test_impossible_replies(name: str, byte: int) -> None:
 
 @pytest.mark.parametrize(("name", "result"), [("WAKE", False), ("NO_REPLY", None)])
 def test_results_without_reply(name: str, result: Any) -> None:
-    assert said(reply_of(name), result) == b""
+    assert encoded_reply(reply_of(name), result) == b""

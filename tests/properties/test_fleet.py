@@ -54,20 +54,20 @@ def commands(draw: st.DrawFn) -> Command:
 
 
 slot = st.integers(0, SLOTS - 1)
-say = st.tuples(
-    st.sampled_from(["say", "say", "drip"]),
+send = st.tuples(
+    st.sampled_from(["send", "send", "drip"]),
     slot,
     st.lists(commands(), max_size=3).map(tuple),
     st.just(0) | st.integers(0, 30),
 )
 other = st.tuples(st.sampled_from(["leave", "doze", "read"]), slot, st.just(()), st.just(0))
-steps = st.lists(say | say | say | other, max_size=50)
+steps = st.lists(send | send | send | other, max_size=50)
 
 
 @settings(max_examples=400, deadline=None)
 @given(steps, st.sampled_from([0, 20, 2**20]))
 def test_interleavings_equal_the_model(recorded: list[Step], soft: int) -> None:
-    greeting: list[Step] = [("say", index, (HANDSHAKE,), 0) for index in range(SLOTS)]
+    greeting: list[Step] = [("send", index, (HANDSHAKE,), 0) for index in range(SLOTS)]
     replay(SLOTS, soft, greeting + recorded)
 
 
@@ -78,10 +78,10 @@ def test_seeded_fleet_equals_the_model(seed: int) -> None:
 
 def test_fleet_notices_a_wrong_answer() -> None:
     fleet = Fleet(1)
-    fleet.apply(("say", 0, (HANDSHAKE,), 0))
+    fleet.apply(("send", 0, (HANDSHAKE,), 0))
     fleet.model.store[b"/a"] = b"1"
     with pytest.raises(Difference):
-        fleet.apply(("say", 0, (Command("get", b"/a"),), 0))
+        fleet.apply(("send", 0, (Command("get", b"/a"),), 0))
     with pytest.raises(Difference):
         fleet.check()
 
@@ -108,6 +108,6 @@ def test_model_serves_a_queue_in_order_and_hands_on_what_was_not_taken() -> None
     model.do(first, "wait", ([b"q"],))
     model.do(second, "wait", ([b"q"],))
     model.do(third, "queue_push", (b"q", b"item"))
-    assert (first.said, second.said) == ([b"\0"], [])
+    assert (first.sent, second.sent) == ([b"\0"], [])
     model.leave(first)
-    assert second.said == [b"\0"]
+    assert second.sent == [b"\0"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from properties.fleet import OPCODES, Command, random_command
-from properties.session_driver import NOTHING, cut, everything, greeted, measured, take, tell, with_store_of
+from properties.session_driver import NOTHING, cut, everything, feed, greeted, measured, take, with_store_of
 from properties.test_fleet import commands
 from support import blob, u64
 from tcpstore_async.errors import BudgetError, LimitError, ProtocolError
@@ -113,7 +113,7 @@ def test_the_defaults_are_those_of_pytorch() -> None:
 def test_length_of_a_request(command: Command) -> None:
     for chunks in ([command.frame], cut(command.frame, range(command.size))):
         session = greeted(limits=SHORT)
-        assert tell(session, chunks) == (b"", "request_bytes")
+        assert feed(session, chunks) == (b"", "request_bytes")
         assert everything(session.engine) == NOTHING
 
 
@@ -229,8 +229,8 @@ FULL = 3 * (ENTRY_BYTES + 20) + 2 * PARKED_BYTES
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), commands()), max_size=40), st.sampled_from([400, 700, FULL, 4 * FULL]))
-def test_a_full_store_refuses_whole_commands(said: list[tuple[bool, Command]], most: int) -> None:
-    _fill(said, most)
+def test_a_full_store_refuses_whole_commands(sent: list[tuple[bool, Command]], most: int) -> None:
+    _fill(sent, most)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -239,14 +239,14 @@ def test_a_full_store_refuses_whole_commands_for_long(seed: int) -> None:
     kinds = ["set", "append", "add", "multi_set", "multi_set", "compare_set", "queue_push", "wait", "barrier", "get"]
     kinds += ["delete_key", "queue_pop", "cancel_wait", "fetch", "wait_count", "wait_count"]
     names = [b"/a", b"/b", b"q"]
-    said = [(rng.random() < 0.5, random_command(rng, names, rng.choice(kinds))) for _ in range(1500)]
-    _fill(said, rng.choice([400, 700, FULL]))
+    sent = [(rng.random() < 0.5, random_command(rng, names, rng.choice(kinds))) for _ in range(1500)]
+    _fill(sent, rng.choice([400, 700, FULL]))
 
 
-def _fill(said: list[tuple[bool, Command]], most: int) -> None:
+def _fill(sent: list[tuple[bool, Command]], most: int) -> None:
     engine = with_store_of(most)
     sessions = [greeted(engine), greeted(engine)]
-    for which, command in said:
+    for which, command in sent:
         if command.name in ("unknown", "validate"):
             continue
         before = everything(engine), measured(engine)

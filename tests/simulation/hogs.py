@@ -101,7 +101,7 @@ class Crowd:
             session.keep_unsent(said, 0)
 
     def _flush(self) -> None:
-        """As a server does: close those who were evicted, hand on what was said."""
+        """Act as a server: close evicted sessions, take the output of the others."""
         engine, rounds = self.engine, 0
         while engine.pending_flush:
             pending_flush, engine.pending_flush = list(engine.pending_flush), []
@@ -148,7 +148,7 @@ class Crowd:
         while keyspace.work:
             keyspace.step()
         if budget.others or keyspace.parked or budget.holders or budget.pins:
-            raise Difference(f"{budget.others} bytes are counted for nobody, {keyspace.parked} for who waits")
+            raise Difference(f"{budget.others} bytes are counted without a session, {keyspace.parked} for waiters")
         for key in list(keyspace.values):
             keyspace.delete_key(key)
         for key in list(keyspace.queues):

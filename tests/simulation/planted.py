@@ -127,12 +127,12 @@ def _fetch_eats(store: Keyspace, waiter: Waiter, ended: int) -> None:
 
 
 def _is_no_more_promised(store: Keyspace, key: bytes, handed_on: bool = False) -> None:
-    line = store.waiters[key]
-    for waiter in [waiter for waiter, times in line.items() if times > 0]:
-        ended = store._count_down(waiter, key, line.pop(waiter))
+    registered = store.waiters[key]
+    for waiter in [waiter for waiter, times in registered.items() if times > 0]:
+        ended = store._count_down(waiter, key, registered.pop(waiter))
         if ended != IDLE:
             store._fire(waiter, ended)
-    if not line and key not in store.stale:
+    if not registered and key not in store.stale:
         del store.waiters[key]
 
 

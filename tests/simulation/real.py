@@ -6,7 +6,7 @@ Each actor has a list of operations, chosen like everything else. What is checke
   which the first had it was cut before the server could hear that;
 * a write whose caller made a round trip later is there, and no `add` or join counts twice;
 * a store reads what it has written;
-* nobody times out while what he waits for is there and the network rests;
+* no call times out while what it waits for exists and the network rests;
 * in the end the server holds nothing for connections that are gone.
 """
 
@@ -118,7 +118,7 @@ class StageBook(Book):
             raise Difference(f"the server refused {self.stage.refusals}")
         held = (len(keyspace.waiters), len(keyspace.handoffs), len(keyspace.counters), self.stage.engine.unfinished)
         if any(held):
-            raise Difference(f"waiters, promises, counters, unfinished bytes of nobody: {held}")
+            raise Difference(f"waiters, hand-offs, counters, unfinished bytes are left: {held}")
 
 
 class Person(Protocol):

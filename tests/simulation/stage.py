@@ -204,7 +204,7 @@ class Stage:
         """When time last passed though somebody could have gone on."""
 
     def tell(self, text: str) -> None:
-        """For who reads what happens."""
+        """For readers of the log."""
         self.report(f"{self.now:.3f} {text}")
 
     def observe(self, opcode: int, seen: Callable[..., None]) -> None:

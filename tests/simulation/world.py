@@ -10,7 +10,7 @@ arrive. What is checked on top of the fleet's invariants:
 * an item that was pushed is with one caller or in the queue; with two only if it was leased and the connection was lost
   over which it was to be confirmed; and if all that pop it lease it, it is never lost;
 * a rank that joins again is counted once;
-* once the network rests, nobody sleeps who should be awake;
+* once the network rests, no caller sleeps that should be awake;
 * a connection that is gone holds nothing.
 
 A step is a plain tuple (see `World.do`) that means nothing where it does not apply, so that any part of a schedule
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Final
 
-from properties.fleet import Command, Difference, Fleet, Line
+from properties.fleet import Command, Connection, Difference, Fleet
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.values import ABSENT, Framed, pack, unpack
@@ -56,7 +56,7 @@ ENCODERS: dict[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
 
 
 class Said(Command):
-    """A command as the model is told it; its bytes are the client session's own."""
+    """A command for the model; its bytes are those of the client session."""
 
     def __init__(self, name: str, fields: tuple[Any, ...], size: int) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Said(Command):
         self.size = size
 
 
-class Link(Line):
+class Link(Connection):
     """One connection; `wire` holds what is on its way to the server."""
 
     def __init__(self, session: ServerSession, world: World, slot: int) -> None:
@@ -188,11 +188,11 @@ class World(Fleet):
 
     def _do_drop(self, number: int) -> None:
         link = self.clients[number].link
-        if link is not None and self.lines[link.slot] is link:
+        if link is not None and self.connections[link.slot] is link:
             self._leave(link.slot, link)
 
     def _do_old(self, which: int, count: int) -> None:
-        old = [line for line in self.lines if isinstance(line, Link) and not line.open]
+        old = [connection for connection in self.connections if isinstance(connection, Link) and not connection.open]
         if old:
             link = old[which % len(old)]
             if link.wire:
@@ -209,15 +209,15 @@ class World(Fleet):
         link = self.clients[number].link
         if link is not None and link.dozing:
             link.dozing = False
-            if self.lines[link.slot] is link:
+            if self.connections[link.slot] is link:
                 self._wake_up(link.slot, link)
 
     # The network
 
     def _dial(self, client: Client) -> None:
-        slot = len(self.lines)
+        slot = len(self.connections)
         link = Link(ServerSession(self.engine, slot, "::1", slot, 0.0), self, slot)
-        self.lines.append(link)
+        self.connections.append(link)
         client.link = link
         client.session = ClientSession()
         hello, fence = client.session.hello(client.number)
@@ -227,18 +227,18 @@ class World(Fleet):
         client.calls[fence] = None
 
     def _carry(self, link: Link, count: int) -> None:
-        if count > 0 and link.wire and self.lines[link.slot] is link:
+        if count > 0 and link.wire and self.connections[link.slot] is link:
             chunk = bytes(link.wire[:count])
             del link.wire[:count]
             self._arrive(link.slot, link, chunk)
 
-    def on_said(self, line: Line, said: bytes) -> None:
-        if isinstance(line, Link) and line.open:
-            line.down += said
+    def on_sent(self, connection: Connection, sent: bytes) -> None:
+        if isinstance(connection, Link) and connection.open:
+            connection.down += sent
 
-    def on_done(self, line: Line, command: Command) -> None:
-        if isinstance(line, Link):
-            line.written += command.name in SILENT
+    def on_done(self, connection: Connection, command: Command) -> None:
+        if isinstance(connection, Link):
+            connection.written += command.name in SILENT
             if command.name == "queue_push":
                 key, item = command.fields
                 if item in self.pushed:
@@ -251,7 +251,7 @@ class World(Fleet):
         if link.dozing:
             return
         if not link.down:
-            if self.lines[link.slot] is not link:
+            if self.connections[link.slot] is not link:
                 self._lose(client)
             return
         chunk = bytes(link.down[: max(1, count)])
@@ -347,7 +347,7 @@ class World(Fleet):
         else:
             expected = _answered(call)
         if heard[: len(expected)] != expected:
-            raise Difference(f"{call.command.name}: {expected!r} was understood, {bytes(heard)!r} was said")
+            raise Difference(f"{call.command.name}: {expected!r} was understood, {bytes(heard)!r} was sent")
         del heard[: len(expected)]
 
     def give(self, blob: Framed, leased: bool = False) -> None:
@@ -361,24 +361,24 @@ class World(Fleet):
         self.received[item] = link
 
     def _is_lost(self, link: Link) -> bool:
-        return not link.open or self.lines[link.slot] is not link
+        return not link.open or self.connections[link.slot] is not link
 
     # The end
 
     def rest(self) -> None:
-        """All that is on its way arrives; who still waits then must have something to wait for."""
+        """Deliver everything; a caller that still waits then must have something to wait for."""
         moving = True
         while moving:
             moving = False
             for client in self.clients:
                 link = client.link
                 while (link := client.link) is not None and (
-                    link.wire or link.down or link.dozing or self.lines[link.slot] is not link
+                    link.wire or link.down or link.dozing or self.connections[link.slot] is not link
                 ):
                     moving = True
                     if link.dozing:
                         self._do_read(client.number)
-                    if self.lines[link.slot] is not link:
+                    if self.connections[link.slot] is not link:
                         link.wire.clear()
                         self._bring(client, link, len(link.down))
                     else:
@@ -424,7 +424,7 @@ SILENT: Final = {
 }
 GIVE_BACK: Final = BY_METHOD["give_back"]
 LEASED: Final = (b"/l",)
-"""Queues from which nobody pops without a lease."""
+"""Queues from which all pops are leases."""
 RANKS: Final = b"/init"
 
 

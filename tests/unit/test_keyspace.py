@@ -1,4 +1,4 @@
-"""What commands mean. Waiters are sessions, since compiled classes cannot be inherited from here."""
+"""The semantics of commands. Waiters are sessions, since a compiled class cannot be subclassed here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def waiter(engine: Engine) -> ServerSession:
 
 
 def woken(session: ServerSession) -> int:
-    """How often it was woken since this was last asked."""
+    """Return how often it was woken since the last call."""
     count = len(session.out)
     session.out.clear()
     return count
@@ -267,7 +267,7 @@ def test_queue(keyspace: Keyspace) -> None:
 
 
 def test_a_queue_serves_in_order_of_arrival(engine: Engine, keyspace: Keyspace) -> None:
-    sessions = [waiter(engine) for _ in range(40)]  # enough for a long line
+    sessions = [waiter(engine) for _ in range(40)]  # enough for compaction
     for session in sessions:
         keyspace.wait(session, [b"q"])
     for number, session in enumerate(sessions):
@@ -350,8 +350,8 @@ def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Engine, keyspace: Ke
     assert keyspace.handoffs == {}
 
 
-class Line(OrderedDict[Waiter, int]):
-    """A line that counts how many of those in it were looked at."""
+class Registered(OrderedDict[Waiter, int]):
+    """Registrations that count how many of them were looked at."""
 
     looks = 0
 
@@ -361,8 +361,8 @@ class Line(OrderedDict[Waiter, int]):
             yield item
 
 
-def leave_over(engine: Engine, count: int) -> list[ServerSession]:
-    """So many who stand in line for q since a wait that is done."""
+def with_stale_registrations(engine: Engine, count: int) -> list[ServerSession]:
+    """Return so many sessions with a stale registration under q."""
     sessions = [waiter(engine) for _ in range(count)]
     for session in sessions:
         engine.keyspace.wait(session, [b"q"])
@@ -375,25 +375,25 @@ def leave_over(engine: Engine, count: int) -> list[ServerSession]:
 
 @pytest.mark.parametrize("count", [3, 40])
 def test_a_push_looks_at_a_stale_registration_once(engine: Engine, keyspace: Keyspace, count: int) -> None:
-    leave_over(engine, count)
+    with_stale_registrations(engine, count)
     session = waiter(engine)
     looks = []
     for _ in range(10):
-        line = keyspace.waiters[b"q"] = Line(keyspace.waiters[b"q"])
+        registered = keyspace.waiters[b"q"] = Registered(keyspace.waiters[b"q"])
         assert not keyspace.wait(session, [b"q"])
         keyspace.queue_push(b"q", EMPTY)
         assert woken(session) == 1
         assert keyspace.queue_pop(b"q") == (1, EMPTY)
-        looks.append(line.looks)
+        looks.append(registered.looks)
     assert looks == [count + 1] + [1] * 9
 
 
 def test_stale_registrations_that_a_queue_skipped_still_count(engine: Engine, keyspace: Keyspace) -> None:
-    first, second, *rest = leave_over(engine, 40)
+    first, second, *rest = with_stale_registrations(engine, 40)
     keyspace.queue_push(b"q", EMPTY)
     keyspace.queue_pop(b"q")
     keyspace.wait(second, [b"other", b"q"])
-    keyspace.wait(first, [b"q"])  # comes in behind, though it stood before
+    keyspace.wait(first, [b"q"])  # registered anew, behind the others
     keyspace.queue_push(b"q", EMPTY)
     assert (woken(first), woken(second)) == (0, 1)
     keyspace.queue_pop(b"q")
@@ -414,7 +414,7 @@ def test_stale_registrations_that_a_queue_skipped_still_count(engine: Engine, ke
 
 
 def test_waiters_that_a_queue_skipped_may_leave(engine: Engine, keyspace: Keyspace) -> None:
-    sessions = leave_over(engine, 3)
+    sessions = with_stale_registrations(engine, 3)
     keyspace.queue_push(b"q", EMPTY)
     for session in sessions:
         session.leave()
@@ -424,7 +424,7 @@ def test_waiters_that_a_queue_skipped_may_leave(engine: Engine, keyspace: Keyspa
 
 
 def test_registrations_are_compacted_when_waiters_leave(engine: Engine, keyspace: Keyspace) -> None:
-    """The next push would step over it."""
+    """The next push would step over their places."""
     sessions = [waiter(engine) for _ in range(1_000)]
     for session in sessions:
         keyspace.wait(session, [b"q"])

@@ -1,4 +1,4 @@
-"""What the commands of the extension mean: a value when it is there, a number when it is reached, reserved keys."""
+"""The semantics of the extension's commands: deferred values, numbers that are reached, reserved keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def waiter(engine: Engine) -> ServerSession:
 
 
 def heard(session: ServerSession) -> list[bytes]:
-    """What it was told since this was last asked."""
+    """Return its replies since the last call."""
     said = list(map(bytes, session.out))
     session.out.clear()
     session.unsent = 0
@@ -99,7 +99,7 @@ def test_a_value_under_append_is_copied_once_for_all_fetches(engine: Engine, key
     sessions = [waiter(engine) for _ in range(50)]
     for session in sessions:
         keyspace.fetch(session, b"k")
-    keyspace.barrier(waiter(engine), b"k", 9)  # makes the key and wakes nobody
+    keyspace.barrier(waiter(engine), b"k", 9)  # creates the key and wakes no waiter
     keyspace.append(b"k", pack(bytes(MIB)))
     assert len({id(session.out[1]) for session in sessions}) == 1
     assert b"".join(heard(sessions[0])) == pack(b"1" + bytes(MIB))
@@ -172,11 +172,11 @@ def test_an_existing_value_is_fetched_during_another_wait(
 def test_stale_registrations_end_no_fetch(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a"])
-    keyspace.wait(session, [b"left over"])
+    keyspace.wait(session, [b"stale"])
     keyspace.set(b"a", EMPTY)
     assert heard(session) == [WOKEN]
     keyspace.fetch(session, b"k")
-    keyspace.set(b"left over", EMPTY)
+    keyspace.set(b"stale", EMPTY)
     assert heard(session) == []
     keyspace.set(b"k", pack(b"v"))
     assert heard(session) == [pack(b"v")]
@@ -203,7 +203,7 @@ def test_an_ended_fetch_sends_nothing(engine: Engine, keyspace: Keyspace, cancel
 
 def test_a_fetch_takes_no_item_from_other_waiters(engine: Engine, keyspace: Keyspace) -> None:
     """As a WAIT and a GET behind it would."""
-    fetchers = [waiter(engine) for _ in range(40)]  # enough for a long line
+    fetchers = [waiter(engine) for _ in range(40)]  # enough for compaction
     first, second = waiter(engine), waiter(engine)
     for session in fetchers[:20]:
         keyspace.fetch(session, b"q")
@@ -266,7 +266,7 @@ def test_a_target_is_reached(engine: Engine, keyspace: Keyspace, how: str) -> No
 
 
 def test_arrivals_at_a_barrier_are_counted(engine: Engine, keyspace: Keyspace) -> None:
-    """They wake nobody else; but the number is reached, and nobody might write to it again."""
+    """They wake no other waiter; but the number is reached, and there may be no further write."""
     one, two, three, plain = (waiter(engine) for _ in range(4))
     keyspace.wait_count(one, b"b", 1)
     keyspace.wait_count(two, b"b", 2)
@@ -318,7 +318,7 @@ def test_a_sum_that_wraps_reaches_nothing(engine: Engine, keyspace: Keyspace) ->
 
 
 def test_a_value_that_is_deleted_reaches_nothing(engine: Engine, keyspace: Keyspace) -> None:
-    """A missing key counts as 0; but DELETE_KEY wakes nobody."""
+    """A missing key counts as 0; but DELETE_KEY wakes no waiter."""
     session = waiter(engine)
     keyspace.add(b"n", -5)
     keyspace.wait_count(session, b"n", -3)
@@ -352,8 +352,8 @@ def test_each_waiter_is_woken_at_its_own_target(engine: Engine, keyspace: Keyspa
         keyspace.wait_count(session, b"n", target)
     for _ in range(19):
         total = keyspace.add(b"n", 2)
-        told = [target for session, target in zip(sessions, targets, strict=True) if heard(session)]
-        assert sorted(told) == sorted(target for target in targets if total - 2 < target <= total)
+        woken = [target for session, target in zip(sessions, targets, strict=True) if heard(session)]
+        assert sorted(woken) == sorted(target for target in targets if total - 2 < target <= total)
     keyspace.add(b"n", 2)
     keyspace.delete_key(b"n")
     assert nothing_is_left(keyspace)
@@ -390,11 +390,11 @@ def test_an_ended_wait_count_is_not_woken(engine: Engine, keyspace: Keyspace, ho
 def test_stale_registrations_end_no_wait_count(engine: Engine, keyspace: Keyspace) -> None:
     session = waiter(engine)
     keyspace.wait(session, [b"a"])
-    keyspace.wait(session, [b"left over"])
+    keyspace.wait(session, [b"stale"])
     keyspace.set(b"a", EMPTY)
     assert heard(session) == [WOKEN]
     keyspace.wait_count(session, b"n", 1)
-    keyspace.set(b"left over", EMPTY)
+    keyspace.set(b"stale", EMPTY)
     assert heard(session) == []
     keyspace.add(b"n", 1)
     keyspace.add(b"n", 1)
@@ -419,10 +419,10 @@ def test_other_waits_during_a_wait_count(engine: Engine, keyspace: Keyspace, aga
 def test_a_queue_of_the_same_name_skips_a_counter(engine: Engine, keyspace: Keyspace) -> None:
     counting = waiter(engine)
     keyspace.wait_count(counting, b"q", 1)
-    keyspace.queue_push(b"q", pack(b"alone in line"))
+    keyspace.queue_push(b"q", pack(b"the only item"))
     assert (heard(counting), keyspace.handoffs) == ([], {})
-    assert keyspace.queue_pop(b"q") == (1, pack(b"alone in line"))
-    sessions = [waiter(engine) for _ in range(30)]  # enough for a long line
+    assert keyspace.queue_pop(b"q") == (1, pack(b"the only item"))
+    sessions = [waiter(engine) for _ in range(30)]  # enough for compaction
     for session in sessions:
         keyspace.wait(session, [b"q"])
     for session in sessions:

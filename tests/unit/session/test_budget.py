@@ -1,4 +1,4 @@
-"""What is counted, for whom, and who goes when it is too much."""
+"""What counts, for which peer, and which one is evicted."""
 
 from __future__ import annotations
 

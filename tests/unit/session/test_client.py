@@ -18,8 +18,8 @@ from tcpstore_async.wire.commands import BY_METHOD
 PID = 4711
 
 
-class Line:
-    """A client's session and the server's, with wires that cut bytes anywhere."""
+class Wire:
+    """A client's and a server's session, connected by a wire that cuts bytes anywhere."""
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.client = ClientSession()
@@ -31,16 +31,16 @@ class Line:
         assert (call.done, call.result) == (True, PID)
 
     def carry(self, data: bytes) -> list[PendingCall]:
-        """Take bytes to the server, and everything it has to say back."""
+        """Pass bytes to the server, and its replies back."""
         for piece in self.cut(data):
             self.server.receive(piece)
         return self.fetch()
 
     def fetch(self) -> list[PendingCall]:
-        said = b"".join(self.server.out)
+        replies = b"".join(self.server.out)
         self.server.out.clear()
         self.server.unsent = 0
-        return [call for piece in self.cut(said) for call in self.client.receive(piece)]
+        return [call for piece in self.cut(replies) for call in self.client.receive(piece)]
 
     def cut(self, data: bytes) -> list[bytes]:
         pieces = []
@@ -68,41 +68,41 @@ class Line:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_command(seed: int) -> None:
-    line = Line(Engine(Limits()), seed)
-    line.call("set", b"/a", pack(b"1"))
-    assert line.call("get", b"/a") == blob(b"1")
-    assert line.call("add", b"/a", 41) == 42
-    line.call("append", b"/a", pack(b"0"))
-    assert line.call("compare_set", b"/a", pack(b"420"), pack(b"x" * 70_000)) == blob(b"x" * 70_000)
-    assert unpack(line.call("get", b"/a")) == b"x" * 70_000
-    line.call("multi_set", [(b"/b", pack(b"")), (b"/c", pack(b"3"))])
-    assert line.call("multi_get", [b"/b", b"/c", b"/no"]) == [blob(b""), blob(b"3"), blob(b"")]
-    assert line.call("multi_get", []) == []
-    assert line.call("check", [b"/b", b"/c"]) is True
-    assert line.call("check", [b"/no"]) is False
-    assert sorted(line.call("list_keys")) == [b"/a", b"/b", b"/c"]
-    assert line.call("num_keys") == 3
-    assert line.call("delete_key", b"/c") == 1
-    line.call("queue_push", b"/q", pack(b"item"))
-    assert line.call("queue_len", b"/q") == 1
-    assert line.call("wait", [b"/q", b"/a"]) is True
-    assert line.call("queue_pop", b"/q") == (1, blob(b"item"))
-    assert line.call("queue_pop", b"/q") == (0, None)
-    assert line.call("barrier", b"/bar", 1) is True
-    assert line.call("ping", 5) == 5
+    wire = Wire(Engine(Limits()), seed)
+    wire.call("set", b"/a", pack(b"1"))
+    assert wire.call("get", b"/a") == blob(b"1")
+    assert wire.call("add", b"/a", 41) == 42
+    wire.call("append", b"/a", pack(b"0"))
+    assert wire.call("compare_set", b"/a", pack(b"420"), pack(b"x" * 70_000)) == blob(b"x" * 70_000)
+    assert unpack(wire.call("get", b"/a")) == b"x" * 70_000
+    wire.call("multi_set", [(b"/b", pack(b"")), (b"/c", pack(b"3"))])
+    assert wire.call("multi_get", [b"/b", b"/c", b"/no"]) == [blob(b""), blob(b"3"), blob(b"")]
+    assert wire.call("multi_get", []) == []
+    assert wire.call("check", [b"/b", b"/c"]) is True
+    assert wire.call("check", [b"/no"]) is False
+    assert sorted(wire.call("list_keys")) == [b"/a", b"/b", b"/c"]
+    assert wire.call("num_keys") == 3
+    assert wire.call("delete_key", b"/c") == 1
+    wire.call("queue_push", b"/q", pack(b"item"))
+    assert wire.call("queue_len", b"/q") == 1
+    assert wire.call("wait", [b"/q", b"/a"]) is True
+    assert wire.call("queue_pop", b"/q") == (1, blob(b"item"))
+    assert wire.call("queue_pop", b"/q") == (0, None)
+    assert wire.call("barrier", b"/bar", 1) is True
+    assert wire.call("ping", 5) == 5
 
 
 def test_replies_complete_calls_in_order() -> None:
-    line = Line(Engine(Limits()), 3)
-    sent = [line.client.request(BY_METHOD["add"], (b"/n", 1)) for _ in range(100)]
-    done = line.carry(b"".join(data for data, _ in sent))
+    wire = Wire(Engine(Limits()), 3)
+    sent = [wire.client.request(BY_METHOD["add"], (b"/n", 1)) for _ in range(100)]
+    done = wire.carry(b"".join(data for data, _ in sent))
     assert done == [call for _, call in sent]
     assert [call.result for call in done] == list(range(1, 101))
 
 
 def test_a_wait_ends_with_a_set() -> None:
     engine = Engine(Limits())
-    waiter, setter = Line(engine), Line(engine)
+    waiter, setter = Wire(engine), Wire(engine)
     call = waiter.park("wait", [b"/k"])
     with pytest.raises(RuntimeError, match="cannot send GET while WAIT blocks"):
         waiter.client.request(BY_METHOD["get"], (b"/k",))
@@ -116,7 +116,7 @@ def test_a_wait_ends_with_a_set() -> None:
 @pytest.mark.parametrize("race", [False, True])
 def test_a_cancel_leaves_the_connection_in_step(method: str, race: bool) -> None:
     engine = Engine(Limits())
-    waiter, setter = Line(engine), Line(engine)
+    waiter, setter = Wire(engine), Wire(engine)
     call = waiter.park("wait", [b"/k"]) if method == "wait" else waiter.park("barrier", b"/k", 2)
     cancel = waiter.client.cancel(call)
     if race:
@@ -129,7 +129,7 @@ def test_a_cancel_leaves_the_connection_in_step(method: str, race: bool) -> None
 
 
 def test_a_call_is_canceled_once() -> None:
-    waiter = Line(Engine(Limits()))
+    waiter = Wire(Engine(Limits()))
     call = waiter.park("wait", [b"/k"])
     waiter.client.cancel(call)
     with pytest.raises(RuntimeError, match="once"):
@@ -137,7 +137,7 @@ def test_a_call_is_canceled_once() -> None:
 
 
 def test_silent_writes_are_unconfirmed_until_a_later_reply() -> None:
-    client = Line(Engine(Limits())).client
+    client = Wire(Engine(Limits())).client
     assert not client.unconfirmed()
     client.request(BY_METHOD["set"], (b"/a", pack(b"")))
     _, before = client.request(BY_METHOD["ping"], (1,))
@@ -211,24 +211,24 @@ def _pieces(data: bytes, size: int) -> list[bytes]:
 @pytest.mark.parametrize("seed", range(10))
 def test_every_command_of_the_extension(seed: int) -> None:
     engine = Engine(Limits())
-    line, setter = Line(engine, seed), Line(engine, seed + 100)
-    line.call("introduce", [(b"rank", pack(b"3"))])
-    assert line.server.peer == {"rank": "3"}
-    assert not line.client.unconfirmed()
-    line.call("set", b"/a", pack(b"x" * 70_000))
-    assert unpack(line.call("fetch", b"/a")) == b"x" * 70_000
-    fetching = line.park("fetch", b"/b")
+    wire, setter = Wire(engine, seed), Wire(engine, seed + 100)
+    wire.call("introduce", [(b"rank", pack(b"3"))])
+    assert wire.server.peer == {"rank": "3"}
+    assert not wire.client.unconfirmed()
+    wire.call("set", b"/a", pack(b"x" * 70_000))
+    assert unpack(wire.call("fetch", b"/a")) == b"x" * 70_000
+    fetching = wire.park("fetch", b"/b")
     setter.call("add", b"/b", 7)
-    assert line.fetch() == [fetching]
+    assert wire.fetch() == [fetching]
     assert fetching.result == pack(b"7")
-    assert line.call("wait_count", b"/b", 7) is True
-    counting = line.park("wait_count", b"/b", 9)
+    assert wire.call("wait_count", b"/b", 7) is True
+    counting = wire.park("wait_count", b"/b", 9)
     setter.call("add", b"/b", 1)
-    assert line.fetch() == []
+    assert wire.fetch() == []
     setter.call("add", b"/b", 1)
-    assert line.fetch() == [counting]
+    assert wire.fetch() == [counting]
     assert (counting.done, counting.result) == (True, True)
-    assert line.call("ping", 5) == 5
+    assert wire.call("ping", 5) == 5
 
 
 @pytest.mark.parametrize("size", range(1, 27))
@@ -304,7 +304,7 @@ def test_a_value_that_arrives_before_the_reply_to_its_cancel() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, race: bool, seed: int) -> None:
     engine = Engine(Limits())
-    waiter, setter = Line(engine, seed), Line(engine)
+    waiter, setter = Wire(engine, seed), Wire(engine)
     call = waiter.park("fetch", b"/k") if method == "fetch" else waiter.park("wait_count", b"/k", 1)
     cancel = waiter.client.cancel(call)
     if race:

@@ -1,4 +1,4 @@
-"""Commands that are done in steps: what a session hears when something happens between two steps, and what is left."""
+"""Commands in steps: what a session receives when something happens between two steps, and what is left."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def heard(session: ServerSession) -> bytes:
 
 def nothing_is_left(engine: Engine) -> bool:
     keyspace = engine.keyspace
-    lines = keyspace.waiters, keyspace.stale, keyspace.unmarked, keyspace.holes
-    return not any(lines) and keyspace.parked == 0 and not keyspace.work and keyspace.reading is None
+    registrations = keyspace.waiters, keyspace.stale, keyspace.unmarked, keyspace.holes
+    return not any(registrations) and keyspace.parked == 0 and not keyspace.work and keyspace.reading is None
 
 
 def test_a_session_that_leaves_while_parking_leaves_nothing(engine: Engine) -> None:
