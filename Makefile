@@ -8,10 +8,10 @@ TORCH ?= 1
 # Options for pytest, such as ARGS="-k limits -x".
 ARGS ?=
 
-# Every processor runs tests, a file of them at a time, in the order of tests/conftest.py; ARGS="-n 0" does without.
-WORKERS := -n auto --dist loadfile --no-loadscope-reorder
-
 BIN := .venv/bin
+# Every processor runs tests, a file of them at a time, in the order of tests/conftest.py; ARGS="-n 0" does without. The
+# slowest are listed at the end.
+PYTEST := $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 SOURCES := $(shell find tcpstore_async -name '*.py') pyproject.toml setup.py
 COMPILED := $(CURDIR)/build/compiled
@@ -28,9 +28,12 @@ endif
 .PHONY: help
 help:
 	@echo "make demo      1,000 simulated ranks, 4 PyTorch and 8 plain processes find each other (TORCH=0: no PyTorch)"
-	@echo "make test      the tests but the slow ones, on the interpreted build (ARGS='-k limits -x' goes to pytest)"
-	@echo "make test-all  the slow ones, too: torchrun, examples, the benchmark, killed writers"
-	@echo "make check     format, lint, types, and all tests on the interpreted and on the compiled build"
+	@echo "make test      the quick tests, without PyTorch: under two minutes on two cores (ARGS='-k limits -x' goes to pytest)"
+	@echo "make test-all  all tests: PyTorch and its launchers, killed processes, examples, the benchmark, too"
+	@echo "make test-exhaustive  the combinations that test-all leaves out, of what it tries anyway"
+	@echo "make test-compiled  what compiling can change, on the compiled build"
+	@echo "make check     what has to pass: format, lint, types, all tests, and on the compiled build what it can change"
+	@echo "make coverage  the branches that tests cover, of each module, against tests/coverage_floors.json"
 	@echo "make lint      format, lint, types"
 	@echo "make format    format and sort imports"
 	@echo "make bench     the scale benchmark: 1K to 96K ranks, every server, with figures; under an hour (ARGS=--help)"
@@ -45,20 +48,35 @@ help:
 demo: .venv/.package build/compiled/.made $(if $(filter 0,$(TORCH)),,.venv/.torch)
 	@PYTHONPATH="$(COMPILED)" $(BIN)/python demo $(if $(filter 0,$(TORCH)),--torch 0)
 
-.PHONY: test test-all
-test: .venv/.test .venv/.torch
-	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest $(WORKERS) -m "not slow" $(ARGS)
+# What is slow, and what compiling can change: tests/conftest.py.
+.PHONY: test test-all test-exhaustive
+test: .venv/.test
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "not slow" $(ARGS)
 
 test-all: .venv/.test .venv/.torch
-	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest $(WORKERS) $(ARGS)
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) $(ARGS)
+
+test-exhaustive: .venv/.test .venv/.torch
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "exhaustive" $(ARGS)
 
 # `pytest` and not `python -m pytest`, which would put the checkout before PYTHONPATH.
 .PHONY: test-compiled
-test-compiled: .venv/.test .venv/.torch build/compiled/.made
-	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(BIN)/pytest $(WORKERS) $(ARGS)
+test-compiled: .venv/.test build/compiled/.made
+	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) -m "compiled" $(ARGS)
 
+# The compiler has one processor and the linters the other.
 .PHONY: check
-check: lint test-all test-compiled
+check: .venv/.test .venv/.torch
+	@$(MAKE) build/compiled/.made & compiling=$$!; $(MAKE) lint; linted=$$?; wait $$compiling && exit $$linted
+	@$(MAKE) test-all
+	@$(MAKE) test-compiled
+
+# FLOORS=--write takes what was measured as the new floors.
+.PHONY: coverage
+coverage: .venv/.test .venv/.torch
+	@mkdir -p build
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) --cov --cov-report=term:skip-covered --cov-report=json:build/coverage.json $(ARGS)
+	$(BIN)/python tools/coverage_floors.py build/coverage.json $(FLOORS)
 
 .PHONY: lint
 lint: .venv/.test .venv/.torch

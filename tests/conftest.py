@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,16 +28,92 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SLOW = ("pytorch", "faults", "interop", "client")
-"""Folders with files that take long, the longest first: one that came last would keep one processor busy alone."""
+# What runs when. `make test` leaves out what is marked `slow`, `make test-compiled` runs what is marked `compiled`. The
+# marks are given here, by folder, file, fixture or parameter; a single test may carry `slow` itself. What is marked
+# `exhaustive` runs only if it is asked for: `make test-exhaustive`.
+
+QUICK = ("unit", "conformance", "properties", "fuzz", "contract")
+"""Folders that come first: bytes and meaning, mostly in memory."""
+
+LONGEST = ("pytorch", "interop", "faults", "client", "server", "bench")
+"""Folders that come next, those with the longest files first: at the end one of them would keep one processor busy."""
+
+SLOW = (
+    *("pytorch", "interop", "bench", "faults"),
+    *("unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
+    *("client/test_joins.py", "client/test_load.py", "client/test_master.py", "client/test_signals.py"),
+    *("server/test_server_child.py", "server/test_server_forks.py", "server/test_server_hosting.py"),
+    *("test_builds.py", "test_demo.py", "test_examples.py", "test_install.py", "test_tutorial.py"),
+)
+"""Folders and files that start many processes, import PyTorch, or wait for long."""
+
+SLOW_FIXTURES = {"our_servers", "torch_servers", "outcomes"}
+"""What starts processes for tests whose files are quick otherwise."""
+
+QUICK_KINDS = {"hash", "file", "prefix-prefix-hash", "tcp-thread-uv", "tcp-thread-threaded", "async"}
+"""Stores with which the contract is tried by `make test`, and on the compiled build. The others are other ways to reach
+the same code.
+"""
+
+TORCH_SERVERS = {"libuv", "legacy", "torch-libuv"}
+"""Parameters that stand for PyTorch's servers."""
+
+COMPILED = ("unit", "conformance", "properties", "fuzz", "contract", "client", "server", "simulation", "faults")
+"""Folders of what compiling can change."""
+
+NOT_COMPILED = (
+    *("unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py", "unit/test_rendezvous_url.py"),
+    *("contract/test_table.py", "faults/test_fault_file_store.py", "faults/test_fault_owner.py"),
+    *("faults/test_fault_process.py", "client/test_connecting.py", "client/test_master.py"),
+    *("server/test_server_child.py", "server/test_server_hosting.py", "simulation/test_proxied.py"),
+)
+"""Of these folders, what tries code that is never compiled, or processes."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def below(path: Path, places: Iterable[str]) -> bool:
+    """Whether a file of tests is one of these places, or in one."""
+    here = path.relative_to(Path(__file__).parent)
+    return any(here.is_relative_to(place) for place in places)
+
+
+def can_be_compiled(path: Path) -> bool:
+    return below(path, COMPILED) and not below(path, NOT_COMPILED)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import files of which nothing would run: that costs time, and may import PyTorch."""
+    if collection_path.suffix != ".py":
+        return None
+    marked = config.option.markexpr
+    left_out = "not slow" in marked and below(collection_path, SLOW)
+    return left_out or (marked.startswith("compiled") and not can_be_compiled(collection_path)) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = [*QUICK, *LONGEST]
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        callspec = getattr(item, "callspec", None)
+        params = callspec.params if callspec else {}
+        kind = getattr(params.get("kind"), "name", "")
+        servers = {value for value in params.values() if isinstance(value, str)} | {kind}
+        torch = not servers.isdisjoint(TORCH_SERVERS) or "torch_servers" in fixtures
+        other_kind = bool(kind) and kind not in QUICK_KINDS
+        if torch or other_kind or below(item.path, SLOW) or fixtures & SLOW_FIXTURES:
+            item.add_marker("slow")
+        if can_be_compiled(item.path) and not torch and not other_kind:
+            item.add_marker("compiled")
+
     def rank(item: pytest.Item) -> int:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return SLOW.index(folder) if folder in SLOW else len(SLOW)
+        return places.index(folder) if folder in places else len(places)
 
     items.sort(key=rank)
+    if "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_report_header() -> str:

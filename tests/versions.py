@@ -1,22 +1,34 @@
-"""Which PyTorch the tests run with: what it lacks is skipped under `make matrix`. See docs/compatibility.md."""
+"""Which PyTorch the tests run with: what it lacks is skipped under `make matrix`. See docs/compatibility.md.
+
+Importing this does not import PyTorch, which takes seconds: most files that need a version start no test with it.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import re
 
 import pytest
 
 try:
-    import torch
-    import torch.distributed as dist
-except ImportError:
+    NAME = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
     NAME = "(which is not installed)"
     VERSION: tuple[int, ...] = ()
-    METHODS: set[str] = set()
 else:
-    NAME = torch.__version__
     VERSION = tuple(int(part) for part in NAME.split(".")[:2])
-    METHODS = set(dir(dist.TCPStore))
+
+
+@functools.cache
+def methods() -> frozenset[str]:
+    """The methods of PyTorch's TCPStore. Imports PyTorch."""
+    if not VERSION:
+        return frozenset()
+    import torch.distributed as dist
+
+    return frozenset(dir(dist.TCPStore))
+
 
 QUIET = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
 QUIET += ["-W", "ignore:Implicitly cleaning up:ResourceWarning"]
@@ -37,10 +49,11 @@ def unsaid(text: str) -> str:
     return _OF_GLOO.sub("", text) if TALKATIVE else text
 
 
-def needs(*methods: str) -> pytest.MarkDecorator:
-    """PyTorch's TCPStore must have these methods."""
-    lacks = sorted({*methods} - METHODS)
-    return pytest.mark.skipif(bool(lacks), reason=f"PyTorch {NAME} lacks {', '.join(lacks)}")
+def needs(*names: str) -> pytest.MarkDecorator:
+    """PyTorch's TCPStore must have these methods. It is imported when such a test is about to run."""
+    wanted = ", ".join(names)
+    condition = f"not set({names!r}) <= __import__('versions').methods()"
+    return pytest.mark.skipif(condition, reason=f"PyTorch {NAME} lacks one of {wanted}")
 
 
 def since(major: int, minor: int, what: str) -> pytest.MarkDecorator:

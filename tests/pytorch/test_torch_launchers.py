@@ -43,8 +43,6 @@ else:
     dist.destroy_process_group()
 """
 
-MODES = ("", "0", "1", "python", "classes", "python,classes")
-
 LAUNCHERS = {
     "static": ["--master-port", "{port}"],
     "standalone": ["--standalone"],
@@ -52,11 +50,18 @@ LAUNCHERS = {
     "tcpstore": ["--rdzv-backend", "tcpstore", "--rdzv-endpoint", "127.0.0.1:{port}"],
 }
 
-JOBS = [("static", mode) for mode in MODES] + [
-    *[("standalone", mode) for mode in ("0", "1", "python,classes")],
+# Every launcher and every mode at least once; the rest of the product differs in nothing else.
+JOBS: list[Any] = [("static", mode) for mode in ("", "0", "1", "python")] + [
+    ("standalone", "python,classes"),
     *[("c10d", mode) for mode in ("1", "classes")],
-    *[("tcpstore", mode) for mode in ("", "1", "classes")],
+    *[("tcpstore", mode) for mode in ("", "classes")],
 ]
+JOBS += [
+    pytest.param(launcher, mode, marks=pytest.mark.exhaustive)
+    for launcher, mode in [
+        ("static", "classes"), ("static", "python,classes"), ("standalone", "0"), ("standalone", "1"), ("tcpstore", "1")
+    ]
+]  # fmt: skip
 
 
 def launch(folder: Path, launcher: str, mode: str, port: int) -> tuple[dict[str, Any], dict[str, Any], str]:

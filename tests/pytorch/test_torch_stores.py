@@ -21,7 +21,7 @@ import tcpstore_async
 import tcpstore_async.torch as ours
 from support import LIMIT, tcpstore_server
 from tcpstore_async.torch import stores
-from versions import METHODS, needs, timeout_message
+from versions import methods, needs, timeout_message
 
 elastic_barrier: Any = elastic.barrier
 
@@ -82,14 +82,14 @@ def test_every_method_through_cpp(cpp: Any, store: Any) -> None:
     assert cpp.delete_key("a")
     assert not cpp.check(["a"])
     assert cpp.has_extended_api() is store.has_extended_api()
-    if "barrier" in METHODS:
+    if "barrier" in methods():
         cpp.barrier("meet", 1)
-    if "clone" in METHODS:
+    if "clone" in methods():
         assert cpp.clone().get("k") == b"wx"
 
 
 def test_every_method_from_python(store: Any) -> None:
-    if below_is_theirs(store) and "list_keys" not in METHODS:
+    if below_is_theirs(store) and "list_keys" not in methods():
         pytest.skip("PyTorch has all methods since 2.10")
     store.set("k", "v")
     assert store.get("k") == b"v"
@@ -105,7 +105,7 @@ def test_every_method_from_python(store: Any) -> None:
     assert store.queue_len("q") == 1
     assert store.queue_pop("q") == b"item"
     store.wait(["k"], 1.0)
-    if below_is_theirs(store) and "barrier" not in METHODS:
+    if below_is_theirs(store) and "barrier" not in methods():
         with pytest.raises(NotImplementedError, match="has no barrier"):
             store.barrier("meet", 1, timeout=MINUTE)
     else:
@@ -128,7 +128,7 @@ def test_errors_are_of_both_trees(store: Any, cpp: Any, through_cpp: bool) -> No
         with pytest.raises(kind, match=said if of_ours else timeout_message(said)):
             asked.wait(["zz"], SHORT)
     if of_ours and not through_cpp:
-        empty = [dist.QueueEmptyError] if "queue_pop" in METHODS else []
+        empty = [dist.QueueEmptyError] if "queue_pop" in methods() else []
         for kind in (*empty, tcpstore_async.QueueEmptyError, dist.DistStoreError):
             with pytest.raises(kind):
                 store.queue_pop("q", block=False)

@@ -123,15 +123,14 @@ def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
 def test_a_worker_that_is_killed(job: Job, env: dict[str, str]) -> None:
     """And the workers of the next attempt find none of its keys."""
     nodes = 1 if env else 2
-    workers = 2 if env else 4
-    job.end(*[job.agent("fail", nodes=str(nodes), workers=workers, **env) for _ in range(nodes)])
-    world = workers * nodes
+    job.end(*[job.agent("fail", nodes=str(nodes), **env) for _ in range(nodes)])
+    world = 2 * nodes
     assert groups(job.seen()) == [(world, list(range(world)))] * 2
 
 
 def hosting(job: Job) -> subprocess.Popen[bytes]:
     """The agent that hosts the server, started first."""
-    first = job.agent("hold", workers=4)
+    first = job.agent("hold")
     job.until(lambda: accepts(job.port))
     return first
 
@@ -145,20 +144,20 @@ def accepts(port: int) -> bool:
 @once
 def test_an_agent_that_does_not_host_is_killed_and_comes_back(job: Job) -> None:
     first = hosting(job)
-    second = job.agent("hold", workers=4)
-    job.until(lambda: len(job.seen()) == 8)
+    second = job.agent("hold")
+    job.until(lambda: len(job.seen()) == 4)
     job.kill(second)
-    third = job.agent("hold", workers=4)
-    job.until(lambda: len(job.seen()) == 16)
+    third = job.agent("hold")
+    job.until(lambda: len(job.seen()) == 8)
     (job.folder / "go").touch()
     job.end(first, third)
-    assert groups(job.seen()) == [(8, list(range(8)))] * 2
+    assert groups(job.seen()) == [(4, list(range(4)))] * 2
 
 
 def alone(job: Job) -> bool:
     """Whether a world of one agent has formed after one of two."""
     sums = [one["sum"] for one in job.seen()]
-    return 8.0 in sums and 4.0 in sums[sums.index(8.0) :]
+    return 4.0 in sums and 2.0 in sums[sums.index(4.0) :]
 
 
 @once
@@ -166,8 +165,8 @@ def alone(job: Job) -> bool:
 def test_with_a_daemon_either_agent_may_be_killed(job: Job, victim: int) -> None:
     with tcpstore_server() as server:
         job.port = server.port
-        agents = [job.agent("hold", nodes="1:2", workers=4) for _ in range(2)]
-        job.until(lambda: sum(one["sum"] == 8 for one in job.seen()) == 8)
+        agents = [job.agent("hold", nodes="1:2") for _ in range(2)]
+        job.until(lambda: sum(one["sum"] == 4 for one in job.seen()) == 4)
         job.kill(agents[victim])
         job.until(lambda: alone(job))
         (job.folder / "go").touch()

@@ -19,6 +19,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 8 * PORTION, PORTION))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, 3 * PORTION, PORTION),
+        *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3 * PORTION, 8 * PORTION, PORTION)),
+    ],
+)
 def test_runs_have_no_finding(server: int, first: int) -> None:
     assert sum(perform(server, seed).losses for seed in range(first, first + PORTION)) > 0

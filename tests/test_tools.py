@@ -1,0 +1,79 @@
+"""The tools that judge the tests: coverage against its floors, and mutations."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+coverage_floors: Any = load("coverage_floors")
+mutate: Any = load("mutate")
+
+
+def test_a_module_below_its_floor_is_a_problem() -> None:
+    report = {"files": {"a.py": {"summary": {"percent_covered": 79.9}}, "b.py": {"summary": {"percent_covered": 80.1}}}}
+    found = coverage_floors.measured(json.dumps(report))
+    assert found == {"a.py": 79, "b.py": 80}
+    assert coverage_floors.problems(found, {"a.py": 79, "b.py": 80}) == []
+    assert coverage_floors.problems(found, {}) == ["a.py: 79 % are covered, the floor is 80 %"]
+    assert coverage_floors.problems(found, {"a.py": 60, "gone.py": 1}) == ["gone.py: was not measured; is it gone?"]
+
+
+def test_new_floors_are_a_point_below_what_was_measured() -> None:
+    assert coverage_floors.floors_from({"a.py": 100, "b.py": 91, "c.py": 0}) == {"a.py": 100, "b.py": 90, "c.py": 0}
+
+
+def test_floors_are_percentages() -> None:
+    floors = json.loads(coverage_floors.FLOORS.read_text())
+    assert floors
+    assert all(name.startswith("tcpstore_async/") and 0 <= floor <= 100 for name, floor in floors.items())
+
+
+@pytest.mark.parametrize(("source", "expected"), [
+    ("x = a < b", ["x = a <= b"]),
+    ("x = a is None", ["x = a is not None"]),
+    ("x = a and not b", ["x = (a or not b)", "x = a and (b)"]),
+    ("x = a + 1", ["x = (a - 1)", "x = a + 2"]),
+    ("x += y", ["x -= y"]),
+    ("f(True)", ["pass", "f(False)"]),
+    ("x = 'é' == a", ["x = 'é' != a"]),
+    ("raise ValueError(1)", []),
+    ("log.warning('%s', 1)", []),
+    ("x = f'{a + 1}'", []),
+    ("x: Literal[1] = y", []),
+    ("def f(a: Literal[1]) -> Literal[2]: pass", []),
+])  # fmt: skip
+def test_mutations_of_a_line(tmp_path: Path, source: str, expected: list[str]) -> None:
+    path = Path("module.py")
+    (tmp_path / path).write_text(source)
+    found = mutate.mutations(tmp_path, path)
+    assert [one.applied(source.encode()).decode() for one in found] == expected
+
+
+def test_every_mutation_of_the_core_is_python_and_a_change() -> None:
+    for path in mutate.sources(["tcpstore_async/values.py", "tcpstore_async/session/identity.py"]):
+        source = (ROOT / path).read_bytes()
+        tree = ast.dump(ast.parse(source))
+        found = mutate.mutations(ROOT, path)
+        assert len({one.place for one in found}) == len(found)
+        for one in found:
+            assert ast.dump(ast.parse(one.applied(source))) != tree
