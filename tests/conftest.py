@@ -102,7 +102,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         other_kind = bool(kind) and kind not in QUICK_KINDS
         if torch or other_kind or below(item.path, SLOW) or fixtures & SLOW_FIXTURES:
             item.add_marker("slow")
-        if can_be_compiled(item.path) and not torch and not other_kind:
+        threads = (
+            "our_servers" in fixtures and "threaded" in servers
+        )  # of whose server nothing but sessions is compiled
+        if can_be_compiled(item.path) and not torch and not other_kind and not threads:
             item.add_marker("compiled")
 
     def rank(item: pytest.Item) -> int:

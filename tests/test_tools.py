@@ -1,4 +1,4 @@
-"""The tools that judge the tests: coverage against its floors, and mutations."""
+"""The tools that judge the tests: coverage against its minimums, and mutations."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def load(name: str) -> ModuleType:
     return module
 
 
-coverage_floors: Any = load("coverage_floors")
+coverage_minimums: Any = load("coverage_minimums")
 mutate: Any = load("mutate")
 
 
-def test_a_module_below_its_floor_is_a_problem() -> None:
+def test_a_module_below_its_minimum_is_a_problem() -> None:
     report = {"files": {"a.py": {"summary": {"percent_covered": 79.9}}, "b.py": {"summary": {"percent_covered": 80.1}}}}
-    found = coverage_floors.measured(json.dumps(report))
+    found = coverage_minimums.measured(json.dumps(report))
     assert found == {"a.py": 79, "b.py": 80}
-    assert coverage_floors.problems(found, {"a.py": 79, "b.py": 80}) == []
-    assert coverage_floors.problems(found, {}) == ["a.py: 79 % are covered, the floor is 80 %"]
-    assert coverage_floors.problems(found, {"a.py": 60, "gone.py": 1}) == ["gone.py: was not measured; is it gone?"]
+    assert coverage_minimums.problems(found, {"a.py": 79, "b.py": 80}) == []
+    assert coverage_minimums.problems(found, {}) == ["a.py: 79 % are covered, the minimum is 80 %"]
+    assert coverage_minimums.problems(found, {"a.py": 60, "gone.py": 1}) == ["gone.py: was not measured; is it gone?"]
 
 
-def test_new_floors_are_a_point_below_what_was_measured() -> None:
-    assert coverage_floors.floors_from({"a.py": 100, "b.py": 91, "c.py": 0}) == {"a.py": 100, "b.py": 90, "c.py": 0}
+def test_new_minimums_are_a_point_below_what_was_measured() -> None:
+    assert coverage_minimums.minimums_from({"a.py": 100, "b.py": 91, "c.py": 0}) == {"a.py": 100, "b.py": 90, "c.py": 0}
 
 
-def test_floors_are_percentages() -> None:
-    floors = json.loads(coverage_floors.FLOORS.read_text())
-    assert floors
-    assert all(name.startswith("tcpstore_async/") and 0 <= floor <= 100 for name, floor in floors.items())
+def test_minimums_are_percentages() -> None:
+    minimums = json.loads(coverage_minimums.MINIMUMS.read_text())
+    assert minimums
+    assert all(name.startswith("tcpstore_async/") and 0 <= minimum <= 100 for name, minimum in minimums.items())
 
 
 @pytest.mark.parametrize(("source", "expected"), [

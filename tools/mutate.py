@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +34,10 @@ CORE = [
 ]  # fmt: skip
 """What is mutated unless files are named, below `tcpstore_async`. Files that are not there are left out."""
 
-TESTS = ["tests/unit", "tests/conformance", "tests/properties", "tests/fuzz", "tests/contract", "tests/client",
-         "tests/server", "tests/simulation"]  # fmt: skip
-"""What is run unless arguments for pytest are given after `--`: quick and telling tests first, stopping at the first
-failure.
+QUICK = ["tests/unit", "tests/conformance", "tests/properties", "tests/fuzz", "-m", "not slow"]
+REST = ["tests/contract", "tests/client", "tests/server", "tests/simulation", "-m", "not slow"]
+"""What is run unless arguments for pytest are given after `--`: the quick and telling tests, then, if none of them has
+failed, the others.
 """
 
 PER_TEST, PER_RUN = 30, 900
@@ -161,10 +161,17 @@ def copied(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def noticed(checkout: Path, pytest: list[str]) -> str | None:
+def write(path: Path, source: bytes) -> None:
+    """Write a module, and forget its bytecode, which counts as fresh if size and second are the same."""
+    path.write_bytes(source)
+    for cached in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        cached.unlink()
+
+
+def noticed(checkout: Path, pytest: Iterable[str]) -> str | None:
     """What failed first; None if nothing did."""
-    env = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
-    env["TCPSTORE_TEST_BUILD"] = "interpreted"
+    env = {**os.environ, "PYTHONPATH": str(checkout), "TCPSTORE_TEST_BUILD": "interpreted"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [str(Path(sys.executable).with_name("pytest")), "-x", "-q", "--tb=line", "-p", "no:cacheprovider",
                "-o", f"timeout={PER_TEST}", *pytest]  # fmt: skip
     try:
@@ -191,7 +198,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print what could be mutated and end")
     given = sys.argv[1:]
     at = given.index("--") if "--" in given else len(given)
-    options, pytest = parser.parse_args(given[:at]), given[at + 1 :] or [*TESTS, "-m", "not slow"]
+    options = parser.parse_args(given[:at])
+    runs = [given[at + 1 :]] if given[at + 1 :] else [QUICK, REST]
     files = options.files or sorted({place.split(":")[0] for place in options.only})
     every = [mutation for path in sources(files) for mutation in mutations(ROOT, path)]
     if options.list:
@@ -206,17 +214,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         checkout = Path(folder)
         copied(checkout)
-        before = noticed(checkout, pytest)
+        before = next(filter(None, (noticed(checkout, run) for run in runs)), None)
         if before is not None:
             print(f"the tests fail without a mutation: {before}", file=sys.stderr)
             return 2
         for one in chosen:
             target = checkout / one.path
             original = target.read_bytes()
-            target.write_bytes(one.applied(original))
             began = time.monotonic()
-            found = noticed(checkout, pytest)
-            target.write_bytes(original)
+            write(target, one.applied(original))
+            found = next(filter(None, (noticed(checkout, run) for run in runs)), None)
+            write(target, original)
             missed += found is None
             answer = "NOT NOTICED" if found is None else f"noticed by {found}"
             print(

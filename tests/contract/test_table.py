@@ -59,6 +59,7 @@ def test_differences_are_of_methods_that_both_have(table: ModuleType) -> None:
             assert name in table.PYTORCH[store]
 
 
+@pytest.mark.slow
 def test_pytorchs_classes_are_as_the_table_says(table: ModuleType) -> None:
     torch = pytest.importorskip("torch")
     if not torch.__version__.startswith("2.13."):

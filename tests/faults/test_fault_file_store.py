@@ -106,7 +106,7 @@ def test_writers_of_ours_are_killed_beside_pytorchs(tmp_path: Path) -> None:
         adder.until_ready()
     killed = []
     chance = random.Random(1)
-    for number in range(12):
+    for number in range(8):
         adder = Adder("ours", path, f"ours{number}")
         killed.append(adder)
         adder.until_ready()
@@ -124,7 +124,7 @@ def test_writers_of_pytorchs_are_killed_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     path = tmp_path / "store"
     stay = [Adder("ours", path, f"ours{number}") for number in range(2)]
-    killed = [Adder("torch", path, f"torch{number}") for number in range(8)]
+    killed = [Adder("torch", path, f"torch{number}") for number in range(4)]
     for adder in stay + killed:
         adder.until_ready()
     chance = random.Random(2)

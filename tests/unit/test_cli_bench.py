@@ -20,6 +20,7 @@ import pytest
 from client.fakes import freezable
 from faults.fault_helpers import gone, until
 from support import LIMIT, server_of, tcpstore_server
+from tcpstore_async import TCPStore
 from tcpstore_async.load.quick_bench import Row
 from tcpstore_async.load.scripts import OPERATIONS
 
@@ -48,10 +49,9 @@ def port(kind: str) -> Iterator[int]:
         yield found
 
 
-def num_keys(port: int) -> bytes:
-    url = f"tcp://127.0.0.1:{port}"
-    words = [sys.executable, "-m", "tcpstore_async", "num-keys", "--url", url, "--timeout", str(LIMIT)]
-    return subprocess.run(words, cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=True).stdout
+def num_keys(port: int) -> int:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        return store.num_keys()
 
 
 def test_every_operation_is_measured_and_leaves_nothing(kind: str, port: int) -> None:
