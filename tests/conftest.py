@@ -43,6 +43,7 @@ SLOW = (
     *("unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
     *("client/test_joins.py", "client/test_load.py", "client/test_master.py", "client/test_signals.py"),
     *("server/test_server_child.py", "server/test_server_forks.py", "server/test_server_hosting.py"),
+    *("server/test_server_speaks.py", "server/test_server_threaded.py", "simulation/test_proxied.py"),
     *("test_builds.py", "test_demo.py", "test_examples.py", "test_install.py", "test_tutorial.py"),
 )
 """Folders and files that start many processes, import PyTorch, or wait for long."""

@@ -160,6 +160,7 @@ def test_world_size_0() -> None:
         TCPStore("127.0.0.1", 0, 0, True)
 
 
+@pytest.mark.slow
 def test_signatures_are_pytorchs() -> None:
     """The constructor's against what PyTorch's binding says of itself."""
     torch = pytest.importorskip("torch")

@@ -431,6 +431,7 @@ def _late_on_pytorchs(pop: Callable[[Link, int], None]) -> None:
         assert take_all(other, 1) == [b"job"]
 
 
+@pytest.mark.slow
 def test_what_pytorchs_server_sends_too_late_is_pushed_back() -> None:
     def pop(link: Link, _: int) -> None:
         with TCPStore("127.0.0.1", link.port, timeout=SHORT) as store:
@@ -444,6 +445,7 @@ def test_what_pytorchs_server_sends_too_late_is_pushed_back() -> None:
     _late_on_pytorchs(pop)
 
 
+@pytest.mark.slow
 def test_what_pytorchs_server_sends_too_late_is_pushed_back_by_closing() -> None:
     def pop(link: Link, _: int) -> None:
         with TCPStore("127.0.0.1", link.port, timeout=SHORT) as store:
@@ -454,6 +456,7 @@ def test_what_pytorchs_server_sends_too_late_is_pushed_back_by_closing() -> None
     _late_on_pytorchs(pop)
 
 
+@pytest.mark.slow
 def test_what_pytorchs_server_sends_too_late_is_pushed_back_by_async() -> None:
     def pop(link: Link, _: int) -> None:
         async def run() -> None:
