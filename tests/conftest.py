@@ -72,7 +72,7 @@ NOT_COMPILED = (
 """Of these folders, what tries code that is never compiled, or processes."""
 
 EXHAUSTIVE = re.compile(
-    r"contract/.*\[(prefix-hash|tcp-served-uv|tcp-served-threaded|tcp-process-threaded)\b"
+    r"contract/test_(values|waiting)\.py::.*\[(prefix-hash|tcp-served-uv|tcp-served-threaded|tcp-process-threaded)\b"
     r"|interop/test_torch_groups\.py::test_a_gloo_group\[(uv-.*-2|threaded-.*-4)\]"
     r"|pytorch/test_torch_torchrun\.py::test_a_worker_that_is_killed\[env2\]"
     r"|pytorch/test_torch_worlds\.py::test_(a_group_that_nobody_destroys|jobs_in_a_row_on_one_address)\[file.*-python\]"
