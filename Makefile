@@ -53,7 +53,7 @@ demo: .venv/.package build/compiled/.made $(if $(filter 0,$(TORCH)),,.venv/.torc
 
 # What is slow, and what compiling can change: tests/conftest.py.
 .PHONY: test test-all test-exhaustive
-test: .venv/.test
+test: .venv/.test .venv/.torch
 	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "not slow" $(ARGS)
 
 test-all: .venv/.test .venv/.torch
@@ -67,11 +67,12 @@ test-exhaustive: .venv/.test .venv/.torch
 test-compiled: .venv/.test build/compiled/.made
 	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) -m "compiled" $(ARGS)
 
-# The compiler has one processor and the linters the other.
+# The compiler has a processor while the others are linting and testing.
 .PHONY: check
 check: .venv/.test .venv/.torch
-	@$(MAKE) build/compiled/.made & compiling=$$!; $(MAKE) lint; linted=$$?; wait $$compiling && exit $$linted
-	@$(MAKE) test-all
+	@$(MAKE) build/compiled/.made & compiling=$$!; \
+	$(MAKE) lint && $(MAKE) test-all; status=$$?; \
+	wait $$compiling && exit $$status
 	@$(MAKE) test-compiled
 
 # MINIMUMS=--write takes what was measured as the new minimums.

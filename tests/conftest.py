@@ -7,6 +7,7 @@ left it. So does an exception in a callback or a task that nobody awaited, which
 import gc
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -70,6 +71,18 @@ NOT_COMPILED = (
 )
 """Of these folders, what tries code that is never compiled, or processes."""
 
+EXHAUSTIVE = re.compile(
+    r"contract/test_(values|waiting)\.py::.*\[(prefix-hash|tcp-served-uv|tcp-served-threaded|tcp-process-threaded)\b"
+    r"|interop/test_torch_groups\.py::test_a_gloo_group\[(uv-.*-2|threaded-.*-4)\]"
+    r"|pytorch/test_torch_torchrun\.py::test_a_worker_that_is_killed\[env2\]"
+    r"|pytorch/test_torch_worlds\.py::test_(a_group_that_nobody_destroys|jobs_in_a_row_on_one_address)\[file.*-python\]"
+    r"|test_install\.py::test_what_must_be_compiled_and_cannot_be_is_an_error\[false\]"
+    r"|unit/test_cli_bench\.py::.*\blegacy\b"
+)
+"""Combinations whose parts are tried in others: marked `exhaustive`, and left out unless `-m exhaustive` wants them. A
+test may carry that mark itself.
+"""
+
 
 def below(path: Path, places: Iterable[str]) -> bool:
     """Whether a file of tests is one of these places, or in one."""
@@ -101,6 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         servers = {value for value in params.values() if isinstance(value, str)} | {kind}
         torch = not servers.isdisjoint(TORCH_SERVERS) or "torch_servers" in fixtures
         other_kind = bool(kind) and kind not in QUICK_KINDS
+        if EXHAUSTIVE.search(item.nodeid):
+            item.add_marker("exhaustive")
         if torch or other_kind or below(item.path, SLOW) or fixtures & SLOW_FIXTURES:
             item.add_marker("slow")
         threads = (

@@ -2,8 +2,8 @@
 
 Each command takes effect at one moment: reads, and what a write wakes, when it arrives, however late they are sent; a
 WAIT looks at each key in its step; a MULTI_SET, and a command that must first drop registrations, at its end. The model
-executes the command whole at that moment. What a session has sent is always the start of what the model has sent, and all of it once
-no work is left.
+executes the command whole at that moment. What a session has sent is always the start of what the model has sent, and
+all of it once no work is left.
 """
 
 from __future__ import annotations
