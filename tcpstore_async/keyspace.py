@@ -85,6 +85,8 @@ class Keyspace(WaiterRegistry):
         """By counter: the ranks that have joined."""
         self.changes: int = 0
         """Incremented whenever a value's key is created or deleted."""
+        self.freeing = False
+        """Whether a list is being freed in steps."""
         self.max_reply: int = limits.budget_bytes
         """Bytes of a MULTI_GET reply above which it is refused."""
 
@@ -329,9 +331,10 @@ class Keyspace(WaiterRegistry):
         self.free_later(items)
 
     def free_later(self, items: list[Any]) -> None:
-        """Free a list in steps if it is long."""
-        if len(items) > self.portion:
-            self.defer(FreeItems(items))
+        """Free a list in steps if it is long. One at a time, because what is not freed yet is not counted."""
+        if len(items) > self.portion and not self.freeing:
+            self.freeing = True
+            self.defer(FreeItems(self, items))
 
     def _growth(self, key: bytes, old: StoredValue | None, length: int) -> int:
         """Return by how much a value of `length` bytes in place of `old` enlarges the store.
@@ -679,5 +682,5 @@ class Keyspace(WaiterRegistry):
             leased = list(leases.values())
             self._restore(leased)
             if len(leases) > self.portion:
-                self.defer(FreeItems(leased))
+                self.free_later(leased)
                 self.defer(FreeDict(leases))
