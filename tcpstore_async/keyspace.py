@@ -35,9 +35,11 @@ from .values import (
     CHUNKED_BYTES,
     COUNTER_SIZE,
     EMPTY,
+    GROWING_BYTES,
     Framed,
     Growing,
     StoredValue,
+    cost,
     framed,
     number,
     size,
@@ -209,7 +211,7 @@ class Keyspace(WaiterRegistry):
                 self._grow(growth)
             else:
                 flat = framed(old)
-                growth = len(flat) - size(old) + len(piece)
+                growth = len(flat) + GROWING_BYTES - cost(old) + len(piece)
                 self._grow(growth)
                 growing = Growing(unpack(flat))
                 self.values[key] = growing
@@ -240,7 +242,7 @@ class Keyspace(WaiterRegistry):
         old = self.values.pop(key, None)
         if old is None:
             return 0
-        self.size -= len(key) + ENTRY_BYTES + size(old)
+        self.size -= len(key) + ENTRY_BYTES + cost(old)
         if key in self.joins:
             joins = self.joins.pop(key)
             self.size -= joins.size
@@ -321,7 +323,7 @@ class Keyspace(WaiterRegistry):
                 grown += len(key) + ENTRY_BYTES + len(value)
                 self.changes += 1
             else:
-                grown += len(value) - size(old)
+                grown += len(value) - cost(old)
                 if isinstance(old, Growing):
                     self._drop(old)
             values[key] = value
@@ -345,7 +347,7 @@ class Keyspace(WaiterRegistry):
             if key in self.reserved:
                 raise ProtocolError(f"key {key.decode()} is read-only")
             return len(key) + ENTRY_BYTES + length
-        return length - size(old)
+        return length - cost(old)
 
     def _put(self, key: bytes, old: StoredValue | None, value: StoredValue, length: int) -> None:
         """Store a value that counts `length` bytes in place of `old`."""
