@@ -120,7 +120,7 @@ def sent_once(make: Callable[[int], bytes], hello: bytes = HELLO) -> Way:
     return fill
 
 
-def unread(prepare: bytes, make: Callable[[int], bytes]) -> Way:
+def not_read(prepare: bytes, make: Callable[[int], bytes]) -> Way:
     """Fill with peers that send requests and do not read the replies."""
 
     def fill(peers: Peers) -> Iterator[None]:
@@ -156,18 +156,18 @@ WAYS: dict[str, Way] = {
     "waiting for many keys": stored(lambda i: keys(WAIT, [b"%d" % (1000 * i + j) for j in range(1000)]), 1),
     "many waiting for one key": sent_once(lambda i: keys(WAIT, [b"k"])),
     "many waiting for a count": sent_once(lambda i: bytes([WAIT_COUNT]) + pack(b"n") + number(10**6 + i)),
-    "short replies": unread(b"", lambda i: frame(PING)[:1] + b"1234" + (b"\x0d" + b"1234") * 1_500_000),
-    "replies of a kilobyte": unread(
+    "short replies": not_read(b"", lambda i: frame(PING)[:1] + b"1234" + (b"\x0d" + b"1234") * 1_500_000),
+    "replies of a kilobyte": not_read(
         b"", lambda i: b"".join(frame(SET, b"k", b"%1000d" % j) + frame(GET, b"k") for j in range(6000))
     ),
-    "old versions, SET": unread(b"", lambda i: frame(SET, b"v", bytes(LARGE)) + frame(GET, b"v") * 2),
-    "old versions, APPEND": unread(
+    "old versions, SET": not_read(b"", lambda i: frame(SET, b"v", bytes(LARGE)) + frame(GET, b"v") * 2),
+    "old versions, APPEND": not_read(
         frame(APPEND, b"v", bytes(LARGE)) * 2, lambda i: frame(APPEND, b"v", b"x") + frame(GET, b"v")
     ),
-    "LIST_KEYS": unread(
+    "LIST_KEYS": not_read(
         b"".join(frame(SET, b"%d" % i + bytes(1000), b"") for i in range(8000)), lambda i: bytes([LIST_KEYS]) * 2
     ),
-    "LIST_KEYS while keys are added": unread(
+    "LIST_KEYS while keys are added": not_read(
         b"".join(frame(SET, b"%d" % i + bytes(1000), b"") for i in range(8000)),
         lambda i: frame(SET, b"new%d" % i, b"") + bytes([LIST_KEYS]),
     ),

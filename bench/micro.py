@@ -107,15 +107,13 @@ def session(method: str, cut: int = 0) -> Row:
     data = request(method)
     chunks = [data[at : at + cut] for at in range(0, len(data), cut)] if cut else [data]
 
-    unsent = "unsent" if hasattr(one, "unsent") else "unread"  # as in 0.1.0
-
     def run(count: int) -> float:
         out = one.out
         began = time.process_time()
         for _ in range(count):
             for chunk in chunks:
                 one.receive(chunk)
-            setattr(one, unsent, 0)
+            one.unsent = 0
             out.clear()
         return time.process_time() - began
 

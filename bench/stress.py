@@ -290,11 +290,11 @@ def misbehaving(options: argparse.Namespace) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    herd = commands.add_parser("thundering-herd", help="open many connections at once; hold many")
-    herd.add_argument("--at-once", type=int, default=10_000)
-    herd.add_argument("--held", type=int, default=19_000)
-    herd.add_argument("--runs", type=int, default=3, help="how often to open all at once")
-    herd.set_defaults(run=thundering_herd)
+    many = commands.add_parser("thundering-herd", help="open many connections at once; hold many")
+    many.add_argument("--at-once", type=int, default=10_000)
+    many.add_argument("--held", type=int, default=19_000)
+    many.add_argument("--runs", type=int, default=3, help="how often to open all at once")
+    many.set_defaults(run=thundering_herd)
     others = commands.add_parser("misbehaving", help="measure what misbehaving clients cost the others")
     others.add_argument("--pairs", type=int, default=7)
     others.add_argument("--seconds", type=float, default=2.0, help="of each run")
@@ -302,7 +302,7 @@ def main() -> int:
     others.add_argument("--child", choices=ACTIONS, help=argparse.SUPPRESS)
     others.add_argument("--port", type=int, help=argparse.SUPPRESS)
     others.set_defaults(run=misbehaving)
-    for command in (herd, others):
+    for command in (many, others):
         command.add_argument("--server", default=f"{sys.executable} -m tcpstore_async serve --port {{port}}")
     options = parser.parse_args()
     return 0 if options.run(options) else 1

@@ -100,9 +100,9 @@ class Loop:
                     self.step(session.receive, data[at : at + size])
                     at += size
                 else:
-                    with bulk.free_space() as room:
-                        count = min(len(room), len(data) - at)
-                        room[:count] = data[at : at + count]
+                    with bulk.free_space() as buffer:
+                        count = min(len(buffer), len(data) - at)
+                        buffer[:count] = data[at : at + count]
                     bulk.fill(count)
                     at += count
                     self.step(session.receive, b"")

@@ -456,9 +456,13 @@ class FreeItems(DeferredWork):
     returned together with the last one, which takes 16 ms.
     """
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, keyspace: "Keyspace", items: list[Any]) -> None:
+        self.keyspace = keyspace
         self.items = items
 
     def step(self, most: int) -> bool:
         del self.items[-most:]
-        return not self.items
+        if self.items:
+            return False
+        self.keyspace.freeing = False
+        return True

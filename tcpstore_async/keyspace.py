@@ -35,9 +35,11 @@ from .values import (
     CHUNKED_BYTES,
     COUNTER_SIZE,
     EMPTY,
+    GROWING_BYTES,
     Framed,
     Growing,
     StoredValue,
+    cost,
     framed,
     number,
     size,
@@ -85,6 +87,8 @@ class Keyspace(WaiterRegistry):
         """By counter: the ranks that have joined."""
         self.changes: int = 0
         """Incremented whenever a value's key is created or deleted."""
+        self.freeing = False
+        """Whether a list is being freed in steps."""
         self.max_reply: int = limits.budget_bytes
         """Bytes of a MULTI_GET reply above which it is refused."""
 
@@ -207,7 +211,7 @@ class Keyspace(WaiterRegistry):
                 self._grow(growth)
             else:
                 flat = framed(old)
-                growth = len(flat) - size(old) + len(piece)
+                growth = len(flat) + GROWING_BYTES - cost(old) + len(piece)
                 self._grow(growth)
                 growing = Growing(unpack(flat))
                 self.values[key] = growing
@@ -238,7 +242,7 @@ class Keyspace(WaiterRegistry):
         old = self.values.pop(key, None)
         if old is None:
             return 0
-        self.size -= len(key) + ENTRY_BYTES + size(old)
+        self.size -= len(key) + ENTRY_BYTES + cost(old)
         if key in self.joins:
             joins = self.joins.pop(key)
             self.size -= joins.size
@@ -319,7 +323,7 @@ class Keyspace(WaiterRegistry):
                 grown += len(key) + ENTRY_BYTES + len(value)
                 self.changes += 1
             else:
-                grown += len(value) - size(old)
+                grown += len(value) - cost(old)
                 if isinstance(old, Growing):
                     self._drop(old)
             values[key] = value
@@ -329,9 +333,10 @@ class Keyspace(WaiterRegistry):
         self.free_later(items)
 
     def free_later(self, items: list[Any]) -> None:
-        """Free a list in steps if it is long."""
-        if len(items) > self.portion:
-            self.defer(FreeItems(items))
+        """Free a list in steps if it is long. One at a time, because what is not freed yet is not counted."""
+        if len(items) > self.portion and not self.freeing:
+            self.freeing = True
+            self.defer(FreeItems(self, items))
 
     def _growth(self, key: bytes, old: StoredValue | None, length: int) -> int:
         """Return by how much a value of `length` bytes in place of `old` enlarges the store.
@@ -342,7 +347,7 @@ class Keyspace(WaiterRegistry):
             if key in self.reserved:
                 raise ProtocolError(f"key {key.decode()} is read-only")
             return len(key) + ENTRY_BYTES + length
-        return length - size(old)
+        return length - cost(old)
 
     def _put(self, key: bytes, old: StoredValue | None, value: StoredValue, length: int) -> None:
         """Store a value that counts `length` bytes in place of `old`."""
@@ -679,5 +684,5 @@ class Keyspace(WaiterRegistry):
             leased = list(leases.values())
             self._restore(leased)
             if len(leases) > self.portion:
-                self.defer(FreeItems(leased))
+                self.free_later(leased)
                 self.defer(FreeDict(leases))

@@ -26,6 +26,9 @@ _LENGTHS: Final[list[bytes]] = [_U64.pack(length) for length in range(256)]
 COUNTER_SIZE: Final = PREFIX
 """Bytes that a counter counts against `Limits.budget_bytes`."""
 
+GROWING_BYTES: Final = 128
+"""Bytes counted for a value that was appended to, besides its contents."""
+
 EMPTY: Final = bytes(PREFIX)
 """The empty value, framed."""
 
@@ -122,8 +125,13 @@ def length(pieces: list[Framed]) -> int:
     return total
 
 
-def size(value: StoredValue) -> int:
+def cost(value: StoredValue) -> int:
     """Return the bytes that a stored value counts against `Limits.budget_bytes`."""
+    return size(value) + (GROWING_BYTES if isinstance(value, Growing) else 0)
+
+
+def size(value: StoredValue) -> int:
+    """Return the length of a stored value, framed; COUNTER_SIZE for a counter."""
     if isinstance(value, bytes):
         return len(value)
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""The demo does what it says, says what went wrong, and leaves nothing behind."""
+"""The demo: every step works, an error is one line, and no process is left."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def test_a_thousand_ranks_join_and_pass_a_barrier(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--torch", "0", "--plain", "0")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"joined +1,000 in [\d.]+ s; rank \d+ first, rank \d+ last\n", done.stdout)
-    assert re.search(r"barrier +1,000 passed in [\d.]+ s; rank \d+ came last", done.stdout)
+    assert re.search(r"barrier +1,000 passed in [\d.]+ s; rank \d+ arrived last", done.stdout)
     assert "Try next" in done.stdout
     assert_server_gone(done.stdout)
 
@@ -59,5 +59,5 @@ def test_one_clear_line_when_a_step_fails(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = run_demo(tmp_path, "--ranks", "2", "--torch", "2", env={"PYTHONPATH": path})
     assert done.returncode == 1
-    assert re.fullmatch(r"demo: PyTorch rank \d ended with status 1: RuntimeError: out of order\n", done.stderr)
+    assert re.fullmatch(r"demo: PyTorch rank \d exited with status 1: RuntimeError: out of order\n", done.stderr)
     assert_server_gone(done.stdout)

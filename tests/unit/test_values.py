@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 
 from tcpstore_async.errors import ProtocolError
-from tcpstore_async.values import COUNTER_SIZE, EMPTY, NUMBER_BYTES, Growing, framed, number, pack, size, unpack, wrap
+from tcpstore_async.values import (
+    COUNTER_SIZE,
+    EMPTY,
+    GROWING_BYTES,
+    NUMBER_BYTES,
+    Growing,
+    cost,
+    framed,
+    number,
+    pack,
+    size,
+    unpack,
+    wrap,
+)
 
 
 @pytest.mark.parametrize("raw", [b"", b"v", bytes(300), b"\0\xff"])
@@ -43,6 +56,7 @@ def test_a_framed_value_does_not_change_with_its_source() -> None:
 
 def test_size() -> None:
     assert size(pack(b"abc")) == size(bytearray(pack(b"abc"))) == size(Growing(b"abc")) == 11
+    assert cost(Growing(b"abc")) - GROWING_BYTES == cost(pack(b"abc")) == 11
     assert size(0) == size(-(2**63)) == COUNTER_SIZE
 
 
