@@ -275,6 +275,7 @@ class WaiterRegistry:
         waiter.remaining = len(keys)
         if waiter.parked is None:
             waiter.parked = set()
+        added = 0
         for key in keys:
             registered = self.waiters.get(key)
             if registered is None:
@@ -282,11 +283,12 @@ class WaiterRegistry:
             if key not in waiter.parked:
                 registered[waiter] = 1
                 waiter.parked.add(key)
-                self._weigh(waiter, self._registration_bytes(key))
+                added += self._registration_bytes(key)
             elif (count := registered.get(waiter, 0)) > 0:
                 registered[waiter] = count + 1
             else:  # stale: renewed, and moved to the end
                 registered[waiter] = 1 - self._pop_registration(waiter, key)
+        self._weigh(waiter, added)
 
     def _require_idle(self, waiter: Waiter) -> None:
         """Raise ProtocolError if the waiter awaits something: a wait of the extension replaces no other wait."""
@@ -413,7 +415,7 @@ class WaiterRegistry:
         registered = self.waiters.pop(key)
         if self.holes:
             self.holes.pop(key, None)
-        if key in self.stale:
+        if self.stale and key in self.stale:
             stale = self.stale.pop(key)
             stale.update(registered)
             registered = stale
@@ -421,7 +423,7 @@ class WaiterRegistry:
             self._wake_many(key, registered)
             return
         for waiter, count in registered.items():
-            ended = self._count_down(waiter, key, abs(count))
+            ended = self._count_down(waiter, key, count if count > 0 else -count)  # abs() is a call, here too
             if ended != IDLE:
                 self._fire(waiter, ended)
 

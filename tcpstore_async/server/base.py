@@ -211,6 +211,7 @@ class Server:
         self._flushing = True
         try:
             pending_flush = self.engine.pending_flush
+            evicted = self.engine.evicted
             if len(pending_flush) > _FLUSHES_PER_TURN:
                 self._flush_in_turns(pending_flush)
             while pending_flush:
@@ -218,7 +219,7 @@ class Server:
                 connection = session.owner
                 if isinstance(connection, Connection):
                     try:
-                        error = self.engine.evicted.get(session)
+                        error = evicted.get(session) if evicted else None
                         if error is not None:
                             self.close_for(connection, error)
                         elif session.out:
@@ -281,9 +282,9 @@ class Server:
         evicted = self.engine.evicted
         for session in pending_flush:
             owner = session.owner
-            if session not in evicted and isinstance(owner, Connection):
+            if isinstance(owner, Connection) and not (evicted and session in evicted):
                 self._to_flush.append(owner)
-        pending_flush[:] = [session for session in pending_flush if session in evicted]
+        pending_flush[:] = [session for session in pending_flush if session in evicted] if evicted else []
 
     def _schedule_work(self) -> None:
         self.call_soon(self._work)
