@@ -305,7 +305,7 @@ class Keyspace(WaiterRegistry):
         return growth
 
     def set_items(self, items: list[tuple[bytes, Framed]], growth: int) -> None:
-        """Set every pair in order; `growth` is their `max_growth`. Raises LimitError if there is no room."""
+        """Set every pair in order; `growth` is their `max_growth`. Raises LimitError if they do not fit."""
         values = self.values
         if self.size + growth > self.max_size:  # as if all keys were new: only then count exactly
             growth = 0

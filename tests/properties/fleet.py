@@ -21,7 +21,7 @@ from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import framed, size, unpack
+from tcpstore_async.values import cost, framed, unpack
 from tcpstore_async.waiters import AWAITING_ITEM, AWAITING_VALUE, IDLE, Waiter
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
@@ -309,7 +309,7 @@ class Fleet:
             [s.handoff and s.handoff.queue for s in sessions],
         )
         _same("unfinished", engine.unfinished, sum(session.held for session in sessions))
-        recount = sum(len(key) + ENTRY_BYTES + size(value) for key, value in keyspace.values.items())
+        recount = sum(len(key) + ENTRY_BYTES + cost(value) for key, value in keyspace.values.items())
         recount += sum(len(key) + QUEUE_BYTES for key in keyspace.queues)
         recount += sum(ENTRY_BYTES + len(item) for items in keyspace.queues.values() for item in items)
         for connection in connections:
