@@ -179,7 +179,7 @@ async def test_nobody_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        text = rf"^The client socket has timed out after 100ms while .* \(127\.0\.0\.1, {port}\)\. .* cause: "
+        text = rf"^The client socket has timed out after 100ms while .* \(127\.0\.0\.1, {port}\)\. .* last error: "
         with pytest.raises(DistNetworkError, match=text):
             await AsyncTCPStore.connect("127.0.0.1", port, timeout=0.1)
 
