@@ -43,8 +43,8 @@ SLOW = (
     *("pytorch", "interop", "bench", "faults"),
     *("unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
     *("client/test_joins.py", "client/test_load.py", "client/test_master.py", "client/test_signals.py"),
-    *("server/test_server_child.py", "server/test_server_forks.py", "server/test_server_hosting.py"),
-    *("server/test_server_speaks.py", "server/test_server_threaded.py", "simulation/test_proxied.py"),
+    *("server/test_server_process.py", "server/test_server_forks.py", "server/test_server_master.py"),
+    *("server/test_server_log.py", "server/test_server_threaded.py", "simulation/test_proxied.py"),
     *("test_builds.py", "test_demo.py", "test_examples.py", "test_install.py", "test_tutorial.py"),
 )
 """Folders and files that start many processes, import PyTorch, or wait for long."""
@@ -67,7 +67,7 @@ NOT_COMPILED = (
     *("unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py", "unit/test_rendezvous_url.py"),
     *("contract/test_table.py", "faults/test_fault_file_store.py", "faults/test_fault_owner.py"),
     *("faults/test_fault_process.py", "client/test_connecting.py", "client/test_master.py"),
-    *("server/test_server_child.py", "server/test_server_hosting.py", "simulation/test_proxied.py"),
+    *("server/test_server_process.py", "server/test_server_master.py", "simulation/test_proxied.py"),
 )
 """Of these folders, what tries code that is never compiled, or processes."""
 
