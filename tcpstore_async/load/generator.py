@@ -1,8 +1,8 @@
 """Thousands of connections in one epoll loop; each sends prepared requests and counts the bytes of the replies.
 
-It does not know what the bytes mean, except for the sum in the reply to an ADD, which tells the last one at a barrier.
-Invariants: a connection has at most one request in flight. Every reply is counted, and compared if it is known and
-arrives in one piece. The first failure ends the run with a LoadError.
+It does not know what the bytes mean, except for the sum in the reply to an ADD, by which the last rank at a barrier
+recognizes itself. Invariants: a connection has at most one request in flight. Every reply is counted, and compared if
+it is known and arrives in one piece. The first failure ends the run with a LoadError.
 """
 
 import errno

@@ -181,7 +181,7 @@ def worker_pool(
     Raises LoadError.
     """
     if not hasattr(select, "epoll"):
-        raise LoadError("the load generator needs epoll, which only Linux has")
+        raise LoadError("the load generator requires Linux (epoll)")
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(min(generators, count)):

@@ -62,7 +62,7 @@ class Connection(base.Connection):
         self.hung_up = False
         """The peer will send no more: read to the end, as no further event will be reported."""
         self.queued = False
-        """Whether it is put off: it is not read from before the next turn of the loop."""
+        """Whether reading is postponed to a later iteration of the loop; until then nothing else may read."""
         self.ended = False
         """The end has been read; the connection lasts until the peer has read its replies."""
 
