@@ -114,8 +114,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         servers = {value for value in params.values() if isinstance(value, str)} | {kind}
         torch = not servers.isdisjoint(TORCH_SERVERS) or "torch_servers" in fixtures
         other_kind = bool(kind) and kind not in QUICK_KINDS
-        if "fork" in item.name and config.pluginmanager.hasplugin("_cov"):
-            item.add_marker("no_cover")  # a child forked while another thread is being measured may hang
         if EXHAUSTIVE.search(item.nodeid):
             item.add_marker("exhaustive")
         if torch or other_kind or below(item.path, SLOW) or fixtures & SLOW_FIXTURES:
