@@ -26,9 +26,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from support import tcpstore_server
 from tcpstore_async.torch import HashStore, torchrun
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 """Seconds until a job is given up."""
 
 CONF = "join_timeout=60,last_call_timeout=1,close_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"
