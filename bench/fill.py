@@ -253,6 +253,8 @@ def measure(name: str, budget: int, backend: str, most_peers: int) -> bool:
         for _ in steps:
             now = child.report()
             peak = max(peak, (now["rss"] - start["rss"]) / budget)
+            if not full and now["used"] > found["used"]:
+                found = now  # in case that the server closes the connection before it is full
             made += 1
             if not full and (now["used"] > budget * 3 / 4 or len(peers.all) >= most_peers):
                 full = True
@@ -268,11 +270,9 @@ def measure(name: str, budget: int, backend: str, most_peers: int) -> bool:
         for peer in peers.all:
             peer.close()
         log = child.end()
-    if not full:
-        found = last
     used, grown = found["used"] - start["used"], found["rss"] - start["rss"]
     closed = len(peers.all) - last["count"]
-    ratio = grown / used
+    ratio = grown / used if used else float("inf")
     print(f"{name:32} {used / MIB:8.1f} {grown / MIB:8.1f} {ratio:6.2f} {peak:8.2f} {closed:7d}", flush=True)
     if "Traceback" in log:
         print(log)

@@ -30,7 +30,7 @@ builds.use()
 from tcpstore_async.errors import PeerError  # noqa: E402  (the path comes first)
 from tcpstore_async.limits import Limits  # noqa: E402
 from tcpstore_async.session.identity import build  # noqa: E402
-from tcpstore_async.session.server import Engine, ServerSession  # noqa: E402
+from tcpstore_async.session.server import PORTION, Engine, ServerSession  # noqa: E402
 from tcpstore_async.values import pack  # noqa: E402
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC  # noqa: E402
 
@@ -153,7 +153,8 @@ class Loop:
             self.prepare(frame("append", key, pack(bytes(8 << 20))))
 
     def fill(self, keys: list[bytes], value: bytes = b"v") -> None:
-        self.engine.keyspace.multi_set([(key, pack(value)) for key in keys])
+        for at in range(0, len(keys), PORTION):
+            self.engine.keyspace.multi_set([(key, pack(value)) for key in keys[at : at + PORTION]])
 
     def park(self, *requests: bytes) -> None:
         """Park sessions; each sends one of the requests in turn."""
