@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ def run_once(*command: str, world: int, env: dict[str, str]) -> tuple[list[int],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         for rank in range(world)
     ]
@@ -43,7 +45,7 @@ def run_once(*command: str, world: int, env: dict[str, str]) -> tuple[list[int],
     finally:
         for rank in ranks:
             if rank.poll() is None:
-                rank.kill()
+                os.killpg(rank.pid, signal.SIGKILL)  # with its children, which would keep the pipe open
                 rank.communicate()
     return [rank.returncode for rank in ranks], printed
 

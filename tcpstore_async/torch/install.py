@@ -128,8 +128,8 @@ def _warn_of_foreign_server(place: plain.Place, seconds: float) -> None:
         return  # whoever needs the server will raise
     if not ours:
         log.warning(
-            "the server at %s, port %d, is PyTorch's, not ours: torchrun's agent hosts it, and was started without "
-            "TCPSTORE_INSTALL=1",
+            "the server at %s:%d is PyTorch's, not ours: torchrun's agent hosts it and was started without "
+            "TCPSTORE_INSTALL=1; set it for the launcher",
             place.host,
             place.port,
         )

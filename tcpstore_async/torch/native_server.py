@@ -1,6 +1,6 @@
 """The server behind one of PyTorch's own C++ clients: it runs as long as that client exists.
 
-PyTorch has no function that tells whether its C++ side still holds a store. But a C++ client owns one TCP connection
+PyTorch has no function that returns whether its C++ side still holds a store. But a C++ client owns one TCP connection
 from its construction to its destruction, so while that socket is open in this process its server is needed. Nothing is
 read but the process's own table of descriptors. Where that cannot be listed, or the socket cannot be found there, the
 server runs until it is released or the process exits.
@@ -35,7 +35,7 @@ def sockets_to(port: int) -> Sockets:
 
 
 def _identity(fd: int) -> tuple[int, int, int] | None:
-    """What tells a socket from a later one with the same descriptor; None if it is not a socket."""
+    """What distinguishes a socket from a later one with the same descriptor; None if it is not a socket."""
     try:
         status = os.fstat(fd)
     except OSError:

@@ -45,19 +45,19 @@ def _installed() -> Iterator[None]:
 
 
 def joined(port: int) -> int | None:
-    """How many have joined our server at this port; None if it is none of ours."""
+    """How many ranks have joined our server at this port; None if it is PyTorch's."""
     with tcpstore_async.TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         client = store._connection()
         return int(client.call(requests.count(0))) if client.extended() else None
 
 
-def taken(port: int) -> bool:
+def in_use(port: int) -> bool:
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Sub(Cpp):  # type: ignore[misc]
-    """As libraries make them."""
+    """A subclass, as libraries define them."""
 
     def __init__(self, port: int) -> None:
         super().__init__("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -114,11 +114,11 @@ def test_multi_tenant_masters_share_one_server(port: int) -> None:
     del first
     assert second.get("k") == b"v"
     del second
-    assert not taken(port)
+    assert not in_use(port)
 
 
 def test_a_multi_tenant_master_shares_a_server_of_pytorchs(port: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Which was there before we were installed."""
+    """It was started before install()."""
     ours.uninstall()
     first = Cpp("127.0.0.1", port, None, True, SECONDS, multi_tenant=True)
     ours.install()
@@ -144,7 +144,7 @@ def test_missing_workers_are_a_timeout(port: int) -> None:
         dist.DistStoreError, match=r"^Timed out after 1 seconds waiting for clients. 1/2 clients joined"
     ):
         Cpp("127.0.0.1", port, 2, True, timedelta(seconds=1))
-    assert not taken(port)
+    assert not in_use(port)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_wrong_arguments_raise_pytorchs_error(given: Any) -> None:
 
 
 def test_a_timeout_of_0_raises_at_once(port: int) -> None:
-    """Is for ever to ours, and an error at once to PyTorch's."""
+    """Our stores would wait for ever, PyTorch's raises at once."""
     with pytest.raises(dist.DistNetworkError):
         Cpp("127.0.0.1", port, 2, True, timedelta(0))
 
@@ -190,7 +190,7 @@ def test_rank_0_is_a_client_where_the_agent_hosts(port: int, monkeypatch: pytest
 def test_a_server_of_an_agent_without_install_is_one_warning(
     client: str, installed: bool, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of rank 0: a program that calls install() itself comes too late for the process that launches it."""
+    """Logged by rank 0: a program that calls install() itself comes too late for the agent that launched it."""
     if not installed:
         ours.uninstall()
     agent = Cpp("127.0.0.1", port, 1, True, SECONDS)
@@ -204,8 +204,8 @@ def test_a_server_of_an_agent_without_install_is_one_warning(
         store.set(rank, "v")
     lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     expected = [
-        f"the server at 127.0.0.1, port {port}, is PyTorch's, not ours: "
-        "torchrun's agent hosts it, and was started without TCPSTORE_INSTALL=1"
+        f"the server at 127.0.0.1:{port} is PyTorch's, not ours: "
+        "torchrun's agent hosts it and was started without TCPSTORE_INSTALL=1; set it for the launcher"
     ]
     assert lines == ([] if installed else expected)
     assert agent.get("1") == b"v"
@@ -227,9 +227,9 @@ def test_the_constructor_takes_pytorchs_parameters() -> None:
 def test_the_server_stops_with_the_store(port: int) -> None:
     for _ in range(2):
         store = Cpp("127.0.0.1", port, 1, True, SECONDS)
-        assert taken(port)
+        assert in_use(port)
         del store
-        assert not taken(port)
+        assert not in_use(port)
 
 
 @follows
@@ -243,8 +243,8 @@ def test_the_server_runs_while_cpp_holds_the_store(port: int) -> None:
     assert again.get("p/k") == b"v"
     del again
     other = Cpp("127.0.0.1", 0, 1, True, SECONDS)
-    assert not taken(port)
-    assert taken(other.port)
+    assert not in_use(port)
+    assert in_use(other.port)
 
 
 @follows
@@ -254,11 +254,11 @@ def test_the_server_outlives_uninstall(port: int) -> None:
     store.set("k", "v")
     assert joined(port) == 1
     del store
-    assert not taken(port)
+    assert not in_use(port)
 
 
 def run(code: str, **env: str) -> tuple[str, str]:
-    """A program of its own: what it says on stdout and stderr."""
+    """Run a program; return its stdout and stderr."""
     done = subprocess.run(
         [sys.executable, *QUIET, "-c", code],
         cwd=tempfile.gettempdir(),
@@ -272,7 +272,7 @@ def run(code: str, **env: str) -> tuple[str, str]:
 
 @since(2, 5, "autoload")
 def test_a_group_over_a_store_that_only_cpp_holds(port: int) -> None:
-    """Nobody but PyTorch holds it. A child that is forked meanwhile takes nothing away, and at the end all goes."""
+    """A child that is forked meanwhile does not stop the server; at the exit it stops."""
     code = f"""
 import os, socket, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", {port}, 1, True)
@@ -287,9 +287,9 @@ dist.barrier()
 print(type(dist.distributed_c10d._get_default_store().underlying_store) is dist.TCPStore)
 import tcpstore_async
 print(tcpstore_async.TCPStore("127.0.0.1", {port})._connection().extended())"""
-    said, complaints = run(code, TCPSTORE_INSTALL="1", PYTHONWARNINGS="ignore")
-    assert said == "True\nTrue", complaints
-    assert not taken(port)
+    stdout, stderr = run(code, TCPSTORE_INSTALL="1", PYTHONWARNINGS="ignore")
+    assert stdout == "True\nTrue", stderr
+    assert not in_use(port)
 
 
 ENDS = """
@@ -314,12 +314,12 @@ dist.init_process_group("gloo", store=make(), rank=0, world_size=1)
 dist.barrier()
 over.set("k", "v")
 print(over.get("k").decode())"""
-"""Leaves stores to the end of the interpreter, in every way there is to hold one."""
+"""Leaves stores open at the exit of the interpreter, in every way there is to hold one."""
 
 
 @pytest.mark.parametrize(("client", "classes"), [("native", False), ("python", True)])
 def test_open_stores_do_not_delay_or_crash_the_exit(client: str, classes: bool) -> None:
-    """Neither a destructor of C++'s nor the end of a server keeps the interpreter from ending, or crashes it."""
+    """Neither C++ destructors nor stopping servers keep the interpreter from exiting, or crash it."""
     done = subprocess.run(
         [sys.executable, *QUIET, "-c", ENDS.format(client=client, classes=classes)],
         cwd=tempfile.gettempdir(),
@@ -351,8 +351,8 @@ dist.destroy_process_group()"""
 @since(2, 5, "autoload")
 @pytest.mark.parametrize("mode", ["0", "1", "python", "classes", "python,classes"])
 def test_the_store_of_a_group_is_an_instance_of_pytorchs_classes(mode: str, port: int) -> None:
-    said, complaints = run(IS_INSTANCE.format(port=port), TCPSTORE_INSTALL=mode)
-    assert said == "v", complaints
+    stdout, stderr = run(IS_INSTANCE.format(port=port), TCPSTORE_INSTALL=mode)
+    assert stdout == "v", stderr
 
 
 @pytest.mark.parametrize("name", ["TCPStore", "FileStore", "HashStore", "PrefixStore"])

@@ -127,15 +127,15 @@ def again(me: Rank) -> Any:
     """Several jobs one after the other on the same address; whoever is `slow` comes to the end of each late."""
     destroy = destroy_by_name if me.options.get("by_name") else dist.destroy_process_group
     seen = []
-    for turn in range(me.options.get("turns", 3)):
+    for job in range(me.options.get("jobs", 3)):
         me.join()
         store = me.base_store()
-        seen.append(store.check(["of the turn before"]))
+        seen.append(store.check(["from the job before"]))
         del store
         found = exercise(me)
         assert found[0] == sum(range(1, me.world + 1)), found
         if me.rank == 1:
-            me.base_store().set("of the turn before", str(turn))
+            me.base_store().set("from the job before", str(job))
         if me.rank == me.options.get("slow"):
             time.sleep(0.4)
         destroy()
@@ -261,13 +261,13 @@ def backend(me: Rank) -> Any:
     """Whether the client has chosen libuv, and what kind of server it got."""
     me.join()
     store = me.base_store()
-    (server,) = [json.loads(text) for text in ours_says(me)]
+    (server,) = [json.loads(text) for text in server_info(me)]
     leave_together()
     return [store.libuvBackend, server["backend"]]
 
 
-def ours_says(me: Rank) -> list[str]:
-    """What `tcpstore info` says of the server."""
+def server_info(me: Rank) -> list[str]:
+    """What `tcpstore info` prints about the server."""
     url = f"tcp://127.0.0.1:{me.options['port']}"
     command = [sys.executable, "-m", "tcpstore_async", "info", "--url", url, "-o", "json"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
@@ -362,7 +362,7 @@ class Forked:
         """Its answer, once it has ended, which is by force at the deadline."""
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGUSR1)  # it says where it is
+                os.kill(self.pid, signal.SIGUSR1)  # it prints its stack
                 time.sleep(1)
                 os.kill(self.pid, signal.SIGKILL)
             time.sleep(0.01)
