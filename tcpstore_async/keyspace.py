@@ -29,6 +29,7 @@ from .incremental import (
     UnparkFirst,
     Value,
 )
+from .joins import Joins
 from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
 from .values import (
     ABSENT,
@@ -53,18 +54,6 @@ _UNCUT: Final = 2**62
 
 _LARGE: Final = 4 * 1024 * 1024
 """Bytes from which on a dropped value that was appended to is freed in steps."""
-
-
-class Joins:
-    """The ranks that have joined one counter, each by its own token."""
-
-    def __init__(self) -> None:
-        self.connections: dict[bytes, int] = {}
-        """By token: the number of waiters that represent the rank; negative once one of them has sent LEAVE."""
-        self.lost: int = 0
-        """Tokens of ranks that lost all their waiters without a LEAVE."""
-        self.size: int = 0
-        """Bytes counted for the tokens."""
 
 
 class Keyspace(WaiterRegistry):
@@ -246,8 +235,8 @@ class Keyspace(WaiterRegistry):
         if key in self.joins:
             joins = self.joins.pop(key)
             self.size -= joins.size
-            if len(joins.connections) > self.portion:
-                self.defer(FreeDict(joins.connections))
+            if len(joins.waiters) > self.portion:
+                self.defer(FreeDict(joins.waiters))
         self.changes += 1
         if isinstance(old, Growing):
             self._drop(old)
@@ -496,28 +485,22 @@ class Keyspace(WaiterRegistry):
         joins = self.joins.get(key)
         if not token:
             return wrap(self.number_at(key) - (0 if joins is None else joins.lost))
-        known = joins is not None and token in joins.connections
-        if known:
+        if joins is not None and token in joins.waiters:
             total = self.number_at(key)
         else:
             old = self.values.get(key)
             if old is not None:
                 number(old)
-            self._grow(self._growth(key, old, COUNTER_SIZE) + self._registration_bytes(token))
-        if joins is None:
-            joins = self.joins[key] = Joins()
-        if not known:
-            joins.connections[token] = 0
-            joins.lost += 1
-            self.size += self._registration_bytes(token)
-            joins.size += self._registration_bytes(token)
+            size = self._registration_bytes(token)
+            self._grow(self._growth(key, old, COUNTER_SIZE) + size)
+            if joins is None:
+                joins = self.joins[key] = Joins()
+            joins.add(token, size)
+            self.size += size
             total = self.add(key, 1)
         if waiter.joined != (key, token):
             self.depart(waiter)
-            waiters = joins.connections[token]
-            if waiters >= 0:
-                joins.connections[token] = waiters + 1
-                joins.lost -= waiters == 0
+            joins.represent(token)
             waiter.joined = (key, token)
         return total
 
@@ -528,17 +511,15 @@ class Keyspace(WaiterRegistry):
         key, token = waiter.joined
         waiter.joined = None
         joins = self.joins.get(key)
-        if joins is not None and token in joins.connections:
-            joins.lost -= joins.connections[token] == 0
-            joins.connections[token] = -1
+        if joins is not None:
+            joins.depart(token)
 
     def _lose(self, waiter: Waiter, key: bytes, token: bytes) -> None:
         """A waiter that represents a rank has left."""
-        joins = self.joins.get(key)
         waiter.joined = None
-        if joins is not None and (waiters := joins.connections.get(token, -1)) > 0:
-            joins.connections[token] = waiters - 1
-            joins.lost += waiters == 1
+        joins = self.joins.get(key)
+        if joins is not None:
+            joins.lose(token)
 
     # Reserved keys: information about the server
 

@@ -1,12 +1,14 @@
 """The limits of a server: names, units and defaults.
 
-Where each is checked: `key_bytes`, `value_bytes`, `keys` and `request_bytes` in `wire/codecs.py`, `budget_bytes` in
+Checked: `keys` here, `key_bytes`, `value_bytes` and `request_bytes` in `wire/codecs.py`, `budget_bytes` in
 `session/budget.py`, `unsent_high_water` in `session/server.py`, `connections` and `validate_seconds` in `server/`.
 
 A `Limits` is immutable. No well-behaved job reaches the defaults; the first three are those of PyTorch's libuv server.
 """
 
 from dataclasses import dataclass
+
+from .errors import LimitError
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -47,6 +49,11 @@ class Limits:
         """Raise ValueError for limits that contradict each other."""
         _demand("request_bytes", self.request_bytes, self.key_bytes + 2 * self.value_bytes + 25)
         _demand("budget_bytes", self.budget_bytes, self.value_bytes + 16)
+
+    def check_keys(self, count: int) -> None:
+        """Raise LimitError if a request names too many keys; a negative count is a u64 above int64."""
+        if count < 0 or count > self.keys:
+            raise LimitError("keys", count % 2**64, self.keys)
 
 
 def _demand(name: str, given: int, least: int) -> None:

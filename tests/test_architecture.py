@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 LAYERS = {
     "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
-    "wire": 1, "keyspace": 1, "waiters": 1, "incremental": 1,
+    "wire": 1, "keyspace": 1, "joins": 1, "waiters": 1, "incremental": 1,
     "session": 2,
     "server": 3, "client": 3,
     "stores": 4, "load": 4,

@@ -19,7 +19,8 @@ from typing import Final
 
 from ..errors import PeerError
 from ..limits import Limits
-from ..session.budget import PIECES, SESSION_BYTES
+from ..session.budget import SESSION_BYTES
+from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
 from .listening import CONNECTION_ERRORS, free_large_memory

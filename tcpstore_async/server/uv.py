@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..errors import PeerError
 from ..limits import Limits
-from ..session.budget import PIECES
+from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
 from .listening import CONNECTION_ERRORS, format_address

@@ -18,7 +18,8 @@ from ..limits import Limits
 from ..values import PREFIX, Framed, length, pack, unpack
 from ..wire.codecs import COUNTED_KEYS, STOP_WAITING, Handler, LargeValue, PartialRequest, RequestCodec, encode_popped
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
-from .budget import SESSION_BYTES, Budget, Holder, Unsent
+from .budget import SESSION_BYTES, Budget, Holder
+from .unsent import Unsent
 
 NO_PID: Final = -1
 

@@ -27,7 +27,7 @@ from ..server.master import ServerHandle, host
 from ..values import unpack
 from ..wire.commands import WORKERS_KEY
 from .base import Store
-from .joining import Rank
+from .rank import Rank
 
 log = logging.getLogger("tcpstore_async.stores")
 

@@ -14,7 +14,7 @@ from ..client.pool import TCPClient
 from ..coercion import Timeout
 from ..deadline import Deadline
 from ..rendezvous_url import Place
-from ..stores.joining import Rank
+from ..stores.rank import Rank
 from ..stores.tcp import TCPStore
 from .native_server import NativeServer, Sockets, sockets_to
 

@@ -1,5 +1,7 @@
 """`torchrun --rdzv-backend=tcpstore`: PyTorch's dynamic rendezvous with agents and workers on our servers.
 
+PyTorch finds `create_handler` through the entry point `torchrun.handlers`, which is `autoload.torchrun_handler`.
+
 Two invariants. An agent never joins the rendezvous of a job that has closed or whose agents have stopped sending
 heartbeats: the next job with the same id gets an epoch, and so keys, of its own. Workers of one round never see the
 keys of another: each round has a server of its own, and a name in the workers' environment for those that join a server

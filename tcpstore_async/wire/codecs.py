@@ -17,7 +17,7 @@ from librt.strings import read_i64_le
 from ..errors import LimitError, ProtocolError
 from ..limits import Limits
 from ..values import ABSENT, PREFIX, Framed, pack
-from .buffers import resize_uninitialized
+from .receive_buffer import resize_uninitialized
 
 Fields = tuple[Any, ...]
 Handler = Callable[..., Any]
@@ -301,8 +301,7 @@ class _CountedList(RequestCodec):
         if start > end:
             return None, -start
         count: int = read_i64_le(data, at)
-        if count < 0 or count > limits.keys:
-            raise LimitError("keys", _unsigned(count), limits.keys)
+        limits.check_keys(count)
         if count == 1 and self.item is KEY and start + 8 <= end:
             stop = start + 8 + read_i64_le(data, start)
             if start + 8 <= stop <= end and stop - start - 8 <= limits.key_bytes:

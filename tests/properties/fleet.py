@@ -321,7 +321,7 @@ class Fleet:
             _same("popping", popping if connection.session.state == AWAITING_ITEM else None, connection.peer.popping)
             _same("rank", connection.session.joined, connection.peer.rank)
         for joins in keyspace.joins.values():
-            recount += sum(len(token) + PARKED_BYTES for token in joins.connections)
+            recount += sum(len(token) + PARKED_BYTES for token in joins.waiters)
         _same("lost", {key: joins.lost for key, joins in keyspace.joins.items()}, _lost(model))
         stored = recount
         standing = registrations(keyspace)

@@ -113,7 +113,7 @@ def everything(engine: Engine) -> object:
             key: sorted((target, len(group)) for target, group in counter.awaiting.items())
             for key, counter in keyspace.counters.items()
         },
-        {key: (dict(joins.connections), joins.lost) for key, joins in keyspace.joins.items()},
+        {key: (dict(joins.waiters), joins.lost) for key, joins in keyspace.joins.items()},
     )
 
 

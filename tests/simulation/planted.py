@@ -18,9 +18,10 @@ from tcpstore_async.errors import BudgetError, QueueEmptyError
 from tcpstore_async.keys import stored_key
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
-from tcpstore_async.session.budget import Budget, Holder, Unsent
+from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.stores.tcp import TCPStore
 from tcpstore_async.values import unpack
 from tcpstore_async.waiters import AWAITING_VALUE, IDLE, Counter, Handoff, Waiter

@@ -12,8 +12,9 @@ from properties.session_driver import greeted
 from tcpstore_async.errors import BudgetError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import MIB, QUEUE_BYTES, Limits
-from tcpstore_async.session.budget import SESSION_BYTES, Budget, Unsent
+from tcpstore_async.session.budget import SESSION_BYTES, Budget
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.values import Framed
 
 VALUE = 1_000_000

@@ -1,0 +1,156 @@
+"""The unsent bytes of one connection: replies that the kernel has not accepted yet.
+
+Short replies are copied together; longer ones are kept by reference, and count once in the budget however many
+connections share them. This module does not know sockets: whoever writes passes `batch` to the kernel and reports with
+`took` how much of it was accepted.
+
+Invariant: the bytes leave in the order in which they were added, and everything kept is counted in the budget.
+"""
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from ..values import Framed
+
+if TYPE_CHECKING:
+    from .budget import Budget
+
+_UNSENT_BYTES: Final = 1024
+"""Bytes counted for the queue of one peer's unsent replies; an empty deque has 760."""
+
+_PIN_BYTES: Final = 256
+"""Bytes counted, besides its contents, for a piece of a reply kept by reference, or for a chunk of copied pieces."""
+
+_SLOT_BYTES: Final = 9
+"""Bytes counted for one more reference to such a piece."""
+
+_COPIED: Final = 64
+"""Pieces shorter than this are copied into chunks: an object for each would cost many times its bytes."""
+
+CHUNK: Final = 32 * 1024
+"""Length of a chunk from which on no more is added to it."""
+
+PIECES: Final = 256
+"""Most pieces in one write."""
+
+
+class Pin:
+    """A piece of a reply kept by reference, however many replies share it."""
+
+    def __init__(self, cost: int, holder: "Unsent") -> None:
+        self.cost = cost
+        self.references = 1
+        self.holder: Unsent | None = holder
+        """The queue for which it counts; None once that has released it while others have not."""
+
+
+class Unsent:
+    """The replies to one peer that the kernel has not accepted, in order."""
+
+    def __init__(self, budget: "Budget") -> None:
+        self.budget = budget
+        self.pieces: deque[Framed] = deque()
+        self.taken: int = 0
+        """Bytes of the first piece that the kernel has accepted."""
+        self.cost: int = _UNSENT_BYTES
+        """Bytes counted besides pinned pieces."""
+        self.pinned: int = 0
+        """Bytes of the pinned pieces that count for this queue."""
+        self.referenced: int = 0
+        """Bytes of all pinned pieces in this queue."""
+        self._chunk: bytearray | None = None
+        """The last piece, if it is a chunk of copied pieces that may grow."""
+        budget.charge(_UNSENT_BYTES)
+
+    def add(self, replies: list[Framed], taken: int = 0) -> None:
+        """Append replies, without their first `taken` bytes, which must be 0 unless the queue is empty."""
+        pieces = self.pieces
+        before = self.cost
+        for piece in replies:
+            size = len(piece)
+            if taken >= size:
+                taken -= size
+                continue
+            if taken:
+                self.taken = taken
+                taken = 0
+            elif size < _COPIED:
+                chunk = self._chunk
+                if chunk is None or len(chunk) >= CHUNK:
+                    chunk = self._chunk = bytearray()
+                    pieces.append(chunk)
+                    self.cost += _PIN_BYTES
+                chunk += piece
+                self.cost += size
+                continue
+            self._chunk = None
+            pieces.append(piece)
+            self.cost += _SLOT_BYTES
+            self._pin(piece)
+        self.budget.charge(self.cost - before)
+
+    def batch(self) -> list[Framed | memoryview]:
+        """Return the pieces to write next."""
+        batch: list[Framed | memoryview] = list(islice(self.pieces, PIECES))
+        if self.taken:
+            batch[0] = memoryview(batch[0])[self.taken :]
+        return batch
+
+    def took(self, count: int) -> bool:
+        """Remove `count` bytes that the kernel has accepted; True if that was everything."""
+        pieces = self.pieces
+        before = self.cost
+        count += self.taken
+        while pieces and count >= len(pieces[0]):
+            piece = pieces.popleft()
+            count -= len(piece)
+            self._drop(piece)
+        self.taken = count
+        if not pieces:
+            self.cost = 0
+        self.budget.charge(self.cost - before)
+        return not pieces
+
+    def release(self) -> None:
+        """Drop everything."""
+        before = self.cost
+        while self.pieces:
+            self._drop(self.pieces.popleft())
+        self.cost = 0
+        self.budget.charge(-before)
+
+    def _pin(self, piece: Framed) -> None:
+        budget = self.budget
+        pin = budget.pins.get(id(piece))
+        if pin is None:
+            pin = budget.pins[id(piece)] = Pin(len(piece) + _PIN_BYTES, self)
+            self.pinned += pin.cost
+            budget.charge(pin.cost)
+        else:
+            pin.references += 1
+            if pin.holder is None:
+                pin.holder = self
+                self.pinned += pin.cost
+                budget.orphaned -= pin.cost
+        self.referenced += pin.cost
+
+    def _drop(self, piece: Framed) -> None:
+        budget = self.budget
+        pin = budget.pins.get(id(piece))
+        if pin is None:
+            if piece is self._chunk:
+                self._chunk = None
+            self.cost -= len(piece) + _PIN_BYTES
+            return
+        self.cost -= _SLOT_BYTES
+        self.referenced -= pin.cost
+        pin.references -= 1
+        if pin.holder is self:
+            pin.holder = None
+            self.pinned -= pin.cost
+            budget.orphaned += pin.cost
+        if not pin.references:
+            del budget.pins[id(piece)]
+            budget.orphaned -= pin.cost
+            budget.charge(-pin.cost)
