@@ -170,7 +170,7 @@ def test_pytorchs_server_is_the_fallback_where_ours_cannot_have_a_process(
     (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert line == (
         f"the server at port {store.port} is PyTorch's, not ours: "
-        "the server of this store must not be a thread of its own process: unset TCPSTORE_SERVER"
+        "the server of this store must not run in a thread of this process: unset TCPSTORE_SERVER"
     )
 
 
