@@ -77,3 +77,14 @@ def test_every_mutation_of_the_core_is_python_and_a_change() -> None:
         assert len({one.place for one in found}) == len(found)
         for one in found:
             assert ast.dump(ast.parse(one.applied(source))) != tree
+
+
+def test_what_runs_when_names_only_files_that_exist() -> None:
+    """Else a file that was renamed would change sides without a word."""
+    constants: dict[str, tuple[str, ...]] = {}
+    for node in ast.parse((ROOT / "tests" / "conftest.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            constants[ast.unparse(node.targets[0])] = eval(ast.unparse(node.value))
+    for name in ("QUICK", "LONGEST", "SLOW", "COMPILED", "NOT_COMPILED"):
+        for place in constants[name]:
+            assert (ROOT / "tests" / place).exists(), f"{name} in tests/conftest.py names {place}"

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,9 @@ from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import requests
 from tcpstore_async.client.pool import TCPClient
+from tcpstore_async.deadline import Deadline
+from tcpstore_async.stores.joining import Rank
+from tcpstore_async.values import pack
 
 WORKERS = b"init/"
 IDENTITY = b'{"server":"tcpstore_async","version":"0","extension":2,"instance":"%s"}'
@@ -324,3 +328,29 @@ def test_a_join_that_times_out_names_the_server() -> None:
         pytest.raises(StoreTimeoutError, match=text.format(fake.port)),
     ):
         TCPStore("127.0.0.1", fake.port, 2, False, 0.1)
+
+
+class Scripted:
+    """As much of a client as a rank needs before it is counted: 2 ranks are there, and the owner is about to stop."""
+
+    identity = None
+
+    def __init__(self, ours: bool) -> None:
+        self.ours = ours
+        self.calls: list[Any] = []
+
+    def extended(self, *_: Any) -> bool:
+        return self.ours
+
+    def call(self, request: Any, _: Deadline) -> Any:
+        self.calls.append(request)
+        return pack(b"0") if request is requests.JOINS else 2
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_rank_avoids_a_server_of_ours_that_is_about_to_stop(ours: bool) -> None:
+    """PyTorch's servers cannot say so, and are not asked."""
+    client: Any = Scripted(ours)
+    rank = Rank(2, False, Deadline.of_a_call(LIMIT, None))
+    assert rank.may_join(client) == (not ours)
+    assert bool(client.calls) == ours

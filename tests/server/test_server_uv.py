@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import tcpstore_async
+from conformance.frames import get, set_
 from support import HANDSHAKE, LIMIT, blob, keys
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.limits import Limits
@@ -463,3 +464,23 @@ def test_draining_ends_with_the_grace(run: Run, watch_with: WatchWith, caplog: p
     with caplog.at_level(logging.INFO):
         run(main)
     assert "closing 1 connections that are still open after 0.01 s" in caplog.text
+
+
+def test_a_large_backlog_is_written_in_shares(run: Run) -> None:
+    """One peer that takes everything does not keep the loop from the others. The null device takes everything."""
+
+    async def main() -> None:
+        async with Serving(limits=Limits(unsent_high_water=64 * MIB)) as server, client(server.port) as peer:
+            peer.writer.write(set_(b"k", bytes(8 * MIB)) + 4 * get(b"k"))
+            await until(lambda: any(one is not None and one.session.unsent > 20 * MIB for one in server.connections))
+            connection = next(one for one in server.connections if one is not None and one.session.unsent)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, connection.fd)
+            os.close(null)
+            before = connection.session.unsent
+            connection.writable()
+            assert before - connection.session.unsent <= 4 * MIB
+            await until(lambda: not connection.session.unsent)
+            connection.close()
+
+    run(main)
