@@ -88,15 +88,17 @@ Way = Callable[[Peers], Iterator[None]]
 """Fills a server, a little more with each `next`."""
 
 
-def stored(make: Callable[[int], bytes], count: int = 2000) -> Way:
-    """Fill with one peer that stores again and again."""
+def stored(make: Callable[[int], bytes], count: int = 2000, ping: bytes = b"") -> Way:
+    """Fill with one peer that stores again and again; with a `ping`, it waits until the server has done so."""
 
     def fill(peers: Peers) -> Iterator[None]:
         at = 0
         peer = peers.connect()
         while True:
             try:
-                peer.sendall(b"".join(make(at + i) for i in range(count)))
+                peer.sendall(b"".join(make(at + i) for i in range(count)) + ping)
+                if ping and not peer.recv(len(ping)):
+                    raise ConnectionError
             except OSError:
                 peer = peers.connect()
             at += count
@@ -153,7 +155,9 @@ WAYS: dict[str, Way] = {
     "queues of one item": stored(lambda i: frame(PUSH, b"%d" % i, b"")),
     "one queue": stored(lambda i: frame(PUSH, b"q", b"")),
     "leased items": stored(lambda i: frame(PUSH, b"q", b"") + bytes([LEASE]) + pack(b"q") + number(i)),
-    "waiting for many keys": stored(lambda i: keys(WAIT, [b"%d" % (1000 * i + j) for j in range(1000)]), 1),
+    "waiting for many keys": stored(
+        lambda i: keys(WAIT, [b"%d" % (1000 * i + j) for j in range(1000)]), 1, bytes([PING]) + b"1234"
+    ),
     "many waiting for one key": sent_once(lambda i: keys(WAIT, [b"k"])),
     "many waiting for a count": sent_once(lambda i: bytes([WAIT_COUNT]) + pack(b"n") + number(10**6 + i)),
     "short replies": not_read(b"", lambda i: frame(PING)[:1] + b"1234" + (b"\x0d" + b"1234") * 1_500_000),
