@@ -23,7 +23,7 @@ from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, 
 from tcpstore_async.client import requests
 from tcpstore_async.client.pool import TCPClient
 from tcpstore_async.deadline import Deadline
-from tcpstore_async.stores.joining import Rank
+from tcpstore_async.stores.rank import Rank
 from tcpstore_async.values import pack
 
 WORKERS = b"init/"
