@@ -28,7 +28,13 @@ LAYERS = {
 }  # fmt: skip
 MACHINE = {"socket", "asyncio", "threading", "time", "os", "logging", "click", "select"}
 KNOWS_TIME = {"deadline"}
-SAME_LAYER = {("coercion", "errors"), ("values", "errors"), ("limits", "errors"), ("keys", "coercion")}
+SAME_LAYER = {
+    ("keyspace", "joins"),
+    ("coercion", "errors"),
+    ("values", "errors"),
+    ("limits", "errors"),
+    ("keys", "coercion"),
+}
 SAME_LAYER |= {("keyspace", "waiters"), ("keyspace", "incremental"), ("waiters", "incremental")}
 SAME_LAYER |= {("incremental", "keyspace"), ("incremental", "waiters")}  # for types only
 
