@@ -145,7 +145,7 @@ def scale(
         open_files(),
         transports,
     )
-    _print(f"{build()} build; limit of open files: {plan.open_files:,}")
+    _print(f"{build()} build; limit on open files: {plan.open_files:,}")
     try:
         run, failure = _measure(plan, file)
     except OSError as error:

@@ -18,7 +18,7 @@ from tcpstore_async.version import VERSION
 
 
 def open_files() -> int:
-    """Return this process's limit of open files."""
+    """Return this process's limit on open files."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -77,7 +77,7 @@ class Scenario:
     """Sizes at which our sessions are driven without sockets."""
     sizes_are: str = "ranks"
     per_connection: bool = True
-    """Whether a size is a number of connections, which the limit of open files bounds."""
+    """Whether a size is a number of connections, which the limit on open files bounds."""
     tutorial: bool = False
     """Whether it is one of the libuv tutorial's two: more rounds, and every server in a quick run."""
     slow: bool = False

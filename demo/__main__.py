@@ -208,7 +208,7 @@ async def demo(ranks: int, torch: int, plain: int) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
     raise_file_limit()
     if max_connections_by_files() < ranks:
-        raise Failed(f"the limit of open files is too low for {ranks:,} ranks (ulimit -n)")
+        raise Failed(f"the limit on open files is too low for {ranks:,} ranks (ulimit -n)")
     start = time.monotonic()
     async with server() as ready:
         print("Server: tcpstore serve --port 0")

@@ -24,7 +24,7 @@ def main(port: int) -> int:
     serve = [PYTHON, "-m", "tcpstore_async", "serve", "--host", "127.0.0.1", "--port", str(port)]
     with subprocess.Popen(serve, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
-        server.stdout.readline()  # it prints one line when it accepts connections
+        server.stdout.readline()  # it prints one line once it is ready to accept connections
         try:
             failed = 0
             for job in ("first", "second"):

@@ -18,7 +18,7 @@ def autoload() -> None:
 
         from_environment()
     except Exception as error:
-        _warn(f"TCPSTORE_INSTALL is ignored, PyTorch uses its own stores: {error}")
+        _warn(f"TCPSTORE_INSTALL is ignored and PyTorch uses its own stores: {error}")
 
 
 def _warn(text: str) -> None:

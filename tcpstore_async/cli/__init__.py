@@ -57,7 +57,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
         if name not in _LIMITS:
             raise click.BadParameter(f"unknown limit {name!r}; choose from {', '.join(_LIMITS)}", ctx, param)
         if not (number.isdecimal() and len(number) < 19):
-            raise click.BadParameter(f"{text!r} is not of the form NAME=NUMBER, NUMBER below 10**18", ctx, param)
+            raise click.BadParameter(f"{text!r} is not of the form NAME=NUMBER, with NUMBER below 10**18", ctx, param)
         chosen[name] = int(number)
     try:
         return Limits(**chosen)
@@ -98,7 +98,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     "--owner-pid",
     type=click.IntRange(1),
     metavar="PID",
-    help="Exit with this parent process (internal). Needs --listen-fd and --control-fd.",
+    help="Exit when this parent process exits (internal). Needs --listen-fd and --control-fd.",
 )
 @click.option(
     "--control-fd",

@@ -319,7 +319,7 @@ def delete(context: ClientContext, key: str) -> None:
 def keys(context: ClientContext, prefix: str, raw: bool) -> None:
     """List the keys, sorted, one per line.
 
-    Line breaks in keys are escaped, and on a terminal all control characters, unless --raw is given. Only the output of
+    Line breaks in keys (on a terminal, all control characters) are escaped unless --raw is given. Only the output of
     -o json is unambiguous.
     """
     found: list[str] = context.run(lambda store: store.list_keys())

@@ -20,8 +20,8 @@ QUEUES: Final = "queues"
 LIST_KEYS: Final = "list_keys"
 
 _SINCE: Final = {
-    QUEUES: "has no queues (PyTorch's has since 2.8, its legacy server never)",
-    LIST_KEYS: "cannot list its keys (PyTorch's can since 2.10)",
+    QUEUES: "has no queues (PyTorch added them in 2.8, but not to its legacy server)",
+    LIST_KEYS: "cannot list its keys (PyTorch added this in 2.10)",
 }
 
 

@@ -186,6 +186,6 @@ def size_hint(longest: int) -> str:
     if longest <= VALUE_BYTES:
         return ""
     return (
-        f" (a request of {longest} bytes was sent before: a server closes the connection when a value exceeds its"
+        f" (a request of {longest} bytes had been sent: a server closes the connection when a value exceeds its"
         f" limit, by default {VALUE_BYTES} bytes)"
     )

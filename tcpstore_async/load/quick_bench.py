@@ -1,7 +1,7 @@
 """The short benchmark of a running server: one operation after the other, from many ranks.
 
 Invariant: its keys have a prefix of their own and are deleted at the end, whatever the outcome; if the server does not
-answer in time, the error says that keys may be left. This module does not know how results are printed.
+answer in time, the error says that keys may remain. This module does not know how results are printed.
 """
 
 import os
@@ -88,7 +88,7 @@ def _cleaning(host: str, port: int, ranks: int, cleanup: list[Step], limit: floa
     except Late as error:
         if not cleanup:
             raise
-        raise Late(f"{error}; keys under {_PREFIX} may be left") from None
+        raise Late(f"{error}; keys under {_PREFIX} may remain") from None
     except BaseException:
         with suppress(LoadError):
             _clean(host, port, ranks, cleanup, limit)

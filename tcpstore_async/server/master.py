@@ -203,7 +203,7 @@ def _too_many(joins: int, server: RunningServer) -> str:
     is_thread = server.pid == os.getpid()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if is_thread else 1]
     return (
-        f"{joins} ranks do not fit: the limit on open files allows the server of port {server.port} "
+        f"{joins} ranks do not fit: the limit on open files allows the server on port {server.port} "
         f"{server.max_connections} connections (ulimit -{'S' if is_thread else 'H'}n: {limit}); "
         f"start rank 0 with a limit of at least {joins + limit - server.max_connections}"
     )
@@ -216,7 +216,7 @@ def _check_address(counted: _CountedServer, bind_host: str | None) -> None:
     wanted = str(resolve(bind_host, 0)[1][0]) if bind_host else _ANY_ADDRESS[0]
     if wanted != counted.address and not (wanted in _ANY_ADDRESS and counted.address in _ANY_ADDRESS):
         raise DistNetworkError(
-            f"cannot share the server of port {counted.server.port}: it listens on {counted.address}, and this store "
+            f"cannot share the server on port {counted.server.port}: it listens on {counted.address}, and this store "
             f"asks for {wanted}; use the same bind_host (or {BIND}), or another port"
         )
 
@@ -308,8 +308,8 @@ def _start_process(
     except parent.StartTimeout as error:
         port = listener.getsockname()[1]
         raise DistNetworkError(
-            f"could not start the server process of port {port}: {error}; give the store a longer timeout, or find out "
-            "why Python starts so slowly here"
+            f"could not start the server process for port {port}: {error}; give the store a longer timeout, or find "
+            "out why Python starts so slowly here"
         ) from None
     except parent.StartError as error:
         if not may_be_thread:
@@ -331,7 +331,7 @@ def _warn(error: Exception) -> None:
     global _warned
     text = (
         f"could not start the server process ({error}); using a thread, so replies wait for this process's GIL, 5 ms "
-        f"and more while it runs Python code. Set {WHERE}=thread to accept that silently."
+        f"or more while it runs Python code. Set {WHERE}=thread to accept that silently."
     )
     if _warned:
         log.warning("%s", text)

@@ -157,6 +157,6 @@ def from_environment() -> None:
     if not words <= _WORDS:
         raise ValueError(f"expected 1, native, python or classes, got {text!r}")
     if len(words & {"0", *_CLIENTS}) > 1 or words > {"0"}:
-        raise ValueError(f"0 cannot be combined, nor native with python: {text!r}")
+        raise ValueError(f"0 cannot be combined with other values, nor native with python: {text!r}")
     if words - {"0"}:
         install("python" if "python" in words else "native", "classes" in words)

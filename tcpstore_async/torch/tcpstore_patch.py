@@ -82,7 +82,7 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
         why = error
     else:
         if hosted is not None:
-            log.info("hosting the server of PyTorch's TCPStore at port %d, in process %d", hosted.port, hosted.pid)
+            log.info("hosting the server of PyTorch's TCPStore on port %d, in process %d", hosted.port, hosted.pid)
         return
     stock(store, *given, **named)
-    log.warning("the server at port %d is PyTorch's, not ours: %s", store.port, why)
+    log.warning("the server on port %d is PyTorch's, not ours: %s", store.port, why)

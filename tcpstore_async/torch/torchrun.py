@@ -149,7 +149,7 @@ def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
         if hosts:
             try:
                 store = TCPStore(host, port, is_master=True, timeout=timeout, multi_tenant=True)
-                log.info("hosting the rendezvous server at port %d", store.port)
+                log.info("hosting the rendezvous server on port %d", store.port)
                 return store
             except errors.DistNetworkError:
                 if asked:
@@ -216,7 +216,7 @@ def _why_over(keys: Store, run_id: str, keep_alive: timedelta) -> str:
         return "closed"
     if not first.state or _is_recent(first.beat, keep_alive):
         return ""
-    log.info("waiting up to %g s for a heartbeat of the last agents of %s", keep_alive.total_seconds(), run_id)
+    log.info("waiting up to %g s for a heartbeat from the last agents of %s", keep_alive.total_seconds(), run_id)
     end = time.monotonic() + keep_alive.total_seconds()
     while time.monotonic() < end:
         time.sleep(keep_alive.total_seconds() / _LOOKS)

@@ -65,7 +65,7 @@ class Watch:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def file_limit(self) -> tuple[int, int]:
-        """Soft and hard limit of open files."""
+        """Soft and hard limit on open files."""
         found = re.search(r"Max open files +(\d+) +(\d+)", (self.folder / "limits").read_text())
         assert found
         return int(found[1]), int(found[2])

@@ -229,7 +229,7 @@ def test_a_server_that_is_killed_ends_every_call_at_once() -> None:
             with pytest.raises(DistNetworkError) as raised:
                 worker.add("n", 1)
             assert "the server process" not in str(raised.value)
-            with pytest.raises(DistNetworkError, match=rf"the server process of port {store.port} \(pid \d+\) "):
+            with pytest.raises(DistNetworkError, match=rf"the server process for port {store.port} \(pid \d+\) "):
                 store.add("n", 1)
 
 

@@ -112,11 +112,11 @@ async def test_barriers_of_the_async_client(newest: int) -> None:
 
 
 CALLS: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("list_keys", lambda store: store.list_keys(), "cannot list its keys (PyTorch's can since 2.10"),
-    ("queue_push", lambda store: store.queue_push("q", "v"), "has no queues (PyTorch's has since 2.8"),
-    ("queue_len", lambda store: store.queue_len("q"), "has no queues (PyTorch's has since 2.8"),
-    ("queue_pop", lambda store: store.queue_pop("q"), "has no queues (PyTorch's has since 2.8"),
-    ("poll", lambda store: store.queue_pop("q", False), "has no queues (PyTorch's has since 2.8"),
+    ("list_keys", lambda store: store.list_keys(), "cannot list its keys (PyTorch added this in 2.10"),
+    ("queue_push", lambda store: store.queue_push("q", "v"), "has no queues (PyTorch added them in 2.8"),
+    ("queue_len", lambda store: store.queue_len("q"), "has no queues (PyTorch added them in 2.8"),
+    ("queue_pop", lambda store: store.queue_pop("q"), "has no queues (PyTorch added them in 2.8"),
+    ("poll", lambda store: store.queue_pop("q", False), "has no queues (PyTorch added them in 2.8"),
 ]
 
 lacking = pytest.mark.parametrize(("call", "said"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])

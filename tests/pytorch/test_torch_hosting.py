@@ -126,7 +126,7 @@ def test_a_multi_tenant_master_shares_a_server_of_pytorchs(port: int, caplog: py
     first.set("k", "v")
     assert second.get("k") == b"v"
     assert joined(port) is None
-    assert f"the server at port {port} is PyTorch's, not ours: " in caplog.text
+    assert f"the server on port {port} is PyTorch's, not ours: " in caplog.text
 
 
 def test_a_port_that_is_taken(port: int) -> None:
@@ -169,7 +169,7 @@ def test_pytorchs_server_is_the_fallback_where_ours_cannot_have_a_process(
     assert joined(store.port) is None
     (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert line == (
-        f"the server at port {store.port} is PyTorch's, not ours: "
+        f"the server on port {store.port} is PyTorch's, not ours: "
         "the server of this store must not run in a thread of this process: unset TCPSTORE_SERVER"
     )
 

@@ -186,7 +186,7 @@ def test_importing_our_package_first_installs_as_well() -> None:
 
 @autoload
 def test_an_unknown_word_is_a_warning() -> None:
-    text = "TCPSTORE_INSTALL is ignored, PyTorch uses its own stores: expected 1, native, python or classes"
+    text = "TCPSTORE_INSTALL is ignored and PyTorch uses its own stores: expected 1, native, python or classes"
     printed, warned = say(SAY, "-W", "ignore:Failed to initialize NumPy:UserWarning", TCPSTORE_INSTALL="yes")
     assert printed == "torch torch torch"
     assert text in warned
@@ -199,7 +199,7 @@ def test_an_unknown_word_is_a_warning() -> None:
 def test_contradictory_words_install_nothing(value: str) -> None:
     printed, warned = say(SAY, TCPSTORE_INSTALL=value)
     assert printed == "torch torch torch"
-    assert warned.endswith(f"0 cannot be combined, nor native with python: {value!r}")
+    assert warned.endswith(f"0 cannot be combined with other values, nor native with python: {value!r}")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

@@ -94,7 +94,7 @@ def test_a_server_that_dies_is_one_error_line(
     assert server.crash() == lines(caplog, logging.ERROR)[0]
     server.stop()
     (line,) = lines(caplog, logging.ERROR)
-    assert f"the server process of port {server.port} (pid {server.pid}) {said}" in line
+    assert f"the server process for port {server.port} (pid {server.pid}) {said}" in line
     assert "\n" not in line
     assert not lines(caplog, logging.WARNING)
 
@@ -189,7 +189,7 @@ print("soon" if time.monotonic() - began < 300 else "late")
 def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
     prefix = ("env", f"TCPSTORE_SERVER={where}", "prlimit", "--nofile=150:150")
     logged, raised, soon = run(WORLD, "100", prefix=prefix).splitlines()
-    assert logged.startswith("ERROR 100 ranks do not fit: the limit on open files allows the server of port ")
+    assert logged.startswith("ERROR 100 ranks do not fit: the limit on open files allows the server on port ")
     assert raised.removeprefix("raised ") == logged.removeprefix("ERROR ")
     assert ("ulimit -Hn: 150" if where == "process" else "ulimit -Sn: 150") in raised
     assert soon == "soon"
@@ -197,7 +197,7 @@ def test_a_world_that_does_not_fit_is_an_error_at_once(where: str) -> None:
 
 def test_a_world_that_is_not_waited_for_is_logged_too() -> None:
     said = run(NOT_WAITED_FOR, "100", prefix=("prlimit", "--nofile=150:150")).splitlines()
-    assert said[0].startswith("ERROR 100 ranks do not fit: the limit on open files allows the server of port ")
+    assert said[0].startswith("ERROR 100 ranks do not fit: the limit on open files allows the server on port ")
     assert said[1:] == ["made"]
 
 
@@ -399,5 +399,5 @@ def test_what_is_no_record_is_logged_when_the_next_one_comes(
         theirs.sendall(encode(LogLine(logging.WARNING, "tcpstore_async.server", "a record")))
         theirs.sendall(encode(LogLine(over=True)))
     log.join(LIMIT)
-    assert lines(caplog, logging.WARNING) == ["the server process of port 29500 wrote: stray; words", "a record"]
+    assert lines(caplog, logging.WARNING) == ["the server process for port 29500 wrote: stray; words", "a record"]
     assert not lines(caplog, logging.ERROR)

@@ -264,7 +264,7 @@ def test_a_server_of_another_address_is_not_shared(where: str, monkeypatch: pyte
     with pytest.raises(DistNetworkError) as caught:
         host(everywhere.port, multi_tenant=True, bind_host="127.0.0.2")
     assert str(caught.value) == (
-        f"cannot share the server of port {everywhere.port}: it listens on ::, and this store asks for 127.0.0.2; "
+        f"cannot share the server on port {everywhere.port}: it listens on ::, and this store asks for 127.0.0.2; "
         "use the same bind_host (or TCPSTORE_BIND), or another port"
     )
     for same in ("::", "0.0.0.0"):
@@ -474,7 +474,7 @@ def slow_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_start_has_no_more_time_than_its_caller(slow_python: Path, may_be_thread: bool) -> None:
     """There is no fallback to a thread: its time is up as well."""
     fd, port = bound()
-    with pytest.raises(DistNetworkError, match=rf"server process of port {port}: not ready within 0\.3 s; give"):
+    with pytest.raises(DistNetworkError, match=rf"server process for port {port}: not ready within 0\.3 s; give"):
         host(port, listen_fd=fd, timeout=0.3, may_be_thread=may_be_thread)
     assert port_is_free(port), "what was started is killed"
 

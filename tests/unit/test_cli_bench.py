@@ -253,7 +253,7 @@ def test_frozen_server_is_waited_for_once(at: int, finished: list[str]) -> None:
         server.thaw()
     assert (status, operations(out)) == (3, finished)
     assert error == (
-        b"Error: not completed within 4 s: 0 of 2 connections done; keys under /tcpstore-bench/ may be left"
+        b"Error: not completed within 4 s: 0 of 2 connections done; keys under /tcpstore-bench/ may remain"
     )
 
 

@@ -64,7 +64,7 @@ def test_the_commands(backend: tuple[str, Run]) -> None:
     pushed = run("queue", "push", "q", "item")
     if kind == "legacy":
         assert pushed.returncode == 1
-        assert b"has no queues (PyTorch's has since 2.8, its legacy server never)" in pushed.stderr
+        assert b"has no queues (PyTorch added them in 2.8, but not to its legacy server)" in pushed.stderr
         return
     assert pushed.returncode == 0
     assert run("queue", "len", "q").stdout == b"1\n"

@@ -76,7 +76,7 @@ class LogReader:
             self._log_raw()
             return
         cause = self._killed or _cause(status, self._raw)
-        self.crash = f"the server process of port {self._port} (pid {self._process.pid}) {cause}"
+        self.crash = f"the server process for port {self._port} (pid {self._process.pid}) {cause}"
         _emit(logging.ERROR, log.name, self.crash)
 
     def _log(self, line: bytes) -> bool:
@@ -94,7 +94,7 @@ class LogReader:
 
     def _log_raw(self) -> None:
         if self._raw:
-            _emit(logging.WARNING, log.name, f"the server process of port {self._port} wrote: {joined(self._raw)}")
+            _emit(logging.WARNING, log.name, f"the server process for port {self._port} wrote: {joined(self._raw)}")
             self._raw.clear()
 
 
@@ -110,7 +110,7 @@ def _cause(status: int | None, raw: list[str]) -> str:
     if status is not None:
         by = f" of {signal.Signals(-status).name}" if -status in signal.valid_signals() else f" with status {status}"
     if output:
-        return f"crashed{by}: {output}"
+        return f"{'died' if by else 'crashed'}{by}: {output}"
     return f"died{by}" if by else "was killed (SIGKILL; out of memory? See dmesg, or the memory limit of the job)"
 
 
