@@ -24,7 +24,7 @@ ROWS = (
     "async get, 64 in flight",
     "async check, 64 in flight",
     "async set, and one check, 64 in flight",
-    "add, the master being busy",
+    "add, busy main thread in the master",
 )
 OTHER = """
 

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -85,11 +86,11 @@ class Process:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    def close(self) -> None:
-        """Free the pidfd."""
+    def close(self, _close: Callable[[int], None] = os.close) -> None:
+        """Free the pidfd. Works while the interpreter exits, too, when `os` is gone."""
         fd, self._fd = self._fd, None
         if fd is not None:
-            os.close(fd)
+            _close(fd)
 
     def __del__(self) -> None:
         self.close()
