@@ -1,8 +1,8 @@
 """Joins: each rank counts once, however many connections it joins with.
 
-A rank joins a counter with a token of its own, and the keyspace adds 1 to the counter if the token is new. This module
-keeps the tokens, by how many waiters each rank is represented, and how many ranks were lost. It does not know values,
-connections, or what a token stands for.
+A rank joins a counter with a token of its own, and `Keyspace.join` adds 1 to the counter if the token is new. This
+module keeps the tokens, by how many waiters each rank is represented, and how many ranks were lost. It does not know
+values, connections, or what a token stands for.
 
 Invariant: `lost` is the number of tokens without waiters, except those of ranks that left with LEAVE.
 """
