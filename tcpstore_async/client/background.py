@@ -17,10 +17,14 @@ Invariants:
 * The thread does not exist while the process forks: Python does not warn about it, and the child inherits none of its
   descriptors. The loop starts again with the next call of a store, in the parent and in the child.
 * Signals are blocked in the loop's thread: handlers and EINTR stay with the main thread.
+* What starts, stops or extends the loop never runs in the main thread, where a signal handler may raise between any two
+  steps and leave a thread, a descriptor or a store that is not watched behind (`uninterrupted`).
 """
 
+import _thread
 import asyncio
 import atexit
+import functools
 import os
 import select
 import signal
@@ -99,14 +103,8 @@ class BackgroundLoop:
             self._thread.join(_STOP_SECONDS)
         except RuntimeError:
             return  # an interrupt has kept it from starting
-        self._await_exit()
-
-    def _await_exit(self) -> None:
-        """Wait until the kernel no longer counts the thread, which a join does not guarantee, but a fork looks at."""
-        task = f"/proc/self/task/{self._thread.native_id}"
-        deadline = Deadline(_STOP_SECONDS)
-        while not self._thread.is_alive() and os.path.exists(task) and not deadline.passed():
-            time.sleep(1e-5)
+        if not self._thread.is_alive():
+            _await_exit(self._thread.native_id)
 
     def close_inherited(self) -> None:
         """In a forked child: close the parent's epoll set, which knows the parent's connections."""
@@ -193,8 +191,45 @@ def running() -> BackgroundLoop | None:
     return _loop
 
 
+def uninterrupted(function: Callable[[], object]) -> None:
+    """Call a function where no signal handler can interrupt it, and wait for it, within a limit.
+
+    Python runs handlers in the main thread only, so there another thread makes the call; if a handler raises while this
+    waits, the call goes on. The function must not wait for a lock that its caller, or an interrupted call, may hold.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        function()
+        return
+    done = _thread.allocate_lock()
+    done.acquire()
+    native: list[int] = []
+
+    def run() -> None:
+        native.append(threading.get_native_id())
+        try:
+            function()
+        finally:
+            done.release()
+
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # no thread can be started
+        function()
+        return
+    if done.acquire(timeout=2 * _STOP_SECONDS):
+        _await_exit(native[0])
+
+
+def _await_exit(native_id: int | None) -> None:
+    """Wait until the kernel no longer counts a thread that has ended, because a fork looks at that."""
+    task = f"/proc/self/task/{native_id}"
+    deadline = Deadline(_STOP_SECONDS)
+    while os.path.exists(task) and not deadline.passed():
+        time.sleep(1e-5)
+
+
 def watch(client: Client, descriptors: list[int]) -> bool:
-    """Watch connections until `release`; start the loop if there is none.
+    """Watch connections until `release`; start the loop if there is none. To be called by `uninterrupted`.
 
     Returns False if the next call has to try again, because the loop is just being started or stopped. That there can
     be no thread is no error: then the next call notices a loss.
@@ -218,6 +253,11 @@ def watch(client: Client, descriptors: list[int]) -> bool:
 
 def release(client: Client) -> None:
     """Stop watching a client, which is about to close its connections; with the last one, stop the loop."""
+    if _loop is not None:
+        uninterrupted(functools.partial(_release, client))
+
+
+def _release(client: Client) -> None:
     global _loop
     loop = _loop
     if loop is None:

@@ -529,7 +529,7 @@ class TCPClient:
                     other.await_writes(deadline)
             while connection is None:
                 if not self._watched:
-                    self._watch()
+                    background.uninterrupted(self._watch)
                 with self._lock:
                     self._free_queue.join(ticket)  # before looking: whoever releases one must see the ticket
                     if not behind:
@@ -763,8 +763,14 @@ class TCPClient:
     # Background loop
 
     def _watch(self) -> None:
-        """Hand new connections to the background loop, unless the store is lost."""
-        with self._lock:
+        """Hand new connections to the background loop, unless the store is lost.
+
+        Called by `background.uninterrupted`. If the lock is taken, perhaps by a call that the waiting signal handler
+        has interrupted, the next call tries again.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             if self._lost:
                 return
             new = [connection for connection in self._connections if not connection.watched]
@@ -774,6 +780,8 @@ class TCPClient:
             if not background.watch(self, [connection.peer.fileno() for connection in new]):
                 self.unwatched()
             self._detour = self._starving > 0 or not self._watched
+        finally:
+            self._lock.release()
 
     def unwatched(self) -> None:
         """The background loop has stopped: have the next call hand all connections to another one."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -123,6 +124,60 @@ def test_many_stores_share_one_loop(port: int) -> None:
         assert len(threads()) == 1
         assert len(loop.clients) == 20
         list(workers.map(TCPStore.close, stores))
+
+
+class Interrupted(BaseException):
+    """Raised by a signal handler."""
+
+
+@contextmanager
+def interrupted(where: type, method: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have a handler raise in the main thread while `method` runs, which ends only once the handler has."""
+    handled = threading.Event()
+    real: Callable[..., Any] = getattr(where, method)
+
+    def handle(*_: object) -> None:
+        handled.set()
+        raise Interrupted
+
+    def interrupt(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handled.wait(LIMIT)
+        return real(*given)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(Interrupted):
+            patch.setattr(where, method, interrupt)
+            yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("method", ["__init__", "start", "watch"])
+def test_an_interrupt_while_it_starts(port: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is watched all the same, and nothing is left of it in the end."""
+    opened = descriptors()
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        with interrupted(background.BackgroundLoop, method, monkeypatch):
+            store.check(["k"])
+        store.check(["k"])
+        until(lambda: (loop := background.running()) is not None and pool_of(store) in loop.clients)
+        assert len(threads()) == 1
+    until(lambda: not background._alive)
+    until(lambda: descriptors() == opened)
+
+
+@pytest.mark.parametrize("method", ["forget", "stop", "call_soon"])
+def test_an_interrupt_while_it_ends(port: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = descriptors()
+    store = TCPStore("127.0.0.1", port, timeout=LIMIT)
+    store.check(["k"])
+    with interrupted(background.BackgroundLoop, method, monkeypatch):
+        store.close()
+    store.close()
+    until(lambda: background.running() is None and not background._alive)
+    until(lambda: descriptors() == opened)
 
 
 def test_a_forgotten_store_releases_it(port: int) -> None:
