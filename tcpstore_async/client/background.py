@@ -79,6 +79,7 @@ class BackgroundLoop:
             self._loop.close()
             raise
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._done = threading.Event()
 
     def start(self) -> None:
         """Raises RuntimeError if no thread can be started."""
@@ -97,13 +98,10 @@ class BackgroundLoop:
             self.call_soon(self._loop.stop)
         except RuntimeError:
             pass  # closed already
-        if self._thread is threading.current_thread():  # a garbage collection there may close a store
+        if self._thread.ident == threading.get_ident():  # a garbage collection there may close a store
             return
-        try:
-            self._thread.join(_STOP_SECONDS)
-        except RuntimeError:
-            return  # an interrupt has kept it from starting
-        if not self._thread.is_alive():
+        # Neither `join` nor `current_thread`: in a thread of `uninterrupted` they would register a dummy for good.
+        if self._done.wait(_STOP_SECONDS):
             _await_exit(self._thread.native_id)
 
     def close_inherited(self) -> None:
@@ -153,6 +151,7 @@ class BackgroundLoop:
         finally:
             self._close()
             _alive.discard(self)
+            self._done.set()
 
     def _close(self) -> None:
         self._loop.close()

@@ -98,6 +98,7 @@ def pool_of(store: TCPStore) -> Any:
 
 def test_it_starts_with_the_first_call_and_ends_with_the_last_store(port: int) -> None:
     opened = descriptors()
+    alive = threading.active_count()
     with TCPStore("127.0.0.1", port, timeout=LIMIT) as first, TCPStore("127.0.0.1", port, timeout=LIMIT) as second:
         assert not threads(), "a store that makes no call needs no thread"
         first.set("k", "v")
@@ -111,6 +112,7 @@ def test_it_starts_with_the_first_call_and_ends_with_the_last_store(port: int) -
         assert second.get("k") == b"v"
     assert background.running() is None
     assert not threads()
+    assert threading.active_count() == alive
     assert descriptors() == opened
 
 
