@@ -33,8 +33,6 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from ..deadline import Deadline
-
 THREAD_NAME: Final = "tcpstore client"
 
 _RETRY_SECONDS: Final = 0.05
@@ -222,8 +220,8 @@ def uninterrupted(function: Callable[[], object]) -> None:
 def _await_exit(native_id: int | None) -> None:
     """Wait until the kernel no longer counts a thread that has ended, because a fork looks at that."""
     task = f"/proc/self/task/{native_id}"
-    deadline = Deadline(_STOP_SECONDS)
-    while os.path.exists(task) and not deadline.passed():
+    end = time.monotonic() + _STOP_SECONDS
+    while os.path.exists(task) and time.monotonic() < end:
         time.sleep(1e-5)
 
 
