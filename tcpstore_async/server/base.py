@@ -96,8 +96,8 @@ class Server:
         """Whether overdue connections will be looked for."""
         self._validate_timer: asyncio.TimerHandle | None = None
         self._flushing: bool = False
-        self._to_flush: deque[Connection] = deque()
-        """Connections whose sessions were woken together with more than one turn can flush."""
+        self._to_flush: deque[ServerSession] = deque()
+        """Sessions that were woken together, if one turn cannot flush them all; those without replies are skipped."""
 
     # What a subclass defines
 
@@ -280,10 +280,7 @@ class Server:
         if not self._to_flush:
             self.call_soon(self._flush_more)
         evicted = self.engine.evicted
-        for session in pending_flush:
-            owner = session.owner
-            if isinstance(owner, Connection) and not (evicted and session in evicted):
-                self._to_flush.append(owner)
+        self._to_flush.extend(pending_flush)  # not looked at here: each session read costs a cache miss
         pending_flush[:] = [session for session in pending_flush if session in evicted] if evicted else []
 
     def _schedule_work(self) -> None:
@@ -295,9 +292,9 @@ class Server:
         with self.lock:
             to_flush = self._to_flush
             for _ in range(min(_FLUSHES_PER_TURN, len(to_flush))):
-                connection = to_flush.popleft()
-                session = connection.session
-                if session.out and session.owner is not None:
+                session = to_flush.popleft()
+                connection = session.owner
+                if session.out and isinstance(connection, Connection):
                     try:
                         connection.flush()
                     except Exception:
