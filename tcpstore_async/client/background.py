@@ -236,15 +236,12 @@ def watch(client: Client, descriptors: list[int]) -> bool:
         return True
     loop = _loop
     if loop is None:
-        held: list[bool] = []
+        if not _changing.acquire(blocking=False):
+            return False
         try:
-            held += map(_changing.acquire, (False,))  # no interrupt strikes between lock and list
-            if not held[0]:
-                return False
             loop = _started()
         finally:
-            if True in held:
-                _changing.release()
+            _changing.release()
     return loop is None or loop.watch(client, descriptors)
 
 
@@ -262,15 +259,14 @@ def _release(client: Client) -> None:
     loop.forget(client)
     if loop.clients:
         return
-    held: list[bool] = []
+    if not _changing.acquire(blocking=False):
+        return  # a client is just coming, or the loop is being stopped
     try:
-        held += map(_changing.acquire, (False,))  # if it is taken, a client is just coming, or the loop is stopped
-        if held[0] and _loop is loop and not loop.clients:
+        if _loop is loop and not loop.clients:
             _loop = None
             loop.stop()
     finally:
-        if True in held:
-            _changing.release()
+        _changing.release()
 
 
 def _started() -> BackgroundLoop | None:
