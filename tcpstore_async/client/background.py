@@ -178,8 +178,8 @@ _loop: BackgroundLoop | None = None
 _alive: Final[set[BackgroundLoop]] = set()
 """Those whose threads have not ended, also after `stop`."""
 _changing = threading.Lock()
-"""Held by whoever starts or stops the loop. Only a fork waits for it: a signal handler that did might wait for the call
-that it has interrupted."""
+"""Held by whoever starts or stops the loop: a thread that no signal handler interrupts, or a fork. So whoever waits for
+it never waits for a call that it has interrupted."""
 _ended = False
 
 
@@ -259,8 +259,8 @@ def _release(client: Client) -> None:
     loop.forget(client)
     if loop.clients:
         return
-    if not _changing.acquire(blocking=False):
-        return  # a client is just coming, or the loop is being stopped
+    if not _changing.acquire(timeout=_STOP_SECONDS):
+        return  # the loop is being stopped, which takes too long
     try:
         if _loop is loop and not loop.clients:
             _loop = None

@@ -182,6 +182,19 @@ def test_an_interrupt_while_it_ends(port: int, method: str, monkeypatch: pytest.
     until(lambda: descriptors() == opened)
 
 
+def test_the_last_of_two_stores_that_close_at_once_stops_it(port: int) -> None:
+    """While the first checked whether others were left, the second found the lock taken, and nobody stopped the loop."""
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store, ThreadPoolExecutor(1) as closers:
+        store.check(["k"])
+        loop = background.running()
+        assert loop is not None
+        with background._changing:
+            closing = closers.submit(store.close)
+            until(lambda: not loop.clients)
+        closing.result(LIMIT)
+        assert background.running() is None
+
+
 def test_a_forgotten_store_releases_it(port: int) -> None:
     store: Any = TCPStore("127.0.0.1", port, timeout=LIMIT)
     store.set("k", "v")
