@@ -183,7 +183,7 @@ def test_an_interrupt_while_it_ends(port: int, method: str, monkeypatch: pytest.
 
 
 def test_the_last_of_two_stores_that_close_at_once_stops_it(port: int) -> None:
-    """While the first checked whether others were left, the second found the lock taken, and nobody stopped the loop."""
+    """While the first checked for others, the second found the lock taken, and nobody stopped the loop."""
     with TCPStore("127.0.0.1", port, timeout=LIMIT) as store, ThreadPoolExecutor(1) as closers:
         store.check(["k"])
         loop = background.running()
