@@ -79,6 +79,8 @@ class Engine:
         """Bytes held of incomplete requests, all sessions together."""
         self.handshake: list[_Slot | None] = [None] * 256
         self.commands: list[_Slot | None] = [None] * 256
+        self.no_commands: list[_Slot | None] = [None] * 256
+        """The table of an evicted session, which must not make the server hold anything any more."""
         self.first: _Slot
         self.serving: ServerSession | None = None
         """The session whose command is being executed."""
@@ -319,6 +321,7 @@ class ServerSession(Holder):
 
     def evict(self, error: BudgetError) -> None:
         self.engine.evicted[self] = error
+        self.table = self.engine.no_commands
         self._let_go()
         self.engine.pending_flush.append(self)
 
@@ -343,6 +346,7 @@ class ServerSession(Holder):
             self.partial = None
         self.input_buffer = None
         self.out.clear()
+        self.unsent = 0
         if self.incremental is not None:
             self.incremental.abandon()
             self.incremental = None
@@ -445,6 +449,8 @@ class ServerSession(Holder):
     def _refusal(self, opcode: int) -> str:
         if self.table is self.engine.handshake:
             return f"first frame is not VALIDATE but opcode {opcode}"
+        if self.table is self.engine.no_commands:
+            return f"opcode {opcode} from an evicted session"
         return f"unknown opcode {opcode}"
 
     # Commands that concern the connection

@@ -35,7 +35,10 @@ class Crowd:
 
     def come(self) -> ServerSession:
         session = ServerSession(self.engine, object(), "::1", 1, 0.0)
-        session.receive(HANDSHAKE.frame)
+        try:
+            session.receive(HANDSHAKE.frame)
+        except PeerError as error:
+            raise Difference(f"a new peer is refused: {error}") from error
         return session
 
     def ask(self, session: ServerSession, command: Command) -> bytes:

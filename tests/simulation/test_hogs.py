@@ -15,6 +15,10 @@ def test_runs_have_no_finding(first: int) -> None:
     assert sum(map(perform, range(first, first + 10))) > 0
 
 
+def test_an_evicted_peer_that_goes_on_sending() -> None:
+    perform(7_000_348)
+
+
 @pytest.mark.skipif(build() == "compiled", reason="nothing can be put into compiled classes")
 @pytest.mark.parametrize("name", HOGGED)
 def test_a_planted_defect_is_found(name: str) -> None:

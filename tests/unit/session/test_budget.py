@@ -9,7 +9,7 @@ import pytest
 
 from properties.fleet import Command
 from properties.session_driver import greeted
-from tcpstore_async.errors import BudgetError
+from tcpstore_async.errors import BudgetError, ProtocolError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import MIB, QUEUE_BYTES, Limits
 from tcpstore_async.session.budget import SESSION_BYTES, Budget
@@ -233,6 +233,19 @@ def test_shares_shrink_when_items_are_removed() -> None:
             greedy.receive(Command("set", b"/g/%d" % number, bytes(4 * MIB)).frame)
     assert not engine.pending_flush
     producer.receive(Command("queue_push", b"q", bytes(MIB)).frame)
+
+
+def test_an_evicted_session_takes_no_more_requests() -> None:
+    """What it held of them would be counted for ever: its share of the budget has been given back already."""
+    engine = Engine(Limits(budget_bytes=9 * MIB))
+    session = store(engine, b"/v")
+    session.evict(BudgetError(2, 1, 1, 1))
+    before = engine.budget.others
+    with pytest.raises(ProtocolError, match="opcode 1 from an evicted session"):
+        session.receive(Command("set", b"/v", bytes(VALUE)).frame[:100])
+    session.leave()
+    assert engine.budget.others == before
+    assert not engine.unfinished
 
 
 def test_an_evicted_session_leaves_no_cycle() -> None:
