@@ -52,6 +52,9 @@ from .waiters import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter, WaiterRegis
 _UNCUT: Final = 2**62
 """A portion that holds everything."""
 
+MAX_LEASES: Final = 4096
+"""Leases of one waiter: those of one that leaves go back at once, so that nobody overtakes them."""
+
 _LARGE: Final = 4 * 1024 * 1024
 """Bytes from which on a dropped value that was appended to is freed in steps."""
 
@@ -400,11 +403,14 @@ class Keyspace(WaiterRegistry):
     def lease(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None]:
         """As `queue_pop`, but the item goes back unless the waiter confirms the ticket.
 
-        Raises ProtocolError for a ticket that is in use.
+        Raises ProtocolError for a ticket that is in use, and for too many leases.
         """
         leases = waiter.leases
-        if (leases is not None and ticket in leases) or (waiter.state == AWAITING_ITEM and waiter.number == ticket):
+        pending = waiter.state == AWAITING_ITEM
+        if (leases is not None and ticket in leases) or (pending and waiter.number == ticket):
             raise ProtocolError(f"ticket {ticket} is in use")
+        if leases is not None and len(leases) + pending >= MAX_LEASES:
+            raise ProtocolError(f"{MAX_LEASES} leases are not confirmed")
         queue = self.queues.get(key)
         if queue is None:
             return 0, None
@@ -662,8 +668,4 @@ class Keyspace(WaiterRegistry):
         if waiter.leases is not None:
             leases = waiter.leases
             waiter.leases = None
-            leased = list(leases.values())
-            self._restore(leased)
-            if len(leases) > self.portion:
-                self.free_later(leased)
-                self.defer(FreeDict(leases))
+            self._restore(list(leases.values()))

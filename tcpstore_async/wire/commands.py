@@ -165,7 +165,7 @@ COMMANDS: Final = (
     Command(0x44, "LEASE",        KEY_I64,         POPPED,        "lease",       MUTATES | HOLDS | EXTENSION,
             "As QUEUE_POP, but the item is only leased, under a ticket: a number that the client chooses anew for each "
             "lease. It has left its queue, and goes back if the connection ends. Closes the connection if the ticket "
-            "is in use."),
+            "is in use, or if 4,096 leases are not confirmed."),
     Command(0x45, "LEASE_LATER",  KEY_I64,         DEFERRED_POPPED, "lease_later", MUTATES | PARKS | EXTENSION,
             "As LEASE, but if the key does not exist, the reply follows when it does. It takes its place among the "
             "queue's waiters in order of arrival, and takes the item itself. If a plain value exists, or is set, *n* "

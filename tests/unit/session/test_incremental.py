@@ -8,9 +8,10 @@ from properties.fleet import Command
 from properties.session_driver import greeted
 from tcpstore_async.errors import PeerError
 from tcpstore_async.incremental import ParkOnKeys, ReadKeys
+from tcpstore_async.keyspace import MAX_LEASES
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import pack
+from tcpstore_async.values import pack, unpack
 from tcpstore_async.wire.commands import SERVER_KEY
 
 KEYS = [b"k%d" % number for number in range(10)]
@@ -225,16 +226,27 @@ def test_half_a_list_of_a_peer_that_disconnects_is_freed_in_steps(engine: Engine
     assert nothing_is_left(engine)
 
 
-def test_many_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(engine: Engine) -> None:
+@pytest.mark.parametrize("queues", [1, MAX_LEASES])
+def test_all_leases_of_a_peer_that_disconnects_are_back_at_once_and_in_order(engine: Engine, queues: int) -> None:
     session, other = greeted(engine), greeted(engine)
-    for number, key in enumerate(KEYS):
-        ask(other, "queue_push", b"q", key)
-        ask(session, "lease", b"q", number)
-    ask(other, "queue_push", b"q", b"last")
-    size = engine.keyspace.size
+    for number in range(MAX_LEASES):
+        ask(other, "queue_push", b"q%d" % (number % queues), b"%d" % number)
+        ask(session, "lease", b"q%d" % (number % queues), number)
     session.leave()
-    assert engine.keyspace.work
-    assert list(engine.keyspace.queues[b"q"]) == [pack(item) for item in [*KEYS, b"last"]]
-    finish(session)
-    assert engine.keyspace.size < size
+    expected = [[b"%d" % number for number in range(queue, MAX_LEASES, queues)] for queue in range(queues)]
+    assert [[unpack(item) for item in engine.keyspace.queues[b"q%d" % queue]] for queue in range(queues)] == expected
     assert nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("method", ["lease", "lease_later"])
+def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(engine: Engine, method: str) -> None:
+    session, other = greeted(engine), greeted(engine)
+    for number in range(MAX_LEASES - 1):
+        ask(other, "queue_push", b"q", b"")
+        ask(session, "lease", b"q", number)
+    ask(session, "lease_later", b"q", MAX_LEASES)
+    with pytest.raises(PeerError, match="leases are not confirmed"):
+        ask(session, method, b"q", MAX_LEASES + 1)
+    ask(other, "queue_push", b"q", b"")  # the item that is awaited is one of them
+    assert session.leases is not None
+    assert len(session.leases) == MAX_LEASES
