@@ -26,7 +26,8 @@ from typing import Any
 
 from bench import builds
 
-builds.use()
+if __name__ != "__mp_main__":  # a child process has the path of its parent
+    builds.use()
 
 from tcpstore_async.errors import PeerError  # noqa: E402  (the path comes first)
 from tcpstore_async.keyspace import MAX_LEASES  # noqa: E402

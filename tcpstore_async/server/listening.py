@@ -204,7 +204,8 @@ def reserve_connections(listener: socket.socket, host: str, port: int, limit: in
     presize_file_table(listener.fileno(), connections)
     log.info("listening on %s for up to %d connections", format_address(host, port), connections)
     if connections == allowed_by_files < _FEW:
-        log.warning("the limit on open files allows only %d connections; raise it with ulimit -n", allowed_by_files)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        log.warning("ulimit -n is %d and allows only %d connections; raise it", files, allowed_by_files)
     return connections
 
 

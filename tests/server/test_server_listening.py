@@ -124,7 +124,8 @@ def test_few_connections_are_logged_only_if_the_file_limit_is_the_reason(
     assert reserve_connections(listener, "127.0.0.1", 1, 0) == 40
     assert reserve_connections(listener, "127.0.0.1", 1, 100) == 40
     assert reserve_connections(listener, "127.0.0.1", 1, 10) == 10
-    assert caplog.messages == ["the limit on open files allows only 40 connections; raise it with ulimit -n"] * 2
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert caplog.messages == [f"ulimit -n is {files} and allows only 40 connections; raise it"] * 2
 
 
 def test_limited_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,7 @@ class LogReader:
         self._process = process
         self._port = port
         self.crash = ""
-        """How the server process ended, once that is known, if not in an orderly way."""
+        """How the server process ended, once that is known, if not in an orderly way: in short, for errors."""
         self._killed = ""
         self._raw: list[str] = []
         """Lines that are no `LogLine`s."""
@@ -75,9 +75,9 @@ class LogReader:
         if over and not self._killed:
             self._log_raw()
             return
-        cause = self._killed or _cause(status, self._raw)
-        self.crash = f"the server process for port {self._port} (pid {self._process.pid}) {cause}"
-        _emit(logging.ERROR, log.name, self.crash)
+        server = f"the server process for port {self._port} (pid {self._process.pid})"
+        self.crash = f"{server} {self._killed or _cause(status, _essence(self._raw))}"
+        _emit(logging.ERROR, log.name, f"{server} {self._killed or _cause(status, self._raw)}")
 
     def _log(self, line: bytes) -> bool:
         """Log a line; return whether it announces an orderly exit."""
@@ -101,6 +101,12 @@ class LogReader:
 def joined(lines: list[str]) -> str:
     """Join raw output into one line for a log."""
     return "; ".join(text for line in lines if (text := line.strip()))[:_MOST_LOGGED]
+
+
+def _essence(raw: list[str]) -> list[str]:
+    """Return the line that names the error: the first of a fatal one, the last of a traceback."""
+    lines = [text for line in raw if (text := line.strip())]
+    return [line for line in lines if line.startswith("Fatal Python error")][:1] or lines[-1:]
 
 
 def _cause(status: int | None, raw: list[str]) -> str:
