@@ -29,13 +29,13 @@ from bench import builds
 if __name__ != "__mp_main__":  # a child process has the path of its parent
     builds.use()
 
-from tcpstore_async.errors import PeerError  # noqa: E402  (the path comes first)
-from tcpstore_async.keyspace import MAX_LEASES  # noqa: E402
-from tcpstore_async.limits import Limits  # noqa: E402
-from tcpstore_async.session.identity import build  # noqa: E402
-from tcpstore_async.session.server import PORTION, Engine, ServerSession  # noqa: E402
-from tcpstore_async.values import pack  # noqa: E402
-from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC  # noqa: E402
+from tcpstore_async.errors import PeerError
+from tcpstore_async.keyspace import MAX_LEASES
+from tcpstore_async.limits import Limits
+from tcpstore_async.session.identity import build
+from tcpstore_async.session.server import PORTION, Engine, ServerSession
+from tcpstore_async.values import pack
+from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
 
 KEYS_PER_REQUEST = 131_072
 WAITERS = 100_000
