@@ -79,6 +79,9 @@ class TCPClient:
         """Request without a reply that is sent to a server of ours when the store is closed."""
         self.server_crash: Callable[[], str] | None = None
         """Returns how the server crashed, or "" if it did not, in the process that has started it."""
+        self.joining = False
+        """Whether the store is being opened. It may be closed right after that, so only later calls start the
+        background loop."""
         self.closed = False
         self._identified = False
         self._supported: dict[str, bool] = {}
@@ -103,7 +106,7 @@ class TCPClient:
         """How many threads have waited longer than _STARVING_AFTER."""
         self._watched = False
         """Whether the background loop watches the connections: from the first call on, so that a store without calls
-        starts no thread."""
+        starts no thread. See `joining`."""
         self._detour = True
         """Whether calls must not simply take the only connection, because threads starve or the connection has to be
         handed to the background loop."""
@@ -528,7 +531,7 @@ class TCPClient:
                 if other.user == me:
                     other.await_writes(deadline)
             while connection is None:
-                if not self._watched:
+                if not self._watched and not self.joining:
                     background.uninterrupted(self._watch)
                 with self._lock:
                     self._free_queue.join(ticket)  # before looking: whoever releases one must see the ticket
@@ -753,7 +756,7 @@ class TCPClient:
     def _lost_error(self) -> DistNetworkError:
         """Return a new error for a call on a lost store."""
         text = self._lost
-        if self.server_crash is not None:
+        if self.server_crash is not None and not self.closed:
             crash = self.server_crash()
             text = f"{text}: {crash}" if crash else text
         error = DistNetworkError(text)

@@ -120,9 +120,11 @@ class TCPStore(Store):
                 client = TCPClient(self.host, self.port, self._timeout, introduction(ranks), deadline.began)
             except DistNetworkError as error:
                 raise (error if rank is None else rank.blame(error)) from None
+            client.joining = True
             try:
                 if rank is None or self._joins(client, rank):
                     client.timeout = self._timeout
+                    client.joining = False
                     return client
                 client.close()
             except DistNetworkError as error:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .. import errors
 from .. import rendezvous_url as plain
 from ..coercion import Timeout, in_milliseconds, to_seconds
-from ..stores import tcp
+from ..wire.commands import SERVER_KEY
 from . import lifetimes, stores, tcpstore_patch
 from .cpp_client import open_native
 from .errors import DistNetworkError, joint
@@ -106,25 +106,24 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
         if client == "python":
             ours = stores.of(plain.open_store(place, timeout))
             lifetimes.opened(ours, stores.close_with_clones)
-            _warn_of_foreign_server(place, seconds)
+            _warn_of_foreign_server(place, ours)
             return ours
         native, server = open_native(place, timeout)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
-    _warn_of_foreign_server(place, seconds)
+    _warn_of_foreign_server(place, native)
     if server is not None:
         lifetimes.opened(native, lambda _: server.release())
     return native
 
 
-def _warn_of_foreign_server(place: plain.Place, seconds: float) -> None:
+def _warn_of_foreign_server(place: plain.Place, store: dist.Store) -> None:
     """Log once per job that the server is PyTorch's, because a launcher hosts it without our package."""
     if place.rank or place.prefix or place.hosts():
         return
     try:
-        with tcp.TCPStore(place.host, place.port, timeout=seconds, use_libuv=place.use_libuv) as store:
-            ours = store._connection().extended()
-    except errors.DistError:
+        ours = store.check([SERVER_KEY.decode()])
+    except dist.DistError:
         return  # whoever needs the server will raise
     if not ours:
         log.warning(

@@ -35,6 +35,9 @@ from .protocol import Event, LineReader
 STOP_TIMEOUT: Final = 10.0
 """Seconds until a server that does not confirm its stop is killed."""
 
+_CRASH_TIMEOUT: Final = 0.1
+"""Seconds to wait for the end of a server that has closed a connection, in case it is ending."""
+
 _LOG_TIMEOUT: Final = 1.0
 """Seconds to wait for the last records of a server that has ended."""
 
@@ -98,16 +101,19 @@ class ServerProcess:
         """Note that all have joined: later connections belong to the next round."""
         self._send(f"complete {time.monotonic()}")
 
-    def alive(self) -> bool:
-        """Return whether it is running: neither stopped nor crashed. False in a forked child."""
+    def alive(self, seconds: float = 0) -> bool:
+        """Return whether it is running: neither stopped nor crashed, `seconds` from now. False in a forked child."""
         if self._owner != os.getpid():
             return False
         with self._lock:
-            return not self._stopped and not _has_hung_up(self._control)
+            return not self._stopped and not _has_hung_up(self._control, seconds)
 
     def crash(self) -> str:
-        """Return how the server process crashed, waiting a moment for its last output, or "" if it has not."""
-        if self._owner != os.getpid() or self.alive():
+        """Return how the server process crashed, waiting a moment for its last output, or "" if it has not.
+
+        To be called once a connection is lost: the kernel closes those of a killed process one after the other.
+        """
+        if self._owner != os.getpid() or self.alive(_CRASH_TIMEOUT):
             return ""
         self._log.join(_LOG_TIMEOUT)
         return self._log.crash
@@ -144,7 +150,7 @@ class ServerProcess:
         self._log.join(_LOG_TIMEOUT)
 
     def _kill(self) -> None:
-        if not _has_hung_up(self._control):
+        if not _has_hung_up(self._control, 0):
             self._log.expect_kill(f"was killed, as it did not stop within {STOP_TIMEOUT:g} s")
         self._process.kill()
         self._process.wait(STOP_TIMEOUT)
@@ -324,11 +330,11 @@ def _above_standard_streams(one: socket.socket) -> socket.socket:
         return socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ABOVE_STANDARD_STREAMS))
 
 
-def _has_hung_up(one: socket.socket) -> bool:
-    """Return whether the other end is closed."""
+def _has_hung_up(one: socket.socket, seconds: float) -> bool:
+    """Return whether the other end is closed within so many seconds."""
     poll = select.poll()
     poll.register(one, 0)
-    return bool(poll.poll(0))
+    return bool(poll.poll(seconds * 1e3))
 
 
 def _next_event(lines: LineReader) -> Event:
