@@ -37,6 +37,7 @@ from .values import (
     COUNTER_SIZE,
     EMPTY,
     GROWING_BYTES,
+    PREFIX,
     Framed,
     Growing,
     StoredValue,
@@ -44,7 +45,6 @@ from .values import (
     framed,
     number,
     size,
-    unpack,
     wrap,
 )
 from .waiters import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter, WaiterRegistry
@@ -196,18 +196,17 @@ class Keyspace(WaiterRegistry):
         else:
             if self.reading is not None:
                 self.reading.note(key)
-            piece = unpack(value)
+            growth = len(value) - PREFIX
             if isinstance(old, Growing):
                 growing = old
-                growth = len(piece)
                 self._grow(growth)
             else:
                 flat = framed(old)
-                growth = len(flat) + GROWING_BYTES - cost(old) + len(piece)
+                growth += len(flat) + GROWING_BYTES - cost(old)
                 self._grow(growth)
-                growing = Growing(unpack(flat))
+                growing = Growing(flat)
                 self.values[key] = growing
-            growing.append(piece)
+            growing.append(value)
             self.size += growth
         if key in self.waiters:
             self._wake_all(key)

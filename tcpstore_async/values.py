@@ -54,15 +54,22 @@ Framed = bytes | bytearray
 class Growing:
     """A value under APPEND: pieces that do not change any more, and a growing tail."""
 
-    def __init__(self, first: bytes) -> None:
+    def __init__(self, first: Framed) -> None:
         self.pieces: list[Framed] = []
         """Shared with replies that have not been sent yet."""
-        self.tail = bytearray(first)
-        self.size: int = len(first)
+        self.tail = bytearray(memoryview(first)[PREFIX:])
+        self.size: int = len(self.tail)
 
-    def append(self, piece: bytes) -> None:
-        self.tail += piece
-        self.size += len(piece)
+    def append(self, value: Framed) -> None:
+        """Append a value, which nobody else may hold: a large one becomes a piece without a copy."""
+        self.size += len(value) - PREFIX
+        if isinstance(value, bytearray) and len(value) > _PIECE:
+            if self.tail:
+                self._close_tail()
+            del value[:PREFIX]
+            self.pieces.append(value)
+            return
+        self.tail += value[PREFIX:]
         if len(self.tail) >= _PIECE:
             self._close_tail()
 
