@@ -70,7 +70,7 @@ def to_int64(name: str, value: object) -> int:
         except TypeError:
             raise _plain(f"{name} must be an int, not {type(value).__name__}") from None
     if not -_TWO_63 <= number < _TWO_63:
-        raise TypeError(f"{name} must fit in 64 bits, not {number}")
+        raise TypeError(f"{name} does not fit in 64 bits: {number}")
     return number
 
 

@@ -309,7 +309,9 @@ def _missing_ranks_error(
     except RuntimeError:
         return error
     names = ", ".join([*map(str, missing), *([more] if more else [])])
-    return MissingRanksError(f"{collective} failed -- missing ranks: {names or 'none any longer'}, {error}", missing)
+    return MissingRanksError(
+        f"{collective} failed -- missing ranks: {names or 'none (all have arrived since)'}, {error}", missing
+    )
 
 
 def _search(store: Store, keys: Mapping[int, Text], deadline: Deadline) -> tuple[list[int], str]:

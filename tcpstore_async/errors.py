@@ -71,6 +71,6 @@ class BudgetError(LimitError):
 
     def __str__(self) -> str:
         return (
-            f"limit exceeded: {self.limit}={self.size} (max {self.allowed} of {self.budget}); "
-            f"this peer accounts for {self.held}"
+            f"memory budget exceeded: {self.size} bytes are in use, the limit is {self.allowed} "
+            f"(budget_bytes={self.budget}); this peer accounts for {self.held}"
         )

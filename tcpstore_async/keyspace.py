@@ -409,7 +409,7 @@ class Keyspace(WaiterRegistry):
         if (leases is not None and ticket in leases) or (pending and waiter.number == ticket):
             raise ProtocolError(f"ticket {ticket} is in use")
         if leases is not None and len(leases) + pending >= MAX_LEASES:
-            raise ProtocolError(f"{MAX_LEASES} leases are not confirmed")
+            raise ProtocolError(f"too many unconfirmed leases (max {MAX_LEASES})")
         queue = self.queues.get(key)
         if queue is None:
             return 0, None

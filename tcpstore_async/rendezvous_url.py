@@ -219,9 +219,9 @@ def _attempt() -> str:
     if restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         # Each agent counts only the restarts that its own workers caused.
         raise ValueError(
-            "cannot join a running server from several torchrun agents: torchrun gives their workers no common value "
-            "that changes with each restart. Use --rdzv-backend=tcpstore, or set TCPSTORE_ATTEMPT to a number that is "
-            "the same on all ranks and changes with each restart"
+            "cannot join a running server from several torchrun agents: torchrun provides no value that all workers "
+            "share and that changes with each restart. Use --rdzv-backend=tcpstore, or set TCPSTORE_ATTEMPT to a "
+            "number that is the same on all ranks and changes with each restart"
         )
     return restarts or "0"
 

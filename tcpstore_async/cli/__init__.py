@@ -92,7 +92,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     default=DEFAULT_GRACE,
     show_default=True,
     type=click.FloatRange(0, 1e9),
-    help="Seconds to let connections finish after SIGTERM.",
+    help="Seconds that open connections get to finish after SIGTERM.",
 )
 @click.option(
     "--owner-pid",
@@ -127,8 +127,8 @@ def serve(
 ) -> None:
     """Run a server in the foreground.
 
-    Prints one line of JSON once it accepts connections. SIGTERM lets connections finish for up to --grace seconds;
-    SIGINT stops at once.
+    Prints one line of JSON once it accepts connections. On SIGTERM, open connections get up to --grace seconds to
+    finish; SIGINT stops at once.
     """
     if math.isnan(grace):
         raise click.BadParameter("nan is not a number of seconds", param_hint="'--grace'")

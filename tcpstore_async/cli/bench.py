@@ -54,7 +54,7 @@ def _parse_operations(ctx: click.Context, param: click.Parameter, text: str) -> 
     type=click.IntRange(1, 100_000_000),
     default=20_000,
     show_default=True,
-    help="Requests per operation, over all ranks.",
+    help="Requests per operation, across all ranks.",
 )
 @click.option(
     "--value-size",
@@ -71,11 +71,11 @@ def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, val
     --timeout applies to each operation. Keys are created under /tcpstore-bench/ and deleted at the end if the server
     answers in time. Results of finished operations are printed even if the benchmark fails or is interrupted.
 
-    "load CPU" is the share of time in which the process that sends all requests computed or waited for a core. If it is
+    "load CPU" is the share of time that the load-generating process spent running or waiting for a core. If it is
     marked "sat." (saturated), that process may have been the bottleneck, not the server.
 
-    PyTorch's servers look up the name of every peer when it connects: without a responding name server, many ranks may
-    take longer than --timeout.
+    PyTorch's servers look up the name of every peer when it connects: if the name server does not respond, connecting
+    many ranks can exceed --timeout.
     """
     limit = context.timeout if context.timeout >= 0 else _NO_TIMEOUT
     progress = _Progress(len(ops))

@@ -116,7 +116,9 @@ def _exceeded_limit(key: str, value: bytes) -> str:
         ("value", len(value), "value_bytes", limits.value_bytes),
     ):
         if size > limit:
-            return f"the {what} of {size} bytes probably exceeds its limit ({limit} unless set by --limit {name})"
+            return (
+                f"the {size}-byte {what} probably exceeds the server's limit ({limit} by default; see --limit {name})"
+            )
     return ""
 
 
@@ -231,7 +233,7 @@ def get(context: ClientContext, key: str) -> None:
 def set_(context: ClientContext, key: str, value: str) -> None:
     """Set a key to a value.
 
-    A VALUE of '-' reads from standard input. Put '--' before a VALUE like -1.
+    If VALUE is '-', it is read from standard input. Put '--' before a VALUE like -1.
     """
     data = _value(value)
     context.run_write(key, data, lambda store: store.set(_bytes(key), data))
@@ -244,7 +246,7 @@ def set_(context: ClientContext, key: str, value: str) -> None:
 def append(context: ClientContext, key: str, value: str) -> None:
     """Append to the value of a key.
 
-    A missing key counts as empty. A VALUE of '-' reads from standard input.
+    A missing key counts as empty. If VALUE is '-', it is read from standard input.
     """
     data = _value(value)
     context.run_write(key, data, lambda store: store.append(_bytes(key), data))
@@ -277,7 +279,7 @@ def add(context: ClientContext, key: str, amount: int) -> None:
 def compare_set(context: ClientContext, key: str, expected: str, desired: str) -> None:
     """Set KEY to DESIRED if its value is EXPECTED; print the result.
 
-    An EXPECTED of '' also matches a missing key.
+    An empty EXPECTED also matches a missing key.
     """
     context.show("value", context.run(lambda store: store.compare_set(_bytes(key), _bytes(expected), _bytes(desired))))
 
@@ -349,7 +351,7 @@ def queue() -> None:
 def push(context: ClientContext, key: str, value: str) -> None:
     """Append an item to a queue.
 
-    A VALUE of '-' reads from standard input.
+    If VALUE is '-', it is read from standard input.
     """
     data = _value(value)
     context.run_write(key, data, lambda store: store.queue_push(_bytes(key), data))

@@ -106,7 +106,7 @@ class AsyncTCPStore:
     def __del__(self) -> None:
         connections = getattr(self, "_connections", None)
         if connections:
-            text = f"an AsyncTCPStore of {self.host}:{self.port} was not closed"
+            text = f"an AsyncTCPStore connected to {self.host}:{self.port} was not closed"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
             for connection in connections:
                 connection.forget()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-from ..errors import LimitError, PeerError
+from ..errors import LimitError, PeerError, ProtocolError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
@@ -232,18 +232,18 @@ class Server:
     def close_for(self, connection: Connection, error: PeerError) -> None:
         """Close a connection because of what its peer did; replies to earlier requests still go out."""
         kind = error.limit if isinstance(error, LimitError) else "protocol"
-        self.log_limited(kind, f"closed the connection of {connection.session}: {error}")
+        self.log_limited(kind, f"closed the connection from {connection.session}: {error}")
         if connection.session.out:
             connection.flush()
         connection.close()
 
     def give_up(self, connection: Connection) -> None:
         """Close a connection after an exception that is no peer's fault, so that the others are served on."""
-        log.exception("closing the connection of %s after an internal error", connection.session)
+        log.exception("closing the connection from %s after an internal error", connection.session)
         try:
             connection.close()
         except Exception:
-            log.exception("could not close the connection of %s", connection.session)
+            log.exception("could not close the connection from %s", connection.session)
 
     def log_limited(self, kind: str, text: str) -> None:
         """Log what a peer did, or count it and log the count within a second."""
@@ -269,8 +269,8 @@ class Server:
             return False
         self.log_limited(
             "connections",
-            f"closed the connection of {session}, which had not sent VALIDATE: connection limit {self.max_connections} "
-            "reached",
+            f"closed the connection from {session}, which had not sent VALIDATE: connection limit "
+            f"{self.max_connections} reached",
         )
         owner.close()
         return True
@@ -347,5 +347,5 @@ class Server:
                 owner = session.owner
                 if not isinstance(owner, Connection):
                     break
-                self.close_for(owner, LimitError("validate_seconds", int(now - session.connected_at), allowed))
+                self.close_for(owner, ProtocolError(f"no VALIDATE within {allowed} s (limit validate_seconds)"))
         self._schedule_expiry()

@@ -152,10 +152,10 @@ def log_short_backlog(ranks: int | None = None) -> None:
         return
     log.log(
         logging.INFO if ranks is None else logging.WARNING,
-        "net.core.somaxconn is %d: if more ranks connect at once, connections may be reset%s; "
-        "set it with sysctl -w net.core.somaxconn=%d",
+        "net.core.somaxconn is %d%s: connections may be reset if more ranks connect at once; "
+        "run sysctl -w net.core.somaxconn=%d",
         somaxconn,
-        "" if ranks is None else f" ({ranks} are expected)",
+        "" if ranks is None else f", but {ranks} ranks are expected",
         BACKLOG,
     )
 

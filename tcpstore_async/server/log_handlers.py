@@ -46,7 +46,7 @@ class NonBlockingHandler(logging.Handler):
         self._poll.register(fd, select.POLLOUT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        dropped = f" ({self._dropped} earlier lines were dropped: nobody read them)" if self._dropped else ""
+        dropped = f" ({self._dropped} earlier lines dropped)" if self._dropped else ""
         if self._put(self.encode(record, dropped)):
             self._dropped = 0
         else:

@@ -76,7 +76,7 @@ class _CountedServer:
             self.server.stop()
 
 
-_NO_THREAD: Final = "the server of this store must not run in a thread of this process"
+_NO_THREAD: Final = "this store's server cannot run in a thread of this process"
 
 _shared: Final[dict[int, _CountedServer]] = {}
 """Servers started with `multi_tenant`, by port."""
@@ -185,7 +185,7 @@ def host(
         else:
             _check_address(counted, listening.bind_host)
         if not may_be_thread and counted.server.pid == os.getpid():
-            raise RuntimeError(f"{_NO_THREAD}, but another store has started it in one")
+            raise RuntimeError(f"{_NO_THREAD}, but another store has already started it in a thread")
         return ServerHandle(counted)
     finally:
         lock.release()
@@ -203,8 +203,8 @@ def _too_many(joins: int, server: RunningServer) -> str:
     is_thread = server.pid == os.getpid()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if is_thread else 1]
     return (
-        f"{joins} ranks do not fit: the limit on open files allows the server on port {server.port} "
-        f"{server.max_connections} connections (ulimit -{'S' if is_thread else 'H'}n: {limit}); "
+        f"the server on port {server.port} cannot accept {joins} ranks: the limit on open files "
+        f"(ulimit -{'S' if is_thread else 'H'}n: {limit}) allows only {server.max_connections} connections; "
         f"start rank 0 with a limit of at least {joins + limit - server.max_connections}"
     )
 
@@ -313,7 +313,7 @@ def _start_process(
         ) from None
     except parent.StartError as error:
         if not may_be_thread:
-            raise RuntimeError(f"{_NO_THREAD}, and its process could not be started: {error}") from None
+            raise RuntimeError(f"{_NO_THREAD}, and a server process could not be started: {error}") from None
         _warn(error)
         return None
 
@@ -330,8 +330,8 @@ _warned = False
 def _warn(error: Exception) -> None:
     global _warned
     text = (
-        f"could not start the server process ({error}); using a thread, so replies wait for this process's GIL, 5 ms "
-        f"or more while it runs Python code. Set {WHERE}=thread to accept that silently."
+        f"could not start the server process ({error}); falling back to a thread: replies wait for this process's "
+        f"GIL, 5 ms or more while it runs Python code. Set {WHERE}=thread to silence this warning."
     )
     if _warned:
         log.warning("%s", text)

@@ -448,7 +448,7 @@ class ServerSession(Holder):
 
     def _refusal(self, opcode: int) -> str:
         if self.table is self.engine.handshake:
-            return f"first frame is not VALIDATE but opcode {opcode}"
+            return f"first frame has opcode {opcode}, expected VALIDATE"
         if self.table is self.engine.no_commands:
             return f"opcode {opcode} from an evicted session"
         return f"unknown opcode {opcode}"

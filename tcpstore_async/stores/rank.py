@@ -78,7 +78,8 @@ class Rank:
         if self.losses < _NOTABLE_LOSSES:
             return error
         return DistNetworkError(
-            f"{error} The server closed {self.losses} connections in a row while this rank joined; see its log."
+            f"{str(error).rstrip('.')}; the server closed {self.losses} connections in a row while this rank was "
+            "joining: see the server's log"
         )
 
     def _is_ours(self, client: TCPClient) -> bool:

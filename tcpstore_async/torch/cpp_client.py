@@ -62,8 +62,9 @@ class _Joining(TCPStore):
         return None if handle is None else NativeServer(store, handle, self._sockets)
 
 
-def open_native(place: Place, timeout: Timeout) -> tuple[dist.Store, NativeServer | None]:
-    """Return the C++ client of a place and, on the rank that hosts, the server that runs as long as it exists.
+def open_native(place: Place, timeout: Timeout) -> tuple[dist.Store, NativeServer | None, bool]:
+    """Return the C++ client of a place; on the rank that hosts, the server that runs as long as it exists; and whether
+    the server is ours.
 
     Raises DistNetworkError and DistStoreError as TCPStore does, and RuntimeError if the server could only be a thread.
     """
@@ -78,8 +79,9 @@ def open_native(place: Place, timeout: Timeout) -> tuple[dist.Store, NativeServe
         use_libuv=place.use_libuv,
     )
     store = joining.native
+    is_ours = joining._connection().extended()
     server = joining.detach_server(store)
-    return (_CppPrefixStore(place.prefix, store) if place.prefix else store), server
+    return (_CppPrefixStore(place.prefix, store) if place.prefix else store), server, is_ours
 
 
 def host_native(store: Any, make: Callable[..., Any], *given: Any, **named: Any) -> NativeServer | None:

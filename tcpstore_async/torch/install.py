@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .. import errors
 from .. import rendezvous_url as plain
 from ..coercion import Timeout, in_milliseconds, to_seconds
-from ..wire.commands import SERVER_KEY
+from ..stores import tcp
 from . import lifetimes, stores, tcpstore_patch
 from .cpp_client import open_native
 from .errors import DistNetworkError, joint
@@ -104,31 +104,27 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
         raise DistNetworkError(f"{text} ({place.host}, {place.port}).")
     try:
         if client == "python":
-            ours = stores.of(plain.open_store(place, timeout))
+            plain_store = plain.open_store(place, timeout)
+            ours = stores.of(plain_store)
             lifetimes.opened(ours, stores.close_with_clones)
-            _warn_of_foreign_server(place, ours)
+            if isinstance(plain_store, tcp.TCPStore):
+                _warn_if_foreign(place, plain_store._connection().extended())
             return ours
-        native, server = open_native(place, timeout)
+        native, server, is_ours = open_native(place, timeout)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
-    _warn_of_foreign_server(place, native)
+    _warn_if_foreign(place, is_ours)
     if server is not None:
         lifetimes.opened(native, lambda _: server.release())
     return native
 
 
-def _warn_of_foreign_server(place: plain.Place, store: dist.Store) -> None:
-    """Log once per job that the server is PyTorch's, because a launcher hosts it without our package."""
-    if place.rank or place.prefix or place.hosts():
-        return
-    try:
-        ours = store.check([SERVER_KEY.decode()])
-    except dist.DistError:
-        return  # whoever needs the server will raise
-    if not ours:
+def _warn_if_foreign(place: plain.Place, is_ours: bool) -> None:
+    """Log once per job if the server is PyTorch's, because a launcher hosts it without our package."""
+    if not (is_ours or place.rank or place.prefix):
         log.warning(
-            "the server at %s:%d is PyTorch's, not ours: torchrun's agent hosts it and was started without "
-            "TCPSTORE_INSTALL=1; set it for the launcher",
+            "%s:%d is PyTorch's own server instead of tcpstore_async's: torchrun's agent hosts it and was started "
+            "without TCPSTORE_INSTALL=1; set it for the launcher",
             place.host,
             place.port,
         )
@@ -156,6 +152,6 @@ def from_environment() -> None:
     if not words <= _WORDS:
         raise ValueError(f"expected 1, native, python or classes, got {text!r}")
     if len(words & {"0", *_CLIENTS}) > 1 or words > {"0"}:
-        raise ValueError(f"0 cannot be combined with other values, nor native with python: {text!r}")
+        raise ValueError(f"conflicting values: 0 excludes all others, and native excludes python: {text!r}")
     if words - {"0"}:
         install("python" if "python" in words else "native", "classes" in words)

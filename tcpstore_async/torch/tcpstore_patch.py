@@ -82,7 +82,9 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
         why = error
     else:
         if hosted is not None:
-            log.info("hosting the server of PyTorch's TCPStore on port %d, in process %d", hosted.port, hosted.pid)
+            log.info(
+                "hosting a tcpstore_async server for PyTorch's TCPStore on port %d (pid %d)", hosted.port, hosted.pid
+            )
         return
     stock(store, *given, **named)
-    log.warning("the server on port %d is PyTorch's, not ours: %s", store.port, why)
+    log.warning("port %d uses PyTorch's own server instead of tcpstore_async's: %s", store.port, why)

@@ -495,7 +495,7 @@ def _framed_stop(data: bytes, at: int, end: int) -> int:
         return -start
     length: int = read_i64_le(data, at)
     if not 0 <= length < MAX_REPLY_ITEM:
-        raise ProtocolError(f"reply announces {_unsigned(length)} bytes")
+        raise ProtocolError(f"reply claims {_unsigned(length)} bytes")
     stop = start + length
     return stop if stop <= end else -stop
 
@@ -554,7 +554,7 @@ class _CountedKeys(ReplyCodec):
             return None, -start
         number: int = read_i64_le(data, at)
         if not 0 <= number < MAX_REPLY_ITEM:
-            raise ProtocolError(f"reply announces {_unsigned(number)} keys")
+            raise ProtocolError(f"reply claims {_unsigned(number)} keys")
         return PartialReply(number, [], bare=True).decode(data, start, end)
 
 

@@ -222,7 +222,7 @@ async def test_a_forgotten_store_is_reported(port: int) -> None:
     store: Any = await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT)
     await store.set("k", "v")
     assert await store.get("k") == b"v"
-    with pytest.warns(ResourceWarning, match=rf"^an AsyncTCPStore of 127\.0\.0\.1:{port} was not closed$"):  # noqa: PT031
+    with pytest.warns(ResourceWarning, match=rf"^an AsyncTCPStore connected to 127\.0\.0\.1:{port} was not closed$"):  # noqa: PT031
         del store
         gc.collect()
         await asyncio.sleep(0)
@@ -241,7 +241,7 @@ def test_so_is_one_that_outlives_its_loop(port: int) -> None:
         texts = [str(one.message) for one in caught]
         caught.clear()  # they hold the store
         gc.collect()
-    assert f"an AsyncTCPStore of 127.0.0.1:{port} was not closed" in texts
+    assert f"an AsyncTCPStore connected to 127.0.0.1:{port} was not closed" in texts
 
 
 async def test_closing_again_and_again(port: int, key: str) -> None:

@@ -46,7 +46,7 @@ def test_pinned_versions_stay_within_the_budget(backend: str) -> None:
         until(lambda: "budget_bytes" in server.log(), "somebody had to go")
         assert watch.memory() - before < 1.5 * 256 * MIB
         line = next(line for line in server.log().splitlines() if "budget_bytes" in line)
-        assert re.search(r"closed the connection of 127\.0\.0\.1:\d+.* of 268435456\); this peer accounts for", line)
+        assert re.search(r"closed the connection from 127\.0\.0\.1:\d+.*=268435456\); this peer accounts for", line)
         other.ping()
 
 

@@ -166,7 +166,7 @@ def test_a_torn_record_is_cut_off_once(
         assert path.read_bytes() == whole
         assert store.get("k") == b"v"
         assert [entry.message for entry in caplog.records] == [
-            f"{path}: removed {len(torn)} bytes: 1 incomplete record(s) of writers that died"
+            f"{path}: removed {len(torn)} bytes: 1 incomplete record(s) left by writers that died"
         ]
 
 
@@ -222,7 +222,8 @@ def test_many_torn_records_take_linear_time(tmp_path: Path, caplog: pytest.LogCa
         assert looks < 5 * 3000
         assert path.read_bytes() == before + whole * 3
     assert [entry.message for entry in caplog.records] == [
-        f"{path}: removed {3 * (len(RECORD) - 4) + len(RECORD) - 9} bytes: 4 incomplete record(s) of writers that died"
+        f"{path}: removed {3 * (len(RECORD) - 4) + len(RECORD) - 9} bytes: "
+        "4 incomplete record(s) left by writers that died"
     ]
 
 

@@ -126,7 +126,7 @@ def test_a_multi_tenant_master_shares_a_server_of_pytorchs(port: int, caplog: py
     first.set("k", "v")
     assert second.get("k") == b"v"
     assert joined(port) is None
-    assert f"the server on port {port} is PyTorch's, not ours: " in caplog.text
+    assert f"port {port} uses PyTorch's own server instead of tcpstore_async's: " in caplog.text
 
 
 def test_a_port_that_is_taken(port: int) -> None:
@@ -169,8 +169,8 @@ def test_pytorchs_server_is_the_fallback_where_ours_cannot_have_a_process(
     assert joined(store.port) is None
     (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert line == (
-        f"the server on port {store.port} is PyTorch's, not ours: "
-        "the server of this store must not run in a thread of this process: unset TCPSTORE_SERVER"
+        f"port {store.port} uses PyTorch's own server instead of tcpstore_async's: "
+        "this store's server cannot run in a thread of this process: unset TCPSTORE_SERVER"
     )
 
 
@@ -204,7 +204,7 @@ def test_a_server_of_an_agent_without_install_is_one_warning(
         store.set(rank, "v")
     lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     expected = [
-        f"the server at 127.0.0.1:{port} is PyTorch's, not ours: "
+        f"127.0.0.1:{port} is PyTorch's own server instead of tcpstore_async's: "
         "torchrun's agent hosts it and was started without TCPSTORE_INSTALL=1; set it for the launcher"
     ]
     assert lines == ([] if installed else expected)

@@ -199,7 +199,7 @@ def test_an_unknown_word_is_a_warning() -> None:
 def test_contradictory_words_install_nothing(value: str) -> None:
     printed, warned = say(SAY, TCPSTORE_INSTALL=value)
     assert printed == "torch torch torch"
-    assert warned.endswith(f"0 cannot be combined with other values, nor native with python: {value!r}")
+    assert warned.endswith(f"conflicting values: 0 excludes all others, and native excludes python: {value!r}")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

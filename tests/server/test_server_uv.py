@@ -227,7 +227,7 @@ def test_an_ipv6_peer_is_named_in_brackets(run: Run, caplog: pytest.LogCaptureFi
             assert await peer.closed()
 
     run(main)
-    assert "the connection of [::1]:" in caplog.text
+    assert "the connection from [::1]:" in caplog.text
 
 
 def test_accepted_sockets_have_no_delay(run: Run, watch_with: WatchWith) -> None:

@@ -214,9 +214,9 @@ def test_error_names_the_exceeded_limit(url: str) -> None:
     for words in (["set", "k", "-"], ["append", "k", "-"], ["queue", "push", "k", "-"]):
         done = run(url, *words, data=bytes(9_000_000))
         assert done.returncode == 1
-        assert b"the value of 9000000 bytes probably exceeds its limit (8388608" in done.stderr
+        assert b"the 9000000-byte value probably exceeds the server's limit (8388608" in done.stderr
     done = run(url, "set", "k" * 9000, "v")
-    assert (done.returncode, b"the key of 9001 bytes probably exceeds its limit (8192" in done.stderr) == (
+    assert (done.returncode, b"the 9001-byte key probably exceeds the server's limit (8192" in done.stderr) == (
         1,
         True,
     )

@@ -76,7 +76,7 @@ class Owner:
             self._control = socket.socket(fileno=control_fd)
         except OSError as error:
             raise DistNetworkError(
-                f"cannot use file descriptor {control_fd} as control socket: {error.strerror}"
+                f"cannot use file descriptor {control_fd} as the control socket: {error.strerror}"
             ) from None
         self._control.setblocking(False)
         self._lines = LineReader(self._control)

@@ -112,12 +112,11 @@ def _essence(raw: list[str]) -> list[str]:
 def _cause(status: int | None, raw: list[str]) -> str:
     """Return what a server died of, as the end of a sentence."""
     output = joined(raw)
-    by = ""
+    end = "crashed" if output else "was killed (SIGKILL; out of memory? See dmesg, or the memory limit of the job)"
     if status is not None:
-        by = f" of {signal.Signals(-status).name}" if -status in signal.valid_signals() else f" with status {status}"
-    if output:
-        return f"{'died' if by else 'crashed'}{by}: {output}"
-    return f"died{by}" if by else "was killed (SIGKILL; out of memory? See dmesg, or the memory limit of the job)"
+        killed = -status in signal.valid_signals()
+        end = f"was killed by {signal.Signals(-status).name}" if killed else f"exited with status {status}"
+    return f"{end}: {output}" if output else end
 
 
 # One lock for all readers, held during a fork

@@ -325,7 +325,9 @@ class SharedFile:
             replica.invalidate()
         _replace_tail(fd, begin, b"".join(kept[1:]))
         torn = sum(end - begin for begin, end in spans)
-        log.warning("%s: removed %d bytes: %d incomplete record(s) of writers that died", self.path, torn, len(spans))
+        log.warning(
+            "%s: removed %d bytes: %d incomplete record(s) left by writers that died", self.path, torn, len(spans)
+        )
         return True
 
 

@@ -153,9 +153,9 @@ def test_silent_writes_are_unconfirmed_until_a_later_reply() -> None:
 @pytest.mark.parametrize(
     ("method", "fields", "said", "complaint"),
     [
-        ("get", (b"/k",), u64(2**63), "announces 9223372036854775808 bytes"),
-        ("multi_get", ([b"/k"],), u64(2**50), "announces"),
-        ("list_keys", (), u64(2**60), "announces 1152921504606846976 keys"),
+        ("get", (b"/k",), u64(2**63), "claims 9223372036854775808 bytes"),
+        ("multi_get", ([b"/k"],), u64(2**50), "claims"),
+        ("list_keys", (), u64(2**60), "claims 1152921504606846976 keys"),
         ("check", ([b"/k"],), b"\2", "ready or not_ready response expected"),
         ("wait", ([b"/k"],), b"\7", "Stop_waiting response is expected"),
         ("ping", (1,), b"\1\0\0\0\0", "unexpected bytes"),
@@ -320,11 +320,11 @@ def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, ra
 @pytest.mark.parametrize(
     ("canceled", "said", "complaint"),
     [
-        (False, u64(2**63), "announces 9223372036854775808 bytes"),
-        (False, u64(2**40 + 1), "announces"),
-        (False, ABSENT, "announces 18446744073709551615 bytes"),
-        (True, u64(2**63), "announces 9223372036854775808 bytes"),
-        (True, b"\xff" * 7 + b"\xfe", "announces"),
+        (False, u64(2**63), "claims 9223372036854775808 bytes"),
+        (False, u64(2**40 + 1), "claims"),
+        (False, ABSENT, "claims 18446744073709551615 bytes"),
+        (True, u64(2**63), "claims 9223372036854775808 bytes"),
+        (True, b"\xff" * 7 + b"\xfe", "claims"),
         (True, pack(b"v") + pack(b"w"), "expected the reply to a canceled FETCH"),
         (True, pack(b"v") + b"\1" + bytes(7), "expected the reply to a canceled FETCH"),
         (True, ABSENT * 2, "unexpected bytes"),

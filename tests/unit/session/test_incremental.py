@@ -245,7 +245,7 @@ def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(engine: Engine,
         ask(other, "queue_push", b"q", b"")
         ask(session, "lease", b"q", number)
     ask(session, "lease_later", b"q", MAX_LEASES)
-    with pytest.raises(PeerError, match="leases are not confirmed"):
+    with pytest.raises(PeerError, match="too many unconfirmed leases"):
         ask(session, method, b"q", MAX_LEASES + 1)
     ask(other, "queue_push", b"q", b"")  # the item that is awaited is one of them
     assert session.leases is not None

@@ -232,7 +232,7 @@ def test_a_wrong_magic_number(engine: Engine, magic: int) -> None:
 @pytest.mark.parametrize("opcode", range(1, 256))
 def test_a_first_frame_that_is_not_validate(engine: Engine, opcode: int) -> None:
     session = ServerSession(engine, None, "::1", 1, 0.0)
-    with pytest.raises(ProtocolError, match=f"first frame is not VALIDATE but opcode {opcode}$"):
+    with pytest.raises(ProtocolError, match=f"first frame has opcode {opcode}, expected VALIDATE$"):
         session.receive(bytes([opcode]))
 
 
