@@ -330,8 +330,6 @@ class WaiterRegistry:
         """Defer waking many waiters; they receive what was written now, whatever follows."""
         counter = self.counters.get(key)
         count = 0 if counter is None else registered.pop(counter, 0)
-        if self.tracked:
-            self.close_group(key)
         self.defer(WakeMany(self, key, registered, self.reply_value(key)))
         if counter is not None and count:
             self._count_down(counter, key, 1)

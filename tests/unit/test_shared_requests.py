@@ -134,12 +134,51 @@ def test_a_wait_does_not_await_a_key_that_a_barrier_has_made(engine: Engine) -> 
     assert woken(early) == [0, 1, 2]
 
 
-def test_a_wait_does_not_await_a_queue_that_has_items(engine: Engine) -> None:
+@pytest.mark.parametrize("how", ["queue_push", "give_back"])
+def test_a_wait_does_not_await_a_queue_that_has_items(engine: Engine, how: str) -> None:
+    """An item that another waiter takes is none for the group, but the queue exists."""
+    other = greeted(engine)
+    if how == "give_back":
+        ask(other, Command("queue_push", b"/a", b"item"), Command("lease", b"/a", 1))
+    single = parked(engine, 1, wait=Command("wait", [b"/a"]))
     early = parked(engine, 3)
-    ask(greeted(engine), Command("queue_push", b"/a", b"item"))
+    ask(other, Command("queue_push", b"/a", b"item") if how == "queue_push" else Command("give_back", 1))
+    assert woken(single) == [0]
     late = parked(engine, 2)
     write(engine, b"/b", b"/c", b"/d")
+    assert woken(early) == []
+    assert woken(late) == [0, 1]
+
+
+def test_a_wait_awaits_a_queue_that_was_emptied(engine: Engine) -> None:
+    other = greeted(engine)
+    ask(other, Command("queue_push", b"/a", b"item"))
+    early = parked(engine, 3)
+    ask(other, Command("queue_pop", b"/a"))
+    late = parked(engine, 2)
+    write(engine, b"/b", b"/c", b"/d")
+    assert woken(early) == [0, 1, 2]
+    assert woken(late) == []
+    write(engine, b"/a")
+    assert woken(late) == [0, 1]
+
+
+def test_a_wait_joins_a_group_that_is_still_to_be_counted_down() -> None:
+    engine = Engine(Limits(), portion=20)
+    parked(engine, 25, wait=Command("wait", KEYS[3:]))
+    early = parked(engine, 3)
+    ask(greeted(engine), *(Command("set", key, b"v") for key in KEYS[2:]))
+    assert engine.keyspace.work
+    late = parked(engine, 2)
+    assert ask(greeted(engine), Command("set", KEYS[0], b"v"), Command("delete_key", KEYS[2])) == (1).to_bytes(
+        8, "little"
+    )
+    last = parked(engine, 2)
+    write(engine, KEYS[1])
     assert woken(early + late) == [0, 1, 2, 3, 4]
+    assert woken(last) == []
+    write(engine, KEYS[2])
+    assert woken(last) == [0, 1]
 
 
 # Ends
@@ -280,6 +319,17 @@ def test_a_member_that_waits_again_keeps_what_it_awaited(engine: Engine, keyspac
     assert (keyspace.waiters, keyspace.parked) == ({}, 0)
 
 
+def test_a_member_that_waits_again_goes_to_the_end(engine: Engine) -> None:
+    write(engine, *KEYS[1:])
+    sessions = parked(engine, 3)
+    assert ask(sessions[1], Command("wait", [b"/x"])) == b""
+    sessions += parked(engine, 2)
+    other = greeted(engine)
+    for number in (0, 2, 1, 3, 4):
+        ask(other, Command("queue_push", b"/a", b"item"))
+        assert woken(sessions) == [number]
+
+
 def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(
     engine: Engine, keyspace: Keyspace
 ) -> None:
@@ -346,8 +396,8 @@ def test_every_change_ends_a_kept_reply(engine: Engine, change: Command) -> None
             assert ask(session, CHECK) == b"\0"
         assert engine.keyspace.tracked[b"/b"].reply is not None
         ask(other, change)
-        expected = b"".join(ask(other, Command("get", key)) for key in KEYS)
-        assert ask(session, MULTI_GET) == expected
+        reply = ask(session, MULTI_GET)  # before anything else reads the new value
+        assert reply == b"".join(ask(other, Command("get", key)) for key in KEYS)
         assert ask(session, CHECK) == (b"\1" if change.name == "delete_key" else b"\0")
 
 
