@@ -54,7 +54,7 @@ class KeyListCache:
         keyspace.max_kept_reply = self.capacity // 8
 
     def add(self, raw: bytes, keys: list[bytes]) -> KeyList:
-        """Return the list of these keys, and remember it if there is room."""
+        """Return the list of these keys, and remember it if it fits."""
         first = raw[: 2 * PREFIX + len(keys[0])]
         known = self.lists.get(first)
         if known is not None:

@@ -97,7 +97,7 @@ def chosen(seed: int) -> Schedule:
         queue = rng.choice("ql")
         calls = [10 * weight * (fields == queue) + weight % 2 for weight, _, fields in CALLS]
     elif rng.random() < 0.3:  # mostly about lists of keys
-        calls = [10 * weight * (fields == "M") + weight for weight, _, fields in CALLS]
+        calls = [weight * (10 if fields == "M" else name in ("set", "delete_key")) for weight, name, fields in CALLS]
     calls[0] += 1
     count = rng.randrange(10, 41)
     random_ = rng.random
