@@ -140,6 +140,8 @@ def not_read(prepare: bytes, make: Callable[[int], bytes]) -> Way:
 
 INTRODUCTION = b"".join(pack(b"%02d" % i) + pack(b"\xff\xff") for i in range(90))
 
+KEY_LIST = [b"/default_pg/0//cuda//nccl_storekey_0_%d" % i for i in range(125)]
+
 WAYS: dict[str, Way] = {
     "half a large value each": sent_once(lambda i: frame(SET, b"k", bytes(LARGE))[:-1]),
     "half a list of short keys each": sent_once(lambda i: keys(CHECK, [b"key"] * 131_072)[:-1]),
@@ -158,6 +160,8 @@ WAYS: dict[str, Way] = {
     "waiting for many keys": stored(
         lambda i: keys(WAIT, [b"%d" % (1000 * i + j) for j in range(1000)]), 1, bytes([PING]) + b"1234"
     ),
+    "many waiting for one list": sent_once(lambda i: keys(WAIT, KEY_LIST)),
+    "half a known list each": sent_once(lambda i: keys(WAIT, KEY_LIST) if i < 3 else keys(WAIT, KEY_LIST)[:-1]),
     "many waiting for one key": sent_once(lambda i: keys(WAIT, [b"k"])),
     "many waiting for a count": sent_once(lambda i: bytes([WAIT_COUNT]) + pack(b"n") + number(10**6 + i)),
     "short replies": not_read(b"", lambda i: frame(PING)[:1] + b"1234" + (b"\x0d" + b"1234") * 1_500_000),

@@ -264,6 +264,34 @@ def passed_over(loop: Loop) -> None:
     loop.send(frame("queue_push", b"/q", pack(b"")))
 
 
+def listed(request: bytes) -> Case:
+    """Park everybody on one list of keys, of which only one is missing, and send a request."""
+
+    def case(loop: Loop) -> None:
+        loop.fill(LIST[1:])
+        loop.park(frame("wait", LIST))
+        loop.send(request)
+
+    return case
+
+
+def last_of_a_list(loop: Loop) -> None:
+    """Disconnect the last waiter of a group."""
+    waiting = [loop.connect() for _ in range(3)]
+    for session in waiting:
+        session.receive(frame("wait", LIST))
+    for session in waiting:
+        loop.disconnect(session)
+
+
+def instead_of_others(loop: Loop) -> None:
+    """CHECK a list that ends what is kept for many others, each of which names one of its keys."""
+    for number in range(PORTION):
+        others = [LIST[number], *(b"/%d/%d" % (number, at) for at in range(39))]
+        loop.prepare(frame("check", others) * 2)
+    loop.send(frame("check", LIST) * 2)
+
+
 def different_targets(loop: Loop) -> None:
     for number in range(WAITERS):
         loop.connect().receive(frame("wait_count", b"/n", number + 1))
@@ -300,10 +328,13 @@ SPACES = frame("set", b"/s", pack(b" " * (8 << 20)))
 ZEROS = [frame("set", b"/s", pack(b"0" * (8 << 20))), frame("append", b"/s", pack(b"0"))]
 EIGHT = pack(bytes(8 << 20))
 
+LIST = names(PORTION)
+
 CASES: dict[str, dict[str, Case]] = {
     "VALIDATE": {"": sending(b"")},
     "SET": {
         "wakes 100,000 WAITs": woken_by(frame("set", b"/k", V), WAIT),
+        "wakes 100,000 WAITs for one list": listed(frame("set", LIST[0], V)),
         "wakes 100,000 FETCHes": woken_by(frame("set", b"/k", V), FETCH),
         "wakes all kinds": woken_by(frame("set", b"/k", V), WAIT, FETCH, COUNT, LATER),
         "over 256 MiB": on_large(frame("set", b"/big", V)),
@@ -323,11 +354,13 @@ CASES: dict[str, dict[str, Case]] = {
         "131,072 keys": listing("check", SHORT, True),
         "131,072 longest keys": listing("check", LONG, True),
         "among 800,000": scattered("check"),
+        "1,000 keys of 1,000 other lists": instead_of_others,
     },
     "WAIT": {
         "131,072 keys": listing("wait", SHORT, False),
         "131,072 longest keys": listing("wait", LONG, False),
         "keys that exist": listing("wait", SHORT, True),
+        "for one list, disconnection of the last": last_of_a_list,
         "disconnection with 131,072": parked(b""),
         "disconnection with 131,072 longest": parked(b"", LONG),
         "131,072 replaced, then PING": after_wait(frame("ping", 1)),
@@ -357,6 +390,7 @@ CASES: dict[str, dict[str, Case]] = {
     "PING": {"862": sending(frame("ping", 1) * 862)},
     "QUEUE_PUSH": {
         "wakes one of 100,000": woken_by(frame("queue_push", b"/k", V), WAIT),
+        "wakes one of 100,000 for one list": listed(frame("queue_push", LIST[0], V)),
         "passes over 100,000": passed_over,
         "wakes 100,000 FETCHes": woken_by(frame("queue_push", b"/k", V), FETCH),
     },

@@ -17,7 +17,8 @@ from .values import Framed, Growing, length, pack
 
 if TYPE_CHECKING:
     from .keyspace import Keyspace
-    from .waiters import Counter, Waiter, WaiterRegistry
+    from .registry import WaiterRegistry
+    from .waiters import Counter, SharedWait, Waiter
 
 Value = Framed | list[Framed]
 """A value as it goes into a reply: one piece or, if it is large and was appended to, several."""
@@ -108,7 +109,7 @@ class ReadKeys(IncrementalCommand):
         if keyspace.reading is not self:
             if keyspace.reading is not None:
                 return False
-            keyspace.reading = self
+            keyspace.set_reading(self)
             self.determined = True
         keys = self.keys
         at = self.at
@@ -138,7 +139,7 @@ class ReadKeys(IncrementalCommand):
 
     def abandon(self) -> None:
         if self.keyspace.reading is self:
-            self.keyspace.reading = None
+            self.keyspace.set_reading(None)
         self.keyspace.free_later(self.keys)
 
 
@@ -418,9 +419,24 @@ class WakeAtCount(DeferredWork):
         return self.registry.wake_reached(self.counter, self.total, most)
 
     def resolve(self, waiter: "Waiter") -> None:
-        if waiter.counter is self.counter and waiter.number <= self.total:
+        if waiter.group is self.counter and waiter.number <= self.total:
             self.counter.remove(waiter)
             self.registry.number_reached(waiter, self.counter.key)
+
+
+class WakeMembers(DeferredWork):
+    """Wake the members of a large group whose wait is over, in order of arrival."""
+
+    def __init__(self, registry: "WaiterRegistry", group: "SharedWait") -> None:
+        self.registry = registry
+        self.group = group
+
+    def step(self, most: int) -> bool:
+        return self.registry.wake_members(self.group, most)
+
+    def resolve(self, waiter: "Waiter") -> None:
+        if waiter.group is self.group:
+            self.registry.wake_member(waiter, self.group)
 
 
 class FreeValue(DeferredWork):

@@ -31,6 +31,7 @@ from .incremental import (
 )
 from .joins import Joins
 from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
+from .shared_requests import SharedRequests
 from .values import (
     ABSENT,
     CHUNKED_BYTES,
@@ -47,7 +48,7 @@ from .values import (
     size,
     wrap,
 )
-from .waiters import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter, WaiterRegistry
+from .waiters import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter
 
 _UNCUT: Final = 2**62
 """A portion that holds everything."""
@@ -59,7 +60,7 @@ _LARGE: Final = 4 * 1024 * 1024
 """Bytes from which on a dropped value that was appended to is freed in steps."""
 
 
-class Keyspace(WaiterRegistry):
+class Keyspace(SharedRequests):
     """One store. Keys and values are opaque bytes; `values.py` describes the forms of stored values.
 
     Methods named in the command table take a command's fields, values framed, and return what its reply encodes. They
@@ -87,8 +88,8 @@ class Keyspace(WaiterRegistry):
     # Values
 
     def set(self, key: bytes, value: Framed) -> None:
-        if self.reading is not None:
-            self.reading.note(key)
+        if self.noting:
+            self.note(key)
         old = self.values.get(key)
         # The common case, without a call.
         if isinstance(old, bytes) and (grown := self.size + len(value) - len(old)) <= self.max_size:
@@ -151,8 +152,8 @@ class Keyspace(WaiterRegistry):
             total = amount
             self._put(key, None, total, COUNTER_SIZE)
         elif isinstance(old, int):
-            if self.reading is not None:
-                self.reading.note(key)
+            if self.noting:
+                self.note(key)
             total = wrap(old + amount)
             self.values[key] = total
         else:
@@ -194,8 +195,8 @@ class Keyspace(WaiterRegistry):
         if old is None:
             self._put(key, None, value, len(value))
         else:
-            if self.reading is not None:
-                self.reading.note(key)
+            if self.noting:
+                self.note(key)
             growth = len(value) - PREFIX
             if isinstance(old, Growing):
                 growing = old
@@ -228,11 +229,13 @@ class Keyspace(WaiterRegistry):
 
     def delete_key(self, key: bytes) -> int:
         """Remove a value, never a queue; return 1 if it existed, else 0. Wakes no waiter."""
-        if self.reading is not None:
-            self.reading.note(key)
+        if self.noting:
+            self.note(key)
         old = self.values.pop(key, None)
         if old is None:
             return 0
+        if self.tracked:
+            self.close_group(key)
         self.size -= len(key) + ENTRY_BYTES + cost(old)
         if key in self.joins:
             joins = self.joins.pop(key)
@@ -305,8 +308,8 @@ class Keyspace(WaiterRegistry):
             self._grow(growth)
         grown = 0
         for key, value in items:
-            if self.reading is not None:
-                self.reading.note(key)
+            if self.noting:
+                self.note(key)
             old = values.get(key)
             if isinstance(old, bytes):
                 grown += len(value) - len(old)
@@ -342,8 +345,8 @@ class Keyspace(WaiterRegistry):
 
     def _put(self, key: bytes, old: StoredValue | None, value: StoredValue, length: int) -> None:
         """Store a value that counts `length` bytes in place of `old`."""
-        if self.reading is not None:
-            self.reading.note(key)
+        if self.noting:
+            self.note(key)
         growth = self._growth(key, old, length)
         self._grow(growth)
         self.size += growth
@@ -365,8 +368,9 @@ class Keyspace(WaiterRegistry):
             growth += len(key) + QUEUE_BYTES
         self._grow(growth)
         if queue is None:
-            if self.reading is not None:
-                self.reading.note(key)
+            if self.noting:
+                self.note(key)
+                self.close_group(key)
             queue = self.queues[key] = deque()
         queue.append(value)
         self.size += growth
@@ -387,8 +391,9 @@ class Keyspace(WaiterRegistry):
         """Remove the oldest item, which still counts, and the queue if that was the last."""
         item = queue.popleft()
         if not queue:
-            if self.reading is not None:
-                self.reading.note(key)
+            if self.noting:
+                self.note(key)
+                self.close_group(key)
             del self.queues[key]
             self.size -= len(key) + QUEUE_BYTES
         return item
@@ -430,7 +435,7 @@ class Keyspace(WaiterRegistry):
         if self._needs_steps(waiter):
             self.incremental = UnparkFirst(self, waiter, partial(self.lease_later, waiter, key, ticket))
             return None
-        self._grow(self._registration_bytes(key))
+        self._grow(self.registration_bytes(key))
         self._unpark(waiter)
         self.park(waiter, [key])
         waiter.state = AWAITING_ITEM
@@ -467,8 +472,9 @@ class Keyspace(WaiterRegistry):
         for key, item in reversed(leased):
             queue = self.queues.get(key)
             if queue is None:
-                if self.reading is not None:
-                    self.reading.note(key)
+                if self.noting:
+                    self.note(key)
+                    self.close_group(key)
                 queue = self.queues[key] = deque()
                 self.size += len(key) + QUEUE_BYTES
             queue.appendleft(item)
@@ -496,7 +502,7 @@ class Keyspace(WaiterRegistry):
             old = self.values.get(key)
             if old is not None:
                 number(old)
-            size = self._registration_bytes(token)
+            size = self.registration_bytes(token)
             self._grow(self._growth(key, old, COUNTER_SIZE) + size)
             if joins is None:
                 joins = self.joins[key] = Joins()
@@ -530,6 +536,9 @@ class Keyspace(WaiterRegistry):
 
     def reserve(self, key: bytes, value: Framed, last: bool = False) -> None:
         """Set a reserved key and wake the waiters whose number that reaches; all waiters if it is the last value."""
+        if self.noting:
+            self.note(key)
+            self.close_group(key)
         self.reserved[key] = value
         if last:
             self.final.add(key)
@@ -540,7 +549,7 @@ class Keyspace(WaiterRegistry):
         if last:
             for target in list(counter.awaiting):
                 for waiter in list(counter.awaiting[target]):
-                    self._leave_counter(waiter, counter)
+                    self._leave_group(waiter, counter)
                     waiter.fire(None)
         else:
             self.counter_changed(counter)
@@ -556,9 +565,7 @@ class Keyspace(WaiterRegistry):
             self.incremental = ParkOnKeys(self, waiter, keys)
             return False
         if self.check(keys):
-            handoff = waiter.handoff
-            if handoff is not None and handoff.queue in keys:
-                waiter.handoff = self.new_handoff(handoff.queue)
+            self.renew_handoff(waiter, keys)
             return True
         missing = [key for key in keys if key not in self.values and not self._exists_elsewhere(key)]
         self.park(waiter, missing)
@@ -575,7 +582,7 @@ class Keyspace(WaiterRegistry):
         if self._needs_steps(waiter):
             self.incremental = UnparkFirst(self, waiter, partial(self.fetch, waiter, key))
             return None
-        self._grow(self._registration_bytes(key))
+        self._grow(self.registration_bytes(key))
         self._unpark(waiter)
         self.park(waiter, [key])
         waiter.state = AWAITING_VALUE
@@ -597,13 +604,13 @@ class Keyspace(WaiterRegistry):
         if counter is not None and counter.reaching is not None and target <= counter.reaching.total:
             self.incremental = PostponedWaitCount(counter, target, partial(self.wait_count, waiter, key, target))
             return False
-        self._grow(self._registration_bytes(key) * (2 if counter is None else 1))
+        self._grow(self.registration_bytes(key) * (2 if counter is None else 1))
         self._unpark(waiter)
         if counter is None:
             counter = self.counters[key] = Counter(self, key)
             self._register_counter(counter)
         counter.add(waiter, target)
-        self._weigh(waiter, self._registration_bytes(key))
+        self._weigh(waiter, self.registration_bytes(key))
         return False
 
     def barrier(self, waiter: Waiter, key: bytes, world_size: int) -> bool:
@@ -617,7 +624,8 @@ class Keyspace(WaiterRegistry):
         old = self.values.get(key)
         count = 1 if old is None else wrap(number(old) + 1)
         if count < world_size:
-            self._grow(self._growth(key, old, COUNTER_SIZE) + self._registration_bytes(key))
+            growth = self._growth(key, old, COUNTER_SIZE) + self.registration_bytes(key)
+            self._grow(growth + self._separation_bytes(waiter))
         self._put(key, old, count, COUNTER_SIZE)
         if count < world_size:
             counter = self.counters.get(key)

@@ -69,3 +69,6 @@ QUEUE_BYTES = 832
 
 PARKED_BYTES = 512
 """Bytes counted for the registration of a waiter under a key, besides the key."""
+
+MEMBER_BYTES = 192
+"""Bytes counted for a waiter in a group that is registered for all its members."""

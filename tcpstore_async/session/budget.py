@@ -18,7 +18,7 @@ from typing import Final
 from ..errors import BudgetError
 from ..incremental import KeyListing
 from ..keyspace import Keyspace
-from ..waiters import Waiter
+from ..waiters import SharedWait, Waiter
 from .unsent import CHUNK, Pin, Unsent
 
 SESSION_BYTES: Final = 1024
@@ -227,8 +227,10 @@ class Budget:
         return largest, most
 
     def _holds(self, holder: Holder) -> int:
-        """Bytes that a peer holds, its waiters and its share of the store included."""
-        return self._releases(holder) + holder.weight + int(holder.stored * self._scale)
+        """Bytes that a peer holds, with its waiter and its shares of that waiter's group and of the store."""
+        group = holder.group
+        shared = group.weight // len(group.members) if isinstance(group, SharedWait) else 0
+        return self._releases(holder) + holder.weight + shared + int(holder.stored * self._scale)
 
     def _releases(self, holder: Holder) -> int:
         """Bytes that are free again at once if a peer is evicted."""

@@ -16,9 +16,19 @@ from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPiece
 from ..keyspace import Keyspace
 from ..limits import Limits
 from ..values import PREFIX, Framed, length, pack, unpack
-from ..wire.codecs import COUNTED_KEYS, STOP_WAITING, Handler, LargeValue, PartialRequest, RequestCodec, encode_popped
+from ..wire.codecs import (
+    COUNTED_KEYS,
+    KEYS,
+    STOP_WAITING,
+    Handler,
+    LargeValue,
+    PartialRequest,
+    RequestCodec,
+    encode_popped,
+)
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
 from .budget import SESSION_BYTES, Budget, Holder
+from .key_lists import KeyListCache, SharedKeys
 from .unsent import Unsent
 
 NO_PID: Final = -1
@@ -63,6 +73,7 @@ class Engine:
         self.limits = limits
         self.keyspace = Keyspace(limits, portion)
         self.budget = Budget(limits.budget_bytes, self.keyspace, lambda: self.serving)
+        self.key_lists = KeyListCache(self.keyspace, self.budget, min(portion, PORTION))
         self.session_bytes = session_bytes
         """Bytes counted for one connection of this kind of server."""
         self.pending_flush: list[ServerSession] = []
@@ -85,7 +96,9 @@ class Engine:
         self.serving: ServerSession | None = None
         """The session whose command is being executed."""
         for command in filter(None, BY_OPCODE):
-            slot = _Slot(command, self._method(command))
+            slot = _Slot(command, self._method(command, command.method))
+            if command.request is KEYS:
+                slot.request = SharedKeys(self.key_lists, self._method(command, command.method + "_shared"))
             if command.flags & Flag.HANDSHAKE:
                 self.handshake[command.opcode] = self.first = slot
             else:
@@ -118,10 +131,10 @@ class Engine:
         most = self.limits.validate_seconds
         return oldest if oldest is not None and most and now - oldest.connected_at >= most else None
 
-    def _method(self, command: Command) -> Handler:
-        """Return the function that executes a command, given its fields."""
+    def _method(self, command: Command, name: str) -> Handler:
+        """Return the function that executes a command, given its fields, by the method of this name."""
         owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
-        method: Handler = getattr(owner, command.method)
+        method: Handler = getattr(owner, name)
         if command.flags & (Flag.SESSION | Flag.PARKS | Flag.HOLDS):
             return self._with_session(method, command.request.arity)
         return method if command.reply.measure is None else self._list_keys
@@ -191,7 +204,7 @@ class ServerSession(Holder):
         self.peer: Introduction = _NO_INTRODUCTION
         """The contents of the peer's INTRODUCE."""
         self.slot: _Slot = engine.first
-        """The last command, incomplete ones included. What it awaits is in `parked` or `counter`."""
+        """The last command, incomplete ones included. What it awaits is in `parked` or `group`."""
         self.incremental: IncrementalCommand | None = None
         """The last command, if it is still running; `receive(b"")` goes on with it."""
         self.input_buffer: bytearray | None = None
@@ -343,6 +356,7 @@ class ServerSession(Holder):
         engine.budget.forget(self, engine.session_bytes)
         if self.partial is not None:
             engine.keyspace.free_later(self.partial.items)
+            self.partial.abandon()
             self.partial = None
         self.input_buffer = None
         self.out.clear()

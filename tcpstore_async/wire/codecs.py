@@ -62,6 +62,9 @@ class PartialRequest:
         """Return the bytes held for the request so far."""
         raise NotImplementedError
 
+    def abandon(self) -> None:
+        """Stop, because the connection has gone."""
+
 
 class RequestCodec:
     """The layout of a request's fields, which follow the opcode."""
@@ -130,7 +133,7 @@ def _unsigned(length: int) -> int:
     return length % 2**64
 
 
-def _key_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
+def key_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
     """Return where the key at `at` stops, or minus the length that is needed to go on. Raises LimitError."""
     start = at + 8
     if start > end:
@@ -143,7 +146,7 @@ def _key_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
 
 
 def _value_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
-    """As `_key_stop`, for a value."""
+    """As `key_stop`, for a value."""
     start = at + 8
     if start > end:
         return -start
@@ -164,7 +167,7 @@ class _Key(RequestCodec):
             stop = start + read_i64_le(data, at)
             if start <= stop <= end and stop - start <= limits.key_bytes:
                 return call(data[start:stop]), stop
-        return None, _key_stop(data, at, end, limits)
+        return None, key_stop(data, at, end, limits)
 
     def encode(self, fields: Fields) -> bytes:
         return pack(fields[0])
@@ -181,7 +184,7 @@ class _KeyI64(RequestCodec):
             middle = start + read_i64_le(data, at)
             if start <= middle <= end - 8 and middle - start <= limits.key_bytes:
                 return call(data[start:middle], read_i64_le(data, middle)), middle + 8
-        middle = _key_stop(data, at, end, limits)
+        middle = key_stop(data, at, end, limits)
         return None, middle if middle < 0 else -(middle + 8)
 
     def encode(self, fields: Fields) -> bytes:
@@ -199,7 +202,7 @@ class _KeyValues(RequestCodec):
         """Whether a large last value may be received as a `LargeValue`."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
-        start = _key_stop(data, at, end, limits)
+        start = key_stop(data, at, end, limits)
         if start < 0:
             return None, start
         fields: list[Any] = [data[at + 8 : start]]
@@ -278,7 +281,7 @@ class LargeValue(PartialRequest):
         return at
 
 
-def _alone(key: bytes) -> bytes:
+def alone(key: bytes) -> bytes:
     return key
 
 
@@ -287,7 +290,7 @@ def _pair(key: bytes, value: Framed) -> tuple[bytes, Framed]:
     return key, value
 
 
-class _CountedList(RequestCodec):
+class CountedList(RequestCodec):
     """A count and as many items."""
 
     def __init__(self, item: RequestCodec, layout: str, pick: Handler) -> None:
@@ -306,11 +309,18 @@ class _CountedList(RequestCodec):
             stop = start + 8 + read_i64_le(data, start)
             if start + 8 <= stop <= end and stop - start - 8 <= limits.key_bytes:
                 return call([data[start + 8 : stop]]), stop
+        return self.decode_items(call, count, data, at, end, limits)
+
+    def decode_items(
+        self, call: Handler, count: int, data: bytes, at: int, end: int, limits: Limits
+    ) -> tuple[Any, int]:
+        """As `decode`, once the count of the list that starts at `at` is known."""
+        start = at + PREFIX
         items: list[Any] = []
-        stop = _take_keys(items, count, data, start, end, limits) if self.item is KEY else start
+        stop = take_keys(items, count, data, start, end, limits) if self.item is KEY else start
         if len(items) == count and stop - at <= limits.request_bytes:
             return call(items), stop
-        return _PartialList(self, count, items, stop - at).decode(call, data, stop, end, limits)
+        return PartialList(self, count, items, stop - at).decode(call, data, stop, end, limits)
 
     def encode(self, fields: Fields) -> bytes:
         items: list[Any] = fields[0]
@@ -321,7 +331,7 @@ class _CountedList(RequestCodec):
         return _U64.pack(len(items)) + b"".join(encoded)
 
 
-def _take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, limits: Limits) -> int:
+def take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, limits: Limits) -> int:
     """Append complete keys to `items` until it holds `count`, and return where they stop.
 
     A loop of its own, without a call for every key, halves the time of a MULTI_GET of 1,000 keys.
@@ -339,10 +349,10 @@ def _take_keys(items: list[Any], count: int, data: bytes, at: int, end: int, lim
     return at
 
 
-class _PartialList(PartialRequest):
+class PartialList(PartialRequest):
     """The items of a counted list that have arrived so far."""
 
-    def __init__(self, codec: _CountedList, count: int, items: list[Any], size: int) -> None:
+    def __init__(self, codec: CountedList, count: int, items: list[Any], size: int) -> None:
         self.codec = codec
         self.count = count
         self.items = items
@@ -356,7 +366,7 @@ class _PartialList(PartialRequest):
         items = self.items
         start = at
         if item is KEY:
-            at = _take_keys(items, self.count, data, at, end, limits)
+            at = take_keys(items, self.count, data, at, end, limits)
         need = 0
         while len(items) < self.count:
             field, stop = item.decode(self.codec.pick, data, at, end, limits)
@@ -607,8 +617,8 @@ KEY: Final[RequestCodec] = _Key()
 KEY_I64: Final[RequestCodec] = _KeyI64()
 KEY_VALUE: Final[RequestCodec] = _KeyValue(1, large=True)
 KEY_VALUE_VALUE: Final[RequestCodec] = _KeyValues(2, large=True)
-KEYS: Final[RequestCodec] = _CountedList(KEY, "key", _alone)
-ITEMS: Final[RequestCodec] = _CountedList(_KeyValue(1, large=False), "(key, value)", _pair)
+KEYS: Final[RequestCodec] = CountedList(KEY, "key", alone)
+ITEMS: Final[RequestCodec] = CountedList(_KeyValue(1, large=False), "(key, value)", _pair)
 
 NO_REPLY: Final[ReplyCodec] = _NoReply()
 ECHO: Final[ReplyCodec] = _Echo()

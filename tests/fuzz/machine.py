@@ -9,6 +9,7 @@ from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import pack
+from tcpstore_async.waiters import IDLE
 from tcpstore_async.wire.commands import SERVER_KEY
 
 LIMITS = Limits(
@@ -116,6 +117,7 @@ class Machine:
         if not 0 <= used <= LIMITS.budget_bytes + leases * PARKED_BYTES + (leases + queues) * (QUEUE_BYTES + 40):
             raise Broken(f"used: {used}")
         others = sum(engine.session_bytes + session.held + session.introduction_bytes() for session in present)
+        others += engine.key_lists.size
         if engine.budget.others != others:
             raise Broken(f"counted beside the store: {engine.budget.others}, held {others}")
         for session in present:
@@ -125,8 +127,8 @@ class Machine:
                 raise Broken(f"unsent: {session.unsent}")
             if not str(session).isprintable():
                 raise Broken("a peer breaks the lines of the log")
-            if session.counter is not None and session.remaining <= 0:
-                raise Broken("a counter has a waiter that does not wait")
+            if session.group is not None and session.state == IDLE:
+                raise Broken("a group has a waiter that does not wait")
             if session.input_buffer is not None and len(session.input_buffer) > LIMITS.request_bytes:
                 raise Broken(f"kept: {len(session.input_buffer)}")
 
@@ -142,8 +144,9 @@ class Machine:
         for key in list(keyspace.queues):
             while keyspace.queue_len(key):
                 keyspace.queue_pop(key)
-        if keyspace.size or keyspace.parked or self.engine.budget.used():
-            raise Broken(f"{self.engine.budget.used()} bytes of an empty store")
+        used = self.engine.budget.used() - self.engine.key_lists.size
+        if keyspace.size or keyspace.parked or used:
+            raise Broken(f"{used} bytes of an empty store")
         if keyspace.get(SERVER_KEY) != pack(IDENTITY):
             raise Broken("a peer has changed a reserved key")
 

@@ -19,10 +19,11 @@ from typing import Any
 
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
-from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
+from tcpstore_async.limits import ENTRY_BYTES, MEMBER_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import cost, framed, unpack
-from tcpstore_async.waiters import AWAITING_ITEM, AWAITING_VALUE, IDLE, Waiter
+from tcpstore_async.waiters import AWAITING_ITEM, AWAITING_VALUE, IDLE, UNKNOWN, SharedWait, Waiter
+from tcpstore_async.waiters import Counter as CounterGroup
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 from .model import MAGIC, Closed, Model, Peer
@@ -35,6 +36,19 @@ class Difference(AssertionError):
 
 
 def registrations(keyspace: Keyspace) -> dict[bytes, dict[Waiter, int]]:
+    """Return what every waiter is registered for by key, in order: that of a group for each member."""
+    return {
+        key: {one: count for waiter, count in waiters.items() for one in members(waiter)}
+        for key, waiters in registered(keyspace).items()
+    }
+
+
+def members(waiter: Waiter) -> list[Waiter]:
+    """Return the members of a group, or the waiter itself."""
+    return list(waiter.members) if isinstance(waiter, SharedWait) else [waiter]
+
+
+def registered(keyspace: Keyspace) -> dict[bytes, dict[Waiter, int]]:
     """Return every registration by key: those that a queue has skipped, then the others, in order."""
     assert keyspace.stale.keys() <= keyspace.waiters.keys()
     assert all(passed and max(passed.values()) < 0 for passed in keyspace.stale.values())
@@ -139,9 +153,13 @@ class Connection:
 class Fleet:
     """Run steps on an engine and on the model at once. Raises Difference."""
 
-    def __init__(self, slots: int, soft: int = MIB) -> None:
+    def __init__(self, slots: int, soft: int = MIB, lists: int = 0) -> None:
+        """`lists` limits the bytes of the lists of keys that the server remembers; 0 means the default."""
         self.soft = soft
         self.engine = Engine(Limits(unsent_high_water=soft))
+        if lists:
+            self.engine.key_lists.capacity = lists
+            self.engine.keyspace.max_kept_reply = lists // 8
         self.model = Model()
         self.engine.identify(RESERVED[SERVER_KEY])
         self.engine.announce(int(RESERVED[JOINS_KEY]))
@@ -325,15 +343,19 @@ class Fleet:
         _same("lost", {key: joins.lost for key, joins in keyspace.joins.items()}, _lost(model))
         stored = recount
         standing = registrations(keyspace)
-        recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in standing.items())
+        groups = self._check_groups()
+        recount += sum((len(key) + PARKED_BYTES) * len(waiters) for key, waiters in registered(keyspace).items())
+        recount += sum(MEMBER_BYTES * len(group.members) for group in groups)
         for key, counter in keyspace.counters.items():
             recount += (len(key) + PARKED_BYTES) * sum(map(len, counter.awaiting.values()))
         _same("size", keyspace.size, recount)
         _same("parked", keyspace.parked, recount - stored)
         weights = sum(session.weight for session in sessions)
         weights += sum(counter.weight for counter in keyspace.counters.values())
+        weights += sum(group.weight for group in groups)
         _same("weights", weights, keyspace.parked)
         others = sum(engine.session_bytes + session.held + session.introduction_bytes() for session in sessions)
+        others += self._check_key_lists()
         _same("counted beside the store", engine.budget.others, others)
         self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}
@@ -350,31 +372,80 @@ class Fleet:
                 raise Difference(f"a lost wake-up: {key!r} holds items promised to nobody, and somebody waits")
         for connection in connections:
             session, peer = connection.session, connection.peer
-            _same("parked", session.parked or set(), parked[id(session)])
+            group = session.group if isinstance(session.group, SharedWait) else None
+            holder = session if group is None else group
+            if group is not None and (session.parked is not None or session.remaining > 0):
+                raise Difference("a member of a group has registrations of its own")
+            _same("parked", holder.parked or set(), parked[id(session)])
             _same("output", (b"".join(session.out) == b"", session.unsent), (peer.unsent == 0, peer.unsent))
-            registered = {key: waiters[session] for key, waiters in standing.items() if session in waiters}
+            own = {key: waiters[session] for key, waiters in standing.items() if session in waiters}
             if session in keyspace.unmarked:
-                registered = {key: -abs(count) for key, count in registered.items()}
+                own = {key: -abs(count) for key, count in own.items()}
             expected = {
                 key: -place.count if place.leftover else place.count
                 for key, places in model.waiting.items()
                 for place in places
                 if place.peer is peer
             }
-            _same("registrations", registered, expected)
-            _same("left", max(session.remaining, 0), max(peer.remaining, 0))
-            _same("waiting", session.state != IDLE, session.remaining > 0)
+            _same("registrations", own, expected)
+            _same("left", max(holder.remaining, 0), max(peer.remaining, 0))
+            _same("waiting", session.state != IDLE, holder.remaining > 0)
             fetching = session.awaited if session.state == AWAITING_VALUE else None
             _same("fetching", fetching, peer.fetching)
-            counting = None if session.counter is None else (session.counter.key, session.number)
+            counting = (session.group.key, session.number) if isinstance(session.group, CounterGroup) else None
             _same("counting", counting, peer.counting)
             _same("introduced", session.peer, peer.introduced)
-            if session.remaining > 0 and sum(map(abs, registered.values())) < session.remaining and counting is None:
-                raise Difference(f"a lost wake-up: {session.remaining} to come, of {registered}")
+            if holder.remaining > 0 and sum(map(abs, own.values())) < holder.remaining and counting is None:
+                raise Difference(f"a lost wake-up: {holder.remaining} to come, of {own}")
             kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
             rest = 0 if session.partial is None else session.partial.held()
             _same("held", session.held, kept + rest)
             _same("validated", session not in engine.unvalidated, session.table is engine.commands)
+
+    def _check_groups(self) -> list[SharedWait]:
+        """Check the groups that are registered, and return them."""
+        keyspace = self.engine.keyspace
+        counts: dict[SharedWait, dict[bytes, int]] = {}
+        for key, waiters in registered(keyspace).items():
+            for waiter, count in waiters.items():
+                if isinstance(waiter, SharedWait):
+                    counts.setdefault(waiter, {})[key] = count
+        for group, own in counts.items():
+            if not group.members or any(member.group is not group for member in group.members):
+                raise Difference("a group has no members, or those of another one")
+            _same("what a group awaits", (group.parked, group.remaining), (own.keys(), sum(own.values())))
+            listed = group.listed
+            if listed is not None:
+                missing = Counter(key for key in listed.keys if not keyspace.exists(key))
+                _same("what an open group awaits", (listed.group, own), (group, missing))
+        return list(counts)
+
+    def _check_key_lists(self) -> int:
+        """Check what is kept for lists of keys, and return the bytes that it counts."""
+        keyspace, cache = self.engine.keyspace, self.engine.key_lists
+        tracked: dict[bytes, object] = {}
+        for first, listed in cache.lists.items():
+            if not listed.raw.startswith(first):
+                raise Difference("a list is kept under what it does not begin with")
+            _same("a list", (listed.raw, listed.tracked), (_keys(listed.keys), listed in keyspace.tracked.values()))
+            if listed.tracked:
+                tracked.update(dict.fromkeys(listed.keys, listed))
+            elif listed.group is not None or listed.reply is not None or listed.present != UNKNOWN:
+                raise Difference("something is kept for a list that is not tracked")
+            if listed.present != UNKNOWN:
+                _same("presence", listed.present == 1, all(map(keyspace.exists, listed.keys)))
+            if listed.reply is not None:
+                _same("a kept reply", listed.reply, b"".join(self.model.get(Peer(), key) for key in listed.keys))
+                if len(listed.reply) > listed.counted_reply:
+                    raise Difference("a kept reply is not counted")
+            partials = (one.session.partial for one in self.connections if one is not None)
+            _same("compared", listed.compared, sum(getattr(partial, "known", None) is listed for partial in partials))
+        _same("tracked", dict(keyspace.tracked), tracked)
+        _same("noting", keyspace.noting, keyspace.reading is not None or len(tracked) > 0)
+        _same("bytes of lists", cache.size, sum(listed.size for listed in cache.lists.values()))
+        if cache.size > cache.capacity and not any(listed.compared for listed in cache.lists.values()):
+            raise Difference(f"lists count {cache.size} bytes")
+        return cache.size
 
     def _check_counters(self) -> None:
         keyspace, model = self.engine.keyspace, self.model
@@ -495,6 +566,20 @@ WEIGHTS = {
 }
 
 
+def key_lists(names: Sequence[bytes]) -> list[list[bytes]]:
+    """Return a few lists that are long enough to be shared; some begin alike, and some name a key twice."""
+    many = list(names) * 5
+    first = many[:5]
+    return [
+        first,
+        first[:4],
+        [*first[:4], names[0]],
+        [*first, names[-1]],
+        [*first[:2], names[-1], *first[3:]],
+        many[1:6],
+    ]
+
+
 def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Command:
     def key() -> bytes:
         return rng.choice(names)
@@ -523,6 +608,8 @@ def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Com
             return Command(name, key(), rng.choice(TARGETS) if rng.random() < 0.5 else rng.randrange(-20, 100))
         case "introduce":
             return Command(name, [(rng.choice(INTRODUCED), rng.choice(INTRODUCED)) for _ in range(rng.randrange(5))])
+        case "check" | "multi_get" | "wait" if rng.random() < 0.4:
+            return Command(name, rng.choice(key_lists(names)))
         case "check" | "multi_get":
             return Command(name, [key() for _ in range(rng.randrange(5))])
         case "wait":
@@ -536,13 +623,23 @@ def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Com
 
 
 CROWD = 40
-"""Commands of fleets in which many sessions wait: mostly for queues, for counters, or for values."""
+"""Commands of fleets in which many sessions wait: mostly for queues, counters, values, or lists of keys."""
 
 CROWD_WEIGHTS = [
     {"wait": 60, "queue_push": 5, "queue_pop": 14, "delete_key": 10, "cancel_wait": 2, "queue_len": 1, "fetch": 2},
     {"lease_later": 60, "queue_push": 9, "queue_pop": 4, "give_back": 9, "confirm": 5, "lease": 4, "wait": 20},
     {"wait_count": 60, "add": 12, "set": 1, "barrier": 1, "delete_key": 8, "cancel_wait": 9, "wait": 2, "fetch": 2},
     {"fetch": 60, "set": 4, "append": 2, "delete_key": 20, "cancel_fetch": 4, "queue_push": 2, "queue_pop": 2},
+    {
+        "wait": 60,
+        "multi_get": 9,
+        "check": 4,
+        "set": 6,
+        "append": 2,
+        "delete_key": 14,
+        "cancel_wait": 2,
+        "queue_push": 3,
+    },
 ]
 
 
@@ -553,7 +650,8 @@ class Driver:
         rng = self.rng = random.Random(seed)
         self.slots = rng.choice([2, 3, 4, 5, 8, 12, CROWD])
         soft = rng.choice([0, 1, 16, 100, MIB, MIB])
-        self.fleet = Fleet(self.slots, soft)
+        self.lists = rng.choice([0, 0, 3_000, 6_000])
+        self.fleet = Fleet(self.slots, soft, self.lists)
         names = rng.sample(NAMES, rng.choice([1, 2, 3, 5, 8]))
         weights = [weight * rng.choice([0.1, 1, 1, 3]) for weight in WEIGHTS.values()]
         if self.slots == CROWD:
@@ -652,21 +750,21 @@ def run_epoch(seed: int, steps: list[Step] | None = None) -> int:
     return fleet.done
 
 
-def replay(slots: int, soft: int, steps: Sequence[Step]) -> None:
+def replay(slots: int, soft: int, steps: Sequence[Step], lists: int = 0) -> None:
     """Run recorded steps, and check the invariants after each. Raises Difference."""
-    fleet = Fleet(slots, soft)
+    fleet = Fleet(slots, soft, lists)
     for step in steps:
         fleet.apply(step)
         fleet.check()
     fleet.finish()
 
 
-def shrink(slots: int, soft: int, steps: list[Step]) -> list[Step]:
+def shrink(slots: int, soft: int, steps: list[Step], lists: int = 0) -> list[Step]:
     """Return a short sequence of steps that still fails."""
 
     def differs(candidate: list[Step]) -> bool:
         try:
-            replay(slots, soft, candidate)
+            replay(slots, soft, candidate, lists)
         except Exception:  # one of the package, too
             return True
         return False

@@ -14,6 +14,9 @@ from typing import Any
 
 MAGIC = 0x3C85F7CE
 
+FEWEST = 4
+"""Keys from which on a WAIT is registered together with others for the same list."""
+
 Method = Callable[..., bytes]
 
 
@@ -30,6 +33,8 @@ class Peer:
         """Registrations to be used up before its wait ends."""
         self.barrier: bytes | None = None
         """The barrier it is in; it must not be handed an item of a queue of that name."""
+        self.shared = False
+        """Its places are shared with others who wait for the same list, and lost if it waits for more."""
         self.handoff: bytes | None = None
         """The queue it was woken for, until its next command."""
         self.fetching: bytes | None = None
@@ -94,7 +99,9 @@ def one_line(raw: bytes) -> str:
 class Model:
     """The server. `do` executes a command of a peer; `woken` lists the peers whose waits have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, portion: int = 1000) -> None:
+        self.portion = portion
+        """Keys up to which a list is waited for at once."""
         self.store: dict[bytes, bytes] = {}
         self.reserved: dict[bytes, bytes] = {}
         """Reserved keys: information about the server, read-only, and no keys of the store."""
@@ -241,7 +248,11 @@ class Model:
         missing = [key for key in keys if not self.present(key)]
         if not missing:
             return b"\0"
+        new = peer.remaining <= 0 and not any(
+            place.peer is peer for places in self.waiting.values() for place in places
+        )
         self.register(peer, missing, barrier=False)
+        peer.shared = new and FEWEST <= len(keys) <= self.portion
         return b""
 
     def barrier(self, peer: Peer, key: bytes, world_size: int) -> bytes:
@@ -379,6 +390,10 @@ class Model:
     # Registrations
 
     def register(self, peer: Peer, keys: list[bytes], *, barrier: bool) -> None:
+        if peer.shared:  # from now on it has places of its own, behind all others
+            peer.shared = False
+            for places in self.waiting.values():
+                places.sort(key=lambda place: place.peer is peer)
         peer.remaining = len(keys)
         peer.fetching = None
         peer.popping = None

@@ -49,7 +49,7 @@ def _epoch(seed: int) -> int:
     except Exception as error:
         print(f"epoch {seed}: {error if isinstance(error, Difference) else repr(error)}"[:2000])
     driver = Driver(seed)
-    for step in shrink(driver.slots, driver.fleet.soft, steps):
+    for step in shrink(driver.slots, driver.fleet.soft, steps, driver.lists):
         print(f"    {step}")
     return 1
 

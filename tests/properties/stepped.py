@@ -39,6 +39,7 @@ class SteppedFleet(Fleet):
         super().__init__(slots)
         self.portion = portion
         self.engine = Engine(Limits(), portion)
+        self.model.portion = portion
         self.engine.identify(next(iter(RESERVED.values())))
         self.engine.announce(3)
         self.engine.pending_flush.clear()
@@ -115,7 +116,9 @@ class SteppedFleet(Fleet):
         job = connection.session.incremental
         if isinstance(job, ReadKeys) and not under.begun and self.engine.keyspace.reading is None:
             under.begun = True
+            handoff, connection.peer.handoff = connection.peer.handoff, None  # one that is newer than the command
             self._do(slot, connection, under.command, refused=False)
+            connection.peer.handoff = handoff
         refused = False
         at = job.at if isinstance(job, ParkOnKeys) else -1
         try:
@@ -200,7 +203,7 @@ class SteppedFleet(Fleet):
 def run(seed: int, commands: int = 400) -> int:
     """Run one fleet at random and return the number of steps that its commands took. Raises Difference."""
     rng = random.Random(seed)
-    fleet = SteppedFleet(rng.choice([2, 3, 5, 9]), rng.choice([1, 1, 2, 3]))
+    fleet = SteppedFleet(rng.choice([2, 3, 5, 9, 14]), rng.choice([1, 1, 2, 3, 4, 5, 6]))
     names = rng.sample(NAMES, rng.choice([2, 3, 4, 6]))
     weights = [weight * rng.choice([0.1, 1, 1, 3]) for weight in WEIGHTS.values()]
     patient = rng.choice([0.3, 0.6, 0.9])

@@ -24,7 +24,7 @@ from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.stores.tcp import TCPStore
 from tcpstore_async.values import unpack
-from tcpstore_async.waiters import AWAITING_VALUE, IDLE, Counter, Handoff, Waiter
+from tcpstore_async.waiters import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
 
 Method = Callable[..., Any]
 Plant = tuple[type, str, Callable[[Method], Method]]
@@ -213,6 +213,13 @@ PLANTED: dict[str, Plant] = {
     "an item is popped twice": (Keyspace, "queue_pop", _instead(_pops_and_keeps)),
     "a fetch takes an item": (Keyspace, "_fire", _before(_fetch_eats)),
     "a counter is reached one too late": (Counter, "next_reached", _before(_one_too_few)),
+    "a group stays open, whatever happens to its keys": (Keyspace, "close_group", _instead(lambda store, key: None)),
+    "a kept reply outlives a change": (Keyspace, "_forget", _instead(lambda store, listed: None)),
+    "a member that leaves its group is woken with it": (
+        SharedWait,
+        "remove",
+        _after(lambda group, waiter: group.members.setdefault(waiter)),
+    ),
     "a delete leaves its size": (
         Keyspace,
         "delete_key",

@@ -13,15 +13,21 @@ from simulation.world import LEASED, Step, World
 KEYS = [b"/a", b"/b", b"/n"]
 QUEUES = [b"/q", b"/r"]
 VALUES = [b"", b"1", b"x" * 9]
+MANY = [[*KEYS, KEYS[0]], [*KEYS[:2], QUEUES[0], KEYS[1]], [*KEYS, QUEUES[0]]]
+"""Lists that are long enough to be shared."""
 
 CALLS: list[tuple[int, str, str]] = [
-    # weight, program, fields: k key, K keys, v value, n number, q queue, l queue of leases, w world size
+    # weight, program, fields: k key, K keys, M many keys, v value, n number, q queue, l queue of leases, w world size
     (4, "set", "kv"),
     (2, "add", "cn"),
     (2, "compare_set", "kvv"),
     (1, "append", "kv"),
     (1, "check", "K"),
     (4, "wait", "K"),
+    (2, "wait", "M"),
+    (1, "check", "M"),
+    (2, "multi_get", "M"),
+    (1, "multi_get_when_there", "M"),
     (2, "delete_key", "k"),
     (1, "delete_key", "c"),
     (1, "multi_set", "P"),
@@ -90,6 +96,8 @@ def chosen(seed: int) -> Schedule:
     if rng.random() < 0.4:  # mostly about a queue, whose items wander furthest
         queue = rng.choice("ql")
         calls = [10 * weight * (fields == queue) + weight % 2 for weight, _, fields in CALLS]
+    elif rng.random() < 0.3:  # mostly about lists of keys
+        calls = [weight * (10 if fields == "M" else name in ("set", "delete_key")) for weight, name, fields in CALLS]
     calls[0] += 1
     count = rng.randrange(10, 41)
     random_ = rng.random
@@ -132,6 +140,8 @@ def _field(rng: random.Random, kind: str) -> Any:
             return [*LEASED, *QUEUES][: 1 + at % 2]
         case "K":
             return (KEYS[:1], KEYS[1:2], KEYS[:2], [KEYS[0], KEYS[0], KEYS[1]], [], KEYS)[at]
+        case "M":
+            return MANY[at % 3]
         case "Q":
             return (QUEUES[:1], QUEUES, [QUEUES[0], KEYS[0]])[at % 3]
         case _:

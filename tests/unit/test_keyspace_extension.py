@@ -258,7 +258,7 @@ def test_a_target_is_reached(engine: Engine, keyspace: Keyspace, how: str) -> No
     assert first.parked is None
     REACHING[how](keyspace)
     assert (heard(first), heard(second)) == ([WOKEN], [WOKEN])
-    assert (first.remaining, first.counter) == (0, None)
+    assert (first.remaining, first.group) == (0, None)
     more.leave()
     keyspace.set(b"n", pack(b"9"))
     assert heard(first) == []
@@ -304,7 +304,7 @@ def test_targets_that_are_reached_at_once(
         keyspace.set(b"n", pack(text))
     session = waiter(engine)
     assert keyspace.wait_count(session, b"n", target) == reached
-    assert (session.counter is None) == reached == (keyspace.counters == {})
+    assert (session.group is None) == reached == (keyspace.counters == {})
     keyspace.set(b"n", pack(b"9223372036854775807"))
     assert heard(session) == ([] if reached else [WOKEN])
 
@@ -335,7 +335,7 @@ def test_a_value_that_is_no_number_closes_only_the_connection_that_asks(engine: 
     keyspace.set(b"n", pack(b"text"))
     with pytest.raises(ProtocolError, match="not a 64-bit number"):
         keyspace.wait_count(late, b"n", 2)
-    assert (late.remaining, late.counter, keyspace.size) == (0, None, size + ENTRY_BYTES + 1 + 12)
+    assert (late.remaining, late.group, keyspace.size) == (0, None, size + ENTRY_BYTES + 1 + 12)
     late.leave()
     for text in (b"", b"9" * 20, b"-"):
         keyspace.set(b"n", pack(text))
@@ -375,7 +375,7 @@ def test_an_ended_wait_count_is_not_woken(engine: Engine, keyspace: Keyspace, ho
             keyspace.wait(session, [b"k"])
         case _:
             keyspace.barrier(session, b"k", 2)
-    assert session.counter is None
+    assert session.group is None
     keyspace.add(b"n", 3)
     assert (heard(session), heard(same), heard(more)) == ([], [WOKEN], [])
     if how in ("wait", "barrier"):
@@ -650,14 +650,14 @@ def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool)
         keyspace.wait_count(early, b"n", 1)
     needed = (PARKED_BYTES + 1) * (2 if command == "wait_count" else 1)
     keyspace.set(b"filling", pack(bytes(10_001 - needed - keyspace.size - ENTRY_BYTES - 7 - 8)))
-    before = session.remaining, session.parked, session.state, session.counter, keyspace.size, len(keyspace.counters)
+    before = session.remaining, session.parked, session.state, session.group, keyspace.size, len(keyspace.counters)
     with pytest.raises(LimitError) as error:
         if command == "fetch":
             keyspace.fetch(session, b"n")
         else:
             keyspace.wait_count(session, b"n", 5)
     assert (error.value.limit, error.value.size) == ("budget_bytes", 10_001)
-    after = session.remaining, session.parked, session.state, session.counter, keyspace.size, len(keyspace.counters)
+    after = session.remaining, session.parked, session.state, session.group, keyspace.size, len(keyspace.counters)
     assert after == before
     keyspace.set(b"filling", EMPTY)
     assert not keyspace.wait_count(session, b"n", 5)

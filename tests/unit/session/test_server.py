@@ -205,7 +205,7 @@ def test_leaving_while_it_fetches_or_counts(engine: Engine) -> None:
         session.receive(frame)
         session.leave()
         assert (engine.keyspace.waiters, engine.keyspace.counters, engine.keyspace.size) == ({}, {}, 0)
-        assert (session.state, session.awaited, session.counter, session.remaining) == (IDLE, b"", None, 0)
+        assert (session.state, session.awaited, session.group, session.remaining) == (IDLE, b"", None, 0)
     join(engine).receive(SET + blob(b"/k") + blob(b"9"))
     assert not engine.pending_flush
 

@@ -1,0 +1,555 @@
+"""WAIT, CHECK and MULTI_GET of lists that many peers send alike: one registration and one reply for all."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from properties.fleet import Command, registrations
+from properties.session_driver import greeted, take
+from support import blob
+from tcpstore_async.errors import LimitError
+from tcpstore_async.keyspace import Keyspace
+from tcpstore_async.limits import GIB, MEMBER_BYTES, PARKED_BYTES, Limits
+from tcpstore_async.session.key_lists import FEWEST
+from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.waiters import IDLE, SharedWait
+
+KEYS = [b"/a", b"/b", b"/c", b"/d"]
+WAIT, CHECK, MULTI_GET = Command("wait", KEYS), Command("check", KEYS), Command("multi_get", KEYS)
+CANCEL = Command("cancel_wait")
+assert len(KEYS) == FEWEST
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(Limits())
+
+
+@pytest.fixture
+def keyspace(engine: Engine) -> Keyspace:
+    return engine.keyspace
+
+
+def ask(session: ServerSession, *commands: Command) -> bytes:
+    for command in commands:
+        session.receive(command.frame)
+    return take(session)
+
+
+def parked(engine: Engine, count: int, *, wait: Command = WAIT) -> list[ServerSession]:
+    """Return sessions that have sent this, and await something."""
+    sessions = [greeted(engine) for _ in range(count)]
+    for session in sessions:
+        assert ask(session, wait) == b""
+    return sessions
+
+
+def woken(sessions: list[ServerSession]) -> list[int]:
+    """Return which of the sessions were woken since the last call."""
+    return [number for number, session in enumerate(sessions) if take(session) == b"\0"]
+
+
+def write(engine: Engine, *keys: bytes, value: bytes = b"v") -> None:
+    ask(greeted(engine), *(Command("set", key, value) for key in keys))
+    while engine.keyspace.work:
+        engine.keyspace.step()
+
+
+def groups(keyspace: Keyspace) -> list[int]:
+    """Return the sizes of the registered groups, in order of arrival."""
+    found = {waiter: None for waiters in keyspace.waiters.values() for waiter in waiters}
+    return [len(waiter.members) for waiter in found if isinstance(waiter, SharedWait)]
+
+
+# Registration
+
+
+def test_all_but_the_first_are_registered_as_one(engine: Engine, keyspace: Keyspace) -> None:
+    """The list is known from the first request on and tracked from the second."""
+    sessions = parked(engine, 10)
+    assert groups(keyspace) == [1, 9]
+    assert keyspace.parked == 2 * (PARKED_BYTES + 2) * 4 + 10 * MEMBER_BYTES
+    write(engine, *KEYS[:3])
+    assert woken(sessions) == []
+    sessions += parked(engine, 1)
+    assert groups(keyspace) == [1, 10]
+    write(engine, KEYS[3])
+    assert woken(sessions) == list(range(11))
+    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
+
+
+def test_one_more_waiter_costs_the_same_for_any_list(engine: Engine) -> None:
+    wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
+    sessions = [greeted(engine) for _ in range(2002)]
+    for session in sessions[:2]:
+        ask(session, wait)
+    tracemalloc.start()
+    try:
+        for session in sessions[2:]:
+            ask(session, wait)
+        each = tracemalloc.get_traced_memory()[0] / 2000
+    finally:
+        tracemalloc.stop()
+    assert each < 220, f"{each:.0f} bytes a waiter"
+
+
+def test_a_key_that_is_named_twice_counts_twice(engine: Engine, keyspace: Keyspace) -> None:
+    sessions = parked(engine, 3, wait=Command("wait", [b"/a", b"/b", b"/a", b"/a"]))
+    assert set(keyspace.waiters[b"/a"].values()) == {3}
+    write(engine, b"/a")
+    assert woken(sessions) == []
+    write(engine, b"/b")
+    assert woken(sessions) == [0, 1, 2]
+
+
+def test_shorter_lists_are_registered_alone(engine: Engine, keyspace: Keyspace) -> None:
+    parked(engine, 3, wait=Command("wait", KEYS[:3]))
+    assert groups(keyspace) == []
+    assert engine.key_lists.lists == {}
+
+
+def test_a_wait_after_a_delete_awaits_that_key_too(engine: Engine, keyspace: Keyspace) -> None:
+    write(engine, b"/a")
+    early = parked(engine, 3)
+    write(engine, b"/b")
+    ask(greeted(engine), Command("delete_key", b"/a"), Command("delete_key", b"/b"))
+    late = parked(engine, 2)
+    write(engine, b"/c", b"/d")
+    assert woken(early) == [0, 1, 2]
+    assert woken(late) == []
+    write(engine, b"/a", b"/b")
+    assert woken(late) == [0, 1]
+
+
+def test_a_wait_does_not_await_a_key_that_a_barrier_has_made(engine: Engine) -> None:
+    early = parked(engine, 3)
+    ask(greeted(engine), Command("barrier", b"/a", 2))
+    late = parked(engine, 2)
+    write(engine, b"/b", b"/c", b"/d")
+    assert woken(early) == []
+    assert woken(late) == [0, 1]
+    assert ask(greeted(engine), Command("barrier", b"/a", 2)) == b"\0"
+    assert woken(early) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["queue_push", "give_back"])
+def test_a_wait_does_not_await_a_queue_that_has_items(engine: Engine, how: str) -> None:
+    """An item that another waiter takes is none for the group, but the queue exists."""
+    other = greeted(engine)
+    if how == "give_back":
+        ask(other, Command("queue_push", b"/a", b"item"), Command("lease", b"/a", 1))
+    single = parked(engine, 1, wait=Command("wait", [b"/a"]))
+    early = parked(engine, 3)
+    ask(other, Command("queue_push", b"/a", b"item") if how == "queue_push" else Command("give_back", 1))
+    assert woken(single) == [0]
+    late = parked(engine, 2)
+    write(engine, b"/b", b"/c", b"/d")
+    assert woken(early) == []
+    assert woken(late) == [0, 1]
+
+
+def test_a_wait_awaits_a_queue_that_was_emptied(engine: Engine) -> None:
+    other = greeted(engine)
+    ask(other, Command("queue_push", b"/a", b"item"))
+    early = parked(engine, 3)
+    ask(other, Command("queue_pop", b"/a"))
+    late = parked(engine, 2)
+    write(engine, b"/b", b"/c", b"/d")
+    assert woken(early) == [0, 1, 2]
+    assert woken(late) == []
+    write(engine, b"/a")
+    assert woken(late) == [0, 1]
+
+
+def test_a_wait_joins_a_group_that_is_still_to_be_counted_down() -> None:
+    engine = Engine(Limits(), portion=20)
+    parked(engine, 25, wait=Command("wait", KEYS[3:]))
+    early = parked(engine, 3)
+    ask(greeted(engine), *(Command("set", key, b"v") for key in KEYS[2:]))
+    assert engine.keyspace.work
+    late = parked(engine, 2)
+    assert ask(greeted(engine), Command("set", KEYS[0], b"v"), Command("delete_key", KEYS[2])) == (1).to_bytes(
+        8, "little"
+    )
+    last = parked(engine, 2)
+    write(engine, KEYS[1])
+    assert woken(early + late) == [0, 1, 2, 3, 4]
+    assert woken(last) == []
+    write(engine, KEYS[2])
+    assert woken(last) == [0, 1]
+
+
+# Ends
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_a_member_that_goes_takes_nobody_along(engine: Engine, keyspace: Keyspace, how: str) -> None:
+    sessions = parked(engine, 5)
+    for session in (sessions[0], sessions[3]):
+        if how == "cancel":
+            assert ask(session, CANCEL) == b"\1"
+            assert (session.state, session.group, session.weight) == (IDLE, None, 0)
+        else:
+            session.leave()
+    write(engine, *KEYS)
+    assert woken(sessions) == [1, 2, 4]
+    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_the_last_member_ends_the_group(engine: Engine, keyspace: Keyspace, how: str) -> None:
+    for session in parked(engine, 3):
+        if how == "cancel":
+            ask(session, CANCEL)
+        else:
+            session.leave()
+    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
+    again = parked(engine, 2)
+    assert groups(keyspace) == [2]
+    write(engine, *KEYS)
+    assert woken(again) == [0, 1]
+
+
+def test_a_large_group_is_woken_in_steps() -> None:
+    engine = Engine(Limits(), portion=100)
+    sessions = parked(engine, 251)
+    writer = greeted(engine)
+    ask(writer, *(Command("set", key, b"v") for key in KEYS))
+    assert woken(sessions) == [0]  # the first one is registered by itself
+    for expected in (range(1, 101), range(101, 201), range(201, 251)):
+        engine.keyspace.step()
+        assert woken(sessions) == list(expected)
+    assert (engine.keyspace.work, engine.keyspace.parked) == (type(engine.keyspace.work)(), 0)
+
+
+def test_a_member_that_sends_while_its_group_is_woken_is_woken_first() -> None:
+    engine = Engine(Limits(), portion=100)
+    sessions = parked(engine, 251)
+    ask(greeted(engine), *(Command("set", key, b"v") for key in KEYS))
+    assert ask(sessions[200], Command("ping", 7)) == b"\0\7\0\0\0"
+    assert ask(sessions[250], CANCEL) == b"\0\1"
+    sessions[240].leave()
+    while engine.keyspace.work:
+        engine.keyspace.step()
+    assert woken(sessions) == [number for number in range(251) if number not in (200, 240, 250)]
+
+
+def test_a_member_is_woken_first_though_its_group_is_still_to_be_counted_down() -> None:
+    engine = Engine(Limits(), portion=20)
+    single = parked(engine, 15, wait=Command("wait", KEYS[3:]))
+    lists = [[*KEYS[:3], b"/%d" % number, KEYS[3]] for number in range(10)]
+    sessions = [session for keys in lists for session in parked(engine, 3, wait=Command("wait", keys))]
+    write(engine, *KEYS[:3], *(b"/%d" % number for number in range(10)))
+    ask(greeted(engine), Command("set", KEYS[3], b"v"))
+    assert engine.keyspace.work
+    assert ask(sessions[29], Command("ping", 7)) == b"\0\7\0\0\0"
+    assert ask(sessions[28], CANCEL) == b"\0\1"
+    while engine.keyspace.work:
+        engine.keyspace.step()
+    assert len(woken(single)) == 15
+    assert woken(sessions) == list(range(28))
+    assert engine.keyspace.parked == 0
+
+
+# Queues
+
+
+def test_members_take_items_one_after_the_other(engine: Engine, keyspace: Keyspace) -> None:
+    write(engine, *KEYS[1:])
+    sessions = parked(engine, 4)
+    other = greeted(engine)
+    for number in range(3):
+        ask(other, Command("queue_push", b"/a", b"item"))
+        assert woken(sessions) == [number]
+    assert keyspace.handoffs == {b"/a": 3}
+    assert ask(sessions[1], Command("ping", 7)) == b"\7\0\0\0"  # leaves its item to the next
+    assert woken(sessions) == [3]
+    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
+
+
+def test_who_came_between_is_served_between(engine: Engine) -> None:
+    write(engine, *KEYS[1:])
+    sessions = parked(engine, 2)
+    sessions += parked(engine, 1, wait=Command("wait", [b"/a"]))
+    sessions += parked(engine, 2)
+    other = greeted(engine)
+    for number in range(5):
+        ask(other, Command("queue_push", b"/a", b"item"))
+        assert woken(sessions) == [number]
+
+
+def test_another_list_that_names_the_queue_comes_between(engine: Engine) -> None:
+    write(engine, b"/b", b"/c", b"/d", b"/e")
+    sessions = parked(engine, 3)
+    sessions += parked(engine, 3, wait=Command("wait", [b"/a", b"/c", b"/d", b"/e"]))
+    sessions += parked(engine, 3)
+    other = greeted(engine)
+    for number in range(9):
+        ask(other, Command("queue_push", b"/a", b"item"))
+        assert woken(sessions) == [number]
+
+
+def test_an_item_counts_a_group_down_that_awaits_more(engine: Engine, keyspace: Keyspace) -> None:
+    write(engine, *KEYS[2:])
+    sessions = parked(engine, 3)
+    ask(greeted(engine), Command("queue_push", b"/a", b"item"))
+    assert woken(sessions) == []
+    write(engine, b"/b")
+    assert woken(sessions) == [0, 1, 2]
+    assert keyspace.handoffs == {}
+
+
+# A second wait
+
+
+@pytest.mark.parametrize("second", [Command("wait", [b"/x"]), Command("barrier", b"/x", 2)], ids=["wait", "barrier"])
+def test_a_member_that_waits_again_keeps_what_it_awaited(engine: Engine, keyspace: Keyspace, second: Command) -> None:
+    sessions = parked(engine, 3)
+    assert ask(sessions[1], second) == b""
+    assert groups(keyspace) == [1, 1]
+    assert sessions[1].parked == {*KEYS, b"/x"}
+    write(engine, b"/b")  # counts for the second wait now
+    assert woken(sessions) == [1]
+    write(engine, *KEYS)
+    assert woken(sessions) == [0, 2]
+    for session in sessions:
+        session.leave()
+    assert (keyspace.waiters, keyspace.parked) == ({}, 0)
+
+
+def test_a_member_that_waits_again_goes_to_the_end(engine: Engine) -> None:
+    write(engine, *KEYS[1:])
+    sessions = parked(engine, 3)
+    assert ask(sessions[1], Command("wait", [b"/x"])) == b""
+    sessions += parked(engine, 2)
+    other = greeted(engine)
+    for number in (0, 2, 1, 3, 4):
+        ask(other, Command("queue_push", b"/a", b"item"))
+        assert woken(sessions) == [number]
+
+
+def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(
+    engine: Engine, keyspace: Keyspace
+) -> None:
+    sessions = parked(engine, 2)
+    sessions += parked(engine, 1, wait=Command("wait", [b"/x"]))
+    assert ask(sessions[2], WAIT) == b""
+    assert sessions[2].parked == {*KEYS, b"/x"}
+    sessions += parked(engine, 2)
+    assert groups(keyspace) == [1, 1, 2]
+    write(engine, *KEYS)
+    assert woken(sessions) == [0, 1, 2, 3, 4]
+
+
+def test_a_second_wait_that_does_not_fit_changes_nothing() -> None:
+    engine = Engine(Limits())
+    sessions = parked(engine, 3)
+    engine.keyspace.on_full = None
+    engine.keyspace.max_size = engine.keyspace.size + 4 * PARKED_BYTES
+    before = registrations(engine.keyspace), engine.keyspace.size
+    for second in (Command("wait", [b"/x"]), Command("barrier", b"/x", 2)):
+        with pytest.raises(LimitError):
+            sessions[2].receive(second.frame)
+        assert (registrations(engine.keyspace), engine.keyspace.size) == before
+        assert engine.keyspace.values == {}
+
+
+# Replies
+
+
+def test_a_reply_is_made_once_until_a_key_changes(engine: Engine) -> None:
+    write(engine, *KEYS)
+    sessions = [greeted(engine) for _ in range(5)]
+    for session in sessions:
+        session.receive(MULTI_GET.frame)
+    assert [len(session.out) for session in sessions] == [4, 4, 1, 1, 1]
+    assert sessions[2].out[0] is sessions[3].out[0] is sessions[4].out[0]
+    assert {take(session) for session in sessions} == {blob(b"v") * 4}
+    write(engine, b"/x")
+    sessions[0].receive(MULTI_GET.frame)
+    assert len(sessions[0].out) == 1
+
+
+CHANGES = [
+    Command("set", b"/b", b"new"),
+    Command("set", b"/b", bytes(30)),
+    Command("compare_set", b"/b", b"7", b"new"),
+    Command("append", b"/b", b"0"),
+    Command("add", b"/b", 1),
+    Command("multi_set", [(b"/x", b"1"), (b"/b", b"new")]),
+    Command("delete_key", b"/b"),
+    Command("barrier", b"/b", 0),
+    Command("join", b"/b", b"token"),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda command: command.name)
+def test_every_change_ends_a_kept_reply(engine: Engine, change: Command) -> None:
+    write(engine, *KEYS, value=b"7")
+    session, other = greeted(engine), greeted(engine)
+    for form in (Command("set", b"/b", b"7"), Command("add", b"/b", 7), Command("append", b"/b", b"7")):
+        ask(other, Command("delete_key", b"/b"), form)
+        for _ in range(4):
+            ask(session, MULTI_GET)
+            assert ask(session, CHECK) == b"\0"
+        assert engine.keyspace.tracked[b"/b"].reply is not None
+        ask(other, change)
+        reply = ask(session, MULTI_GET)  # before anything else reads the new value
+        assert reply == b"".join(ask(other, Command("get", key)) for key in KEYS)
+        assert ask(session, CHECK) == (b"\1" if change.name == "delete_key" else b"\0")
+
+
+@pytest.mark.parametrize("push", [Command("queue_push", b"/b", b"item"), Command("set", b"/b", b"v")], ids=repr)
+def test_presence_follows_keys_and_queues(engine: Engine, push: Command) -> None:
+    write(engine, b"/a", b"/c", b"/d")
+    session = greeted(engine)
+    undo = Command("queue_pop", b"/b") if push.name == "queue_push" else Command("delete_key", b"/b")
+    for _ in range(3):
+        assert ask(session, CHECK) == b"\1"
+        ask(greeted(engine), push)
+        assert ask(session, CHECK) == b"\0"
+        assert ask(session, WAIT) == b"\0"
+        ask(greeted(engine), undo)
+    ask(greeted(engine), push)
+    assert ask(session, CHECK, Command("lease", b"/b", 1))[:1] == b"\0"
+    assert ask(session, CHECK) == (b"\1" if push.name == "queue_push" else b"\0")
+    ask(session, Command("give_back", 1))
+    assert ask(session, CHECK) == b"\0"
+
+
+def test_a_reserved_key_in_a_list(engine: Engine) -> None:
+    write(engine, *KEYS)
+    check = Command("check", [*KEYS, b"tcpstore_async/joins"])
+    session = greeted(engine)
+    assert [ask(session, check) for _ in range(3)] == [b"\1"] * 3
+    sessions = parked(engine, 3, wait=Command("wait", check.fields[0]))
+    engine.announce(3)
+    assert ask(session, check) == b"\0"
+    assert ask(session, Command("wait", check.fields[0])) == b"\0"
+    assert woken(sessions) == []  # as for one key
+
+
+def test_unsent_replies_are_counted_once(engine: Engine) -> None:
+    write(engine, *KEYS, value=bytes(10_000))
+    sessions = [greeted(engine) for _ in range(50)]
+    for session in sessions:
+        session.receive(MULTI_GET.frame)
+    before = engine.budget.others
+    for session in sessions[2:]:
+        session.keep_unsent(list(session.out), 0)
+    assert engine.budget.others - before < 40_000 + 48 * 1100 + 400
+
+
+def test_a_large_reply_is_not_kept(engine: Engine) -> None:
+    write(engine, *KEYS, value=bytes(1 << 19))
+    session = greeted(engine)
+    for _ in range(4):
+        session.receive(MULTI_GET.frame)
+        assert len(session.out) == 4
+        take(session)
+
+
+# Recognizing lists
+
+
+def test_lists_are_forgotten_when_they_take_too_much() -> None:
+    engine = Engine(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
+    cache = engine.key_lists
+    assert cache.capacity == 1 << 20
+    session = greeted(engine)
+    lists = [Command("check", [b"/%d/%d" % (number, at) for at in range(50)]) for number in range(300)]
+    for command in lists:
+        assert ask(session, command, command) == b"\1\1"
+        assert cache.size <= cache.capacity
+    assert 50 < len(cache.lists) < 300
+    assert len(engine.keyspace.tracked) == 50 * len(cache.lists)
+    assert engine.budget.others == engine.session_bytes + cache.size
+
+
+def test_a_forgotten_list_keeps_its_waiters() -> None:
+    engine = Engine(Limits())
+    engine.key_lists.capacity = 4000
+    early = parked(engine, 3)
+    for number in range(9):
+        command = Command("check", [b"/%d/%d" % (number, at) for at in range(4)])
+        ask(greeted(engine), command, command)
+    assert engine.keyspace.tracked.get(b"/a") is None
+    late = parked(engine, 3)
+    assert groups(engine.keyspace) == [1, 2, 1, 2]
+    write(engine, *KEYS)
+    assert woken(early + late) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_cut_frame_that_is_known_is_not_kept(engine: Engine) -> None:
+    wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
+    parked(engine, 2, wait=wait)
+    session = greeted(engine)
+    for at in range(0, wait.size, 1000):
+        session.receive(wait.frame[at : at + 1000])
+        assert session.held < 400
+    assert session.group is not None
+    assert engine.unfinished == 0
+
+
+@pytest.mark.parametrize("last", [b"/d", b"/e", b"/longer", b"", b"/", b"/d2"])
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 11, 23, 50])
+def test_a_frame_that_begins_as_a_known_list(engine: Engine, step: int, last: bytes) -> None:
+    """However it is cut, it is complete with its own last byte."""
+    write(engine, b"/a", b"/b", b"/c", last)
+    session = greeted(engine)
+    ask(session, CHECK, CHECK)
+    other = Command("check", [*KEYS[:3], last])
+    for at in range(0, other.size - 1, step):
+        assert not session.out
+        session.receive(other.frame[at : min(at + step, other.size - 1)])
+    assert not session.out
+    session.receive(other.frame[-1:])
+    assert take(session) == b"\0"
+    assert engine.unfinished == 0
+
+
+def test_a_peer_that_leaves_in_the_middle_of_a_frame(engine: Engine) -> None:
+    ask(greeted(engine), CHECK, CHECK)
+    (listed,) = engine.key_lists.lists.values()
+    session, other = greeted(engine), greeted(engine)
+    for one in (session, other):
+        one.receive(CHECK.frame[:-1])
+    assert listed.compared == 2
+    session.leave()
+    assert listed.compared == 1
+    other.receive(CHECK.frame[-1:])
+    assert (listed.compared, take(other)) == (0, b"\1")
+
+
+# The budget
+
+
+def test_a_job_of_98304_ranks_meets_no_limit() -> None:
+    """In small: 1/48 of the ranks and of the budget, with all the keys."""
+    ranks, roots = 98_304 // 48, 768
+    engine = Engine(Limits(budget_bytes=8 * GIB // 48))
+    keys = [b"/default_pg/0//cuda//nccl_storekey_0_%d" % number for number in range(roots)]
+    wait, read = Command("wait", keys), Command("multi_get", keys)
+    sessions = [greeted(engine) for _ in range(ranks)]
+    for session in sessions:
+        session.receive(wait.frame)
+        assert session.held < 300
+    assert engine.keyspace.parked < 2 * 768 * 600 + ranks * MEMBER_BYTES
+    write(engine, *keys, value=bytes(128))
+    assert woken(sessions) == list(range(ranks))
+    for session in sessions:
+        session.receive(read.frame)
+        session.keep_unsent(list(session.out), 0)
+        session.out.clear()
+    assert not engine.evicted
+    assert engine.budget.used() < engine.budget.limit // 8
+
+
+def test_who_is_alone_in_a_group_holds_all_of_it(engine: Engine) -> None:
+    wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
+    (alone,) = parked(engine, 1, wait=wait)
+    assert engine.budget._holds(alone) > 900 * PARKED_BYTES
+    many = parked(engine, 100, wait=wait)
+    assert engine.budget._holds(many[0]) < 6000
