@@ -23,6 +23,7 @@
 #define IP_BIND_ADDRESS_NO_PORT 24
 #endif
 #define MAXD 64
+#define IDS_BYTES 128
 enum { ST_NONE, ST_CONN, ST_PONG, ST_INIT, ST_READY, ST_B1, ST_B2, ST_BW, ST_RUN };
 enum { OP_SETGET, OP_ADD, OP_CHECK, OP_GET, OP_TGET, OP_MGET, OP_BIGSET, OP_BIGGET, OP_PING, OP_SET };
 static const char *OPN[] = {"setget", "add",    "check",  "get",  "tget",
@@ -818,6 +819,145 @@ static void do_tput(int op) {
     C[i].inrep = 0;
   }
 }
+// ---- NCCL's IDs: connection 0 is the roots, which SET nk keys; every other one is a rank, all of which send the
+// same bytes
+enum { IDS_NEW, IDS_PARKED, IDS_SET };
+static int ids_state = IDS_NEW, ids_generation = 0;
+static char *ids_reply;
+static const char *ids_key(int j) {
+  static char key[64];
+  static uint32_t run = 0;
+  if (!run)
+    run = (uint32_t)(now() >> 10) * 31 + getpid();
+  snprintf(key, sizeof key, "/default_pg/0//cuda//nccl_storekey_%08x_%03d", run + ids_generation, j);
+  return key;
+}
+static size_t ids_request(int op) {
+  char *p = BB;
+  *p++ = op;
+  p = P64(p, nk);
+  for (int j = 0; j < nk; j++)
+    p = PS(p, ids_key(j));
+  return p - BB;
+}
+static void ids_set() {
+  char *p = BB;
+  for (int j = 0; j < nk; j++) {
+    *p++ = 1;
+    p = PS(p, ids_key(j));
+    p = P(p, ids_reply, 8 + IDS_BYTES);
+  }
+  sendall(&C[0], BB, p - BB);
+  ids_state = IDS_SET;
+}
+// handle what has arrived; a rank's reply is the first `size` bytes of ids_reply or, of one byte, 0
+static int ids_read(size_t size, int timeout) {
+  int done = 0, k = epoll_wait(ep, EV, NEV, timeout);
+  if (k == 0 && timeout) {
+    errno = ETIMEDOUT;
+    die("ids stall");
+  }
+  for (int j = 0; j < k; j++) {
+    conn *c = &C[EV[j].data.u32];
+    if (!(EV[j].events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+      continue;
+    ssize_t n;
+    do {
+      n = recv(c->fd, RB, RBN, 0);
+      if (n == 0)
+        errno = ECONNRESET;
+      if (n == 0 || (n < 0 && errno != EAGAIN))
+        die("recv ids");
+      if (n < 0)
+        break;
+      if ((size_t)n > c->rem || memcmp(RB, size == 1 ? "" : ids_reply + (size - c->rem), n)) {
+        errno = EPROTO;
+        die("ids reply");
+      }
+      c->rem -= n;
+      done += c->rem == 0;
+    } while ((size_t)n == RBN);
+  }
+  return done;
+}
+// wait until all threads of the server sleep, and return since when: a server that is busy, or waits for a core, is
+// runnable
+static uint64_t wait_quiet() {
+  uint64_t since = now();
+  if (!srvpid) {
+    usleep(500000);
+    return since;
+  }
+  for (int asleep = 0; asleep < 5;) {
+    usleep(5000);
+    if (!asleep)
+      since = now();
+    char p[320];
+    snprintf(p, sizeof p, "/proc/%d/task", srvpid);
+    DIR *d = opendir(p);
+    struct dirent *e;
+    asleep++;
+    while (d && (e = readdir(d))) {
+      if (e->d_name[0] == '.')
+        continue;
+      snprintf(p, sizeof p, "/proc/%d/task/%s/stat", srvpid, e->d_name);
+      FILE *f = fopen(p, "r");
+      char s = 'S';
+      if (f) {
+        if (fscanf(f, "%*d (%*[^)]) %c", &s) != 1)
+          s = 'S';
+        fclose(f);
+      }
+      if (s == 'R')
+        asleep = 0;
+    }
+    if (d)
+      closedir(d);
+  }
+  return since;
+}
+static void do_ids(const char *mode, int op, size_t size) {
+  int done = 0, ranks = N - 1, parks = !strcmp(mode, "park"), wakes = !strcmp(mode, "wake");
+  if (ranks < 1 || wakes != (ids_state == IDS_PARKED)) {
+    errno = EINVAL;
+    die(ranks < 1 ? "needs -n 2" : "wake follows park, and nothing else does");
+  }
+  if (parks)
+    ids_generation++;
+  else if (ids_state == IDS_NEW)
+    ids_set();
+  wait_quiet();
+  uint64_t T0 = now(), c0 = srvcpu(), m0 = mycpu();
+  long r0 = srvrss();
+  size_t n = ids_request(op);
+  if (wakes)
+    ids_set();
+  else
+    for (int i = 1; i < N; i++) {
+      C[i].rem = size;
+      sendall(&C[i], BB, n);
+      if (i % 64 == 0)
+        done += ids_read(size, 0);
+    }
+  if (parks)
+    ids_state = IDS_PARKED;
+  else
+    while (done < ranks)
+      done += ids_read(size, 30000);
+  uint64_t T1 = now(), quiet = wait_quiet();
+  if (parks) {
+    T1 = quiet;
+    if (done || ids_read(size, 0)) {
+      errno = EPROTO;
+      die("reply to a rank that has to wait");
+    }
+  }
+  printf("{\"tag\":\"%s\",\"mode\":\"%s\",\"n\":%d,\"keys\":%d,\"wall_ms\":%.2f,\"srv_cpu_us_per_rank\":%.2f,"
+         "\"lg_cpu_us_per_rank\":%.2f,\"rss_per_rank\":%.0f}\n",
+         tag, mode, ranks, nk, (T1 - T0) / 1e6, (srvcpu() - c0) / 1e3 / ranks, (mycpu() - m0) / 1e3 / ranks,
+         (double)(srvrss() - r0) / ranks);
+  fflush(stdout);
+}
 int main(int ac, char **av) {
   char *mode = "init";
   int o;
@@ -885,6 +1025,9 @@ int main(int ac, char **av) {
   bigv = malloc(bsz);
   memset(bigv, 'b', bsz);
   memset(val100, 'v', 100);
+  ids_reply = malloc(nk * (8 + IDS_BYTES) + 1);
+  for (char *p = ids_reply; p < ids_reply + nk * (8 + IDS_BYTES); p += 8 + IDS_BYTES)
+    memset(P64(p, IDS_BYTES), 'i', IDS_BYTES);
   ep = epoll_create1(0);
   char *mm = strdup(mode);
   int seeded = 0, inited = 0;
@@ -899,6 +1042,10 @@ int main(int ac, char **av) {
       do_barrier();
     else if (!strcmp(m, "barrier18"))
       do_barrier_opcode();
+    else if (!strcmp(m, "park") || !strcmp(m, "wake") || !strcmp(m, "readywait"))
+      do_ids(m, 6, 1);
+    else if (!strcmp(m, "mget128"))
+      do_ids(m, 10, nk * (8 + IDS_BYTES));
     else if (!strcmp(m, "hold")) {
       sleep(1000);
     } else {
