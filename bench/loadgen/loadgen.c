@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -60,8 +61,9 @@ static uint64_t now() {
   return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 static void die(const char *m) {
-  fprintf(stderr, "loadgen: %s: %s\n", m, strerror(errno));
-  printf("{\"error\":\"%s: %s\"}\n", m, strerror(errno));
+  int e = errno;
+  fprintf(stderr, "loadgen: %s: %s\n", m, strerror(e));
+  printf("{\"error\":\"%s: %s\",\"errno\":%d}\n", m, strerror(e), e);
   fflush(stdout);
   exit(1);
 }
@@ -236,6 +238,7 @@ static int NEV = 1024;
 // ---- init
 static int nstarted = 0, nready = 0;
 static uint64_t *tconn;
+static int per_source = 20000; // connections from one address
 static void start_conn(int i) {
   conn *c = &C[i];
   c->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -244,10 +247,10 @@ static void start_conn(int i) {
   int one = 1;
   struct sockaddr_in a = {.sin_family = AF_INET};
   char s[32];
-  snprintf(s, 32, "127.0.1.%d", 1 + i / 20000);
+  snprintf(s, 32, "127.0.1.%d", 1 + i / per_source);
   inet_pton(AF_INET, s, &a.sin_addr);
   setsockopt(c->fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, 4);
-  if (N > 20000 && bind(c->fd, (void *)&a, sizeof a))
+  if (N > per_source && bind(c->fd, (void *)&a, sizeof a))
     die("bind");
   setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &one, 4);
   struct sockaddr_in d = {.sin_family = AF_INET, .sin_port = htons(port)};
@@ -269,7 +272,7 @@ static void add_msg(conn *c, const char *key, int64_t v) {
   expect_fixed(c, 8);
   sendall(c, b, p - b);
 }
-static void on_connected(conn *c, int i) {
+static void check_connected(conn *c) {
   int e = 0;
   socklen_t l = 4;
   getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &e, &l);
@@ -277,6 +280,9 @@ static void on_connected(conn *c, int i) {
     errno = e;
     die("connect result");
   }
+}
+static void on_connected(conn *c, int i) {
+  check_connected(c);
   char v[5] = {0};
   uint32_t m = 0x3C85F7CE;
   memcpy(v + 1, &m, 4);
@@ -958,10 +964,202 @@ static void do_ids(const char *mode, int op, size_t size) {
          (double)(srvrss() - r0) / ranks);
   fflush(stdout);
 }
+// ---- play: ranks 1 to N of a job send what a script says (bench/loadgen/player.py writes it): u32 ranks per root,
+// replies, actions; for each reply u32 length, length if known, bytes; for each action u32 who, size of a group, ranks in
+// such groups, number of its reply, length, fields, then u32 offset and kind of each field, and the request
+enum { WHO_ALL, WHO_ROOTS, WHO_OTHERS, WHO_FIRST };
+enum { FIELD_GROUP, FIELD_MEMBER, FIELD_ROOT };
+typedef struct {
+  const char *b;
+  uint32_t n, known;
+} reply;
+typedef struct {
+  uint32_t who, size, ranks, n, nf;
+  const reply *rep;
+  const char *f, *b;
+} action;
+static const char *script_path = "";
+static double arrival = 0;
+static reply *REP;
+static action *ACT;
+static uint32_t nact, per_root, *act_at;
+static uint64_t waiting = 0, most_waiting = 0, requests = 0;
+static int played = 0;
+static uint32_t U32(const char **p) {
+  uint32_t v;
+  memcpy(&v, *p, 4);
+  *p += 4;
+  return v;
+}
+static void load_script() {
+  FILE *f = fopen(script_path, "rb");
+  if (!f)
+    die(script_path);
+  fseek(f, 0, SEEK_END);
+  long n = ftell(f);
+  rewind(f);
+  char *b = malloc(n + 1);
+  if (fread(b, 1, n, f) != (size_t)n)
+    die(script_path);
+  fclose(f);
+  const char *p = b;
+  per_root = U32(&p);
+  uint32_t nrep = U32(&p);
+  nact = U32(&p);
+  REP = calloc(nrep + 1, sizeof *REP);
+  ACT = calloc(nact + 1, sizeof *ACT);
+  for (uint32_t i = 0; i < nrep; i++) {
+    REP[i].n = U32(&p);
+    REP[i].known = U32(&p);
+    REP[i].b = p;
+    p += REP[i].known;
+  }
+  uint32_t longest = 0;
+  for (uint32_t i = 0; i < nact; i++) {
+    action *a = &ACT[i];
+    a->who = U32(&p);
+    a->size = U32(&p);
+    a->ranks = U32(&p);
+    a->rep = &REP[U32(&p)];
+    a->n = U32(&p);
+    a->nf = U32(&p);
+    a->f = p;
+    p += 8 * a->nf;
+    a->b = p;
+    p += a->n;
+    if (a->n > longest)
+      longest = a->n;
+  }
+  if (longest > 1 << 22)
+    BB = realloc(BB, longest);
+}
+static int sends(const action *a, uint32_t rank) {
+  uint32_t member = rank % a->size;
+  if (rank >= a->ranks)
+    return 0;
+  if (a->who == WHO_ALL)
+    return 1;
+  if (a->who == WHO_FIRST)
+    return member == 0;
+  return (member % per_root == 0) == (a->who == WHO_ROOTS);
+}
+// send a rank's next requests, up to one that has a reply
+static void play_on(conn *c, uint32_t i) {
+  uint32_t rank = i + 1;
+  for (; act_at[i] < nact; act_at[i]++) {
+    const action *a = &ACT[act_at[i]];
+    if (!sends(a, rank))
+      continue;
+    const char *b = a->b, *f = a->f;
+    if (a->nf) {
+      b = memcpy(BB, a->b, a->n);
+      for (uint32_t j = 0; j < a->nf; j++) {
+        uint32_t at = U32(&f), kind = U32(&f), v = rank % a->size;
+        char digits[16];
+        if (kind == FIELD_GROUP)
+          v = rank / a->size;
+        else if (kind == FIELD_ROOT)
+          v /= per_root;
+        snprintf(digits, sizeof digits, "%08u", v);
+        memcpy(BB + at, digits, 8);
+      }
+    }
+    requests++;
+    c->rem = a->rep->n;
+    if (c->rem && *a->b == 6 && ++waiting > most_waiting)
+      most_waiting = waiting;
+    sendall(c, b, a->n);
+    if (c->rem)
+      return;
+  }
+  played++;
+}
+static void play_read(conn *c, uint32_t i) {
+  ssize_t n;
+  do {
+    n = recv(c->fd, RB, RBN, 0);
+    if (n == 0)
+      errno = ECONNRESET;
+    if (n == 0 || (n < 0 && errno != EAGAIN))
+      die("recv play");
+    if (n < 0)
+      return;
+    const action *a = &ACT[act_at[i]];
+    const reply *rep = a->rep;
+    if ((size_t)n > c->rem || (rep->known && memcmp(RB, rep->b + (rep->n - c->rem), n))) {
+      errno = EPROTO;
+      die("wrong reply");
+    }
+    c->rem -= n;
+    if (c->rem == 0) {
+      if (*a->b == 6)
+        waiting--;
+      if (act_at[i] == 0)
+        nready++;
+      act_at[i]++;
+      play_on(c, i);
+    }
+  } while ((size_t)n == RBN);
+}
+static uint64_t own_waited() {
+  unsigned long long ran = 0, waited = 0;
+  FILE *f = fopen("/proc/self/schedstat", "r");
+  if (f) {
+    if (fscanf(f, "%llu %llu", &ran, &waited) != 2)
+      waited = 0;
+    fclose(f);
+  }
+  return waited;
+}
+static void do_play() {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  load_script();
+  act_at = calloc(N, sizeof *act_at);
+  int *order = calloc(N, sizeof *order);
+  for (int roots = 0, k = 0; roots < 2; roots++) // at once: roots last, so that all others wait for all of them
+    for (int j = 0; j < N && k < N; j++) {
+      int i = (uint64_t)j * 1000003 % N;
+      if (arrival > 0 || ((i + 1) % per_root == 0) == roots)
+        order[k++] = i;
+    }
+  per_source = 4096;
+  uint64_t T0 = now(), m0 = mycpu(), w0 = own_waited();
+  while (played < N) {
+    int timeout = -1;
+    for (int k = 0; k < 64 && nstarted < N && nstarted - nready < conc; k++) {
+      int64_t early = T0 + (int64_t)(arrival * 1e9 * nstarted / (N > 1 ? N - 1 : 1)) - now();
+      if (early > 0) {
+        timeout = 1 + early / 1000000;
+        break;
+      }
+      timeout = 0;
+      start_conn(order[nstarted]);
+    }
+    int k = epoll_wait(ep, EV, NEV, timeout);
+    if (k < 0 && errno != EINTR)
+      die("epoll_wait");
+    for (int j = 0; j < k; j++) {
+      uint32_t i = EV[j].data.u32;
+      conn *c = &C[i];
+      if (c->st == ST_CONN && EV[j].events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) {
+        check_connected(c);
+        c->st = ST_RUN;
+        play_on(c, i);
+      }
+      if (c->st == ST_RUN && EV[j].events & (EPOLLIN | EPOLLHUP | EPOLLERR))
+        play_read(c, i);
+    }
+  }
+  printf("{\"mode\":\"play\",\"n\":%d,\"began\":%.6f,\"ended\":%.6f,\"cpu\":%.6f,\"waited\":%.6f,\"requests\":%llu,"
+         "\"parked\":%llu}\n",
+         N, T0 / 1e9, now() / 1e9, (mycpu() - m0) / 1e9, (own_waited() - w0) / 1e9, (unsigned long long)requests,
+         (unsigned long long)most_waiting);
+  fflush(stdout);
+}
 int main(int ac, char **av) {
   char *mode = "init";
   int o;
-  while ((o = getopt(ac, av, "h:p:n:c:m:d:t:w:r:k:b:P:T:Sg:")) != -1)
+  while ((o = getopt(ac, av, "h:p:n:c:m:d:t:w:r:k:b:P:T:Sg:f:A:")) != -1)
     switch (o) {
     case 'h':
       strncpy(host, optarg, 63);
@@ -1008,6 +1206,12 @@ int main(int ac, char **av) {
     case 'T':
       tag = optarg;
       break;
+    case 'f':
+      script_path = optarg;
+      break;
+    case 'A':
+      arrival = atof(optarg);
+      break;
     default:
       return 2;
     }
@@ -1032,6 +1236,11 @@ int main(int ac, char **av) {
   char *mm = strdup(mode);
   int seeded = 0, inited = 0;
   for (char *m = strtok(mm, ","); m; m = strtok(NULL, ",")) {
+    if (!strcmp(m, "play")) {
+      do_play();
+      inited = 1;
+      continue;
+    }
     if (!inited) {
       do_init(strncmp(m, "init", 4) != 0);
       inited = 1;
