@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from bench.servers import Server
 from bench.start import Action, Pattern, Traffic, in_order_of_arrival, traffic
+from tcpstore_async.errors import LimitError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
 
@@ -153,7 +154,10 @@ def measure(pattern: Pattern, ranks: int, roots_last: bool) -> dict[str, float]:
     process.reset_peak_memory()
     idle = process.memory()
     job = Ranks(plan, ranks)
-    job.play(roots_last)
+    try:
+        job.play(roots_last)
+    except LimitError as error:
+        raise SystemExit(f"a limit was reached: {error}") from None
     memory = process.peak_memory() - idle
     return {
         "wall": job.wall, "cpu": job.cpu, "operations": ranks, "memory": memory, "parked": job.parked,

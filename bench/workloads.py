@@ -51,6 +51,8 @@ ARRIVAL_SECONDS = 10.0
 """Within which ranks arrive where not all do at once."""
 BUSY_REQUESTS = 20
 """Requests of each rank to a busy trainer's server."""
+REQUESTS_PER_SECOND = 20_000
+"""At least, of a start: what it may take beyond the limit."""
 REQUESTS = 10_000
 """Of each operation, over all clients."""
 REQUESTS_OF_ONE = 2_000
@@ -356,13 +358,15 @@ def busy_trainer(point: Point) -> list[Measured]:
 def start(point: Point, pattern: Pattern = NCCL2, seconds: float = 0.0) -> list[Measured]:
     """Let the ranks arrive within so many seconds. The time counts from then on, until all have all replies.
 
-    Rank 0 arrives first, and exchanges nothing before it has seen the others, as PyTorch's constructor does.
+    Rank 0 arrives first, and exchanges nothing before it has seen the others, as PyTorch's constructor does. Raises
+    LoadError.
     """
-    others, limit = point.others, point.limit + seconds
+    others = point.others
     try:
         plan = traffic(pattern, point.size)
     except ValueError as error:
         raise Impossible(str(error)) from None
+    limit = point.limit + seconds + len(plan.actions) * point.size / REQUESTS_PER_SECOND
     with (
         point.host.running(point.server, new=True) as server,
         Connection(server.port, limit, name="rank 0's connection") as rank0,

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench import loadgen
+from bench import in_memory_start, loadgen
 from bench.in_memory_start import measure
 from bench.loadgen.player import playing
 from bench.servers import Host, Impossible, hosting, load_cores
 from bench.start import BACKENDS, GROUP, PRESETS, Group, Pattern, in_order_of_arrival, traffic
 from bench.workloads import Point, start
 from support import LIMIT
+from tcpstore_async.limits import MIB, Limits
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.wire.commands import BY_OPCODE
 
@@ -141,3 +142,9 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loadgen, "build", missing)
     with pytest.raises(LoadError, match="the load generator needs a C compiler"), playing(1, [], 3, 0.0, {0}):
         pass
+
+
+def test_a_start_in_memory_fails_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_memory_start, "Limits", lambda: Limits(budget_bytes=9 * MIB))
+    with pytest.raises(SystemExit, match="a limit was reached: limit exceeded: budget_bytes="):
+        measure(Pattern(), 10_000, True)
