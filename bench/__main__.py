@@ -187,7 +187,7 @@ def _starts(backend: str | None, groups: str | None, preset: str | None) -> dict
     """Return the scenarios of a start as these options replace them; none without options."""
     if preset is not None:
         if backend is not None or groups is not None:
-            raise click.UsageError("--preset says what --backend and --groups would")
+            raise click.UsageError("--preset excludes --backend and --groups")
         pattern, sizes, memory = PRESETS[preset]
         return {
             name: replace(SCENARIOS[name].replaying(pattern), sizes=sizes, quick=sizes[:1], memory=memory)

@@ -33,8 +33,8 @@ METHOD = f"""\
   machine for a while slows all of them.
 * **Each sample has a new server**: ours is a new process; PyTorch's two are a new TCPStore in a process that is reused
   and was warmed up unmeasured, because importing torch takes seconds. Its memory has been touched before; its table of
-  open files is small, as a new process's is. The control has a process of its own. For `memory`, `resolver` and
-  `busy-trainer`, PyTorch's processes are new as well.
+  open files is small, as a new process's is. The control has a process of its own. For `start`,
+  `start-spread`, `memory`, `resolver` and `busy-trainer`, PyTorch's processes are new as well.
 * **A number is the median of the rounds**, with min to max in brackets. **A ratio is the median of the ratios of each
   round** to the reference.
 * **An interval** lies between two order statistics: it holds the median with {stats.CONFIDENCE:.0%} confidence or more

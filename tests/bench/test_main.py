@@ -147,7 +147,7 @@ def test_the_file_limit_ends_the_series(tmp_path: Path) -> None:
         (["--sizes", "4,"], "Invalid value for '--sizes': '4,' is not a list of numbers"),
         (["--seconds", "nan"], "Invalid value for '--seconds': not a number"),
         (["--groups", "1x"], "Invalid value for '--groups': '1x' is not COUNTxSIZE or COUNTxSIZE:BACKEND"),
-        (["--preset", "dense", "--backend", "gloo"], "--preset says what --backend and --groups would"),
+        (["--preset", "dense", "--backend", "gloo"], "--preset excludes --backend and --groups"),
         (["--scenario", "nix"], "Invalid value for '--scenario': 'nix' is not one of 'init', "),
         (["--out", "/proc/nix"], "Invalid value for '--out': cannot write /proc/nix/run.json: "),
     ],
