@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from bench import workloads
 from bench.run_file import Sample
-from bench.start import Pattern
+from bench.start import NCCL2, Pattern
 from bench.workloads import Measured
 
 
@@ -96,7 +96,7 @@ class Scenario:
     max_power: float = 3.0
     """The highest power of the size that a projection grows with; 1: linear."""
     words: tuple[str, ...] = ()
-    """What else describes it to `bench.in_memory`."""
+    """What describes a start to `bench.in_memory`."""
 
     def replaying(self, pattern: Pattern) -> Scenario:
         """Return a scenario of a start with another one."""
@@ -171,6 +171,7 @@ _ALL = (
         "The time is until the last rank has everything.",
         TIME, CPU_PER_RANK, workloads.start,
         sizes=RANKS, quick=(1 * K,), weight=300, quick_weight=12, memory=IN_MEMORY[:-1], slow=True,
+        words=NCCL2.words,
     ),
     Scenario(
         "start-spread",
@@ -178,7 +179,7 @@ _ALL = (
         "The same, but the ranks, roots among them, arrive evenly within ten seconds; the time is from then on.",
         TIME, CPU_PER_RANK, partial(workloads.start, seconds=workloads.ARRIVAL_SECONDS),
         sizes=RANKS, weight=300, quick_weight=0.1, memory=IN_MEMORY[:-1], slow=True,
-        fixed_seconds=0.5 + workloads.ARRIVAL_SECONDS,
+        fixed_seconds=0.5 + workloads.ARRIVAL_SECONDS, words=NCCL2.words,
     ),
     Scenario(
         "exchange",

@@ -22,7 +22,7 @@ from bench.builds import environment
 from bench.in_memory import BARRIERS
 from bench.loadgen.player import playing
 from bench.servers import FOREIGN, Host, Impossible, Server, load_cores
-from bench.start import NCCL2, Pattern, traffic
+from bench.start import NCCL2, Pattern, Traffic, traffic
 from tcpstore_async.load.generator import Late, LoadError, Step, Unreachable, late
 from tcpstore_async.load.scripts import (
     OPERATIONS,
@@ -362,11 +362,7 @@ def start(point: Point, pattern: Pattern = NCCL2, seconds: float = 0.0) -> list[
     LoadError.
     """
     others = point.others
-    try:
-        plan = traffic(pattern, point.size)
-    except ValueError as error:
-        raise Impossible(str(error)) from None
-    limit = point.limit + seconds + len(plan.actions) * point.size / REQUESTS_PER_SECOND
+    plan, limit = _plan(pattern, point.size, point.limit + seconds)
     with (
         point.host.running(point.server, new=True) as server,
         Connection(server.port, limit, name="rank 0's connection") as rank0,
@@ -374,7 +370,7 @@ def start(point: Point, pattern: Pattern = NCCL2, seconds: float = 0.0) -> list[
         for action in (*plan.joining, *plan.first):
             rank0.call(action.of(0), action.reply_bytes)
         server.reset_peak_memory()
-        idle, cpu, began = server.memory(), server.cpu(), time.perf_counter()
+        idle, cpu = server.memory(), server.cpu()
         with playing(server.port, [*plan.joining, *plan.actions], others, seconds, load_cores()) as player:
             wait_for_ranks(rank0, point.size, limit)
             for action in plan.actions:
@@ -382,16 +378,28 @@ def start(point: Point, pattern: Pattern = NCCL2, seconds: float = 0.0) -> list[
                     raise LoadError("rank 0 got a wrong reply")
             ended = time.perf_counter()
             played = player.result(limit)
+        wall = max(ended, played.ended) - played.began - seconds
         return [
             Measured(
-                max(ended, played.ended) - began - seconds, point.size, server.cpu() - cpu, played.cpu, played.share,
+                wall, point.size, server.cpu() - cpu, played.cpu, played.share,
                 memory=max(0, server.peak_memory() - idle), parked=played.parked,
             )
         ]  # fmt: skip
 
 
+def _plan(pattern: Pattern, ranks: int, limit: float) -> tuple[Traffic, float]:
+    """Return what the ranks of a start send, and a limit of seconds that grows with it. Raises Impossible."""
+    try:
+        plan = traffic(pattern, ranks)
+    except ValueError as error:
+        raise Impossible(str(error)) from None
+    return plan, limit + len(plan.actions) * ranks / REQUESTS_PER_SECOND
+
+
 def without_sockets(scenario: str, size: int, limit: float, words: Sequence[str] = ()) -> Measured:
-    """Drive our sessions in memory, in a child process; `words` describe the scenario. Raises LoadError."""
+    """Drive our sessions in memory, in a child process; `words` describe a start. Raises LoadError."""
+    if words:
+        _, limit = _plan(Pattern.of(*words), size, limit)
     command = [sys.executable, "-m", "bench.in_memory", scenario, str(size), *words]
     stdin, ours = os.pipe()  # open as long as this process lives: the child exits when it ends
     try:

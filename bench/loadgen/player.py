@@ -28,8 +28,9 @@ _U32 = struct.Struct("<I")
 class Played(NamedTuple):
     """Times in seconds."""
 
+    began: float
+    """Of the monotonic clock, as `ended`: when the last rank had its last reply."""
     ended: float
-    """Of the monotonic clock: when the last rank had its last reply."""
     cpu: float
     """Of the load generator."""
     share: float
@@ -79,7 +80,7 @@ class Player:
             raise (Unreachable if lost else LoadError)(f"the load generator failed: {found['error']}")
         wall = found["ended"] - found["began"]
         share = (found["cpu"] + found["waited"]) / wall
-        return Played(found["ended"], found["cpu"], share, found["requests"], found["parked"])
+        return Played(found["began"], found["ended"], found["cpu"], share, found["requests"], found["parked"])
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from bench.in_memory_start import measure
 from bench.loadgen.player import playing
 from bench.servers import Host, Impossible, hosting, load_cores
 from bench.start import BACKENDS, GROUP, PRESETS, Group, Pattern, in_order_of_arrival, traffic
-from bench.workloads import Point, start
+from bench.workloads import Point, start, without_sockets
 from support import LIMIT
 from tcpstore_async.limits import MIB, Limits
 from tcpstore_async.load.generator import LoadError
@@ -104,8 +104,8 @@ def test_a_group_larger_than_the_job(host: Host) -> None:
     pattern = Pattern("nccl2", (Group(1, 8, "gloo"),))
     with pytest.raises(Impossible, match="4 ranks are less than a group of 8"):
         start(Point(host, "uvloop", 4, LIMIT), pattern)
-    with pytest.raises(SystemExit, match="4 ranks are less than a group of 8"):
-        measure(pattern, 4, True)
+    with pytest.raises(Impossible, match="4 ranks are less than a group of 8"):
+        without_sockets("start", 4, LIMIT, pattern.words)
 
 
 @pytest.mark.slow
