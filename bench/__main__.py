@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
 import click
-from msgspec.structs import replace
+from msgspec import structs
 
 from bench import builds
 
@@ -31,8 +32,9 @@ from bench.environment import machine, open_files, versions
 from bench.report import write_report, write_report_of
 from bench.run_file import Ending, Run, RunFile, Transport
 from bench.runner import Plan, Runner
-from bench.scenarios import SCENARIOS
+from bench.scenarios import SCENARIOS, Scenario
 from bench.servers import SERVERS, hosting, reference_of
+from bench.start import BACKENDS, NCCL2, PRESETS, Pattern
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.listening import raise_file_limit
 from tcpstore_async.serving import build
@@ -40,6 +42,7 @@ from tcpstore_async.serving import build
 FULL_SECONDS = 3200.0
 QUICK_SECONDS = 170.0
 TRANSPORTS = ("sockets", "memory")
+_STARTS = ("start", "start-spread")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -112,6 +115,21 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     help="Measure only this transport; repeatable.",
 )
 @click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    help="What `start` and `start-spread` replay, and only these scenarios unless others are named.  [default: nccl2]",
+)
+@click.option(
+    "--groups",
+    metavar="KxN[:BACKEND],…",
+    help="Further groups in them: each rank is in K groups of N ranks, such as 12x128,2x512:gloo.",
+)
+@click.option(
+    "--preset",
+    type=click.Choice(list(PRESETS)),
+    help="A known job in their place, with its sizes: 8,192 ranks; 16,384 in many groups; 98,304 in memory.",
+)
+@click.option(
     "--seconds",
     type=click.FloatRange(1, 86_400),
     callback=_number,
@@ -127,7 +145,8 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 )
 def scale(
     quick: bool, names: tuple[str, ...], servers: tuple[str, ...], sizes: tuple[int, ...], rounds: int | None,
-    transports: tuple[Transport, ...], seconds: float | None, out: Path,
+    transports: tuple[Transport, ...], backend: str | None, groups: str | None, preset: str | None,
+    seconds: float | None, out: Path,
 ) -> None:  # fmt: skip
     """Measure every server with thousands of ranks.
 
@@ -135,8 +154,9 @@ def scale(
     """
     raise_file_limit()
     file = _run_file(out)
+    starts = _starts(backend, groups, preset)
     plan = Plan(
-        [SCENARIOS[name] for name in names or SCENARIOS],
+        [starts.get(name, SCENARIOS[name]) for name in names or starts or SCENARIOS],
         list(servers),
         sizes,
         rounds or 0,
@@ -161,6 +181,25 @@ def scale(
             raise click.ClickException(text) from None
     if failure:
         raise click.ClickException(failure)
+
+
+def _starts(backend: str | None, groups: str | None, preset: str | None) -> dict[str, Scenario]:
+    """Return the scenarios of a start as these options replace them; none without options."""
+    if preset is not None:
+        if backend is not None or groups is not None:
+            raise click.UsageError("--preset excludes --backend and --groups")
+        pattern, sizes, memory = PRESETS[preset]
+        return {
+            name: replace(SCENARIOS[name].replaying(pattern), sizes=sizes, quick=sizes[:1], memory=memory)
+            for name in _STARTS
+        }
+    if backend is None and groups is None:
+        return {}
+    try:
+        pattern = Pattern.of(backend or NCCL2.backend, groups or "")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="'--groups'") from None
+    return {name: SCENARIOS[name].replaying(pattern) for name in _STARTS}
 
 
 def _run_file(out: Path) -> RunFile:
@@ -202,7 +241,7 @@ def _measure(plan: Plan, file: RunFile) -> tuple[Run, str]:
 
     def so_far(complete: bool = False) -> Run:
         seconds = time.monotonic() - clock
-        return replace(run, seconds=seconds, samples=runner.samples, endings=runner.endings, complete=complete)
+        return structs.replace(run, seconds=seconds, samples=runner.samples, endings=runner.endings, complete=complete)
 
     failure = "not finished"
     with _interrupted_once() as ignore_signals, hosting(reference) as host:

@@ -133,7 +133,7 @@ def _point(axes: Axes, x: float, values: Sequence[float], style: Style, saturate
     )  # fmt: skip
 
 
-Unit = Literal["seconds", "bytes", "times"]
+Unit = Literal["seconds", "bytes", "ranks", "times"]
 
 
 def _scale_values(axes: Axes, unit: Unit, name: str) -> None:
@@ -163,7 +163,7 @@ def _ticks(low: float, high: float, unit: Unit) -> list[float]:
 
 
 def _tick(value: float, unit: Unit) -> str:
-    if unit == "times":
+    if unit in ("times", "ranks"):
         return f"{value:,.9g}"
     shown = formatting.seconds(value) if unit == "seconds" else formatting.num_bytes(value)
     number, _, scale = shown.partition(" ")

@@ -1,4 +1,4 @@
-"""Drive our server's sessions without sockets: `python -m bench.in_memory SCENARIO RANKS` prints what it took.
+"""Drive our server's sessions without sockets: `python -m bench.in_memory SCENARIO RANKS [WORD…]` prints what it took.
 
 Must not know the other servers, which cannot be driven so.
 Invariant: what is measured is what the server computes, without the kernel's part.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 
+from bench import in_memory_start
 from bench.server_process import die_with_parent
+from bench.start import Pattern
 from tcpstore_async.limits import Limits
 from tcpstore_async.load.scripts import encode_request, join, one_message_barrier, store_based_barrier
 from tcpstore_async.serving import tune_gc
@@ -96,9 +99,11 @@ class Sessions:
         return self.ranks
 
 
-def measure(scenario: str, ranks: int) -> dict[str, float]:
-    """Return seconds of wall time and CPU, and the number of operations they are for."""
+def measure(scenario: str, ranks: int, words: Sequence[str]) -> dict[str, float]:
+    """Return seconds of wall time and CPU, and the number of operations they are for; `words` describe a start."""
     tune_gc()
+    if scenario in ("start", "start-spread"):
+        return in_memory_start.measure(Pattern.of(*words), ranks, roots_last=scenario == "start")
     job = Sessions(ranks)
     run = {"init": job.init, "barrier": job.barrier, "barrier-opcode": job.barrier_opcode, "fanout": job.fanout}
     if scenario != "init":
@@ -110,4 +115,4 @@ def measure(scenario: str, ranks: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     die_with_parent()
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), sys.argv[3:])))

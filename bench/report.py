@@ -15,9 +15,10 @@ from pathlib import Path
 from bench import analysis, formatting, run_file, stats
 from bench.analysis import Result, Series
 from bench.run_file import SATURATED, Ending, Machine, Run
-from bench.scenarios import MEMORY, P50, P95, P99, Metric
+from bench.scenarios import COPYING, MEMORY, P50, P95, P99, PARKED, Metric
 
 REPORT = "report.md"
+_SHOWN = {"seconds": formatting.seconds, "bytes": formatting.num_bytes, "ranks": "{:,.0f}".format}
 
 _NAMES = {
     "": "unknown, or no such server was measured",
@@ -32,8 +33,8 @@ METHOD = f"""\
   machine for a while slows all of them.
 * **Each sample has a new server**: ours is a new process; PyTorch's two are a new TCPStore in a process that is reused
   and was warmed up unmeasured, because importing torch takes seconds. Its memory has been touched before; its table of
-  open files is small, as a new process's is. The control has a process of its own. For `memory`, `resolver` and
-  `busy-trainer`, PyTorch's processes are new as well.
+  open files is small, as a new process's is. The control has a process of its own. For `start`,
+  `start-spread`, `memory`, `resolver` and `busy-trainer`, PyTorch's processes are new as well.
 * **A number is the median of the rounds**, with min to max in brackets. **A ratio is the median of the ratios of each
   round** to the reference.
 * **An interval** lies between two order statistics: it holds the median with {stats.CONFIDENCE:.0%} confidence or more
@@ -193,16 +194,22 @@ def _tables(result: Result) -> list[str]:
 
 
 def _numbers(result: Result, series: Sequence[Series]) -> str:
-    latencies = any(one.values(size, P50) for one in series for size in one.sizes)
+    points = [(one, size) for size in sorted({size for one in series for size in one.sizes}) for one in series]
+    points = [(one, size) for one, size in points if size in one.points]
+    latencies = any(one.values(size, P50) for one, size in points)
+    others = [metric for metric in (MEMORY, PARKED, COPYING) if metric is not result.scenario.metric]
+    more = [metric for metric in others if any(one.values(size, metric) for one, size in points)]
     head = [
         result.scenario.sizes_are, "server", result.scenario.metric.axis, "× reference", result.scenario.cpu.axis,
         "× reference", "generator CPU", "busiest",
     ]  # fmt: skip
-    rows = []
-    for size in sorted({size for one in series for size in one.sizes}):
-        for one in series:
-            if size in one.points:
-                rows.append(_row(result, one, size) + ([_latency(one, size)] if latencies else []))
+    head += [metric.axis for metric in more]
+    rows = [
+        _row(result, one, size)
+        + [_measured(one, size, metric) for metric in more]
+        + ([_latency(one, size)] if latencies else [])
+        for one, size in points
+    ]
     return _table([*head, "p50 / p95 / p99"] if latencies else head, rows)
 
 
@@ -226,7 +233,7 @@ def _measured(one: Series, size: int, metric: Metric) -> str:
     values = list(one.values(size, metric).values())
     if not values:
         return "–"
-    shown = formatting.seconds if metric.unit == "seconds" else formatting.num_bytes
+    shown = _SHOWN[metric.unit]
     middle = shown(stats.median(values))
     return f"{middle} ({shown(min(values))}–{shown(max(values))})" if len(values) > 1 else f"{middle} (one round)"
 

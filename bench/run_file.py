@@ -79,7 +79,12 @@ class Sample(msgspec.Struct, frozen=True):
     p95_seconds: float | None = None
     p99_seconds: float | None = None
     server_memory_bytes: int | None = None
-    """Growth of the server's resident memory since it was idle, where the scenario measures it."""
+    """Growth of the server's resident memory since it was idle, where the scenario measures it; at its peak in
+    `start`."""
+    parked: int | None = None
+    """The most ranks that waited for a WAIT at the same time, where the scenario counts them."""
+    copy_cpu_seconds: float | None = None
+    """CPU for copying the replies once, as sending them does; in memory, where it is not in the server's CPU."""
 
 
 class Ending(msgspec.Struct, frozen=True):

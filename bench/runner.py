@@ -331,7 +331,7 @@ class Runner:
         began, starts, imports = time.monotonic(), self._host.starts, self._host.imports
         try:
             if series.transport == "memory":
-                found = [workloads.without_sockets(scenario.name, size, limit)]
+                found = [workloads.without_sockets(scenario.name, size, limit, scenario.words)]
             else:
                 found = scenario.measure(Point(self._host, series.server, size, limit))
         except Died as error:
@@ -396,4 +396,6 @@ def _sample(scenario: Scenario, series: ActiveSeries, size: int, number: int, fo
         p95_seconds=p95,
         p99_seconds=p99,
         server_memory_bytes=found.memory,
+        parked=found.parked,
+        copy_cpu_seconds=found.copy_cpu,
     )

@@ -8,12 +8,14 @@ Invariant: of every metric, less is better.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 from bench import workloads
 from bench.run_file import Sample
-from bench.workloads import Measured, Point
+from bench.start import NCCL2, Pattern
+from bench.workloads import Measured
 
 
 class Metric(NamedTuple):
@@ -23,7 +25,7 @@ class Metric(NamedTuple):
     """As in "the time of PyTorch libuv"."""
     axis: str
     """Label of the axis, with what the number is per."""
-    unit: Literal["seconds", "bytes"]
+    unit: Literal["seconds", "bytes", "ranks"]
     of: Callable[[Sample], float | None]
     """None where the sample does not have it."""
 
@@ -46,6 +48,11 @@ TIME_PER_OPERATION = Metric(
     "time per operation", "time per operation", "seconds", lambda sample: _per_operation(sample, "wall")
 )
 MEMORY = Metric("memory", "memory added per rank", "bytes", _memory_per_rank)
+PARKED = Metric("most parked", "most parked at once", "ranks", lambda sample: sample.parked)
+COPYING = Metric(
+    "CPU for copying replies", "CPU for copying replies per rank", "seconds",
+    lambda sample: sample.copy_cpu_seconds / sample.size if sample.copy_cpu_seconds else None,
+)  # fmt: skip
 P50 = Metric("p50 latency", "p50 latency", "seconds", lambda sample: sample.p50_seconds)
 P95 = Metric("p95 latency", "p95 latency", "seconds", lambda sample: sample.p95_seconds)
 P99 = Metric("p99 latency", "p99 latency", "seconds", lambda sample: sample.p99_seconds)
@@ -65,8 +72,8 @@ class Scenario:
     """What happens and what is measured."""
     metric: Metric
     cpu: Metric
-    measure: Callable[[Point], list[Measured]]
-    """Raises LoadError."""
+    measure: Callable[..., list[Measured]]
+    """Measures a Point. Raises LoadError."""
     sizes: tuple[int, ...] = ()
     quick: tuple[int, ...] = ()
     """Sizes of a quick run."""
@@ -88,6 +95,12 @@ class Scenario:
     """The part of a sample's time that is the same at every size."""
     max_power: float = 3.0
     """The highest power of the size that a projection grows with; 1: linear."""
+    words: tuple[str, ...] = ()
+    """What describes a start to `bench.in_memory`."""
+
+    def replaying(self, pattern: Pattern) -> Scenario:
+        """Return a scenario of a start with another one."""
+        return replace(self, measure=partial(self.measure, pattern=pattern), words=pattern.words)
 
 
 K = 1024
@@ -149,6 +162,24 @@ _ALL = (
         "All ranks WAIT for a key that one client then SETs; the time is until the last one is woken.",
         TIME, CPU_PER_RANK, workloads.fanout,
         sizes=RANKS, quick=(1 * K, 8 * K), weight=220, quick_weight=15, memory=IN_MEMORY,
+    ),
+    Scenario(
+        "start",
+        "The start of a job",
+        "Every rank joins, exchanges the IDs of NCCL's communicators and makes its groups, with the requests that "
+        "PyTorch sends; `--backend`, `--groups` and `--preset` say which. The roots, which set the IDs, arrive last. "
+        "The time is until the last rank has everything.",
+        TIME, CPU_PER_RANK, workloads.start,
+        sizes=RANKS, quick=(1 * K,), weight=300, quick_weight=12, memory=IN_MEMORY[:-1], slow=True,
+        words=NCCL2.words,
+    ),
+    Scenario(
+        "start-spread",
+        "The start of a job whose ranks arrive within ten seconds",
+        "The same, but the ranks, roots among them, arrive evenly within ten seconds; the time is from then on.",
+        TIME, CPU_PER_RANK, partial(workloads.start, seconds=workloads.ARRIVAL_SECONDS),
+        sizes=RANKS, weight=300, quick_weight=0.1, memory=IN_MEMORY[:-1], slow=True,
+        fixed_seconds=0.5 + workloads.ARRIVAL_SECONDS, words=NCCL2.words,
     ),
     Scenario(
         "exchange",

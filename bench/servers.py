@@ -74,9 +74,21 @@ class Server:
 
     def memory(self) -> int:
         """Return resident bytes."""
+        return self._memory("VmRSS:")
+
+    def reset_peak_memory(self) -> None:
+        """Let `peak_memory` begin now, where the kernel allows it."""
+        with suppress(OSError):
+            Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def peak_memory(self) -> int:
+        """Return the most resident bytes so far, or since `reset_peak_memory`."""
+        return self._memory("VmHWM:")
+
+    def _memory(self, row: str) -> int:
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
-            return int(status.split("VmRSS:")[1].split()[0]) * 1024
+            return int(status.split(row)[1].split()[0]) * 1024
         except (OSError, IndexError):
             raise Died("the server has exited") from None
 

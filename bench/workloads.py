@@ -14,13 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from bench.builds import environment
 from bench.in_memory import BARRIERS
+from bench.loadgen.player import playing
 from bench.servers import FOREIGN, Host, Impossible, Server, load_cores
+from bench.start import NCCL2, Pattern, Traffic, traffic
 from tcpstore_async.load.generator import Late, LoadError, Step, Unreachable, late
 from tcpstore_async.load.scripts import (
     OPERATIONS,
@@ -45,8 +47,12 @@ BACKGROUND = 64
 """Connections of each generator that keep a server busy while ranks join."""
 SECONDS = 4.0
 """Duration of the steady load."""
+ARRIVAL_SECONDS = 10.0
+"""Within which ranks arrive where not all do at once."""
 BUSY_REQUESTS = 20
 """Requests of each rank to a busy trainer's server."""
+REQUESTS_PER_SECOND = 20_000
+"""At least, of a start: what it may take beyond the limit."""
 REQUESTS = 10_000
 """Of each operation, over all clients."""
 REQUESTS_OF_ONE = 2_000
@@ -70,6 +76,8 @@ class Measured(NamedTuple):
     memory: int | None = None
     part: str = ""
     """The operation, if the scenario has several."""
+    parked: int | None = None
+    copy_cpu: float | None = None
 
 
 class Connection:
@@ -347,9 +355,52 @@ def busy_trainer(point: Point) -> list[Measured]:
         return [bed.play([make_step(encode_request("add", b"/sum", 1), 8)], repeat=BUSY_REQUESTS)]
 
 
-def without_sockets(scenario: str, size: int, limit: float) -> Measured:
-    """Drive our sessions in memory, in a child process. Raises LoadError."""
-    command = [sys.executable, "-m", "bench.in_memory", scenario, str(size)]
+def start(point: Point, pattern: Pattern = NCCL2, seconds: float = 0.0) -> list[Measured]:
+    """Let the ranks arrive within so many seconds. The time counts from then on, until all have all replies.
+
+    Rank 0 arrives first, and exchanges nothing before it has seen the others, as PyTorch's constructor does. Raises
+    LoadError.
+    """
+    others = point.others
+    plan, limit = _plan(pattern, point.size, point.limit + seconds)
+    with (
+        point.host.running(point.server, new=True) as server,
+        Connection(server.port, limit, name="rank 0's connection") as rank0,
+    ):
+        for action in (*plan.joining, *plan.first):
+            rank0.call(action.of(0), action.reply_bytes)
+        server.reset_peak_memory()
+        idle, cpu = server.memory(), server.cpu()
+        with playing(server.port, [*plan.joining, *plan.actions], others, seconds, load_cores()) as player:
+            wait_for_ranks(rank0, point.size, limit)
+            for action in plan.actions:
+                if action.sent_by(0) and rank0.call(action.of(0), action.reply_bytes) != action.reply:
+                    raise LoadError("rank 0 got a wrong reply")
+            ended = time.perf_counter()
+            played = player.result(limit)
+        wall = max(ended, played.ended) - played.began - seconds
+        return [
+            Measured(
+                wall, point.size, server.cpu() - cpu, played.cpu, played.share,
+                memory=max(0, server.peak_memory() - idle), parked=played.parked,
+            )
+        ]  # fmt: skip
+
+
+def _plan(pattern: Pattern, ranks: int, limit: float) -> tuple[Traffic, float]:
+    """Return what the ranks of a start send, and a limit of seconds that grows with it. Raises Impossible."""
+    try:
+        plan = traffic(pattern, ranks)
+    except ValueError as error:
+        raise Impossible(str(error)) from None
+    return plan, limit + len(plan.actions) * ranks / REQUESTS_PER_SECOND
+
+
+def without_sockets(scenario: str, size: int, limit: float, words: Sequence[str] = ()) -> Measured:
+    """Drive our sessions in memory, in a child process; `words` describe a start. Raises LoadError."""
+    if words:
+        _, limit = _plan(Pattern.of(*words), size, limit)
+    command = [sys.executable, "-m", "bench.in_memory", scenario, str(size), *words]
     stdin, ours = os.pipe()  # open as long as this process lives: the child exits when it ends
     try:
         done = subprocess.run(
@@ -365,4 +416,7 @@ def without_sockets(scenario: str, size: int, limit: float) -> Measured:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise LoadError(f"the in-memory sessions failed with status {done.returncode}: {''.join(last)}")
     found = json.loads(done.stdout)
-    return Measured(found["wall"], found["operations"], found["cpu"], 0.0, 0.0)
+    return Measured(
+        found["wall"], found["operations"], found["cpu"], 0.0, 0.0,
+        memory=found.get("memory"), parked=found.get("parked"), copy_cpu=found.get("copy_cpu"),
+    )  # fmt: skip

@@ -49,6 +49,7 @@ STANDARD: Final = [
     "small ops, 1024 clients: -n 1024 -t 0.4 -w 0.1 -m add,setget,add@16",
     "bulk: -n 1 -t 0.4 -w 0.1 -m mget,bigset,bigget",
     "10000 ranks: -n 10000 -c 512 -r 3 -m init,barrier,barrier18",
+    "NCCL's IDs for 16000 ranks: -n 16000 -k 125 -m park,wake,readywait,mget128",
     "joining a busy server: join 500 1024",
 ]
 
@@ -68,6 +69,10 @@ SHOWN: Final = {
     "barrier": ["srv_cpu_us_per_rank", "mean_ms"],
     "barrier18": ["srv_cpu_us_per_rank", "mean_ms"],
     "tput": ["srv_cpu_us_per_op", "ops", "p50_us", "p99_us"],
+    "park": ["srv_cpu_us_per_rank", "rss_per_rank", "wall_ms"],
+    "wake": ["srv_cpu_us_per_rank", "wall_ms"],
+    "readywait": ["srv_cpu_us_per_rank", "wall_ms"],
+    "mget128": ["srv_cpu_us_per_rank", "wall_ms"],
     "join": ["wall_ms", "p99_us"],
 }
 

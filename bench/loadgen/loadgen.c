@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -23,6 +24,7 @@
 #define IP_BIND_ADDRESS_NO_PORT 24
 #endif
 #define MAXD 64
+#define IDS_BYTES 128
 enum { ST_NONE, ST_CONN, ST_PONG, ST_INIT, ST_READY, ST_B1, ST_B2, ST_BW, ST_RUN };
 enum { OP_SETGET, OP_ADD, OP_CHECK, OP_GET, OP_TGET, OP_MGET, OP_BIGSET, OP_BIGGET, OP_PING, OP_SET };
 static const char *OPN[] = {"setget", "add",    "check",  "get",  "tget",
@@ -59,8 +61,9 @@ static uint64_t now() {
   return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 static void die(const char *m) {
-  fprintf(stderr, "loadgen: %s: %s\n", m, strerror(errno));
-  printf("{\"error\":\"%s: %s\"}\n", m, strerror(errno));
+  int e = errno;
+  fprintf(stderr, "loadgen: %s: %s\n", m, strerror(e));
+  printf("{\"error\":\"%s: %s\",\"errno\":%d}\n", m, strerror(e), e);
   fflush(stdout);
   exit(1);
 }
@@ -235,6 +238,7 @@ static int NEV = 1024;
 // ---- init
 static int nstarted = 0, nready = 0;
 static uint64_t *tconn;
+static int per_source = 20000; // connections from one address
 static void start_conn(int i) {
   conn *c = &C[i];
   c->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -243,10 +247,10 @@ static void start_conn(int i) {
   int one = 1;
   struct sockaddr_in a = {.sin_family = AF_INET};
   char s[32];
-  snprintf(s, 32, "127.0.1.%d", 1 + i / 20000);
+  snprintf(s, 32, "127.0.1.%d", 1 + i / per_source);
   inet_pton(AF_INET, s, &a.sin_addr);
   setsockopt(c->fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, 4);
-  if (N > 20000 && bind(c->fd, (void *)&a, sizeof a))
+  if (N > per_source && bind(c->fd, (void *)&a, sizeof a))
     die("bind");
   setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &one, 4);
   struct sockaddr_in d = {.sin_family = AF_INET, .sin_port = htons(port)};
@@ -268,7 +272,7 @@ static void add_msg(conn *c, const char *key, int64_t v) {
   expect_fixed(c, 8);
   sendall(c, b, p - b);
 }
-static void on_connected(conn *c, int i) {
+static void check_connected(conn *c) {
   int e = 0;
   socklen_t l = 4;
   getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &e, &l);
@@ -276,6 +280,9 @@ static void on_connected(conn *c, int i) {
     errno = e;
     die("connect result");
   }
+}
+static void on_connected(conn *c, int i) {
+  check_connected(c);
   char v[5] = {0};
   uint32_t m = 0x3C85F7CE;
   memcpy(v + 1, &m, 4);
@@ -818,10 +825,341 @@ static void do_tput(int op) {
     C[i].inrep = 0;
   }
 }
+// ---- NCCL's IDs: connection 0 is the roots, which SET nk keys; every other one is a rank, all of which send the
+// same bytes
+enum { IDS_NEW, IDS_PARKED, IDS_SET };
+static int ids_state = IDS_NEW, ids_generation = 0;
+static char *ids_reply;
+static const char *ids_key(int j) {
+  static char key[64];
+  static uint32_t run = 0;
+  if (!run)
+    run = (uint32_t)(now() >> 10) * 31 + getpid();
+  snprintf(key, sizeof key, "/default_pg/0//cuda//nccl_storekey_%08x_%03d", run + ids_generation, j);
+  return key;
+}
+static size_t ids_request(int op) {
+  char *p = BB;
+  *p++ = op;
+  p = P64(p, nk);
+  for (int j = 0; j < nk; j++)
+    p = PS(p, ids_key(j));
+  return p - BB;
+}
+static void ids_set() {
+  char *p = BB;
+  for (int j = 0; j < nk; j++) {
+    *p++ = 1;
+    p = PS(p, ids_key(j));
+    p = P(p, ids_reply, 8 + IDS_BYTES);
+  }
+  sendall(&C[0], BB, p - BB);
+  ids_state = IDS_SET;
+}
+// handle what has arrived; a rank's reply is the first `size` bytes of ids_reply or, of one byte, 0
+static int ids_read(size_t size, int timeout) {
+  int done = 0, k = epoll_wait(ep, EV, NEV, timeout);
+  if (k == 0 && timeout) {
+    errno = ETIMEDOUT;
+    die("ids stall");
+  }
+  for (int j = 0; j < k; j++) {
+    conn *c = &C[EV[j].data.u32];
+    if (!(EV[j].events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+      continue;
+    ssize_t n;
+    do {
+      n = recv(c->fd, RB, RBN, 0);
+      if (n == 0)
+        errno = ECONNRESET;
+      if (n == 0 || (n < 0 && errno != EAGAIN))
+        die("recv ids");
+      if (n < 0)
+        break;
+      if ((size_t)n > c->rem || memcmp(RB, size == 1 ? "" : ids_reply + (size - c->rem), n)) {
+        errno = EPROTO;
+        die("ids reply");
+      }
+      c->rem -= n;
+      done += c->rem == 0;
+    } while ((size_t)n == RBN);
+  }
+  return done;
+}
+// wait until all threads of the server sleep, and return since when: a server that is busy, or waits for a core, is
+// runnable
+static uint64_t wait_quiet() {
+  uint64_t since = now();
+  if (!srvpid) {
+    usleep(500000);
+    return since;
+  }
+  for (int asleep = 0; asleep < 5;) {
+    usleep(5000);
+    if (!asleep)
+      since = now();
+    char p[320];
+    snprintf(p, sizeof p, "/proc/%d/task", srvpid);
+    DIR *d = opendir(p);
+    struct dirent *e;
+    asleep++;
+    while (d && (e = readdir(d))) {
+      if (e->d_name[0] == '.')
+        continue;
+      snprintf(p, sizeof p, "/proc/%d/task/%s/stat", srvpid, e->d_name);
+      FILE *f = fopen(p, "r");
+      char s = 'S';
+      if (f) {
+        if (fscanf(f, "%*d (%*[^)]) %c", &s) != 1)
+          s = 'S';
+        fclose(f);
+      }
+      if (s == 'R')
+        asleep = 0;
+    }
+    if (d)
+      closedir(d);
+  }
+  return since;
+}
+static void do_ids(const char *mode, int op, size_t size) {
+  int done = 0, ranks = N - 1, parks = !strcmp(mode, "park"), wakes = !strcmp(mode, "wake");
+  if (ranks < 1 || wakes != (ids_state == IDS_PARKED)) {
+    errno = EINVAL;
+    die(ranks < 1 ? "needs -n 2" : "wake follows park, and nothing else does");
+  }
+  if (parks)
+    ids_generation++;
+  else if (ids_state == IDS_NEW)
+    ids_set();
+  wait_quiet();
+  uint64_t T0 = now(), c0 = srvcpu(), m0 = mycpu();
+  long r0 = srvrss();
+  size_t n = ids_request(op);
+  if (wakes)
+    ids_set();
+  else
+    for (int i = 1; i < N; i++) {
+      C[i].rem = size;
+      sendall(&C[i], BB, n);
+      if (i % 64 == 0)
+        done += ids_read(size, 0);
+    }
+  if (parks)
+    ids_state = IDS_PARKED;
+  else
+    while (done < ranks)
+      done += ids_read(size, 30000);
+  uint64_t T1 = now(), quiet = wait_quiet();
+  if (parks) {
+    T1 = quiet;
+    if (done || ids_read(size, 0)) {
+      errno = EPROTO;
+      die("reply to a rank that has to wait");
+    }
+  }
+  printf("{\"tag\":\"%s\",\"mode\":\"%s\",\"n\":%d,\"keys\":%d,\"wall_ms\":%.2f,\"srv_cpu_us_per_rank\":%.2f,"
+         "\"lg_cpu_us_per_rank\":%.2f,\"rss_per_rank\":%.0f}\n",
+         tag, mode, ranks, nk, (T1 - T0) / 1e6, (srvcpu() - c0) / 1e3 / ranks, (mycpu() - m0) / 1e3 / ranks,
+         (double)(srvrss() - r0) / ranks);
+  fflush(stdout);
+}
+// ---- play: ranks 1 to N of a job send what a script says (bench/loadgen/player.py writes it): u32 ranks per root,
+// replies, actions; for each reply u32 length, length if known, bytes; for each action u32 who, size of a group, ranks in
+// such groups, number of its reply, length, fields, then u32 offset and kind of each field, and the request
+enum { WHO_ALL, WHO_ROOTS, WHO_OTHERS, WHO_FIRST };
+enum { FIELD_GROUP, FIELD_MEMBER, FIELD_ROOT };
+typedef struct {
+  const char *b;
+  uint32_t n, known;
+} reply;
+typedef struct {
+  uint32_t who, size, ranks, n, nf;
+  const reply *rep;
+  const char *f, *b;
+} action;
+static const char *script_path = "";
+static double arrival = 0;
+static reply *REP;
+static action *ACT;
+static uint32_t nact, per_root, *act_at;
+static uint64_t waiting = 0, most_waiting = 0, requests = 0;
+static int played = 0;
+static uint32_t U32(const char **p) {
+  uint32_t v;
+  memcpy(&v, *p, 4);
+  *p += 4;
+  return v;
+}
+static void load_script() {
+  FILE *f = fopen(script_path, "rb");
+  if (!f)
+    die(script_path);
+  fseek(f, 0, SEEK_END);
+  long n = ftell(f);
+  rewind(f);
+  char *b = malloc(n + 1);
+  if (fread(b, 1, n, f) != (size_t)n)
+    die(script_path);
+  fclose(f);
+  const char *p = b;
+  per_root = U32(&p);
+  uint32_t nrep = U32(&p);
+  nact = U32(&p);
+  REP = calloc(nrep + 1, sizeof *REP);
+  ACT = calloc(nact + 1, sizeof *ACT);
+  for (uint32_t i = 0; i < nrep; i++) {
+    REP[i].n = U32(&p);
+    REP[i].known = U32(&p);
+    REP[i].b = p;
+    p += REP[i].known;
+  }
+  uint32_t longest = 0;
+  for (uint32_t i = 0; i < nact; i++) {
+    action *a = &ACT[i];
+    a->who = U32(&p);
+    a->size = U32(&p);
+    a->ranks = U32(&p);
+    a->rep = &REP[U32(&p)];
+    a->n = U32(&p);
+    a->nf = U32(&p);
+    a->f = p;
+    p += 8 * a->nf;
+    a->b = p;
+    p += a->n;
+    if (a->n > longest)
+      longest = a->n;
+  }
+  if (longest > 1 << 22)
+    BB = realloc(BB, longest);
+}
+static int sends(const action *a, uint32_t rank) {
+  uint32_t member = rank % a->size;
+  if (rank >= a->ranks)
+    return 0;
+  if (a->who == WHO_ALL)
+    return 1;
+  if (a->who == WHO_FIRST)
+    return member == 0;
+  return (member % per_root == 0) == (a->who == WHO_ROOTS);
+}
+// send a rank's next requests, up to one that has a reply
+static void play_on(conn *c, uint32_t i) {
+  uint32_t rank = i + 1;
+  for (; act_at[i] < nact; act_at[i]++) {
+    const action *a = &ACT[act_at[i]];
+    if (!sends(a, rank))
+      continue;
+    const char *b = a->b, *f = a->f;
+    if (a->nf) {
+      b = memcpy(BB, a->b, a->n);
+      for (uint32_t j = 0; j < a->nf; j++) {
+        uint32_t at = U32(&f), kind = U32(&f), v = rank % a->size;
+        char digits[16];
+        if (kind == FIELD_GROUP)
+          v = rank / a->size;
+        else if (kind == FIELD_ROOT)
+          v /= per_root;
+        snprintf(digits, sizeof digits, "%08u", v);
+        memcpy(BB + at, digits, 8);
+      }
+    }
+    requests++;
+    c->rem = a->rep->n;
+    if (c->rem && *a->b == 6 && ++waiting > most_waiting)
+      most_waiting = waiting;
+    sendall(c, b, a->n);
+    if (c->rem)
+      return;
+  }
+  played++;
+}
+static void play_read(conn *c, uint32_t i) {
+  ssize_t n;
+  do {
+    n = recv(c->fd, RB, RBN, 0);
+    if (n == 0)
+      errno = ECONNRESET;
+    if (n == 0 || (n < 0 && errno != EAGAIN))
+      die("recv play");
+    if (n < 0)
+      return;
+    const action *a = &ACT[act_at[i]];
+    const reply *rep = a->rep;
+    if ((size_t)n > c->rem || (rep->known && memcmp(RB, rep->b + (rep->n - c->rem), n))) {
+      errno = EPROTO;
+      die("wrong reply");
+    }
+    c->rem -= n;
+    if (c->rem == 0) {
+      if (*a->b == 6)
+        waiting--;
+      if (act_at[i] == 0)
+        nready++;
+      act_at[i]++;
+      play_on(c, i);
+    }
+  } while ((size_t)n == RBN);
+}
+static uint64_t own_waited() {
+  unsigned long long ran = 0, waited = 0;
+  FILE *f = fopen("/proc/self/schedstat", "r");
+  if (f) {
+    if (fscanf(f, "%llu %llu", &ran, &waited) != 2)
+      waited = 0;
+    fclose(f);
+  }
+  return waited;
+}
+static void do_play() {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  load_script();
+  act_at = calloc(N, sizeof *act_at);
+  int *order = calloc(N, sizeof *order);
+  for (int roots = 0, k = 0; roots < 2; roots++) // at once: roots last, so that all others wait for all of them
+    for (int j = 0; j < N && k < N; j++) {
+      int i = (uint64_t)j * 1000003 % N;
+      if (arrival > 0 || ((i + 1) % per_root == 0) == roots)
+        order[k++] = i;
+    }
+  per_source = 4096;
+  uint64_t T0 = now(), m0 = mycpu(), w0 = own_waited();
+  while (played < N) {
+    int timeout = -1;
+    for (int k = 0; k < 64 && nstarted < N && nstarted - nready < conc; k++) {
+      int64_t early = T0 + (int64_t)(arrival * 1e9 * nstarted / (N > 1 ? N - 1 : 1)) - now();
+      if (early > 0) {
+        timeout = 1 + early / 1000000;
+        break;
+      }
+      timeout = 0;
+      start_conn(order[nstarted]);
+    }
+    int k = epoll_wait(ep, EV, NEV, timeout);
+    if (k < 0 && errno != EINTR)
+      die("epoll_wait");
+    for (int j = 0; j < k; j++) {
+      uint32_t i = EV[j].data.u32;
+      conn *c = &C[i];
+      if (c->st == ST_CONN && EV[j].events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) {
+        check_connected(c);
+        c->st = ST_RUN;
+        play_on(c, i);
+      }
+      if (c->st == ST_RUN && EV[j].events & (EPOLLIN | EPOLLHUP | EPOLLERR))
+        play_read(c, i);
+    }
+  }
+  printf("{\"mode\":\"play\",\"n\":%d,\"began\":%.6f,\"ended\":%.6f,\"cpu\":%.6f,\"waited\":%.6f,\"requests\":%llu,"
+         "\"parked\":%llu}\n",
+         N, T0 / 1e9, now() / 1e9, (mycpu() - m0) / 1e9, (own_waited() - w0) / 1e9, (unsigned long long)requests,
+         (unsigned long long)most_waiting);
+  fflush(stdout);
+}
 int main(int ac, char **av) {
   char *mode = "init";
   int o;
-  while ((o = getopt(ac, av, "h:p:n:c:m:d:t:w:r:k:b:P:T:Sg:")) != -1)
+  while ((o = getopt(ac, av, "h:p:n:c:m:d:t:w:r:k:b:P:T:Sg:f:A:")) != -1)
     switch (o) {
     case 'h':
       strncpy(host, optarg, 63);
@@ -868,6 +1206,12 @@ int main(int ac, char **av) {
     case 'T':
       tag = optarg;
       break;
+    case 'f':
+      script_path = optarg;
+      break;
+    case 'A':
+      arrival = atof(optarg);
+      break;
     default:
       return 2;
     }
@@ -885,10 +1229,18 @@ int main(int ac, char **av) {
   bigv = malloc(bsz);
   memset(bigv, 'b', bsz);
   memset(val100, 'v', 100);
+  ids_reply = malloc(nk * (8 + IDS_BYTES) + 1);
+  for (char *p = ids_reply; p < ids_reply + nk * (8 + IDS_BYTES); p += 8 + IDS_BYTES)
+    memset(P64(p, IDS_BYTES), 'i', IDS_BYTES);
   ep = epoll_create1(0);
   char *mm = strdup(mode);
   int seeded = 0, inited = 0;
   for (char *m = strtok(mm, ","); m; m = strtok(NULL, ",")) {
+    if (!strcmp(m, "play")) {
+      do_play();
+      inited = 1;
+      continue;
+    }
     if (!inited) {
       do_init(strncmp(m, "init", 4) != 0);
       inited = 1;
@@ -899,6 +1251,10 @@ int main(int ac, char **av) {
       do_barrier();
     else if (!strcmp(m, "barrier18"))
       do_barrier_opcode();
+    else if (!strcmp(m, "park") || !strcmp(m, "wake") || !strcmp(m, "readywait"))
+      do_ids(m, 6, 1);
+    else if (!strcmp(m, "mget128"))
+      do_ids(m, 10, nk * (8 + IDS_BYTES));
     else if (!strcmp(m, "hold")) {
       sleep(1000);
     } else {

@@ -25,7 +25,7 @@ def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_mode_runs_on_our_server(tmp_path: Path) -> None:
     out = tmp_path / "records"
-    modes = "init,barrier,barrier18,ping,add,check,get,setget,tget,mget,bigset,bigget,add@4"
+    modes = "init,barrier,barrier18,ping,add,check,get,setget,tget,mget,bigset,bigget,park,wake,readywait,mget128,add@4"
     done = compare(
         "--server", f"ours={SERVER}", "--json", str(out), f"all: -n 4 -t 0.05 -w 0.01 -r 2 -b 65536 -m {modes}"
     )
@@ -57,3 +57,10 @@ def test_the_same_server_twice_is_reported_as_a_ratio() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "control" in done.stdout
     assert "x " in done.stdout
+
+
+@pytest.mark.parametrize("modes", ["wake", "park,readywait"])
+def test_only_parked_ranks_are_woken(modes: str) -> None:
+    done = compare("--server", f"ours={SERVER}", f"ids: -n 4 -k 2 -m {modes}")
+    assert done.returncode == 1
+    assert "wake follows park, and nothing else does" in done.stdout

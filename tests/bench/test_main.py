@@ -46,6 +46,18 @@ def test_a_run_leaves_its_file_and_a_report(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == str(tmp_path / "report.md")
 
 
+@pytest.mark.slow
+def test_a_start_is_the_only_scenario_where_none_is_named(tmp_path: Path) -> None:
+    words = ["--groups", "1x4:gloo", "--sizes", "8", "--transport", "memory", "--rounds", "1", "--out", str(tmp_path)]
+    done = scale(*words)
+    assert done.returncode == 0, done.stderr
+    assert [(one.scenario, one.size, one.parked) for one in run_file.read(tmp_path / "run.json").samples] == [
+        ("start", 8, 7),
+        ("start-spread", 8, 7),
+    ]
+    assert "most parked at once" in (tmp_path / "report.md").read_text()
+
+
 def test_a_run_that_measures_nothing_fails(tmp_path: Path) -> None:
     done = scale("--scenario", "init", "--server", "uvloop", "--sizes", "1", "--out", str(tmp_path))
     assert done.returncode == 1
@@ -134,6 +146,8 @@ def test_the_file_limit_ends_the_series(tmp_path: Path) -> None:
         (["--sizes", "0,4"], "Invalid value for '--sizes': '0,4' is not a list of numbers"),
         (["--sizes", "4,"], "Invalid value for '--sizes': '4,' is not a list of numbers"),
         (["--seconds", "nan"], "Invalid value for '--seconds': not a number"),
+        (["--groups", "1x"], "Invalid value for '--groups': '1x' is not COUNTxSIZE or COUNTxSIZE:BACKEND"),
+        (["--preset", "dense", "--backend", "gloo"], "--preset excludes --backend and --groups"),
         (["--scenario", "nix"], "Invalid value for '--scenario': 'nix' is not one of 'init', "),
         (["--out", "/proc/nix"], "Invalid value for '--out': cannot write /proc/nix/run.json: "),
     ],
