@@ -503,6 +503,14 @@ class WaiterRegistry:
         self._weigh(waiter, -MEMBER_BYTES)
         waiter.fire(None)
 
+    def forget_waiters(self) -> None:
+        """Drop all waiters, without waking them: in a forked child the threads that wait do not exist."""
+        for registrations in (self.waiters, self.stale, self.counters, self.holes, self.handoffs):
+            registrations.clear()
+        self.unmarked.clear()
+        self.size -= self.parked
+        self.parked = 0
+
     # Hand-offs
 
     def new_handoff(self, queue: bytes) -> Handoff:

@@ -204,11 +204,7 @@ _STORES: Final["WeakSet[HashStore]"] = WeakSet()
 def _after_fork_in_child() -> None:
     """Drop the waiters of the parent's other threads, which do not exist here."""
     for store in _STORES:
-        keyspace = store._keyspace
-        keyspace.waiters.clear()
-        keyspace.stale.clear()
-        keyspace.counters.clear()
-        keyspace.handoffs.clear()
+        store._keyspace.forget_waiters()
     release_after_fork()
 
 
