@@ -84,7 +84,8 @@ class Sample(msgspec.Struct, frozen=True):
     parked: int | None = None
     """The most ranks that waited for a WAIT at the same time, where the scenario counts them."""
     copy_cpu_seconds: float | None = None
-    """CPU for copying the replies once, as sending them does; in memory, where it is not in the server's CPU."""
+    """CPU for copying requests and replies once, as receiving and sending do; in memory, where it is not in the
+    server's."""
 
 
 class Ending(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ TIME_PER_OPERATION = Metric(
 MEMORY = Metric("memory", "memory added per rank", "bytes", _memory_per_rank)
 PARKED = Metric("most parked", "most parked at once", "ranks", lambda sample: sample.parked)
 COPYING = Metric(
-    "CPU for copying replies", "CPU for copying replies per rank", "seconds",
+    "CPU for copying", "CPU for copying requests and replies per rank", "seconds",
     lambda sample: sample.copy_cpu_seconds / sample.size if sample.copy_cpu_seconds else None,
 )  # fmt: skip
 P50 = Metric("p50 latency", "p50 latency", "seconds", lambda sample: sample.p50_seconds)
