@@ -146,5 +146,5 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_start_in_memory_fails_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_memory_start, "Limits", lambda: Limits(budget_bytes=9 * MIB))
-    with pytest.raises(SystemExit, match="a limit was reached: limit exceeded: budget_bytes="):
+    with pytest.raises(SystemExit, match=r"a limit was reached: .*budget_bytes="):
         measure(Pattern(), 10_000, True)
