@@ -158,13 +158,13 @@ class WaiterRegistry:
 
     def park(self, waiter: Waiter, keys: list[bytes]) -> None:
         """Register the waiter under missing keys and let it await as many registrations. Raises LimitError."""
-        growth = self._separation_bytes(waiter)
+        group = waiter.group
+        growth = 0 if group is None else self._separation_bytes(waiter)
         for key in keys:
             growth += self.registration_bytes(key)
             if self.tracked:
                 self.close_group(key)
         self._grow(growth)
-        group = waiter.group
         if isinstance(group, SharedWait):
             self._separate(waiter, group)
         elif group is not None:

@@ -167,6 +167,8 @@ class KeyList:
     def __init__(self, raw: bytes, keys: list[bytes]) -> None:
         self.raw = raw
         """The list as it is sent, with its count."""
+        self.rest = raw
+        """What follows the first bytes of `raw` that were received alone: mostly as many for every peer."""
         self.keys = keys
         """Not to be changed."""
         self.uses: int = 0

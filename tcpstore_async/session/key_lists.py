@@ -64,7 +64,7 @@ class KeyListCache:
                 return KeyList(raw, keys)
             self._remove(first, known)
         listed = KeyList(raw, keys)
-        size = _LIST_BYTES + 2 * len(raw) + _KEY_BYTES * len(keys)
+        size = _LIST_BYTES + 3 * len(raw) + _KEY_BYTES * len(keys)
         if len(raw) <= _LONGEST and self._make_room(size):
             listed.size = size
             self.lists[first] = listed
@@ -159,10 +159,13 @@ class _PartialKeys(PartialList):
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         known = self.known
         if known is not None:
-            rest = len(known.raw) - self.size
-            if end - at >= rest and data.startswith(known.raw[self.size :], at):
-                self.abandon()
-                return self.shared.execute(known), at + rest
+            size = len(known.raw) - self.size
+            if end - at >= size:
+                if len(known.rest) != size:
+                    known.rest = known.raw[self.size :]
+                if data.startswith(known.rest, at):
+                    self.abandon()
+                    return self.shared.execute(known), at + size
             at = self._compare(known, data, at, end)
             need = key_stop(data, at, end, limits)
             if need < 0:

@@ -231,11 +231,11 @@ class ServerSession(Holder):
         """
         kept = self.input_buffer
         if kept is not None:
-            kept += chunk
-            if len(kept) < self.need:
+            if len(kept) + len(chunk) < self.need:
+                kept += chunk
                 self._account()
                 return
-            chunk = bytes(kept)
+            chunk = b"".join([kept, chunk])
             self.input_buffer = None
         engine = self.engine
         keyspace = engine.keyspace
