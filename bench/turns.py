@@ -321,6 +321,28 @@ def delete_joined(loop: Loop) -> None:
     loop.send(frame("delete_key", b"init/"))
 
 
+def agents(most: int, request: bytes, present: int = 0) -> Case:
+    """100,000 agents wait; `present` agents have formed a round before. Another peer sends a request."""
+
+    def case(loop: Loop) -> None:
+        if present:
+            loop.peer.receive(frame("meet", b"/r", pack(b"peer"), 1, 1, -1))
+        for number in range(WAITERS):
+            loop.connect().receive(frame("meet", b"/r", pack(b"%06d" % number), most, most, -1))
+        loop.peer.out.clear()
+        loop.peer.unsent = 0
+        loop.send(request)
+
+    return case
+
+
+def silent_agents(loop: Loop) -> None:
+    peers = [loop.connect() for _ in range(WAITERS)]
+    for number, peer in enumerate(peers):
+        peer.receive(frame("meet", b"/r", pack(b"%06d" % number), 2 * WAITERS, 2 * WAITERS, -1))
+    loop.send(frame("attend", b"/r", pack(b"000000"), 1, 1), peers[0])
+
+
 WAIT, FETCH, COUNT = frame("wait", [b"/k"]), frame("fetch", b"/k"), frame("wait_count", b"/k", 1)
 LATER = frame("lease_later", b"/k", 1)
 V = pack(b"7")
@@ -417,6 +439,16 @@ CASES: dict[str, dict[str, Case]] = {
     "RETURN": {"one of 4,096": leased(frame("give_back", 1))},
     "JOIN": {"100,000, and their counter is deleted": delete_joined},
     "LEAVE": {"": sending(frame("join", b"init/", pack(b"t")) + frame("depart"))},
+    "MEET": {
+        "forms a round of 100,000": agents(WAITERS + 1, frame("meet", b"/r", pack(b"peer"), 2, WAITERS + 1, -1)),
+        "lets 50,000 of 100,000 in": agents(
+            WAITERS, frame("meet", b"/r", pack(b"peer"), 1, WAITERS // 2, 0), present=1
+        ),
+    },
+    "ATTEND": {
+        "closes, 100,000 wait": agents(WAITERS + 1, frame("attend", b"/r", pack(b""), 3, 0)),
+        "removes silent ones of 100,000": silent_agents,
+    },
 }
 """By command: the worst that one request, or a disconnection after it, can do."""
 

@@ -1,6 +1,7 @@
 """What commands mean: values, counters, queues, leases and joins.
 
-A `Keyspace` is one store. It applies commands to values and queues and, as a `WaiterRegistry`, parks and wakes waiters.
+A `Keyspace` is one store. It applies commands to values and queues and, as a `WaiterRegistry`, parks and wakes waiters;
+as an `AgentRegistry` it lets the agents of elastic jobs meet.
 It knows nothing of framing beyond the length prefix that stored values keep, and nothing of sockets, threads or clocks.
 
 Invariants: a command is applied whole or, if it raises, not at all; whatever can refuse it does so before the first
@@ -14,6 +15,7 @@ from collections import deque
 from functools import partial
 from typing import Any, Final
 
+from .agents import AgentRegistry
 from .errors import LimitError, ProtocolError
 from .incremental import (
     FreeDict,
@@ -31,7 +33,6 @@ from .incremental import (
 )
 from .joins import Joins
 from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
-from .shared_requests import SharedRequests
 from .values import (
     ABSENT,
     CHUNKED_BYTES,
@@ -60,7 +61,7 @@ _LARGE: Final = 4 * 1024 * 1024
 """Bytes from which on a dropped value that was appended to is freed in steps."""
 
 
-class Keyspace(SharedRequests):
+class Keyspace(AgentRegistry):
     """One store. Keys and values are opaque bytes; `values.py` describes the forms of stored values.
 
     Methods named in the command table take a command's fields, values framed, and return what its reply encodes. They
@@ -231,6 +232,8 @@ class Keyspace(SharedRequests):
         """Remove a value, never a queue; return 1 if it existed, else 0. Wakes no waiter."""
         if self.noting:
             self.note(key)
+        if key in self.rounds:
+            self.forget_rounds(key)
         old = self.values.pop(key, None)
         if old is None:
             return 0
@@ -670,6 +673,8 @@ class Keyspace(SharedRequests):
             self._unpark(waiter)
         if waiter.joined is not None:
             self._lose(waiter, waiter.joined[0], waiter.joined[1])
+        if self.represented and waiter in self.represented:
+            self.lose_agent(waiter)
         if waiter.handoff is not None:
             self.end_handoff(waiter, waiter.handoff)
         if waiter.leases is not None:

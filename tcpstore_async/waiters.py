@@ -33,6 +33,8 @@ AWAITING_ITEM: Final = 3
 """LEASE_LATER: it is granted an item of the queue `awaited`, leased under the ticket `number`."""
 AWAITING_NUMBER: Final = 4
 """WAIT_COUNT: it fires once the counter that is its `group` reaches `number`."""
+AWAITING_ROUND: Final = 5
+"""MEET: it fires with the answer to its agent, and has no registration."""
 
 
 class Handoff:

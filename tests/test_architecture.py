@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 LAYERS = {
     "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
-    "wire": 1, "keyspace": 1, "joins": 1, "shared_requests": 1, "registry": 1, "waiters": 1, "incremental": 1,
+    "wire": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
+    "shared_requests": 1, "registry": 1, "waiters": 1, "incremental": 1,
     "session": 2,
     "server": 3, "client": 3,
     "stores": 4, "load": 4,
@@ -35,6 +36,8 @@ SAME_LAYER = {
     ("limits", "errors"),
     ("keys", "coercion"),
 }
+SAME_LAYER |= {("keyspace", "agents"), ("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiters")}
+SAME_LAYER |= {("agents", "incremental")}
 SAME_LAYER |= {("keyspace", "shared_requests"), ("keyspace", "waiters"), ("keyspace", "incremental")}
 SAME_LAYER |= {("shared_requests", "registry"), ("shared_requests", "waiters"), ("shared_requests", "incremental")}
 SAME_LAYER |= {("registry", "waiters"), ("registry", "incremental"), ("waiters", "incremental")}

@@ -64,7 +64,7 @@ JSON object:
 |---|---|
 | `server` | `"tcpstore_async"` |
 | `version` | the package's version |
-| `extension` | 2: the commands above; 1 has those up to 67, later numbers these and more |
+| `extension` | 3: the commands above; 2 has those up to 73, 1 those up to 67, later numbers these and more |
 | `instance` | text that is unique to each server ever started |
 | `backend`, `build` | which of its backends it runs, and how it was built |
 
@@ -81,9 +81,20 @@ A client pops with LEASE or LEASE_LATER and sends CONFIRM right before it hands 
 was on its way when the connection broke or the caller gave up goes to another consumer. Items leased by a connection
 that ends return in their order. A rank that joins with JOIN may do so again after losing its connection.
 
+Agents of an elastic job meet in rounds with MEET. They gather until as many as the round admits have come, or as many
+as it needs and a last call is over: the server has one of the agents time it, and another one if that is lost. Agents
+that come later wait for the next round, which begins when all agents of the formed one have gone or have sent MEET with
+its number. They are redundant, rather than waiting, while no agent of a full round has left. The state of the rounds is
+six i64: the round; 0 while agents gather, 1 when it is formed, 2 when it is closed; the agents in it; the agents that
+wait, without redundant ones; whether the agent of the request is nowhere (0), in the round (1), waiting (2) or
+redundant (3); and the number of the last call that it is to time, else 0. An agent sends a beat some time after the
+reply to the previous one. Each of its requests is a sign of life. A tick passes when an agent sends its second beat
+since the last tick; an agent is removed when as many ticks as the argument of somebody's beat have passed since its
+last sign of life.
+
 Neither key is counted, listed or deleted; WAIT finds both; a command that would write to one closes its connection.
 
-FETCH, WAIT_COUNT and LEASE_LATER, if they block, drop the registrations left over from replaced WAITs.
+FETCH, WAIT_COUNT, LEASE_LATER and MEET, if they block, drop the registrations left over from replaced WAITs.
 """
 
 

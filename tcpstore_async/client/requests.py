@@ -151,6 +151,16 @@ def join(token: bytes) -> Request:
     return BY_METHOD["join"], (WORKERS_KEY, pack(token))
 
 
+def meet(key: bytes, agent: bytes, least: int, most: int, left: int) -> Request:
+    """Join a round of `least` to `most` agents, having left the round `left`."""
+    return BY_METHOD["meet"], (key, pack(agent), least, most, left)
+
+
+def attend(key: bytes, agent: bytes, action: int, number: int = 0) -> Request:
+    """Execute an action of an agent (`agents.py`), and request the state of the rounds."""
+    return BY_METHOD["attend"], (key, pack(agent), action, number)
+
+
 def introduce(known: dict[str, str]) -> Request:
     """Send the server a description of this client."""
     return BY_METHOD["introduce"], ([(name.encode(), pack(text.encode())) for name, text in known.items()],)

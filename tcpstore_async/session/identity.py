@@ -11,8 +11,14 @@ import msgspec
 from .. import values
 from ..version import VERSION
 
-EXTENSION: Final = 2
+EXTENSION: Final = 3
 """The version of the extension: which of its commands the server has."""
+
+ROUNDS: Final = 3
+"""The version from which on it has MEET and ATTEND."""
+
+_LEAST: Final = 2
+"""The version with what every client of this package relies on."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -38,7 +44,7 @@ def read_identity(raw: bytes) -> Identity | None:
         found = msgspec.json.decode(raw, type=Identity)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return found if found.extension >= EXTENSION else None
+    return found if found.extension >= _LEAST else None
 
 
 def build() -> str:

@@ -145,7 +145,9 @@ class Engine:
             return lambda: method(self.serving)
         if arity == 1:
             return lambda field: method(self.serving, field)
-        return lambda first, second: method(self.serving, first, second)
+        if arity == 2:
+            return lambda first, second: method(self.serving, first, second)
+        return lambda *fields: method(self.serving, *fields)
 
     def _list_keys(self) -> list[Framed]:
         """Reply to LIST_KEYS: one copy for all clients that ask while the keys are the same."""

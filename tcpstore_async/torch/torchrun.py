@@ -1,143 +1,265 @@
-"""`torchrun --rdzv-backend=tcpstore`: PyTorch's dynamic rendezvous with agents and workers on our servers.
+"""`torchrun --rdzv-backend=tcpstore`: the rendezvous of an elastic job on our servers.
 
-PyTorch finds `create_handler` through the entry point `torchrun.handlers`, which is `autoload.torchrun_handler`.
+PyTorch finds `create_handler` through the entry point `torchrun.handlers`, which is `autoload.torchrun_handler`. The
+semantics are those of PyTorch's dynamic rendezvous. But the server keeps the state of all agents (`rounds.py`), not a
+value that each agent reads and writes: the bytes of an agent's requests do not depend on the number of agents.
 
-Two invariants. An agent never joins the rendezvous of a job that has closed or whose agents have stopped sending
-heartbeats: the next job with the same id gets an epoch, and so keys, of its own. Workers of one round never see the
-keys of another: each round has a server of its own, and a name in the workers' environment for those that join a server
-that runs already.
+Three invariants. An agent never joins the rendezvous of a job that has closed: the next job with the same id gets an
+epoch, and so keys, of its own. Workers of one round never see the keys of another: each round has a server of its own,
+and a name in the workers' environment for those that join a server that runs already. Nothing that the server sends is
+unpickled.
 """
 
-import inspect
+import functools
+import itertools
+import json
 import logging
-import math
 import os
 import secrets
+import socket
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from .. import errors
 from ..rendezvous_url import ROUND_VARIABLE
+from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, is_closed
 from .stores import PrefixStore, Store, TCPStore
 
 BACKEND: Final = "tcpstore"
 DEFAULT_PORT: Final = 29400
 """The default port of torchrun's own backend."""
 
-_NO_STATE: Final = C10dRendezvousBackend._NULL_SENTINEL.encode()
-
-_BEAT: Final = "tcpstore.beat"
-_CLOSED: Final = "tcpstore.closed"
-"""Keys in which the agents of an epoch leave their last heartbeat, and that it is closed."""
+_TIMEOUTS: Final = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}
+"""Defaults in seconds, which are PyTorch's."""
 
 _ROUND_KEY: Final = "tcpstore.round"
 
-_KEEP_ALIVE: Final = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
-"""Seconds between an agent's heartbeats, and how many may be missing before it is taken for dead."""
+_FRESH: Final = 1.0
+"""Seconds for which the state of the rounds is not requested again, as in PyTorch."""
 
-_LOOKS: Final = 20
-"""How many times a possibly dead agent is checked within its keep-alive time."""
+_free_port: Final[Callable[[], int]] = get_free_port
 
 log = logging.getLogger("tcpstore_async.torchrun")
+
+_numbers: Final = itertools.count()
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Create the rendezvous handler of one agent. The endpoint's host hosts the server unless one runs there already.
 
     Options in `--rdzv-conf`, times in seconds: is_host, read_timeout (60), join_timeout (600), last_call_timeout (30),
-    close_timeout (30), keep_alive_interval (5), keep_alive_max_attempt (3). Raises ValueError if one of them is not
-    positive, RendezvousConnectionError if the server cannot be reached. Takes up to keep_alive_interval *
-    keep_alive_max_attempt if the last agents of a job with this id seem to be dead.
+    close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). Raises ValueError if
+    one of them is not positive, RendezvousConnectionError if the server cannot be reached or is not ours.
     """
-    keep_alive = _keep_alive(params)
+    if not params.run_id:
+        raise ValueError("The run id must be a non-empty string.")
     read_timeout = timedelta(seconds=_positive(params, "read_timeout", 60))
-    timeouts = RendezvousTimeout(
-        *(_seconds(params, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
+    options = Options(
+        least=params.min_nodes,
+        most=params.max_nodes,
+        join=_seconds(params, "join"),
+        last_call=_seconds(params, "last_call"),
+        close=_seconds(params, "close"),
+        heartbeat=_seconds(params, "heartbeat"),
+        keep_alive_interval=_positive(params, "keep_alive_interval", 5),
+        keep_alive_max_attempt=_positive(params, "keep_alive_max_attempt", 3),
     )
     store = _open_store(params, read_timeout)
-    epoch = _enter(store, params.run_id, timedelta(seconds=math.prod({**_KEEP_ALIVE, **keep_alive}.values())))
-    made: RendezvousHandler = _Handler.from_backend(
-        params.run_id,
-        epoch,
-        _Backend(epoch, params.run_id),
-        params.min_nodes,
-        params.max_nodes,
-        params.local_addr,
-        timeouts,
-        **keep_alive,
-    )
-    return made
+    try:
+        key = _enter(store, params.run_id)
+        return _Handler(params.run_id, store, key, options, params.local_addr or socket.getfqdn())
+    except (errors.DistError, NotImplementedError) as error:
+        store.close()
+        raise RendezvousConnectionError(str(error)) from error
 
 
-class _Backend(C10dRendezvousBackend):
-    """PyTorch's backend under our name, which torchrun compares with `--rdzv-backend`.
+class _Handler(RendezvousHandler):
+    """The rendezvous of one agent. Each round has a server of its own for its workers."""
 
-    With each state, this agent writes a heartbeat for agents that must not unpickle the state.
-    """
+    def __init__(self, run_id: str, store: Store, key: str, options: Options, address: str) -> None:
+        self._run_id = run_id
+        self._store = store
+        self._key = key
+        self._address = address
+        self._number = next(_numbers)
+        self._agent = Agent(store._plain, key, agent_name(address, self._number), options)
+        self._beats: _Beats | None = None
+        self._server: Any = None
+        self._seen: State | None = None
+        self._seen_at = 0.0
 
-    @property
-    def name(self) -> str:
+    def get_backend(self) -> str:
         return BACKEND
 
-    def set_state(self, state: bytes, token: Any = None) -> Any:
-        cast(Any, self)._call_store("set", _BEAT, f"{time.time():.3f}")
-        return super().set_state(state, token)
+    def get_run_id(self) -> str:
+        return self._run_id
 
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the workers of a round are to use the server that its first agent hosts."""
+        return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
-class _Handler(DynamicRendezvousHandler):
-    """PyTorch's handler, but each round has a server of its own for its workers, and a name in their environment."""
-
-    def next_rendezvous(self) -> Any:
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round, and wait until it is formed."""
+        self._stop_beats()
         self._close_server()
-        found = super().next_rendezvous()
-        os.environ[ROUND_VARIABLE] = _name_round(found.store, found.rank)  # workers inherit it
-        return found
+        self._record("attempts to join the next round")
+        try:
+            found = self._join()
+            self._beats = _Beats(self._agent)
+            store = PrefixStore(f"{self._key}.{found.number}", self._store)
+            where, os.environ[ROUND_VARIABLE] = self._share(store, found)  # workers inherit it
+        except Exception as error:
+            self._record(f"failed to join: {type(error).__name__}: {error}", NodeState.FAILED)
+            raise
+        self._record(f"has joined round {found.number} as rank {found.rank} of {found.world}", rank=found.rank)
+        return RendezvousInfo(store, found.rank, found.world, where)
+
+    def is_closed(self) -> bool:
+        return self._look().closed
 
     def set_closed(self) -> None:
-        """Close the rendezvous as PyTorch does, and mark the epoch as closed."""
-        self._mark_closed()
-        super().set_closed()
+        self._translated(self._agent.close)
+        self._seen = None
+        self._record("has closed the rendezvous", NodeState.SUCCEEDED)
+
+    def num_nodes_waiting(self) -> int:
+        return self._look().waiting
 
     def shutdown(self) -> bool:
-        """Shut down as PyTorch does, and close the stores; the server's grace lets the other agents do the same."""
+        """Close the rendezvous and the stores; the server's grace lets the other agents do the same."""
+        self._stop_beats()
         try:
-            self._mark_closed()
-            return bool(super().shutdown())
+            self.set_closed()
+            return True
+        except RendezvousError as error:  # the store's host may have gone first, and the epoch with it
+            self._record(f"failed to close the rendezvous: {error}", NodeState.FAILED)
+            log.warning("could not close the rendezvous of %s: %s", self._run_id, error)
+            return False
         finally:
             os.environ.pop(ROUND_VARIABLE, None)
             self._close_server()
-            cast(PrefixStore, self._store).close()
+            self._store.close()
 
-    def _mark_closed(self) -> None:
+    def _join(self) -> Round:
         try:
-            cast(PrefixStore, self._store).set(_CLOSED, "1")
-        except errors.DistError as error:  # the store's host may have gone first, and the epoch with it
-            log.info("could not mark the epoch as closed: %s", error)
+            return self._agent.join()
+        except RoundsClosed as error:
+            if error.redundant:
+                raise RendezvousGracefulExitError(
+                    f"The rendezvous '{self._run_id}' is closed, terminating pending rendezvous."
+                ) from None
+            raise RendezvousClosedError from None
+        except errors.StoreTimeoutError as error:
+            raise RendezvousTimeoutError(str(error)) from error
+        except errors.DistError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        finally:
+            self._seen = None
+
+    def _share(self, store: Store, found: Round) -> tuple[RendezvousStoreInfo, str]:
+        """Agree with the other agents on where the workers meet, and on a name for the round.
+
+        The name is random, because the server that the workers join may hold keys of earlier jobs that began at epoch 0
+        too.
+        """
+        if found.rank == 0:
+            if self.use_agent_store:
+                self._server = TCPStore("localhost", 0, is_master=True)
+            port = self._server.port if self._server is not None else _free_port()
+            store.set(_ROUND_KEY, json.dumps([self._address, port, secrets.token_hex(8)]))
+        address, port, name = json.loads(store.get(_ROUND_KEY))
+        return RendezvousStoreInfo(address, port), name
+
+    def _look(self) -> State:
+        """Return the state of the rounds, as it was at most a second ago."""
+        now = time.monotonic()
+        if self._seen is None or now - self._seen_at >= _FRESH:
+            self._seen = self._translated(self._agent.look)
+            self._seen_at = now
+        return self._seen
+
+    def _translated(self, call: Any) -> Any:
+        """Make a call, with PyTorch's exceptions."""
+        try:
+            return call()
+        except errors.StoreTimeoutError as error:
+            raise RendezvousTimeoutError(str(error)) from error
+        except errors.DistError as error:
+            raise RendezvousConnectionError(str(error)) from error
+
+    def _stop_beats(self) -> None:
+        beats, self._beats = self._beats, None
+        if beats is not None:
+            beats.stop()
 
     def _close_server(self) -> None:
-        server, self._shared_tcp_store_server = getattr(self, "_shared_tcp_store_server", None), None
-        self._bootstrap_store_info = None
+        server, self._server = self._server, None
         if server is not None:
             server.close()
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
-        return TCPStore("localhost", master_port, is_master=True)
+    def _record(self, what: str, state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
+        """Log what this agent does, and record it as an event of PyTorch's."""
+        message = f"agent {self._address} (pid {os.getpid()}) {what} of {self._run_id}"
+        log.info("%s", message)
+        construct_and_record_rdzv_event(
+            run_id=self._run_id,
+            message=message,
+            node_state=state,
+            name=f"{type(self).__name__}",
+            hostname=self._address,
+            pid=os.getpid(),
+            local_id=self._number,
+            rank=rank,
+        )
 
 
-def _name_round(store: Any, rank: int) -> str:
-    """Agree with the other agents on a name for the round.
+class _Beats:
+    """A thread that sends the beats of an agent, until it is stopped or the agent is dropped."""
 
-    It is random, because the server that the workers join may hold keys of earlier jobs that began at epoch 0 too.
-    """
-    if rank == 0:
-        store.set(_ROUND_KEY, secrets.token_hex(8))
-    return bytes(store.get(_ROUND_KEY)).decode()
+    def __init__(self, agent: Agent) -> None:
+        self._stopped = threading.Event()
+        beat = functools.partial(_send_beats, weakref.ref(agent), agent.pulse, self._stopped)
+        self._thread = threading.Thread(target=beat, name="tcpstore_async torchrun beats", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop, and wait for a beat under way: none overlaps what the agent does next."""
+        self._stopped.set()
+        self._thread.join()
+
+
+def _send_beats(agent: "weakref.ref[Agent]", pulse: Pulse, stopped: threading.Event) -> None:
+    while not stopped.wait(max(0.0, pulse.due - time.monotonic())):
+        alive = agent()
+        if alive is None:
+            return
+        try:
+            alive.beat()
+        except errors.DistError as error:
+            log.warning("could not send a keep-alive heartbeat: %s", error)
+            if not isinstance(error, errors.StoreTimeoutError):
+                return  # the connection is lost, and with it the store
+        del alive
 
 
 def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
@@ -160,16 +282,11 @@ def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
         raise RendezvousConnectionError(f"cannot use the store at {host}:{port}: {error}") from error
 
 
-def _seconds(params: RendezvousParameters, name: str) -> timedelta | None:
-    number = params.get_as_int(name)
-    return None if number is None else timedelta(seconds=number)
-
-
-def _keep_alive(params: RendezvousParameters) -> dict[str, int]:
-    """Return the keep-alive options that PyTorch's handler accepts: that of 2.6 accepts none and uses the defaults."""
-    wanted = {name: _positive(params, name, default) for name, default in _KEEP_ALIVE.items()}
-    accepted = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
-    return {name: number for name, number in wanted.items() if name in accepted}
+def _seconds(params: RendezvousParameters, name: str) -> int:
+    number = cast(int, params.get_as_int(f"{name}_timeout", _TIMEOUTS[name]))
+    if number <= 0:
+        raise ValueError(f"The {name} timeout ({timedelta(seconds=number)}) must be positive.")
+    return number
 
 
 def _positive(params: RendezvousParameters, name: str, default: int) -> int:
@@ -179,67 +296,17 @@ def _positive(params: RendezvousParameters, name: str, default: int) -> int:
     return number
 
 
-# Epochs
+def _enter(store: Store, run_id: str) -> str:
+    """Return the key of a job's current epoch, or of a new epoch if the current one is closed.
 
-
-class _Traces(NamedTuple):
-    """What the agents of an epoch have written there."""
-
-    closed: bool
-    beat: bytes
-    """When an agent last wrote the state, by its own clock; empty if there is no heartbeat."""
-    state: bytes
-    """PyTorch's pickled state. It is only compared, never unpickled here: the server is unauthenticated, so anybody may
-    have written it."""
-
-
-def _enter(store: Store, run_id: str, keep_alive: timedelta) -> Store:
-    """Return the keys of a job's current epoch, or of a new epoch if the current one is over."""
+    Agents of an epoch that have died without closing it need no new one: the server removes them, and the next agents
+    meet in its next round.
+    """
     key = f"tcpstore.epoch.{run_id}"
     while True:
         epoch = int(store.compare_set(key, "", "0"))
-        keys = PrefixStore(f"tcpstore.{run_id}.{epoch}", store, owns=True)
-        over = _why_over(keys, run_id, keep_alive)
-        if not over:
-            return keys
-        log.info("epoch %d of %s is over (%s): entering the next one", epoch, run_id, over)
+        name = f"tcpstore.{run_id}.{epoch}"
+        if not is_closed(store._plain, name):
+            return name
+        log.info("epoch %d of %s is closed: entering the next one", epoch, run_id)
         store.compare_set(key, str(epoch), str(epoch + 1))  # another agent may have done so already
-
-
-def _why_over(keys: Store, run_id: str, keep_alive: timedelta) -> str:
-    """Return why the rendezvous of an epoch must not be joined; empty if it may be.
-
-    The age of a heartbeat proves nothing, as clocks differ: the agents are dead if nothing changes for `keep_alive`.
-    """
-    first = _read_traces(keys, run_id)
-    if first.closed:
-        return "closed"
-    if not first.state or _is_recent(first.beat, keep_alive):
-        return ""
-    log.info("waiting up to %g s for a heartbeat from the last agents of %s", keep_alive.total_seconds(), run_id)
-    end = time.monotonic() + keep_alive.total_seconds()
-    while time.monotonic() < end:
-        time.sleep(keep_alive.total_seconds() / _LOOKS)
-        traces = _read_traces(keys, run_id)
-        if traces.closed:
-            return "closed"
-        if traces != first:
-            return ""
-    return "no heartbeat"
-
-
-def _is_recent(beat: bytes, keep_alive: timedelta) -> bool:
-    """Whether a heartbeat is recent by this machine's clock."""
-    try:
-        return abs(time.time() - float(beat)) <= keep_alive.total_seconds()
-    except ValueError:
-        return False
-
-
-def _read_traces(keys: Store, run_id: str) -> _Traces:
-    state = _get_or_empty(keys, f"torch.rendezvous.{run_id}")
-    return _Traces(keys.check([_CLOSED]), _get_or_empty(keys, _BEAT), b"" if state == _NO_STATE else state)
-
-
-def _get_or_empty(keys: Store, key: str) -> bytes:
-    return keys.get(key) if keys.check([key]) else b""

@@ -239,6 +239,31 @@ class _KeyValue(_KeyValues):
         return pack(fields[0]) + value
 
 
+class _KeyValueNumbers(RequestCodec):
+    """A key, a short value and numbers."""
+
+    def __init__(self, numbers: int) -> None:
+        self.arity = 2 + numbers
+        self.layout = "key, value" + ", i64" * numbers
+        self.numbers = Struct(f"<{numbers}q")
+
+    def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        start = key_stop(data, at, end, limits)
+        if start < 0:
+            return None, start
+        middle = _value_stop(data, start, end, limits)
+        if middle < 0:
+            return None, middle
+        stop = middle + self.numbers.size
+        if stop > end:
+            return None, -stop
+        return call(data[at + 8 : start], data[start:middle], *self.numbers.unpack_from(data, middle)), stop
+
+    def encode(self, fields: Fields) -> bytes:
+        value: bytes = fields[1]
+        return pack(fields[0]) + value + self.numbers.pack(*fields[2:])
+
+
 class LargeValue(PartialRequest):
     """A request whose large last value is received straight into the buffer that will be stored.
 
@@ -617,6 +642,8 @@ KEY: Final[RequestCodec] = _Key()
 KEY_I64: Final[RequestCodec] = _KeyI64()
 KEY_VALUE: Final[RequestCodec] = _KeyValue(1, large=True)
 KEY_VALUE_VALUE: Final[RequestCodec] = _KeyValues(2, large=True)
+KEY_VALUE_2_I64: Final[RequestCodec] = _KeyValueNumbers(2)
+KEY_VALUE_3_I64: Final[RequestCodec] = _KeyValueNumbers(3)
 KEYS: Final[RequestCodec] = CountedList(KEY, "key", alone)
 ITEMS: Final[RequestCodec] = CountedList(_KeyValue(1, large=False), "(key, value)", _pair)
 

@@ -19,6 +19,8 @@ from .codecs import (
     KEY,
     KEY_I64,
     KEY_VALUE,
+    KEY_VALUE_2_I64,
+    KEY_VALUE_3_I64,
     KEY_VALUE_VALUE,
     KEYS,
     NO_REPLY,
@@ -184,6 +186,20 @@ COMMANDS: Final = (
             "connection as ADD does, and for a token that is too long."),
     Command(0x49, "LEAVE",        NOTHING,         NO_REPLY,      "depart",      HOLDS | EXTENSION,
             "Lets the connection represent no rank any more, without counting that rank as lost."),
+    Command(0x4A, "MEET",         KEY_VALUE_3_I64, DEFERRED_VALUE,  "meet",      MUTATES | PARKS | EXTENSION,
+            "Lets an agent, whose name is the value (1 to 512 bytes), join the rounds under the key; the connection "
+            "then represents it. The numbers are how many agents a round needs and admits, and the round that the "
+            "agent leaves, -1 for none. Replies with three i64 when the agent has a rank: the round, the rank by "
+            "name, the world size; or, in place of the rank and the world size, with -1 and a number if it is to time "
+            "a last call, or with -2 and 1 if it is redundant, else 0, if the rounds are closed. May be repeated, on "
+            "any connection. Ended by CANCEL_FETCH. Closes the connection for other numbers, or if it has to block "
+            "while another wait is pending."),
+    Command(0x4B, "ATTEND",       KEY_VALUE_2_I64, VALUE,           "attend",    MUTATES | HOLDS | EXTENSION,
+            "Executes an action of the agent whose name is the value, or of nobody if it is empty, and replies with "
+            "the state of the rounds under the key. The numbers are the action and its argument. 0: none. 1: a beat; "
+            "agents without a sign of life for as many ticks as the argument are removed. 2: the end of the last call "
+            "with this number. 3: closes the rounds. 4: removes the agent. Agents are also removed when they lose all "
+            "their connections. DELETE_KEY forgets rounds without agents. Closes the connection for other numbers."),
 )  # fmt: skip
 
 

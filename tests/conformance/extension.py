@@ -22,6 +22,7 @@ from conformance.frames import (
     WOKEN,
     add,
     append,
+    attend,
     barrier,
     check,
     compare_set,
@@ -35,6 +36,8 @@ from conformance.frames import (
     join,
     lease,
     lease_later,
+    meet,
+    met,
     multi_set,
     ping,
     pop,
@@ -42,6 +45,7 @@ from conformance.frames import (
     push,
     queue_len,
     set_,
+    state,
     wait,
     wait_count,
 )
@@ -478,6 +482,138 @@ def join_closes(s: Script) -> None:
     z.asks(get(b"n"), blob(b"x"))
 
 
+# MEET and ATTEND
+
+
+@case()
+def agents_meet(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    b.asks(meet(b"r", b"b", 3, 3), NO_REPLY)
+    a.asks(meet(b"r", b"a", 3, 3), NO_REPLY)
+    z.asks(
+        attend(b"r", b"") + attend(b"r", b"a") + attend(b"other", b""),
+        state(*(0, 0, 2, 0, 0, 0)) + state(*(0, 0, 2, 0, 1, 0)) + state(*[0] * 6),
+    )
+    c.asks(meet(b"r", b"c", 3, 3), met(0, 2, 3))
+    a.hears(met(0, 0, 3))
+    b.hears(met(0, 1, 3))
+    b.asks(meet(b"r", b"b", 3, 3) * 2, met(0, 1, 3) * 2)
+    z.asks(NUM_KEYS + LIST_KEYS + check(b"r") + get(b"r"), i64(0) + keys() + NOT_READY + blob(b""))
+
+
+@case()
+def agents_that_leave_begin_the_next_round(s: Script) -> None:
+    a, b, z = s.peers("abz")
+    a.asks(meet(b"r", b"a", 1, 2), met(0, -1, 1))
+    b.asks(meet(b"r", b"b", 1, 2), met(0, 1, 2))
+    a.asks(meet(b"r", b"a", 1, 2), met(0, 0, 2))
+    z.asks(meet(b"r", b"z", 1, 2), NO_REPLY)
+    b.asks(attend(b"r", b"b"), state(*(0, 1, 2, 0, 1, 0)))
+    a.asks(meet(b"r", b"a", 1, 2, 0), NO_REPLY)
+    b.asks(attend(b"r", b"") + attend(b"r", b"b"), state(*(0, 1, 1, 2, 0, 0)) + state(*(0, 1, 1, 2, 1, 0)))
+    b.leaves()
+    a.hears(met(1, 0, 2))
+    z.hears(met(1, 1, 2))
+
+
+@case()
+def last_call_ends(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    a.asks(meet(b"r", b"a", 2, 4), NO_REPLY)
+    b.asks(meet(b"r", b"b", 2, 4), met(0, -1, 1))
+    b.asks(attend(b"r", b"b") + meet(b"r", b"b", 2, 4), state(*(0, 0, 2, 0, 1, 1)))
+    a.leaves()
+    c.asks(attend(b"r", b"c", 2, 1) + meet(b"r", b"c", 2, 4), state(*(0, 0, 1, 0, 0, 0)) + met(0, -1, 2))
+    c.asks(attend(b"r", b"c", 2, 1), state(*(0, 0, 2, 0, 1, 2)))
+    b.asks(CANCEL_FETCH, NO_VALUE)
+    c.leaves()
+    z.asks(meet(b"r", b"z", 2, 4), met(0, -1, 3))
+    z.asks(attend(b"r", b"z", 2, 3), state(*(0, 1, 2, 0, 1, 0)))
+    b.asks(meet(b"r", b"b", 2, 4), met(0, 0, 2))
+    z.asks(meet(b"r", b"z", 2, 4), met(0, 1, 2))
+
+
+@case()
+def last_call_passes_to_another_agent(s: Script) -> None:
+    a, b, c = s.peers("abc")
+    a.asks(meet(b"r", b"a", 1, 9), met(0, -1, 1))
+    b.asks(meet(b"r", b"b", 1, 9), NO_REPLY)
+    c.asks(meet(b"r", b"c", 1, 9), NO_REPLY)
+    a.leaves()
+    b.hears(met(0, -1, 2))
+    b.asks(attend(b"r", b"b", 2, 2), state(*(0, 1, 2, 0, 1, 0)))
+    c.hears(met(0, 1, 2))
+
+
+@case()
+def rounds_are_closed(s: Script) -> None:
+    a, b, c, d, z = s.peers("abcdz")
+    a.asks(meet(b"r", b"a", 1, 1), met(0, 0, 1))
+    b.asks(meet(b"r", b"b", 1, 1), NO_REPLY)
+    c.asks(meet(b"q", b"c", 2, 2), NO_REPLY)
+    z.asks(
+        attend(b"r", b"", 3) + attend(b"q", b"", 3) + attend(b"p", b"", 3),
+        state(*(0, 2, 1, 0, 0, 0)) + state(*(0, 2, 1, 0, 0, 0)) + state(*(0, 2, 0, 0, 0, 0)),
+    )
+    b.hears(met(0, -2, 1))
+    c.hears(met(0, -2, 0))
+    d.asks(meet(b"r", b"d", 1, 1) + meet(b"p", b"d", 1, 1), met(0, -2, 0) * 2)
+    a.asks(meet(b"r", b"a", 1, 1, 0), met(1, -2, 0))
+    z.asks(delete(b"r") + delete(b"p"), i64(0) * 2)
+    d.asks(meet(b"p", b"d", 1, 1), met(0, 0, 1))
+    d.asks(meet(b"r", b"d", 1, 1), met(1, -2, 0))
+
+
+@case()
+def silent_agents_are_removed(s: Script) -> None:
+    a, b, c = s.peers("abc")
+    a.asks(meet(b"r", b"a", 2, 2), NO_REPLY)
+    b.asks(meet(b"r", b"b", 2, 2), met(0, 1, 2))
+    a.hears(met(0, 0, 2))
+    c.asks(meet(b"r", b"c", 1, 2), NO_REPLY)
+    b.asks(attend(b"r", b"b", 1, 2), state(*(0, 1, 2, 0, 1, 0)))
+    a.asks(attend(b"r", b"a", 1, 2), state(*(0, 1, 2, 0, 1, 0)))
+    b.asks(attend(b"r", b"b", 1, 2), state(*(0, 1, 2, 0, 1, 0)))
+    b.asks(attend(b"r", b"c"), state(*(0, 1, 2, 0, 0, 0)))
+    b.asks(attend(b"r", b"b", 1, 2), state(*(0, 1, 1, 0, 1, 0)))
+    c.asks(CANCEL_FETCH + meet(b"r", b"c", 1, 2), NO_VALUE)
+    b.asks(attend(b"r", b"a", 1, 2) + attend(b"r", b"b", 4), state(*(0, 1, 1, 1, 0, 0)) + state(*(1, 0, 1, 0, 0, 0)))
+    c.hears(met(1, -1, 1))
+
+
+@case()
+def one_agent_with_several_connections(s: Script) -> None:
+    a, b, c, z = s.peers("abcz")
+    a.asks(meet(b"r", b"x", 2, 2), NO_REPLY)
+    b.asks(attend(b"r", b"x", 1, 1), state(*(0, 0, 1, 0, 1, 0)))
+    a.leaves()
+    c.asks(meet(b"r", b"x", 2, 2), NO_REPLY)
+    b.leaves()
+    z.asks(meet(b"r", b"y", 2, 2), met(0, 1, 2))
+    c.hears(met(0, 0, 2))
+    c.asks(meet(b"r", b"w", 1, 2), NO_REPLY)
+    z.asks(attend(b"r", b"x"), state(*(0, 1, 1, 1, 0, 0)))
+
+
+@case()
+def meet_closes(s: Script) -> None:
+    for name, frame in (
+        ("no agents", meet(b"r", b"a", 0, 1)),
+        ("fewer at most", meet(b"r", b"a", 2, 1)),
+        ("no name", meet(b"r", b"", 1, 1)),
+        ("long name", meet(b"r", b"x" * 513, 1, 1)),
+        ("action", attend(b"r", b"a", 5)),
+        ("negative action", attend(b"r", b"a", -1)),
+        ("beat", attend(b"r", b"a", 1, 0)),
+        ("long name again", attend(b"r", b"x" * 513)),
+    ):
+        s.peer(name).asks(frame, CLOSED)
+    a, z = s.peers("az")
+    a.asks(meet(b"r", b"a", 2, 2), NO_REPLY)
+    a.asks(meet(b"r", b"a", 2, 2), CLOSED)
+    z.asks(attend(b"r", b""), state(*(0, 0, 0, 0, 0, 0)))
+
+
 # INTRODUCE and the reserved keys
 
 
@@ -543,6 +679,8 @@ def opcodes_close_on_pytorchs(s: Script) -> None:
     s.peer("f").asks(lease_later(b"q", 1), NO_REPLY, CLOSED)
     s.peer("g").asks(confirm(1) + give_back(1) + DEPART, NO_REPLY, CLOSED)
     s.peer("h").asks(join(b"n", b"x"), i64(1), CLOSED)
+    s.peer("i").asks(meet(b"r", b"x", 2, 2), NO_REPLY, CLOSED)
+    s.peer("j").asks(attend(b"q", b"x"), state(*[0] * 6), CLOSED)
 
 
 @control()

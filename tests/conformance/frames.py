@@ -123,6 +123,24 @@ def join(counter: bytes, token: bytes) -> bytes:
     return b"\x48" + blob(counter) + blob(token)
 
 
+def meet(key: bytes, agent: bytes, least: int, most: int, left: int = -1) -> bytes:
+    return b"\x4a" + blob(key) + blob(agent) + i64(least) + i64(most) + i64(left)
+
+
+def attend(key: bytes, agent: bytes, action: int = 0, number: int = 0) -> bytes:
+    return b"\x4b" + blob(key) + blob(agent) + i64(action) + i64(number)
+
+
+def met(round_number: int, rank: int, world: int) -> bytes:
+    """The reply to MEET."""
+    return blob(i64(round_number) + i64(rank) + i64(world))
+
+
+def state(*numbers: int) -> bytes:
+    """The reply to ATTEND: round, state, participants, waiting agents, standing, last call."""
+    return blob(b"".join(map(i64, numbers)))
+
+
 DEPART = b"\x49"
 RETURNED = i64(-1)
 """What ends a LEASE_LATER that is given up."""

@@ -20,13 +20,15 @@ from typing import Any
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MEMBER_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
+from tcpstore_async.rounds import AGENT_BYTES, ROUNDS_BYTES, Agent
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import cost, framed, unpack
-from tcpstore_async.waiters import AWAITING_ITEM, AWAITING_VALUE, IDLE, UNKNOWN, SharedWait, Waiter
+from tcpstore_async.waiters import AWAITING_ITEM, AWAITING_ROUND, AWAITING_VALUE, IDLE, UNKNOWN, SharedWait, Waiter
 from tcpstore_async.waiters import Counter as CounterGroup
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 from .model import MAGIC, Closed, Model, Peer
+from .rounds_model import Member
 
 Step = tuple[str, int, "tuple[Command, ...]", int]
 
@@ -94,6 +96,8 @@ OPCODES = {
     "give_back": 71,
     "join": 72,
     "depart": 73,
+    "meet": 74,
+    "attend": 75,
 }
 """From the protocol's description, not from the table."""
 
@@ -120,6 +124,9 @@ class Command:
                 return _blob(self.fields[0]) + struct.pack("<q", self.fields[1])
             case "check" | "wait" | "multi_get":
                 return _keys(self.fields[0])
+            case "meet" | "attend":
+                key, name, *numbers = self.fields
+                return _blob(key) + _blob(name) + struct.pack(f"<{len(numbers)}q", *numbers)
             case "multi_set" | "introduce":
                 items = self.fields[0]
                 return struct.pack("<Q", len(items)) + b"".join(_blob(key) + _blob(value) for key, value in items)
@@ -338,9 +345,11 @@ class Fleet:
             popping = connection.session.awaited, connection.session.number
             _same("popping", popping if connection.session.state == AWAITING_ITEM else None, connection.peer.popping)
             _same("rank", connection.session.joined, connection.peer.rank)
+            _same("agent", _name(keyspace.represented.get(connection.session)), _name(connection.peer.agent))
         for joins in keyspace.joins.values():
             recount += sum(len(token) + PARKED_BYTES for token in joins.waiters)
         _same("lost", {key: joins.lost for key, joins in keyspace.joins.items()}, _lost(model))
+        recount += self._check_rounds()
         stored = recount
         standing = registrations(keyspace)
         groups = self._check_groups()
@@ -395,7 +404,9 @@ class Fleet:
             counting = (session.group.key, session.number) if isinstance(session.group, CounterGroup) else None
             _same("counting", counting, peer.counting)
             _same("introduced", session.peer, peer.introduced)
-            if holder.remaining > 0 and sum(map(abs, own.values())) < holder.remaining and counting is None:
+            _same("meeting", session.state == AWAITING_ROUND, peer.meeting is not None)
+            registers = counting is None and peer.meeting is None
+            if holder.remaining > 0 and sum(map(abs, own.values())) < holder.remaining and registers:
                 raise Difference(f"a lost wake-up: {holder.remaining} to come, of {own}")
             kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
             rest = 0 if session.partial is None else session.partial.held()
@@ -447,6 +458,31 @@ class Fleet:
             raise Difference(f"lists count {cache.size} bytes")
         return cache.size
 
+    def _check_rounds(self) -> int:
+        """Check the rounds of agents, and return the bytes that are to be counted for them."""
+        model = self.model.meetings
+        counted = 0
+        _same("rounds", list(self.engine.keyspace.rounds), list(model))
+        for key, rounds in self.engine.keyspace.rounds.items():
+            meeting = model[key]
+            _same("round", (rounds.round, rounds.formed), (meeting.round, meeting.ranks is not None))
+            _same("closed", rounds.closed, meeting.closed)
+            agents = [(agent.name, agent.beaten, agent.seen, agent.connections) for agent in rounds.agents.values()]
+            _same("agents", agents, [(one.name, one.beaten, one.seen, len(one.peers)) for one in meeting.members])
+            inside = [agent.name for agent in rounds.group.agents if agent.group is rounds.group]
+            _same("inside", inside, sorted(one.name for one in meeting.inside))
+            _same("outside", rounds.waiting.names, sorted(one.name for one in meeting.outside))
+            _same("caller", _name(rounds.caller), _name(meeting.caller))
+            _same("due", rounds.due, [])
+            if rounds.formed:
+                _same("present", rounds.present, len(inside))
+                _same("ranks", rounds.group.names, [one.name for one in meeting.ranks or ()])
+            kept = {*rounds.agents.values(), *(rounds.group.agents if rounds.formed else ())}
+            size = ROUNDS_BYTES + sum(AGENT_BYTES + len(agent.name) for agent in kept)
+            _same("the size of rounds", (rounds.size, rounds.counted), (size, size))
+            counted += len(key) + size
+        return counted
+
     def _check_counters(self) -> None:
         keyspace, model = self.engine.keyspace, self.model
         standing = registrations(keyspace)
@@ -492,14 +528,20 @@ class Fleet:
         _same("waiters", (len(keyspace.waiters), len(keyspace.stale)), (0, 0))
         _same("hand-offs", len(keyspace.handoffs), 0)
         _same("counters", len(keyspace.counters), 0)
+        _same("represented", len(keyspace.represented), 0)
         _same("unfinished", self.engine.unfinished, 0)
         for key, raw in RESERVED.items():
             _same("reserved", unpack(keyspace.reserved[key]), raw)
         wipe = [Command("delete_key", key) for key in self.model.store]
+        wipe += [Command("delete_key", key) for key in self.model.meetings]
         wipe += [Command("queue_pop", key) for key, items in self.model.queues.items() for _ in items]
         self.apply(("send", 0, (HANDSHAKE, *wipe), 0))
         _same("size", keyspace.size, 0)
         self.check()
+
+
+def _name(agent: Agent | Member | None) -> bytes | None:
+    return None if agent is None else agent.name
 
 
 def _lost(model: Model) -> dict[bytes, int]:
@@ -532,6 +574,7 @@ INTRODUCED = [b"", b"rank", b"7", b"a\nb", b"\xff\xfe", "\u2028é".encode(), b"x
 DELTAS = [0, 1, 1, 1, -1, 2, 5, 2**63 - 1, -(2**63)]
 TICKETS = list(range(12))
 TOKENS = [b"", b"", b"one", b"two", b"three", b"x" * 64, b"x" * 65]
+AGENTS = [b"a", b"b", b"c", b"d", b"e", b"f", b"node 1", b"x" * 512, b"x" * 513, b""]
 LARGE = bytes(70_000)
 
 WEIGHTS = {
@@ -563,6 +606,8 @@ WEIGHTS = {
     "give_back": 8,
     "join": 4,
     "depart": 1,
+    "meet": 30,
+    "attend": 12,
 }
 
 
@@ -604,6 +649,16 @@ def random_command(rng: random.Random, names: Sequence[bytes], name: str) -> Com
             return Command(name, rng.choice(TICKETS))
         case "join":
             return Command(name, key(), rng.choice(TOKENS))
+        case "meet":
+            least, most = rng.choice(
+                [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (3, 3), (3, 9), (1, 9), (0, 1), (3, 2)]
+            )
+            return Command(name, key(), rng.choice(AGENTS), least, most, rng.choice([-1, -1, 0, 0, 1, 2, 3]))
+        case "attend":
+            action = rng.choice(
+                [0, 1, 1, 1, 1, 2, 2, 2, 3 if rng.random() < 0.2 else 0, 4, 5 if rng.random() < 0.1 else 1]
+            )
+            return Command(name, key(), rng.choice(AGENTS), action, rng.choice([0, 1, 1, 2, 2, 3, 3, 4, 5]))
         case "wait_count":
             return Command(name, key(), rng.choice(TARGETS) if rng.random() < 0.5 else rng.randrange(-20, 100))
         case "introduce":
@@ -629,6 +684,7 @@ CROWD_WEIGHTS = [
     {"wait": 60, "queue_push": 5, "queue_pop": 14, "delete_key": 10, "cancel_wait": 2, "queue_len": 1, "fetch": 2},
     {"lease_later": 60, "queue_push": 9, "queue_pop": 4, "give_back": 9, "confirm": 5, "lease": 4, "wait": 20},
     {"wait_count": 60, "add": 12, "set": 1, "barrier": 1, "delete_key": 8, "cancel_wait": 9, "wait": 2, "fetch": 2},
+    {"meet": 60, "attend": 12, "delete_key": 8, "cancel_fetch": 6, "wait": 2, "set": 1},
     {"fetch": 60, "set": 4, "append": 2, "delete_key": 20, "cancel_fetch": 4, "queue_push": 2, "queue_pop": 2},
     {
         "wait": 60,
@@ -698,7 +754,7 @@ class Driver:
             command = self.pool[int(self.rng.random() * 250)]
             if (
                 peer.remaining <= 0
-                or command.name not in ("fetch", "wait_count", "lease_later")
+                or command.name not in ("fetch", "wait_count", "lease_later", "meet")
                 or self.rng.random() < 0.1
             ):
                 return command
@@ -723,7 +779,7 @@ def _cancel(peer: Peer) -> Command:
     """Return the command that ends its wait."""
     if peer.popping is not None:
         return Command("give_back", peer.popping[1])
-    return CANCEL if peer.fetching is None else CANCEL_FETCH
+    return CANCEL if peer.fetching is None and peer.meeting is None else CANCEL_FETCH
 
 
 EPOCH = 3_000

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from .rounds_model import Meeting, Member
+
 MAGIC = 0x3C85F7CE
 
 FEWEST = 4
@@ -47,6 +49,10 @@ class Peer:
         """Per ticket, the queue and the item that it was given and has not confirmed."""
         self.rank: tuple[bytes, bytes] | None = None
         """The counter that it has joined, and its token."""
+        self.agent: Member | None = None
+        """The agent of an elastic job that it represents."""
+        self.meeting: Member | None = None
+        """The agent for whose rank it waits."""
         self.introduced: dict[str, str] = {}
         """The contents of its INTRODUCE."""
         self.sent: list[bytes] = []
@@ -109,6 +115,8 @@ class Model:
         self.waiting: dict[bytes, list[Place]] = {}
         self.joined: dict[bytes, dict[bytes, int | None]] = {}
         """By counter and token: how many peers represent that rank; None once one of them has sent LEAVE."""
+        self.meetings: dict[bytes, Meeting] = {}
+        """By key: where the agents of an elastic job meet."""
         self.peers: list[Peer] = []
         self.woken: list[Peer] = []
         self.methods: dict[str, Method] = {
@@ -116,7 +124,7 @@ class Model:
             for name in (
                 "set compare_set get add check wait num_keys delete_key append multi_get multi_set cancel_wait ping "
                 "queue_push queue_pop queue_len list_keys barrier fetch cancel_fetch wait_count introduce "
-                "lease lease_later confirm give_back join depart"
+                "lease lease_later confirm give_back join depart meet attend"
             ).split()
         }
 
@@ -128,6 +136,7 @@ class Model:
     def leave(self, peer: Peer) -> None:
         self.peers.remove(peer)
         self.forget(peer)
+        self.unrepresent(peer)
         if peer.handoff is not None:
             self.hand_on(peer.handoff)
         if peer.rank is not None:
@@ -188,6 +197,8 @@ class Model:
         return self.set(peer, key, self.store.get(key, b"") + value)
 
     def delete_key(self, peer: Peer, key: bytes) -> bytes:
+        if key in self.meetings and not self.meetings[key].members:
+            del self.meetings[key]
         if key in self.store:
             self.joined.pop(key, None)
         return i64(0 if self.store.pop(key, None) is None else 1)
@@ -365,6 +376,90 @@ class Model:
             peer.rank = None
         return b""
 
+    def meet(self, peer: Peer, key: bytes, name: bytes, least: int, most: int, left: int) -> bytes:
+        if peer.remaining > 0 or not 1 <= least <= most or not 1 <= len(name) <= 512:
+            raise Closed
+        meeting = self.meetings.get(key)
+        member = None if meeting is None else meeting.find(name)
+        if meeting is None:
+            meeting = self.meetings[key] = Meeting()
+        if member is None:
+            if meeting.closed:
+                return framed(struct.pack("<3q", meeting.round, -2, 0))
+            member = Member(meeting, name)
+            meeting.members.append(member)
+        self.represent(peer, member)
+        meeting.see(member)
+        member.parked = None
+        answer = meeting.join(member, least, most, left)
+        self.settle(meeting)
+        if answer is not None:
+            return framed(struct.pack("<3q", *answer))
+        self.forget(peer)
+        peer.remaining = 1
+        peer.meeting = member
+        member.parked = peer
+        return b""
+
+    def attend(self, peer: Peer, key: bytes, name: bytes, action: int, number: int) -> bytes:
+        if not 0 <= action <= 4 or (action == 1 and number < 1) or len(name) > 512:
+            raise Closed
+        if action == 3:
+            self.meetings.setdefault(key, Meeting())
+        meeting = self.meetings.get(key)
+        if meeting is None:
+            return framed(bytes(48))
+        member = meeting.find(name)
+        if member is not None:
+            self.represent(peer, member)
+            meeting.see(member)
+            if action == 1:
+                meeting.beat(member, number)
+            elif action == 2 and meeting.caller is member and meeting.calls == number and not meeting.closed:
+                meeting.form()
+            elif action == 4:
+                meeting.remove(member)
+        if action == 3:
+            meeting.close()
+        self.settle(meeting)
+        return framed(struct.pack("<6q", *meeting.status(member)))
+
+    def represent(self, peer: Peer, member: Member) -> None:
+        if peer.agent is not member:
+            member.peers.append(peer)
+            self.unrepresent(peer)
+            peer.agent = member
+
+    def unrepresent(self, peer: Peer) -> None:
+        member, peer.agent = peer.agent, None
+        if member is not None:
+            member.peers.remove(peer)
+            if not member.peers:
+                member.meeting.remove(member)
+                self.settle(member.meeting)
+
+    def settle(self, meeting: Meeting) -> None:
+        """Answer those who are parked."""
+        caller = meeting.caller
+        if not meeting.told and caller is not None and self.is_parked(caller):
+            meeting.told = True
+            self.answer(caller, (meeting.round, -1, meeting.calls))
+        for member, answer in meeting.answers:
+            if self.is_parked(member) and member in meeting.members:
+                self.answer(member, answer)
+        meeting.answers.clear()
+
+    def is_parked(self, member: Member) -> bool:
+        peer = member.parked
+        return peer is not None and peer.meeting is member and peer.agent is member
+
+    def answer(self, member: Member, answer: tuple[int, int, int]) -> None:
+        peer = member.parked
+        peer.meeting = None
+        peer.remaining = 0
+        self.woken.append(peer)
+        self.send(peer, framed(struct.pack("<3q", *answer)))
+
     def begin_waiting(self, peer: Peer) -> None:
         """Refuse a second wait, and drop stale registrations, which must not end this one."""
         if peer.remaining > 0:
@@ -395,6 +490,7 @@ class Model:
             for places in self.waiting.values():
                 places.sort(key=lambda place: place.peer is peer)
         peer.remaining = len(keys)
+        peer.meeting = None
         peer.fetching = None
         peer.popping = None
         peer.counting = None
@@ -413,6 +509,7 @@ class Model:
 
     def forget(self, peer: Peer) -> None:
         peer.remaining = 0
+        peer.meeting = None
         peer.barrier = None
         peer.fetching = None
         peer.popping = None

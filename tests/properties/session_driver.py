@@ -114,10 +114,11 @@ def everything(engine: Engine) -> object:
             for key, counter in keyspace.counters.items()
         },
         {key: (dict(joins.waiters), joins.lost) for key, joins in keyspace.joins.items()},
+        {key: (rounds.status(None), list(rounds.agents)) for key, rounds in keyspace.rounds.items()},
     )
 
 
-NOTHING: object = ({}, {}, {}, {}, {}, {})
+NOTHING: object = ({}, {}, {}, {}, {}, {}, {})
 """What `everything` returns for an engine that holds nothing."""
 
 

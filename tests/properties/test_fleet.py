@@ -15,6 +15,7 @@ NAMES = [b"/a", b"/b", b"q"]
 name = st.sampled_from(NAMES)
 text = st.sampled_from(TEXTS) | st.binary(max_size=12)
 names = st.lists(name, max_size=4)
+agent = st.sampled_from([b"a", b"b", b"c", b"d"])
 
 
 @st.composite
@@ -23,7 +24,7 @@ def commands(draw: st.DrawFn) -> Command:
         st.sampled_from(
             "wait queue_push queue_pop delete_key set cancel_wait barrier add compare_set append multi_set check get "
             "multi_get num_keys queue_len list_keys ping validate unknown fetch fetch cancel_fetch wait_count "
-            "wait_count introduce".split()
+            "wait_count introduce meet meet attend".split()
         )
     )
     match kind:
@@ -39,6 +40,12 @@ def commands(draw: st.DrawFn) -> Command:
             return Command(kind, draw(name), draw(st.integers(-1, 4)))
         case "wait_count":
             return Command(kind, draw(name), draw(st.sampled_from(TARGETS)))
+        case "meet":
+            least = draw(st.integers(1, 3))
+            most = least + draw(st.integers(0, 2))
+            return Command(kind, draw(name), draw(agent), least, most, draw(st.integers(-1, 2)))
+        case "attend":
+            return Command(kind, draw(name), draw(agent), draw(st.integers(0, 4)), draw(st.integers(1, 3)))
         case "introduce":
             return Command(kind, draw(st.lists(st.tuples(text, text), max_size=3)))
         case "check" | "wait" | "multi_get":

@@ -14,17 +14,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    registry,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from support import tcpstore_server
-from tcpstore_async.torch import HashStore, torchrun
+from support import tcpstore_server, torch_server
+from tcpstore_async.torch import TCPStore, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -233,54 +239,121 @@ def test_options_that_must_be_positive(port: int, name: str, number: str) -> Non
         torchrun.create_handler(params)
 
 
-class Left(HashStore):
-    """An epoch in which an agent's last heartbeat is from then; and at each look, so much newer."""
-
-    def __init__(self, seconds: float, step: float) -> None:
-        super().__init__()
-        self.set("torch.rendezvous.job", "a state")
-        self.step = step
-        self.beat = time.time() + seconds
-
-    def check(self, keys: Any) -> bool:
-        self.beat += self.step
-        self.set(torchrun._BEAT, str(self.beat))
-        return bool(super().check(keys))
+@pytest.fixture
+def server() -> Iterator[int]:
+    with tcpstore_server() as running:
+        yield running.port
 
 
-@pytest.mark.parametrize("hours", [-1, 1])
-def test_an_agent_with_another_clock_is_alive(hours: int) -> None:
-    assert not torchrun._why_over(Left(hours * 3600, 1), "job", timedelta(seconds=5))
+def parameters(port: int, least: int = 1, most: int = 1, **options: Any) -> RendezvousParameters:
+    conf: dict[str, Any] = {"is_host": "0", "last_call_timeout": "1", **options}
+    return RendezvousParameters("tcpstore", f"127.0.0.1:{port}", "job", least, most, **conf)
 
 
-@pytest.mark.parametrize("hours", [-1, 1])
-def test_an_agent_that_stays_silent_is_dead(hours: int) -> None:
-    assert torchrun._why_over(Left(hours * 3600, 0), "job", timedelta(seconds=0.1)) == "no heartbeat"
+@pytest.mark.parametrize("name", ["join", "last_call", "close", "heartbeat"])
+def test_timeouts_that_must_be_positive(port: int, name: str) -> None:
+    options: dict[str, Any] = {f"{name}_timeout": "0"}
+    with pytest.raises(ValueError, match=f"The {name} timeout .* must be positive"):
+        torchrun.create_handler(parameters(port, **options))
 
 
-def test_a_recent_heartbeat_is_enough() -> None:
-    assert not torchrun._why_over(Left(0, 0), "job", timedelta(hours=1))
+def test_a_handler_joins_and_closes(server: int) -> None:
+    handler = torchrun.create_handler(parameters(server))
+    assert (handler.get_backend(), handler.get_run_id(), handler.is_closed()) == ("tcpstore", "job", False)
+    for _ in range(2):
+        found = handler.next_rendezvous()
+        assert (found.rank, found.world_size) == (0, 1)
+        assert not found.store.check(["from an earlier round"])
+        found.store.set("from an earlier round", "")
+        where = found.bootstrap_store_info
+        assert where is not None
+        TCPStore("localhost", where.master_port).close()
+        assert os.environ["TCPSTORE_ROUND"]
+    assert handler.num_nodes_waiting() == 0
+    assert handler.shutdown()
+    assert "TCPSTORE_ROUND" not in os.environ
 
 
-def test_an_epoch_without_agents_may_be_joined() -> None:
-    store = HashStore()
-    assert not torchrun._why_over(store, "job", timedelta(hours=1))
-    torchrun._Backend(store, "job")
-    assert not torchrun._why_over(store, "job", timedelta(hours=1))
+def test_a_closed_rendezvous_is_left_for_the_next_epoch(server: int) -> None:
+    first, second = (torchrun.create_handler(parameters(server)) for _ in range(2))
+    cast(Any, first).set_closed()
+    assert first.is_closed()
+    assert second.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        second.next_rendezvous()
+    third = torchrun.create_handler(parameters(server))
+    assert not third.is_closed()
+    assert third.next_rendezvous().world_size == 1
+    assert [one.shutdown() for one in (first, second, third)] == [True] * 3
 
 
-def test_an_agent_writes_heartbeats_and_marks_the_end() -> None:
-    store = HashStore()
-    backend = torchrun._Backend(store, "job")
-    handler = cast(Any, torchrun._Handler.from_backend("job", store, backend, 1, 1, "127.0.0.1", RendezvousTimeout()))
-    assert not store.check([torchrun._BEAT])
-    handler.set_closed()
-    assert torchrun._is_recent(store.get(torchrun._BEAT), timedelta(seconds=60))
-    assert torchrun._why_over(store, "job", timedelta(hours=1)) == "closed"
+def test_a_redundant_agent_exits_gracefully(server: int) -> None:
+    first, second = (torchrun.create_handler(parameters(server)) for _ in range(2))
+    first.next_rendezvous()
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(second.next_rendezvous)
+        while cast(Any, second)._agent.look().standing != 3:
+            time.sleep(0.01)
+        assert first.num_nodes_waiting() == 0
+        cast(Any, first).set_closed()
+        with pytest.raises(RendezvousGracefulExitError):
+            late.result(PATIENCE)
+    assert first.shutdown()
+    assert second.shutdown()
+
+
+def test_a_join_that_times_out(server: int) -> None:
+    handler = torchrun.create_handler(parameters(server, 2, 2, join_timeout="1"))
+    with pytest.raises(RendezvousTimeoutError):
+        handler.next_rendezvous()
+    handler.shutdown()
+
+
+def test_a_server_that_has_gone(port: int) -> None:
+    with tcpstore_server() as running:
+        handler = torchrun.create_handler(parameters(running.port))
+        running.process.kill()
+        running.process.wait()
+    with pytest.raises(RendezvousConnectionError):
+        handler.is_closed()
+    with pytest.raises(RendezvousConnectionError):
+        handler.next_rendezvous()
+    assert not handler.shutdown()
+
+
+def test_a_server_that_is_not_ours() -> None:
+    with torch_server() as port, pytest.raises(RendezvousConnectionError, match="does not let agents meet"):
+        torchrun.create_handler(parameters(port))
+
+
+def test_two_agents_that_think_they_host(port: int) -> None:
+    params = RendezvousParameters("tcpstore", f"127.0.0.1:{port}", "job", 2, 2)
+    both = [torchrun.create_handler(params) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda handler: handler.next_rendezvous(), both))
+    assert sorted(one.rank for one in found) == [0, 1]
+    assert len({one.bootstrap_store_info.master_port for one in found if one.bootstrap_store_info}) == 1
+    for handler in reversed(both):
+        handler.shutdown()
+
+
+def test_beats_keep_an_agent_and_their_end_is_noticed(server: int) -> None:
+    keep_alive: dict[str, Any] = {"keep_alive_interval": "1", "keep_alive_max_attempt": "2"}
+    a, b = (torchrun.create_handler(parameters(server, 1, 2, **keep_alive)) for _ in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        assert {one.world_size for one in pool.map(lambda handler: handler.next_rendezvous(), (a, b))} == {2}
+    time.sleep(3)
+    look = cast(Any, a)._agent.look
+    assert look().participants == 2
+    cast(Any, b)._stop_beats()
+    while look().participants == 2:
+        time.sleep(0.05)
+    assert a.shutdown()
+    assert b.shutdown()
 
 
 class Bomb:
-    """What a stranger leaves in place of a state: a file appears where it is unpickled."""
+    """What a stranger leaves in the store: a file appears where it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -289,14 +362,15 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("beat", ["", "nan", "-inf", "no number", "1e400"])
-def test_nothing_from_the_store_is_unpickled(tmp_path: Path, beat: str) -> None:
-    """And a state that no agent of ours left keeps nobody: there is another epoch."""
+def test_nothing_from_the_store_is_unpickled(tmp_path: Path, server: int) -> None:
     bomb = tmp_path / "bomb"
-    store = HashStore()
-    store.set(torchrun._BEAT, beat)
+    store = TCPStore("127.0.0.1", server)
     store.set("torch.rendezvous.job", base64.b64encode(pickle.dumps(Bomb(bomb))).decode())
-    assert torchrun._why_over(store, "job", timedelta(seconds=0.1)) == "no heartbeat"
+    store.set("tcpstore.job.0/torch.rendezvous.job", base64.b64encode(pickle.dumps(Bomb(bomb))).decode())
+    handler = torchrun.create_handler(parameters(server))
+    assert handler.next_rendezvous().world_size == 1
+    handler.shutdown()
+    store.close()
     assert not bomb.exists()
 
 

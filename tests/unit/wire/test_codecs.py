@@ -16,6 +16,8 @@ from tcpstore_async.wire.codecs import (
     KEY,
     KEY_I64,
     KEY_VALUE,
+    KEY_VALUE_2_I64,
+    KEY_VALUE_3_I64,
     KEY_VALUE_VALUE,
     KEYS,
     LARGE_VALUE_BYTES,
@@ -40,6 +42,8 @@ def fields(*got: Any) -> tuple[Any, ...]:
     (KEY_I64, (b"/k", -2), u64(2) + b"/k" + b"\xfe" + b"\xff" * 7),
     (KEY_VALUE, (b"/k", pack(b"v")), blob(b"/k") + blob(b"v")),
     (KEY_VALUE_VALUE, (b"/k", pack(b""), pack(b"v")), blob(b"/k") + blob(b"") + blob(b"v")),
+    (KEY_VALUE_2_I64, (b"/k", pack(b"v"), 1, -2), blob(b"/k") + blob(b"v") + u64(1) + b"\xfe" + b"\xff" * 7),
+    (KEY_VALUE_3_I64, (b"/k", pack(b""), 1, 2, 3), blob(b"/k") + blob(b"") + u64(1) + u64(2) + u64(3)),
     (KEYS, ([b"/a", b""],), keys(b"/a", b"")),
     (ITEMS, ([(b"/a", pack(b"1"))],), u64(1) + blob(b"/a") + blob(b"1")),
 ])  # fmt: skip
@@ -112,7 +116,7 @@ def test_an_incomplete_list_keeps_its_items() -> None:
 
 
 @pytest.mark.parametrize("length", [2**63 - 1, 2**63, 2**64 - 1, 2**64 - 16])
-@pytest.mark.parametrize("shape", [KEY, KEY_I64, KEY_VALUE, KEY_VALUE_VALUE, KEYS, ITEMS])
+@pytest.mark.parametrize("shape", [KEY, KEY_I64, KEY_VALUE, KEY_VALUE_3_I64, KEY_VALUE_VALUE, KEYS, ITEMS])
 def test_absurd_lengths(shape: RequestCodec, length: int) -> None:
     data = u64(length) + bytes(64)
     with pytest.raises(LimitError) as error:

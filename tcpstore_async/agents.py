@@ -1,0 +1,229 @@
+"""The commands by which the agents of elastic jobs meet.
+
+A connection that sends MEET represents an agent, and waits until `Rounds` has an answer for it. An agent that loses all
+its connections is removed at once. This module connects waiters with the rounds that they take part in, and answers
+many of them in portions. It does not know what makes a round complete.
+
+Invariants: a parked waiter is answered once. Nothing is kept for a waiter that is parked but its agent, and for an
+agent that has gone but its name, which `Rounds` counts.
+"""
+
+from functools import partial
+from struct import Struct
+from typing import Final
+
+from .errors import ProtocolError
+from .incremental import DeferredWork, UnparkFirst
+from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
+from .shared_requests import SharedRequests
+from .values import PREFIX, Framed, unpack
+from .waiters import AWAITING_ROUND, IDLE, Waiter
+
+LOOK: Final = 0
+BEAT: Final = 1
+COMPLETE: Final = 2
+CLOSE: Final = 3
+LEAVE: Final = 4
+"""Actions of ATTEND."""
+
+_MAX_NAME: Final = PREFIX + 512
+"""Bytes of an agent's name, framed."""
+
+_REMOVED_AT_ONCE: Final = 100
+"""Silent agents that are removed in one step; each moves the references to those behind it."""
+
+_ANSWER: Final = Struct("<Q3q")
+_STATUS: Final = Struct("<Q6q")
+
+_NO_ROUNDS: Final[Status] = (0, 0, 0, 0, 0, 0)
+
+
+def _framed_answer(answer: Answer) -> Framed:
+    return _ANSWER.pack(_ANSWER.size - PREFIX, *answer)
+
+
+class AgentRegistry(SharedRequests):
+    """The agents of one store. The base class of `Keyspace`."""
+
+    def __init__(self, max_size: int, portion: int) -> None:
+        super().__init__(max_size, portion)
+        self.rounds: dict[bytes, Rounds] = {}
+        """By key: the rounds in which agents meet."""
+        self.represented: dict[Waiter, Agent] = {}
+        """By waiter: the agent that it represents. (An attribute of all waiters would enlarge them.)"""
+
+    def meet(self, waiter: Waiter, key: bytes, name: Framed, least: int, most: int, left: int) -> Framed | None:
+        """Let an agent join the current round, or the next one: see `Rounds.join`. None if the waiter has to wait.
+
+        Raises ProtocolError for numbers that make no sense.
+        """
+        self._require_idle(waiter)
+        if not 1 <= least <= most or not PREFIX < len(name) <= _MAX_NAME:
+            raise ProtocolError(f"MEET of {least} to {most} agents with a name of {len(name) - PREFIX} bytes")
+        if self._needs_steps(waiter):
+            self.incremental = UnparkFirst(self, waiter, partial(self.meet, waiter, key, name, least, most, left))
+            return None
+        agent, rounds = self._find(key, name)
+        if agent is None:
+            if rounds is not None and rounds.closed:
+                return _framed_answer((rounds.round, CLOSED, 0))
+            self._grow(AGENT_BYTES + len(name) + (ROUNDS_BYTES + len(key) if rounds is None else 0))
+        if rounds is None:
+            rounds = self._add_rounds(key)
+        if agent is None:
+            agent = rounds.add(unpack(name))
+        self._represent(waiter, agent)
+        rounds.see(agent)
+        agent.parked = None
+        answer = rounds.join(agent, least, most, left)
+        self.settle(rounds)
+        if answer is not None:
+            return _framed_answer(answer)
+        self._unpark(waiter)
+        waiter.state = AWAITING_ROUND
+        waiter.remaining = 1
+        agent.parked = waiter
+        return None
+
+    def attend(self, waiter: Waiter, key: bytes, name: Framed, action: int, number: int) -> Framed:
+        """Execute an action of an agent, unless there is no such agent; return the state of the rounds.
+
+        Raises ProtocolError for an action that there is not.
+        """
+        if not LOOK <= action <= LEAVE or (action == BEAT and number < 1) or len(name) > _MAX_NAME:
+            raise ProtocolError(f"ATTEND with the action {action}, {number} and a name of {len(name) - PREFIX} bytes")
+        agent, rounds = self._find(key, name)
+        if rounds is None:
+            if action != CLOSE:
+                return _STATUS.pack(_STATUS.size - PREFIX, *_NO_ROUNDS)
+            self._grow(ROUNDS_BYTES + len(key))
+            rounds = self._add_rounds(key)
+        if agent is not None:
+            self._represent(waiter, agent)
+            rounds.see(agent)
+        if action == CLOSE:
+            rounds.close()
+        elif agent is not None:
+            if action == BEAT:
+                rounds.beat(agent)
+                if not rounds.expiring and not rounds.expire(number, _REMOVED_AT_ONCE):
+                    self.defer(RemoveSilent(self, rounds, number))
+            elif action == COMPLETE:
+                rounds.complete(agent, number)
+            elif action == LEAVE:
+                rounds.remove(agent)
+        self.settle(rounds)
+        return _STATUS.pack(_STATUS.size - PREFIX, *rounds.status(agent))
+
+    def lose_agent(self, waiter: Waiter) -> None:
+        """Let the waiter represent its agent no more: if no other does, the agent has gone."""
+        agent = self.represented.pop(waiter)
+        if agent.parked is waiter:
+            agent.parked = None
+        agent.connections -= 1
+        if agent.connections == 0:
+            agent.rounds.remove(agent)
+            self.settle(agent.rounds)
+
+    def forget_rounds(self, key: bytes) -> None:
+        """Forget the rounds under a key if they have no agents."""
+        rounds = self.rounds[key]
+        if not rounds.agents:
+            del self.rounds[key]
+            self.size -= len(key) + rounds.counted
+
+    def answer(self, due: Due, agent: Agent, rank: int) -> None:
+        """Answer an agent that is due, if it is parked."""
+        waiter = self._parked(agent)
+        if waiter is not None and (due.closed >= 0 or agent.group is due.group):
+            self._fire_answer(agent, waiter, due.answer(rank))
+
+    def _find(self, key: bytes, name: Framed) -> tuple[Agent | None, Rounds | None]:
+        rounds = self.rounds.get(key)
+        return None if rounds is None else rounds.agents.get(unpack(name)), rounds
+
+    def _add_rounds(self, key: bytes) -> Rounds:
+        rounds = self.rounds[key] = Rounds()
+        self.size += len(key)
+        return rounds
+
+    def _represent(self, waiter: Waiter, agent: Agent) -> None:
+        before = self.represented.get(waiter)
+        if before is agent:
+            return
+        agent.connections += 1
+        if before is not None:
+            self.lose_agent(waiter)
+        self.represented[waiter] = agent
+
+    def _parked(self, agent: Agent) -> Waiter | None:
+        """Return the waiter that is to be answered for an agent, if it still awaits that."""
+        waiter: Waiter | None = agent.parked
+        if waiter is None or waiter.state != AWAITING_ROUND or self.represented.get(waiter) is not agent:
+            return None
+        return waiter
+
+    def settle(self, rounds: Rounds) -> None:
+        """Count what rounds have grown by, and answer the agents that are due."""
+        self.size += rounds.size - rounds.counted
+        rounds.counted = rounds.size
+        caller = rounds.caller
+        if rounds.called and caller is not None:
+            waiter = self._parked(caller)
+            if waiter is not None:
+                rounds.called = False
+                self._fire_answer(caller, waiter, (rounds.round, LAST_CALL, rounds.calls))
+        while rounds.due:
+            due = rounds.due.pop(0)
+            if len(due.agents) > self.portion:
+                self.defer(AnswerAgents(self, due))
+            else:
+                for rank, agent in enumerate(due.agents):
+                    self.answer(due, agent, rank)
+
+    def _fire_answer(self, agent: Agent, waiter: Waiter, answer: Answer) -> None:
+        agent.parked = None
+        waiter.state = IDLE
+        waiter.remaining = 0
+        waiter.fire(_framed_answer(answer))
+
+
+class AnswerAgents(DeferredWork):
+    """Answer the agents of a group that are parked."""
+
+    def __init__(self, registry: AgentRegistry, due: Due) -> None:
+        self.registry = registry
+        self.due = due
+        self.at: int = 0
+
+    def step(self, most: int) -> bool:
+        agents = self.due.agents
+        stop = min(self.at + most, len(agents))
+        for rank in range(self.at, stop):
+            self.registry.answer(self.due, agents[rank], rank)
+        self.at = stop
+        return stop == len(agents)
+
+    def resolve(self, waiter: Waiter) -> None:
+        agent = self.registry.represented.get(waiter)
+        if agent is not None and waiter.state == AWAITING_ROUND:
+            if self.due.closed >= 0:
+                if agent.rounds is self.due.rounds:
+                    self.registry.answer(self.due, agent, 0)
+            elif agent.group is self.due.group:
+                self.registry.answer(self.due, agent, self.due.group.rank(agent))
+
+
+class RemoveSilent(DeferredWork):
+    """Remove the other agents of which nothing was seen for so many ticks."""
+
+    def __init__(self, registry: AgentRegistry, rounds: Rounds, missing: int) -> None:
+        self.registry = registry
+        self.rounds = rounds
+        self.missing = missing
+        rounds.expiring = True
+
+    def step(self, most: int) -> bool:
+        self.rounds.expiring = not self.rounds.expire(self.missing, _REMOVED_AT_ONCE)
+        self.registry.settle(self.rounds)
+        return not self.rounds.expiring

@@ -1,0 +1,164 @@
+"""Agents on a real server: they meet, notice who has gone, and end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from client.test_sync import until
+from support import LIMIT, tcpstore_server, torch_server
+from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
+from tcpstore_async.stores.agent import Agent, Options, Round, RoundsClosed, agent_name, is_closed
+
+QUICK = Options(2, 3, join=LIMIT, last_call=0.05, keep_alive_interval=0.2, keep_alive_max_attempt=2)
+
+
+class Hosts:
+    """A server, and agents in threads."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.stores: list[TCPStore] = []
+        self.pool = ThreadPoolExecutor(16)
+
+    def agent(self, name: str, options: Options = QUICK) -> Agent:
+        self.stores.append(TCPStore("127.0.0.1", self.port, timeout=LIMIT))
+        return Agent(self.stores[-1], "job", name.encode(), options)
+
+    def join(self, *agents: Agent) -> list[Future[Round]]:
+        return [self.pool.submit(agent.join) for agent in agents]
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with tcpstore_server() as server:
+        hosts = Hosts(server.port)
+        yield hosts
+        hosts.close()
+
+
+def test_agents_meet_again_and_again(hosts: Hosts) -> None:
+    agents = [hosts.agent(f"node {number}", QUICK._replace(least=3)) for number in range(3)]
+    for number in range(3):
+        found = [future.result(LIMIT) for future in hosts.join(*agents)]
+        assert found == [Round(number, rank, 3) for rank in range(3)]
+    assert agents[0].look() == (2, 1, 3, 0, 1, 0)
+
+
+def test_a_last_call(hosts: Hosts) -> None:
+    a, b = hosts.agent("a"), hosts.agent("b")
+    assert [future.result(LIMIT) for future in hosts.join(a, b)] == [Round(0, 0, 2), Round(0, 1, 2)]
+
+
+def test_whoever_times_the_last_call_may_die(hosts: Hosts) -> None:
+    patient = QUICK._replace(least=1, last_call=1.0)
+    a, b = hosts.agent("a", patient), hosts.agent("b", patient)
+    first = hosts.join(a)[0]
+    until(lambda: b.look().participants == 1)
+    second = hosts.join(b)[0]
+    until(lambda: b.look().participants == 2)
+    hosts.stores[0].close()
+    assert second.result(LIMIT) == Round(0, 0, 1)
+    with pytest.raises(DistNetworkError):
+        first.result(LIMIT)
+
+
+def test_a_late_agent_is_waited_for(hosts: Hosts) -> None:
+    a, b, c = (hosts.agent(name) for name in "abc")
+    for future in hosts.join(a, b):
+        future.result(LIMIT)
+    third = hosts.join(c)[0]
+    until(lambda: a.look().waiting == 1)
+    assert sorted(future.result(LIMIT) for future in [*hosts.join(a, b), third]) == [
+        Round(1, rank, 3) for rank in range(3)
+    ]
+
+
+def test_a_redundant_agent_takes_the_place_of_one_that_died(hosts: Hosts) -> None:
+    options = QUICK._replace(most=2)
+    a, b, c = (hosts.agent(name, options) for name in "abc")
+    for future in hosts.join(a, b):
+        future.result(LIMIT)
+    third = hosts.join(c)[0]
+    until(lambda: c.look().standing == 3)
+    assert a.look().waiting == 0
+    hosts.stores[1].close()
+    until(lambda: a.look().waiting == 1)
+    assert hosts.join(a)[0].result(LIMIT) == Round(1, 0, 2)
+    assert third.result(LIMIT) == Round(1, 1, 2)
+
+
+def test_agents_without_beats_are_removed(hosts: Hosts) -> None:
+    a, b = hosts.agent("a"), hosts.agent("b")
+    for future in hosts.join(a, b):
+        future.result(LIMIT)
+    began = time.monotonic()
+    while a.beat().participants == 2:
+        time.sleep(QUICK.period())
+    assert time.monotonic() - began > QUICK.period()
+    assert b.look().standing == 0
+
+
+def test_closing_ends_all_waits(hosts: Hosts) -> None:
+    patient = QUICK._replace(least=3)
+    a, b, c = (hosts.agent(name, patient) for name in "abc")
+    waiting = hosts.join(a, b)
+    until(lambda: c.look().participants == 2)
+    assert not is_closed(hosts.stores[0], "job")
+    c.close()
+    for future in waiting:
+        with pytest.raises(RoundsClosed) as caught:
+            future.result(LIMIT)
+        assert not caught.value.redundant
+    assert is_closed(hosts.stores[0], "job")
+    with pytest.raises(RoundsClosed):
+        c.join()
+
+
+def test_a_join_timeout(hosts: Hosts) -> None:
+    agent = hosts.agent("a", QUICK._replace(join=0.3))
+    with pytest.raises(StoreTimeoutError, match=r"no round of 2 agents was formed within 0\.3 s"):
+        agent.join()
+    assert agent.look().participants == 0
+
+
+def test_beats_beside_other_calls(hosts: Hosts) -> None:
+    """An agent that waits for a key goes on sending beats, on whichever connection."""
+    a, b = hosts.agent("a"), hosts.agent("b")
+    for future in hosts.join(a, b):
+        future.result(LIMIT)
+    waiter = threading.Thread(target=hosts.stores[0].wait, args=(["key"],))
+    waiter.start()
+    for _ in range(8):
+        a.beat()
+        b.beat()
+        time.sleep(QUICK.period())
+    assert (a.look().standing, b.look().standing) == (1, 1)
+    hosts.stores[1].set("key", "")
+    waiter.join(LIMIT)
+    assert not waiter.is_alive()
+
+
+def test_names_are_ordered_by_host() -> None:
+    names = [agent_name("node1", 7), agent_name("node1-a", 0), agent_name("node2", 1), agent_name("x" * 9999, 1)]
+    assert sorted(names) == names
+    assert len(set(names)) == 4
+    assert max(map(len, names)) <= 512
+    assert agent_name("a", 1) != agent_name("a", 1)
+
+
+def test_servers_without_rounds() -> None:
+    with torch_server() as port:
+        store = TCPStore("127.0.0.1", port, timeout=LIMIT)
+        with pytest.raises(NotImplementedError, match="does not let agents meet"):
+            Agent(store, "job", b"a", QUICK)
+        store.close()
