@@ -1,8 +1,8 @@
 """In which order requests to one key were executed that were under way at the same time, as their replies show.
 
 A recorder sees when requests and replies pass, not when they are executed. Where two requests overlap, the order that
-explains the replies is the right one: a sum, the value that a GET found, whether a COMPARE_SET stored. This module knows
-what commands do to one key. It decides nothing about requests that wait.
+explains the replies is the right one: a sum, the value that a GET found, whether a COMPARE_SET stored. This module
+knows what commands do to one key. It decides nothing about requests that wait.
 
 The order is found in one pass: of the requests that may be next, the first whose reply fits what the key holds then is
 taken, or, if none fits, the one that was answered first.
@@ -18,6 +18,8 @@ _UNKNOWN: Final = ("unknown", 0)
 State = tuple[str, int] | None
 """What a key holds: None if it is missing; otherwise ("value", its number), ("counter", the number), or unknown."""
 
+Window = tuple[int, int]
+
 _NEVER: Final = 1 << 60
 
 
@@ -26,7 +28,7 @@ def order_effects(recording: Recording) -> dict[int, int]:
 
     Returns the place of each of these steps among those of its row, by the step's number.
     """
-    latest = _latest_rows(recording)
+    windows = _windows(recording)
     by_key: dict[int, list[Step]] = {}
     excluded: set[int] = set()
     for step in recording.steps:
@@ -40,25 +42,28 @@ def order_effects(recording: Recording) -> dict[int, int]:
     places: dict[int, int] = {}
     for key, steps in by_key.items():
         if key not in excluded:
-            _place(_sequence(key, steps, latest), latest, places)
+            _place(_sequence(key, steps, windows), windows, places)
     return places
 
 
-def _latest_rows(recording: Recording) -> dict[int, int]:
-    """Return the last row at which each step can have been executed: its reply's, or the connection's next reply's."""
-    latest: dict[int, int] = {}
+def _windows(recording: Recording) -> dict[int, Window]:
+    """Return the first and last row at which each step can have been executed.
+
+    The last one is its reply's or, if it has none, that of the connection's next reply.
+    """
+    windows: dict[int, Window] = {}
     for connection in recording.connections:
         row = _NEVER
         for step in reversed(connection.steps):
             if step.reply is not None and step.end >= 0:
                 row = min(row, step.end)
-            latest[step.number] = row
-    return latest
+            windows[step.number] = step.start, row
+    return windows
 
 
-def _sequence(key: int, steps: list[Step], latest: dict[int, int]) -> list[Step]:
+def _sequence(key: int, steps: list[Step], windows: dict[int, Window]) -> list[Step]:
     """Return the steps on a key in the order that fits their replies."""
-    waiting = sorted(steps, key=lambda step: step.start)
+    waiting = sorted(steps, key=lambda step: windows[step.number][0])
     queues: dict[int, deque[Step]] = {}
     """Steps that may be next, and those behind them on their connections."""
     heads: list[tuple[int, int, Step]] = []
@@ -70,10 +75,10 @@ def _sequence(key: int, steps: list[Step], latest: dict[int, int]) -> list[Step]
     while len(found) < len(waiting):
         while bounds and bounds[0][1] in done:
             heappop(bounds)
-        while at < len(waiting) and (not bounds or waiting[at].start < bounds[0][0]):
+        while at < len(waiting) and (not bounds or windows[waiting[at].number][0] < bounds[0][0]):
             step = waiting[at]
             at += 1
-            heappush(bounds, (latest[step.number], step.number))
+            heappush(bounds, (windows[step.number][1], step.number))
             queue = queues.setdefault(step.connection.number, deque())
             queue.append(step)
             if len(queue) == 1:
@@ -105,20 +110,24 @@ def _next(heads: list[tuple[int, int, Step]], key: int, state: State) -> tuple[S
     return chosen[2], after
 
 
-def _place(sequence: list[Step], latest: dict[int, int], places: dict[int, int]) -> None:
-    """Give the steps rows that rise with their order: late ones to those with a reply, early ones to the others."""
+def _place(sequence: list[Step], windows: dict[int, Window], places: dict[int, int]) -> None:
+    """Give the steps rows that rise with their order: late ones to those with a reply, early ones to the others.
+
+    A step with several keys keeps the row that it gets with the first of them.
+    """
     rows: list[int] = []
     row = _NEVER
     for step in reversed(sequence):
-        row = min(row, latest[step.number])
+        row = min(row, windows[step.number][1])
         rows.append(row)
     rows.reverse()
     row = 0
     for place, (step, last) in enumerate(zip(sequence, rows, strict=True)):
-        row = last if step.has_reply else max(row, min(step.start, last))
-        if len(step.keys) == 1:
+        row = last if step.has_reply else max(row, min(windows[step.number][0], last))
+        if step.number not in places:
             step.end = row
             places[step.number] = place
+            windows[step.number] = row, row
 
 
 # What a command does: whether its reply fits what the key holds, and what it holds then

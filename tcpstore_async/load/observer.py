@@ -100,6 +100,7 @@ class Observer:
         self._session = ClientSession()
         self._bytes_sent = 0
         self._bytes_received = 0
+        self._process = -1
         self.opaque = False
         self.count = 0
         """Requests so far."""
@@ -144,8 +145,9 @@ class Observer:
             if not (command.reply is NO_REPLY and command.holds):
                 self._give_up(f"{command.name} while {blocked.command.name} blocks", now)
                 return
-        if command is _PING:
-            self._rows.add(now, self._number, "PING", self._processes.process(self._address, fields[0]))
+        if command is _PING and self._process < 0:  # the first one has the process id; later ones, any number
+            self._process = self._processes.process(self._address, fields[0])
+            self._rows.add(now, self._number, "PING", self._process)
         else:
             self._rows.add_request(now, self._number, command, fields)
         count = len(fields[0]) if fields and isinstance(fields[0], list) else 0

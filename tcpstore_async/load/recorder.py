@@ -1,8 +1,8 @@
 """A proxy that forwards a job's store traffic unchanged and records it.
 
-It knows sockets, the event loop and the file; it does not know the protocol. Invariants: bytes are forwarded before they
-are decoded, and nothing that goes wrong with the recording, a full disk included, stops or delays the job. The file is
-written by a thread of its own, several times per second, so a recorder that is killed leaves a readable file.
+It knows sockets, the event loop and the file; it does not know the protocol. Invariants: bytes are forwarded before
+they are decoded, and nothing that goes wrong with the recording, a full disk included, stops or delays the job. The
+file is written by a thread of its own, several times per second, so a recorder that is killed leaves a readable file.
 """
 
 import asyncio

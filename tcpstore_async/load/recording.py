@@ -121,7 +121,7 @@ class RowEncoder:
         self._counts = [0, 0, 0]
         """How many keys, lists and values have been numbered."""
         self._encoder = msgspec.json.Encoder()
-        self._rows: list[bytes] = []
+        self.rows: list[bytes] = []
         self._put(
             {
                 "format": FORMAT,
@@ -134,10 +134,10 @@ class RowEncoder:
 
     def take(self) -> bytes:
         """Return the rows since the last call, as they go into the file."""
-        rows = self._rows
+        rows = self.rows
         if not rows:
             return b""
-        self._rows = []
+        self.rows = []
         return b"\n".join(rows) + b"\n"
 
     def add(self, now: float, connection: int, name: str, *fields: Any) -> None:
@@ -180,7 +180,7 @@ class RowEncoder:
         self.add(now, connection, "REPLY", *row)
 
     def _put(self, row: Any) -> None:
-        self._rows.append(self._encoder.encode(row))
+        self.rows.append(self._encoder.encode(row))
 
     def _key(self, key: bytes) -> int:
         number = self._keys.get(key)
@@ -335,20 +335,19 @@ class Recording:
 def read_recording(path: Path) -> Recording:
     """Read a recording; one that was cut off, up to its last complete row. Raises RecordingError."""
     reader = _Reader()
-    number = 0
     try:
         with path.open("rb") as file:
-            for number, row in enumerate(_rows(file), 1):
+            for row in _rows(file):
                 reader.take(row)
     except OSError as error:
         raise RecordingError(f"cannot read {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if number > 1:
-            raise RecordingError(f"{path}, row {number}: not JSON: {error}") from None
+        if reader.row > 1:
+            raise RecordingError(f"{path}, row {reader.row}: not JSON: {error}") from None
         raise RecordingError(f"{path} is not a recording") from None
     except (LookupError, TypeError, ValueError, AttributeError, binascii.Error) as error:
-        raise RecordingError(f"{path}, row {number}: {error or type(error).__name__}") from None
-    if not number:
+        raise RecordingError(f"{path}, row {reader.row}: {error or type(error).__name__}") from None
+    if not reader.row:
         raise RecordingError(f"{path} is not a recording: it is empty")
     return reader.recording
 
@@ -376,13 +375,14 @@ class _Reader:
         self._decode = msgspec.json.Decoder().decode
         self._connections: dict[int, Connection] = {}
         self._unanswered: dict[int, list[Step]] = {}
-        self._row = 0
+        self.row = 0
+        """The row that is being read, from 1 on."""
         self._micros = 0
 
     def take(self, raw: bytes) -> None:
+        self.row += 1
         row = self._decode(raw)
-        self._row += 1
-        if self._row == 1:
+        if self.row == 1:
             self._header(row)
         elif isinstance(row[0], str):
             self._define(*row)
@@ -439,9 +439,9 @@ class _Reader:
         command = _BY_NAME.get(name)
         if command is None:
             raise ValueError(f"unknown command {name!r}")
-        step = Step(connection, len(recording.steps), self._row, recording.seconds, command)
+        step = Step(connection, len(recording.steps), self.row, recording.seconds, command)
         if name == "PING":
-            connection.process = int(fields[0])
+            connection.process = int(fields[0]) if fields else connection.process
         elif name in ("CANCEL_WAIT", "CANCEL_FETCH"):
             step.cancels = bool(fields and fields[0])
             if step.cancels:
@@ -454,7 +454,7 @@ class _Reader:
         if step.has_reply:
             self._unanswered[connection.number].append(step)
         elif not step.cancels:
-            step.end = self._row
+            step.end = self.row
 
     def _reply(self, connection: Connection, step: Step, fields: Row) -> None:
         kind = "b" if step.canceled else REPLIES[step.command.reply]
@@ -465,7 +465,7 @@ class _Reader:
         elif kind == "v" or (kind == "p" and len(fields) > 1):
             self._check("v", fields[-1:])
         step.reply = fields
-        step.end = self._row
+        step.end = self.row
         connection.replies += 1
 
     def _check(self, kinds: str, fields: Row) -> None:
