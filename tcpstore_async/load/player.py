@@ -131,7 +131,7 @@ class Player:
             first=self.first,
             fences=self.fences,
             seconds=loop.time() - self.began,
-            recorded_seconds=recording.seconds,
+            recorded_seconds=recording.seconds - recording.first,
             opaque=sum(connection.opaque for connection in recording.connections),
             complete=recording.complete,
         )
@@ -371,7 +371,7 @@ class _Peer(asyncio.Protocol):
         if not player.speed:
             return True
         loop = asyncio.get_running_loop()
-        due = player.began + at / player.speed
+        due = player.began + (at - player.recording.first) / player.speed
         if due <= loop.time():
             return True
 

@@ -117,7 +117,9 @@ class Recorder:
     async def resolve(self) -> None:
         """Look up the server's name, once. Raises DistNetworkError."""
         try:
-            self.addresses = await asyncio.get_running_loop().getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            loop = asyncio.get_running_loop()
+            for address in await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
+                self.addresses.append(address)
         except (OSError, UnicodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise DistNetworkError(f"cannot resolve {self.host}: {reason}") from None

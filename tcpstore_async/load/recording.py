@@ -331,6 +331,11 @@ class Recording:
         known = {connection.process for connection in self.connections if connection.process >= 0}
         return len(known) + sum(1 for connection in self.connections if connection.process < 0)
 
+    @property
+    def first(self) -> float:
+        """The time of the first connection: what was before is not replayed."""
+        return min((connection.opened for connection in self.connections), default=0.0)
+
 
 def read_recording(path: Path) -> Recording:
     """Read a recording; one that was cut off, up to its last complete row. Raises RecordingError."""

@@ -61,7 +61,7 @@ def summarize(recording: Recording) -> Summary:
         recording.ranks,
         len(recording.connections),
         len(recording.steps),
-        recording.seconds,
+        recording.seconds - recording.first,
         list(counts.values()),
     )
 
