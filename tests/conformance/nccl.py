@@ -1,8 +1,8 @@
 """What PyTorch's NCCL backends send to the store, as their sources say: a machine without a GPU cannot run them.
 
-`nccl` of PyTorch up to 2.14 (ProcessGroupNCCL.cpp) and `nccl2`, which is `nccl` since 2.15 (nccl2/NCCLBootstrap.cpp,
-nccl2/ReconfigureNCCL.cpp). A Store's `get` is WAIT and GET on the wire, its `multiGet` WAIT and MULTI_GET. The servers'
-replies are the same for both backends, and PyTorch's libuv server is the control.
+`nccl` of PyTorch up to 2.14 (ProcessGroupNCCL.cpp: broadcastUniqueNCCLID, allgatherUniqueNCCLIDs) and `nccl2`, which is
+`nccl` since 2.15 (nccl2/NCCLBootstrap.cpp: exchangeUniqueIds; nccl2/ReconfigureNCCL.cpp). A Store's `get` is WAIT and GET
+on the wire, its `multiGet` WAIT and MULTI_GET. PyTorch's libuv server is the control.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def root_index(rank: int, ranks: int, roots: int) -> int:
 
 
 def legacy_keys(prefix: bytes, roots: int) -> list[bytes]:
-    """The keys of the first communicator of a group."""
+    """The keys of the first communicator of a group: a counter if there is one root, else the roots' numbers."""
     if roots == 1:
         return [prefix + b"0"]
     return [prefix + b"UniqueNCCLID:%d" % index for index in range(roots)]
@@ -195,10 +195,13 @@ def nccl2_reconfigure(s: Script) -> None:
 
 @case
 def symmetric_memory(s: Script) -> None:
-    """Each tensor of a group: every rank SETs its handle, WAITs for all of them, gets them at once; then a BARRIER."""
+    """Each tensor of a group: every rank SETs its handle, WAITs for all of them, gets them at once; then a BARRIER.
+
+    Keys are a prefix, a sequence number and the rank.
+    """
     ranks = 8
     peers = s.peers("abcdefgh")
-    keys = [WORLD + b"symm_mem/0/%d" % rank for rank in range(ranks)]
+    keys = [WORLD + b"CUDASymmetricMemory/0/%d" % rank for rank in range(ranks)]
     for rank, peer in enumerate(peers):
         peer.says(set_(keys[rank], bytes([rank]) * 64))
         peer.says(wait(*keys))
@@ -208,9 +211,9 @@ def symmetric_memory(s: Script) -> None:
         peer.hears(WOKEN)
         peer.asks(multi_get(*keys), b"".join(blob(bytes([rank]) * 64) for rank in range(ranks)))
     for peer in peers[:-1]:
-        peer.says(barrier(WORLD + b"symm_mem/0/barrier", ranks))
+        peer.says(barrier(WORLD + b"CUDASymmetricMemory/1", ranks))
         peer.hears(NO_REPLY)
-    peers[-1].asks(barrier(WORLD + b"symm_mem/0/barrier", ranks), WOKEN)
+    peers[-1].asks(barrier(WORLD + b"CUDASymmetricMemory/1", ranks), WOKEN)
     for peer in peers[:-1]:
         peer.hears(WOKEN)
 
@@ -266,11 +269,11 @@ def nccl_stale_ids(s: Script) -> None:
 
 @case
 def nccl_heartbeat(s: Script) -> None:
-    """The monitor CHECKs once a second for the signal to dump; whoever fails SETs it, and counts what it dumped."""
-    key = WORLD + b"exception_dump"
+    """The monitor CHECKs once a second for the signal to dump, a key without prefix; whoever fails SETs it."""
+    key = b"/exception_dump"
     a, b = s.peers("ab")
     a.asks(check(key), NOT_READY)
     a.asks(check(key), NOT_READY)
-    b.says(set_(key, b"TRUE"))
+    b.says(set_(key, b"1"))
     b.asks(check(key), READY)
     a.asks(check(key), READY)
