@@ -317,6 +317,8 @@ async def record(
     try:
         await recorder.resolve()
         listener = listen(host, port) if fd is None else adopt(fd)
+        if listener.getsockname()[:2] in [address[4][:2] for address in recorder.addresses]:
+            raise RecordingError(f"{format_address(*upstream)} is the recorder's own address, not a server's")
         log_short_backlog()
         stop: asyncio.Future[None] = loop.create_future()
 

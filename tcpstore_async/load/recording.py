@@ -6,7 +6,6 @@ contents of values are written only if the encoder was told to; which values are
 """
 
 import base64
-import binascii
 import hashlib
 import os
 import zlib
@@ -16,7 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ..values import PREFIX, Framed
+from ..limits import GIB, MIB
+from ..values import INT64_MAX, INT64_MIN, PREFIX, Framed
 from ..version import VERSION
 from ..wire.codecs import (
     CANCELED,
@@ -50,13 +50,16 @@ from ..wire.commands import COMMANDS, Command
 FORMAT: Final = "tcpstore-recording"
 FORMAT_VERSION: Final = 1
 
-_CHUNK: Final = 1 << 16
+_CHUNK: Final = 1 << 20
+_LONGEST_ROW: Final = 512 * MIB
 _GZIP: Final = b"\x1f\x8b"
 _GZIP_WINDOW: Final = 31
 """zlib's number for a gzip header and the largest window."""
 _MOST_NUMBERS: Final = 1 << 18
 """Keys, lists and values that an encoder remembers, each; then it forgets them all and numbers them anew."""
 _DIGEST_BYTES: Final = 16
+_MOST_BYTES: Final = 4 * GIB
+"""Size of a value, from which on a recording cannot be valid."""
 
 Row = list[Any]
 
@@ -251,7 +254,7 @@ class Step:
         """Its place among all steps."""
         self.index = len(connection.steps)
         self.command = command
-        self.fields: Row = []
+        self.fields: Row = _NO_FIELDS
         """As in its row: keys, lists and values by number."""
         self.at = at
         self.cancels = False
@@ -268,10 +271,17 @@ class Step:
         """The row from which on it is known to have been executed: that of the reply, if it has one; -1 if unknown."""
         self.prerequisites = 0
         """How many steps of other connections must be done before it is sent; see `replay_order`."""
-        self.dependents: list[Step] = []
-        """The steps of other connections that must wait for this one."""
+        self.dependents: list[Step] = _NO_STEPS
+        """The steps of other connections that must wait for this one; add to them by `precedes`."""
         self.fence = False
         """Whether others wait for this write, which has no reply: the player sends a PING behind it."""
+
+    def precedes(self, step: "Step") -> None:
+        """Have a step of another connection wait for this one."""
+        if self.dependents is _NO_STEPS:
+            self.dependents = []
+        self.dependents.append(step)
+        step.prerequisites += 1
 
     @property
     def has_reply(self) -> bool:
@@ -291,6 +301,11 @@ class Step:
     def _is_empty_list(self) -> bool:
         """Whether it is a MULTI_GET of no keys, whose reply has no bytes."""
         return self.command.reply is VALUES and self.connection.recording.lists[self.fields[0]] == []
+
+
+_NO_STEPS: Final[list[Step]] = []
+_NO_FIELDS: Final[Row] = []
+"""Shared by steps, which are many; never changed."""
 
 
 class Connection:
@@ -350,7 +365,7 @@ def read_recording(path: Path) -> Recording:
         if reader.row > 1:
             raise RecordingError(f"{path}, row {reader.row}: not JSON: {error}") from None
         raise RecordingError(f"{path} is not a recording") from None
-    except (LookupError, TypeError, ValueError, AttributeError, binascii.Error) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise RecordingError(f"{path}, row {reader.row}: {error or type(error).__name__}") from None
     if not reader.row:
         raise RecordingError(f"{path} is not a recording: it is empty")
@@ -369,6 +384,8 @@ def _rows(file: Any) -> Iterator[bytes]:
             return  # cut off, and then overwritten or damaged
         *rows, rest = (rest + data).split(b"\n")
         yield from rows
+        if len(rest) > _LONGEST_ROW:
+            raise ValueError(f"longer than {_LONGEST_ROW} bytes")
         chunk = file.read(_CHUNK)
 
 
@@ -416,7 +433,9 @@ class _Reader:
             recording.lists.append(fields[0])
         elif kind == "V":
             content = base64.b64decode(fields[1]) if len(fields) > 1 else None
-            recording.values.append(Value(len(recording.values), int(fields[0]), content))
+            if not 0 <= fields[0] <= _MOST_BYTES or (content is not None and len(content) != fields[0]):
+                raise ValueError(f"invalid size {fields[0]} of a value")
+            recording.values.append(Value(len(recording.values), fields[0], content))
         else:
             raise ValueError(f"unknown kind of row {kind!r}")
 
@@ -453,7 +472,7 @@ class _Reader:
                 self._unanswered[connection.number][-1].canceled = True
         else:
             self._check(FIELDS[command.request], fields)
-            step.fields = fields
+            step.fields = fields or _NO_FIELDS
         connection.steps.append(step)
         recording.steps.append(step)
         if step.has_reply:
@@ -467,9 +486,15 @@ class _Reader:
             raise ValueError("a field is missing")
         if kind == "w":
             self._check("v" * len(fields[0]), fields[0])
-        elif kind == "v" or (kind == "p" and len(fields) > 1):
-            self._check("v", fields[-1:])
-        step.reply = fields
+            if len(fields[0]) != len(step.keys):
+                raise ValueError(f"{len(fields[0])} values for {len(step.keys)} keys")
+        elif kind == "p":
+            self._check("nv"[: len(fields)], fields[:2])
+        elif kind == "c":
+            self._check("nn", fields[:2])
+        elif kind:
+            self._check("n" if kind == "b" else kind, fields[:1])
+        step.reply = fields or _NO_FIELDS
         step.end = self.row
         connection.replies += 1
 
@@ -483,8 +508,13 @@ class _Reader:
                 for pair in field:
                     self._check("kv", pair)
                 continue
+            if not isinstance(field, int):
+                raise TypeError(f"{field!r} is not a number")
             number = int(field)
-            if kind != "n":
+            if kind == "n":
+                if not INT64_MIN <= number <= INT64_MAX:
+                    raise ValueError(f"{number} is out of range for a 64-bit integer")
+            else:
                 tables: dict[str, list[Any]] = {"k": recording.keys, "l": recording.lists, "v": recording.values}
                 if not 0 <= number < len(tables[kind]):
                     raise ValueError(f"number {number} is not defined")

@@ -202,6 +202,5 @@ class _Order:
                 continue
             if other.dependents and other.dependents[-1] is step:
                 continue
-            other.dependents.append(step)
+            other.precedes(step)
             other.fence = other.fence or other.command.reply is NO_REPLY
-            step.prerequisites += 1

@@ -1,8 +1,8 @@
 """What PyTorch's NCCL backends send to the store, as their sources say: a machine without a GPU cannot run them.
 
 `nccl` of PyTorch up to 2.14 (ProcessGroupNCCL.cpp: broadcastUniqueNCCLID, allgatherUniqueNCCLIDs) and `nccl2`, which is
-`nccl` since 2.15 (nccl2/NCCLBootstrap.cpp: exchangeUniqueIds; nccl2/ReconfigureNCCL.cpp). A Store's `get` is WAIT and GET
-on the wire, its `multiGet` WAIT and MULTI_GET. PyTorch's libuv server is the control.
+`nccl` since 2.15 (nccl2/NCCLBootstrap.cpp: exchangeUniqueIds; nccl2/ReconfigureNCCL.cpp). `Store.get` is WAIT and GET
+on the wire, `multiGet` WAIT and MULTI_GET. PyTorch's libuv server is the control.
 """
 
 from __future__ import annotations

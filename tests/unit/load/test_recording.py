@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -230,9 +231,16 @@ def test_a_compressed_recording(tmp_path: Path) -> None:
         (b'HEAD[1,0,"OPEN",0]\n[1,0,"REPLY"]\n', "row 3: "),
         (b'HEAD["K","/k"]\n[1,0,"OPEN",0]\n[1,0,"ADD",0,1]\n[1,0,"REPLY"]\n', "row 5: a field is missing"),
         (b'HEAD["K","/k"]\n[1,0,"OPEN",0]\n[1,0,"GET",0]\n[1,0,"REPLY",7]\n', "row 5: number 7 is not defined"),
+        (b'HEAD["K","/k"]\n[1,0,"OPEN",0]\n[1,0,"ADD",0,1]\n[1,0,"REPLY","x"]\n', "row 5: 'x' is not a number"),
+        (b'HEAD["K","/k"]\n[1,0,"OPEN",0]\n[1,0,"ADD",0,9223372036854775808]\n', "out of range for a 64-bit integer"),
+        (b'HEAD["V",-1]\n', "row 2: invalid size -1 of a value"),
+        (b'HEAD["V",3,"YQ=="]\n', "row 2: invalid size 3 of a value"),
+        (b"HEAD" + b"[" * 100_000 + b"\n", "row 2: "),
+        (b"[" * (3 << 20), "row 0: longer than"),
     ],
 )
-def test_what_is_no_recording(text: bytes, said: str, tmp_path: Path) -> None:
+def test_what_is_no_recording(text: bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "_LONGEST_ROW", 2 << 20)
     path = tmp_path / "recording"
     path.write_bytes(text.replace(b"HEAD", RowEncoder(0.0, TEXT).take()))
     with pytest.raises(RecordingError) as raised:
@@ -240,6 +248,45 @@ def test_what_is_no_recording(text: bytes, said: str, tmp_path: Path) -> None:
     assert str(path) in str(raised.value)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_damaged_recordings(tmp_path: Path) -> None:
+    """Whatever bytes change, a recording is read and put in order, or refused with one line."""
+    path = tmp_path / "recording"
+    small_job().end(tmp_path)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(1500):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(damaged))
+            damaged[at : at + rng.randint(0, 2)] = rng.choice(
+                [b"", b"0", b"9", b"-", b"[", b'"', b",", b"\xff", b"null"]
+            )
+        path.write_bytes(damaged)
+        try:
+            recording = read_recording(path)
+        except RecordingError as error:
+            assert "\n" not in str(error)
+            refused += 1
+            continue
+        put_in_order(recording)
+        summarize(recording)
+    assert 500 < refused < 1500
+
+
+def test_an_observer_survives_whatever_passes(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    opcodes = [command.opcode for command in COMMANDS]
+    for _ in range(300):
+        tape = Tape()
+        tape.connect("a")
+        for _ in range(rng.randint(1, 12)):
+            data = bytes([rng.choice(opcodes)]) + rng.choice([b"", b"\x02", b"\x01"]) + bytes(rng.randrange(12)) + b"/k"
+            tape.sent("a", data[: rng.randint(1, len(data))])
+            tape.replied("a", rng.randbytes(rng.randrange(9)) if rng.random() < 0.3 else bytes(rng.randrange(9)))
+        put_in_order(tape.end(tmp_path))
 
 
 def test_a_recording_that_is_not_there(tmp_path: Path) -> None:
