@@ -6,7 +6,6 @@ Exit status: 0 success, 1 failure, 2 usage error, 3 timeout, 4 server unreachabl
 import dataclasses
 import math
 import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,8 @@ from .bench import bench
 from .client import add_client_commands
 from .commands import Program
 from .output import print_json, stdout_is_closed
+from .port_file import write_atomically
+from .record import record_command, replay
 from .stdio import log_without_blocking, open_standard_streams
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def serve(
 
     def announce(server: "Server") -> None:
         if port_file is not None:
-            _write_atomically(port_file, f"{server.port}\n")
+            write_atomically(port_file, f"{server.port}\n")
         event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
         if not stdout_is_closed():
             print_json({**event, "backend": backend, "build": build()})
@@ -156,23 +157,5 @@ def serve(
 
 
 add_client_commands(main)
-main.add_command(bench)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Replace a file as a whole.
-
-    The temporary file has an unpredictable name and is created exclusively, so no existing file or link is written to.
-    """
-    temporary = path.with_name(f".tcpstore-{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "x") as file:
-            try:
-                file.write(text)
-                file.close()
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink()
-                raise
-    except OSError as error:
-        raise click.ClickException(f"cannot write the port to {path}: {error.strerror}") from None
+for _command in (bench, record_command, replay):
+    main.add_command(_command)

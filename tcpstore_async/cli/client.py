@@ -131,7 +131,8 @@ def _jsonable(name: str, value: Any) -> dict[str, Any]:
         return {f"{name}_base64": base64.b64encode(value).decode()}
 
 
-def _parse_url(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, int]:
+def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, int]:
+    """Return the host and port of an option tcp://HOST:PORT. Raises BadParameter."""
     try:
         parts = urlsplit(text)
         if parts.scheme != "tcp" or not parts.hostname or parts.path.strip("/"):
@@ -179,7 +180,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
             default=DEFAULT_URL,
             show_default=True,
             show_envvar=True,
-            callback=_parse_url,
+            callback=parse_url,
             help="Address of the server.",
         ),
     ):

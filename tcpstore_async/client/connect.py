@@ -327,13 +327,14 @@ def _close_all(peers: list[socket.socket]) -> None:
 
 def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, PendingCall]:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _keep_alive(peer)
+    keep_alive(peer)
     session = ClientSession(pings)
     hello, call = session.hello(os.getpid())
     return session, hello, call
 
 
-def _keep_alive(peer: socket.socket) -> None:
+def keep_alive(peer: socket.socket) -> None:
+    """Have the system give up a connection to a host that has vanished; see `_KEEP_ALIVE`."""
     options = [(getattr(socket, name, None), value) for name, value in _KEEP_ALIVE]
     try:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

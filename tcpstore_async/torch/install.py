@@ -17,7 +17,7 @@ from .. import errors
 from .. import rendezvous_url as plain
 from ..coercion import Timeout, in_milliseconds, to_seconds
 from ..stores import tcp
-from . import lifetimes, stores, tcpstore_patch
+from . import gloo_advice, lifetimes, stores, tcpstore_patch
 from .cpp_client import open_native
 from .errors import DistNetworkError, joint
 from .monkeypatch import Monkeypatch
@@ -56,6 +56,7 @@ def install(client: str = "native", classes: bool = False) -> None:
     if classes:
         for name in _CLASSES:
             _replaced.replace(dist, name, getattr(stores, name))
+    gloo_advice.follow_groups(_replaced)
     lifetimes.follow_starts(_replaced)
     lifetimes.follow_ends()
 

@@ -16,6 +16,7 @@ from conformance.cases import own_cases
 from conformance.divergences import MENDED
 from conformance.extension import control_cases, extension_cases
 from conformance.frames import CANCEL_FETCH, NOT_READY, check, fetch, get, introduce, wait_count
+from conformance.nccl import nccl_cases
 from conformance.script import Script
 from conformance.targets import (
     OUR_SERVERS,
@@ -36,7 +37,7 @@ from tcpstore_async.version import VERSION
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 VECTORS = libuv_vectors()
-STOCK = VECTORS + own_cases() + control_cases()
+STOCK = VECTORS + own_cases() + nccl_cases() + control_cases()
 """What PyTorch's server is told too."""
 SCRIPTS = STOCK + extension_cases()
 ENGINE_SCRIPTS = [script for script in SCRIPTS if not script.stops_server]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -32,6 +32,7 @@ def present() -> list[Any]:
     return [
         *(getattr(dist, name) for name in NAMES),
         vars(CPP_STORE)["__init__"],
+        vars(distributed_c10d.ProcessGroupGloo)["__init__"],
         *(handlers[scheme] for scheme in ("tcp", "env", "file")),
         distributed_c10d.destroy_process_group,
         distributed_c10d._unregister_all_process_groups,
@@ -456,3 +457,51 @@ for _ in range(4):
     for thread in threads: thread.join()
 ours.uninstall()"""
     assert say(code)[0] == ""
+
+
+class _Group:
+    """Instead of a gloo group of so many ranks, which could not be made here."""
+
+    made: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.made.append((*given, *named.values()))
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "switches", "advice"),
+    [
+        (("store", 0, 65), {}, {}, True),
+        (("store", 0), {"size": 65, "timeout": 1}, {"GLOO_ENABLE_STORE_V2_API": "0"}, True),
+        ((), {"store": "store", "rank": 0, "size": 65}, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}, True),
+        (("store", 0, 64), {}, {}, False),
+        (("store", 1, 65), {}, {}, False),
+        (("store", 0, 65), {}, {"GLOO_ENABLE_STORE_V2_API": "1"}, False),
+        (("store", 0, 65), {}, {"TORCH_GLOO_LAZY_INIT": "True"}, False),
+        ((), {}, {}, False),
+        (("store", 0, "many"), {}, {}, False),
+    ],
+)
+def test_a_large_gloo_group_gives_advice(
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+    switches: dict[str, str],
+    advice: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "TORCH_GLOO_LAZY_INIT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", _Group)
+    _Group.made.clear()
+    ours.install()
+    try:
+        distributed_c10d.ProcessGroupGloo(*given, **named)
+    finally:
+        ours.uninstall()
+    assert _Group.made == [(*given, *named.values())]
+    said = [record.getMessage() for record in caplog.records if "gloo group" in record.getMessage()]
+    assert len(said) == advice
+    assert all("65 ranks sends 12,675 requests" in text and "GLOO_ENABLE_STORE_V2_API=1" in text for text in said)

@@ -16,7 +16,8 @@ from click import ClickException
 from click.testing import CliRunner
 
 from support import LIMIT, RawPeer, blob, tcpstore_server
-from tcpstore_async.cli import _write_atomically, main
+from tcpstore_async.cli import main
+from tcpstore_async.cli.port_file import write_atomically
 from tcpstore_async.serving import build
 
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
@@ -131,7 +132,7 @@ def test_port_file_does_not_follow_links(tmp_path: Path, name: str) -> None:
     victim, file = tmp_path / "victim", tmp_path / "port"
     victim.write_text("precious\n")
     (tmp_path / name.format(pid=os.getpid())).symlink_to(victim)
-    _write_atomically(file, "29500\n")
+    write_atomically(file, "29500\n")
     assert victim.read_text() == "precious\n"
     assert (file.read_text(), file.is_symlink()) == ("29500\n", False)
 
@@ -139,7 +140,7 @@ def test_port_file_does_not_follow_links(tmp_path: Path, name: str) -> None:
 def test_failed_port_file_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "port" / "in the way").mkdir(parents=True)
     with pytest.raises(ClickException, match="Is a directory"):
-        _write_atomically(tmp_path / "port", "29500\n")
+        write_atomically(tmp_path / "port", "29500\n")
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
 
 

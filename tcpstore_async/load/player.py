@@ -1,0 +1,542 @@
+"""Plays a recording to a running server and compares the replies.
+
+One connection stands for each recorded one and sends the same requests. A request is sent at its time, but not before
+its connection has got the replies that it had got in the recording, nor before the requests of other connections that
+it depends on are done (`replay_order`). Invariant: at the end every recorded reply has been compared, or the reason why
+not is raised or counted.
+"""
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import msgspec
+
+from ..client.aio import AsyncTCPStore
+from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
+from ..server.listening import format_address, raise_file_limit
+from ..session.client import ClientSession, PendingCall
+from ..values import PREFIX, Framed, pack
+from ..wire.codecs import NO_REPLY
+from ..wire.commands import BY_METHOD, JOINS_KEY, MAGIC, SERVER_KEY, Flag
+from .recording import FIELDS, REPLIES, Connection, Recording, RecordingError, Step, Value
+from .replay_order import put_in_order
+
+_PING: Final = BY_METHOD["ping"]
+_RESERVED: Final = (SERVER_KEY, JOINS_KEY)
+"""Keys whose values belong to the server: they get no prefix, and are not compared."""
+_COUNTS_NAMES: Final = ("num_keys", "list_keys")
+"""Commands whose replies depend on how many copies of the job are played."""
+_FENCE_NONCE: Final = 4_021
+_LETTERS: Final = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""What fills hidden values: nothing that could be taken for a number."""
+_KEPT_BYTES: Final = 4096
+"""Size up to which filler is made once and kept."""
+_RETRIES: Final = 10
+"""How often a connection is made again that the server did not accept."""
+_PAUSE: Final = 0.05
+
+
+class Report(msgspec.Struct):
+    """The result of a replay. Times are in seconds."""
+
+    copies: int
+    """How many copies of the job were played."""
+    ranks: int
+    """Processes of the recording, times copies."""
+    connections: int
+    requests: int
+    replies: int
+    """Recorded replies that were compared."""
+    different: int
+    first: str
+    """Describes the first reply that differs."""
+    fences: int
+    """PINGs that the replay added, to know that a write without reply is done."""
+    seconds: float
+    recorded_seconds: float
+    opaque: int
+    """Recorded connections that could not be decoded to their end."""
+    complete: bool
+    """Whether the recording has its end."""
+
+
+class Player:
+    """One replay: `copies` copies of the recorded job at `speed` times its speed; 0 for no pauses.
+
+    `timeout`, in seconds, limits the time without progress; a negative one does not.
+    """
+
+    def __init__(
+        self, recording: Recording, host: str, port: int, *, copies: int = 1, speed: float = 1.0, timeout: float = 10.0
+    ) -> None:
+        self.recording = recording
+        self.host = host
+        self.port = port
+        self.copies = copies
+        self.speed = speed
+        self.timeout = timeout
+        self.filler = _Filler(recording)
+        self.began = 0.0
+        self.requests = 0
+        self.replies = 0
+        self.fences = 0
+        self.different = 0
+        self.first = ""
+        self.progress = 0
+        """Counts what has happened, to notice when nothing does."""
+        self.scheduled = 0
+        """Connections whose next request is not due yet."""
+        self.open = 0
+        """Connections that are not at their end yet."""
+        self.end: asyncio.Future[None] | None = None
+        self.peers: list[_Peer] = []
+
+    async def play(self) -> Report:
+        """Play the recording. Raises RecordingError, DistNetworkError, and StoreTimeoutError without progress."""
+        raise_file_limit()
+        recording = self.recording
+        await self._check_server()
+        put_in_order(recording)
+        loop = asyncio.get_running_loop()
+        self.end = loop.create_future()
+        self.open = self.copies * len(recording.connections)
+        self.began = loop.time()
+        watch = loop.create_task(self._watch())
+        try:
+            for copy in range(self.copies):
+                job = _Job(self, copy)
+                for connection in recording.connections:
+                    job.peers[connection.number] = peer = _Peer(job, connection)
+                    self.peers.append(peer)
+            for peer in self.peers:
+                peer.begin()
+            if self.open:
+                await self.end
+        finally:
+            watch.cancel()
+            for peer in self.peers:
+                peer.abandon()
+        return Report(
+            copies=self.copies,
+            ranks=self.copies * recording.ranks,
+            connections=self.copies * len(recording.connections),
+            requests=self.requests,
+            replies=self.replies,
+            different=self.different,
+            first=self.first,
+            fences=self.fences,
+            seconds=loop.time() - self.began,
+            recorded_seconds=recording.seconds - recording.first,
+            opaque=sum(connection.opaque for connection in recording.connections),
+            complete=recording.complete,
+        )
+
+    async def _check_server(self) -> None:
+        """Raise DistNetworkError without a server, and RecordingError if it lacks our extension and that is needed."""
+        async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout) as store:
+            needed = sorted({s.command.name for s in self.recording.steps if s.command.flags & Flag.EXTENSION})
+            if needed and await store.server() is None:
+                raise RecordingError(
+                    f"the recording has commands of our extension ({', '.join(needed)}), which the server at "
+                    f"{format_address(self.host, self.port)} does not know"
+                )
+
+    async def _watch(self) -> None:
+        """End the replay when nothing happens for longer than the timeout."""
+        if self.timeout < 0:
+            return
+        seen, since = -1, time.monotonic()
+        while True:
+            await asyncio.sleep(max(0.01, min(0.25, self.timeout / 4)))
+            if self.progress != seen or self.scheduled:
+                seen, since = self.progress, time.monotonic()
+            elif time.monotonic() - since > self.timeout:
+                self.fail(StoreTimeoutError(f"no progress for {self.timeout:g} s: {self._describe_stall()}"))
+                return
+
+    def _describe_stall(self) -> str:
+        waiting = [peer for peer in self.peers if not peer.done]
+        oldest = next((text for peer in waiting if (text := peer.describe())), "")
+        return f"{len(waiting)} of {len(self.peers)} connections are not done{'; ' * bool(oldest)}{oldest}"
+
+    def fail(self, error: Exception) -> None:
+        assert self.end is not None
+        if not self.end.done():
+            self.end.set_exception(error)
+
+    def differs(self, text: str) -> None:
+        self.different += 1
+        self.first = self.first or text
+
+    def peer_done(self) -> None:
+        assert self.end is not None
+        self.open -= 1
+        if not self.open and not self.end.done():
+            self.end.set_result(None)
+
+
+class _Job:
+    """One copy of the recorded job, with keys of its own unless it is the first."""
+
+    def __init__(self, player: Player, copy: int) -> None:
+        self.player = player
+        self.copy = copy
+        self.peers: dict[int, _Peer] = {}
+        self.prerequisites = [step.prerequisites for step in player.recording.steps]
+        """How many steps each step still has to wait for."""
+        prefix = b"/replay-%d" % copy
+        self.keys = [
+            key if not copy or key in _RESERVED else prefix + (b"" if key.startswith(b"/") else b"/") + key
+            for key in player.recording.keys
+        ]
+
+    def step_done(self, step: Step) -> None:
+        for dependent in step.dependents:
+            left = self.prerequisites[dependent.number] - 1
+            self.prerequisites[dependent.number] = left
+            if not left:
+                self.peers[dependent.connection.number].advance()
+
+    def encode(self, step: Step) -> bytes:
+        """Return a request as this copy sends it."""
+        command = step.command
+        value = self.player.filler.framed
+        if command is _PING:
+            return command.prefix + command.request.encode((self.nonce(step),))
+        if command.method == "validate":
+            return command.prefix + command.request.encode((MAGIC,))
+        fields: list[Any] = []
+        for kind, field in zip(FIELDS[command.request], step.fields, strict=False):
+            if kind == "k":
+                fields.append(self.keys[field])
+            elif kind == "v":
+                fields.append(value(field))
+            elif kind == "l":
+                fields.append([self.keys[key] for key in self.player.recording.lists[field]])
+            elif kind == "i":
+                fields.append([(self.keys[key], value(number)) for key, number in field])
+            else:
+                fields.append(field)
+        return command.prefix + command.request.encode(tuple(fields))
+
+    def nonce(self, step: Step) -> int:
+        """Return what a PING carries: a number for each process."""
+        processes = max(0, step.connection.process) + self.copy * len(self.player.recording.connections)
+        return 1 + processes % (2**31 - 1)
+
+
+class _Filler:
+    """The contents of values: the recorded ones, or letters of the same length, the same ones for equal values."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._values = recording.values
+        self._kept: dict[int, Framed] = {}
+        self._ordinals: list[int] = []
+        """The place of each value among those of its size, by which values of a few bytes differ."""
+        counts: dict[int, int] = {}
+        for value in recording.values:
+            self._ordinals.append(counts.get(value.size, 0))
+            counts[value.size] = self._ordinals[-1] + 1
+
+    def framed(self, number: int) -> Framed:
+        kept = self._kept.get(number)
+        if kept is not None:
+            return kept
+        value = self._values[number]
+        framed = pack(self._content(value))
+        if value.size <= _KEPT_BYTES:
+            self._kept[number] = framed
+        return framed
+
+    def _content(self, value: Value) -> bytes:
+        if value.content is not None:
+            return value.content
+        if value.integer is not None:
+            text = b"%0*d" % (value.size, value.integer)
+            if len(text) == value.size:
+                return text
+        ordinal = self._ordinals[value.number]
+        letters = bytearray()
+        while len(letters) < value.size and (ordinal or not letters):
+            ordinal, letter = divmod(ordinal, len(_LETTERS))
+            letters.append(_LETTERS[letter])
+        return bytes(letters) + b"." * (value.size - len(letters))
+
+
+class _Peer(asyncio.Protocol):
+    """One connection of one copy of the job."""
+
+    def __init__(self, job: _Job, connection: Connection) -> None:
+        self.job = job
+        self.player = job.player
+        self.connection = connection
+        self.steps = connection.steps
+        self.position = 0
+        """The next step."""
+        self.answered = 0
+        """How many steps with a recorded reply have been answered."""
+        self.session = ClientSession()
+        self.done = False
+        self.closing = False
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._advancing = False
+
+    # Connecting
+
+    def begin(self) -> None:
+        """Connect at the recorded time."""
+        if not self._is_due(self.connection.opened, self._connect):
+            return
+        self._connect()
+
+    def _connect(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._open())
+
+    async def _open(self) -> None:
+        player = self.player
+        loop = asyncio.get_running_loop()
+        for failures in range(_RETRIES):
+            try:
+                await loop.create_connection(lambda: self, player.host, player.port)
+                return
+            except OSError as error:
+                if failures == _RETRIES - 1 or error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET):
+                    where = format_address(player.host, player.port)
+                    reason = (
+                        os.strerror(error.errno) if error.errno and not isinstance(error, socket.gaierror) else error
+                    )
+                    player.fail(DistNetworkError(f"cannot connect to {where}: {reason}"))
+                    return
+            await asyncio.sleep(_PAUSE)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.player.progress += 1
+        self.advance()
+
+    # Sending
+
+    def advance(self) -> None:
+        """Send what may be sent now."""
+        if self._transport is None or self.done or self._advancing or self._timer is not None:
+            return
+        self._advancing = True
+        out: list[bytes] = []
+        while self.position < len(self.steps):
+            step = self.steps[self.position]
+            if self.answered < step.needs or self.job.prerequisites[step.number]:
+                break
+            if not self._is_due(step.at, self.advance):
+                break
+            self.position += 1
+            self._send(step, out)
+        if out and not self._transport.is_closing():
+            self.player.progress += 1
+            self._transport.write(b"".join(out))
+        self._advancing = False
+        if self.position == len(self.steps) and self.answered == self.connection.replies:
+            self._finish()
+
+    def _send(self, step: Step, out: list[bytes]) -> None:
+        player = self.player
+        player.requests += 1
+        out.append(self.job.encode(step))
+        if step.cancels:
+            call = self.session.waiting
+            if call is not None:
+                call.canceled = True
+            else:  # the wait has ended already: the server replies to the cancel by itself
+                self.session.pending.append(PendingCall(step.command, 0, 0, (step, False)))
+        elif step.has_reply:
+            fields = step.fields
+            keys = player.recording.lists[fields[0]] if FIELDS[step.command.request] == "l" else ()
+            self.session.pending.append(PendingCall(step.command, len(keys), 0, (step, True)))
+        elif step.fence:
+            player.fences += 1
+            out.append(_PING.prefix + _PING.request.encode((_FENCE_NONCE,)))
+            self.session.pending.append(PendingCall(_PING, 0, 0, (step, False)))
+        elif step.command.reply is not NO_REPLY and not step.cancels:
+            self.job.step_done(step)
+
+    def _is_due(self, at: float, then: Callable[[], None]) -> bool:
+        """Whether a recorded time has come; if not, `then` is called when it has."""
+        player = self.player
+        if not player.speed:
+            return True
+        loop = asyncio.get_running_loop()
+        due = player.began + (at - player.recording.first) / player.speed
+        if due <= loop.time():
+            return True
+
+        def fire() -> None:
+            player.scheduled -= 1
+            self._timer = None
+            then()
+
+        player.scheduled += 1
+        self._timer = loop.call_at(due, fire)
+        return False
+
+    # Receiving
+
+    def data_received(self, data: bytes) -> None:
+        self.player.progress += 1
+        try:
+            calls = self.session.receive(data)
+        except ProtocolError as error:
+            self._break(f"the reply cannot be decoded: {error}")
+            return
+        for call in calls:
+            step, is_own = call.fields
+            if is_own and step.reply is not None:
+                self.answered += 1
+                self.player.replies += 1
+                self._compare(step, call)
+            self.job.step_done(step)
+        self.advance()
+
+    def _compare(self, step: Step, call: PendingCall) -> None:
+        assert step.reply is not None
+        if step.canceled:
+            ended = call.woken or not call.canceled
+            text = "" if ended == step.reply[0] else f"{'ended' if ended else 'did not end'} before it was canceled"
+        else:
+            text = self._difference(step, call.result)
+        if text:
+            self.player.differs(f"{self._name(step)}: {text}")
+
+    def _difference(self, step: Step, result: Any) -> str:
+        """Describe how a reply differs; empty if it does not."""
+        player = self.player
+        reply = step.reply
+        assert reply is not None
+        kind = REPLIES[step.command.reply]
+        if player.copies > 1 and step.command.method in _COUNTS_NAMES:
+            return ""
+        if step.command is _PING:
+            return "" if result == self.job.nonce(step) else f"sent {self.job.nonce(step)}, got {result}"
+        if kind and self._is_reserved(step):
+            return ""
+        if kind in ("n", "b"):
+            return "" if result == reply[0] else f"recorded {reply[0]}, got {result}"
+        if kind == "c":
+            found = [len(result), sum(map(len, result))]
+            return (
+                ""
+                if found == reply[:2]
+                else f"recorded {reply[0]} keys ({reply[1]} bytes), got {found[0]} ({found[1]})"
+            )
+        if kind == "v":
+            return self._value_difference(reply[0], result)
+        if kind == "w":
+            for place, (number, value) in enumerate(zip(reply[0], result, strict=True)):
+                text = self._value_difference(number, value)
+                if text:
+                    return f"value {place + 1} of {len(result)}: {text}"
+        if kind == "p":
+            length, item = result
+            if length != reply[0] or (item is None) != (len(reply) == 1):
+                return f"recorded {reply[0]} items, got {length}"
+            if item is not None:
+                return self._value_difference(reply[1], item)
+        return ""
+
+    def _value_difference(self, number: int, found: Framed) -> str:
+        value = self.player.recording.values[number]
+        size = len(found) - PREFIX
+        if size != value.size:
+            return f"recorded {value.size} bytes, got {size}"
+        if value.content is not None and found[PREFIX:] != value.content:
+            return f"recorded {value.content[:32]!r}, got {bytes(found[PREFIX : PREFIX + 32])!r}"
+        return ""
+
+    def _is_reserved(self, step: Step) -> bool:
+        return any(self.player.recording.keys[key] in _RESERVED for key in step.keys)
+
+    def _name(self, step: Step) -> str:
+        keys = [self.job.keys[key].decode(errors="replace") for key in step.keys]
+        what = f" {keys[0]}" if keys else ""
+        more = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
+        copy = f" of copy {self.job.copy + 1}" if self.player.copies > 1 else ""
+        return f"connection {step.connection.number}{copy}, request {step.index + 1}, {step.command.name}{what}{more}"
+
+    # The end
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.done:
+            return
+        if self.closing or self._is_finished():
+            self._complete()
+        else:
+            self._break("the server closed the connection")
+
+    def _is_finished(self) -> bool:
+        return self.position == len(self.steps) and self.answered == self.connection.replies
+
+    def _finish(self) -> None:
+        """Close the connection, or await that the server does, at the recorded time."""
+        if self.closing or self.done:
+            return
+        connection = self.connection
+        if connection.closed is None or (
+            (connection.opaque or not connection.closed_by_server) and self._is_due(connection.closed, self._close)
+        ):
+            self._close()
+
+    def _close(self) -> None:
+        assert self._transport is not None
+        if self.done:
+            return
+        self.closing = True
+        self._transport.close()
+
+    def _break(self, reason: str) -> None:
+        """Give up a connection; others must not wait for what it will not do any more."""
+        step = self.steps[min(self.position, len(self.steps) - 1)] if self.steps else None
+        if self.session.pending:
+            step = self.session.pending[0].fields[0]
+        where = self._name(step) if step is not None else f"connection {self.connection.number}"
+        self.player.differs(f"{where}: {reason}")
+        missing = self.connection.replies - self.answered
+        self.player.different += max(0, missing - 1)
+        calls = [call.fields[0] for call in self.session.pending]
+        self.session.pending.clear()
+        rest = self.steps[self.position :]
+        self.position = len(self.steps)
+        self._complete()
+        for step in [*calls, *rest]:
+            self.job.step_done(step)
+
+    def _complete(self) -> None:
+        self.done = True
+        self.abandon()
+        self.player.progress += 1
+        self.player.peer_done()
+
+    def abandon(self) -> None:
+        """Release what this connection holds."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self.player.scheduled -= 1
+        if self._task is not None:
+            self._task.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def describe(self) -> str:
+        """Describe what this connection waits for; empty if it is for another connection."""
+        if self.session.pending:
+            return f"{self._name(self.session.pending[0].fields[0])} has no reply"
+        if self._transport is None:
+            return f"connection {self.connection.number} is not established"
+        if self._is_finished() and self.connection.closed_by_server:
+            return f"the server did not close connection {self.connection.number} as recorded"
+        return ""

@@ -1,0 +1,351 @@
+"""A proxy that forwards a job's store traffic unchanged and records it.
+
+It knows sockets, the event loop and the file; it does not know the protocol. Invariants: bytes are forwarded before
+they are decoded, and nothing that goes wrong with the recording, a full disk included, stops or delays the job. The
+file is written by a thread of its own, several times per second, so a recorder that is killed leaves a readable file.
+"""
+
+import asyncio
+import logging
+import queue
+import signal
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, cast
+
+from aiohappyeyeballs import AddrInfoType, start_connection
+
+from ..client.connect import keep_alive
+from ..deadline import backoff
+from ..errors import DistNetworkError
+from ..limits import MIB
+from ..server.listening import BACKLOG, adopt, format_address, listen, log_short_backlog, raise_file_limit
+from ..server.rate_limited_log import RateLimitedLog
+from .observer import Observer, Processes
+from .recording import RecordingError, RowEncoder
+
+_INTERVAL: Final = 0.25
+"""Seconds between two writes to the file."""
+_MOST_UNWRITTEN: Final = 256 * MIB
+"""Bytes that a slow disk may be behind; above it, recording ends."""
+_MOST_EARLY: Final = 64 * 1024
+"""Bytes of a client that are kept while its connection to the server is being made."""
+_STAGGER: Final = 0.1
+"""Seconds until the next of the server's addresses is tried in parallel with one that has not answered."""
+
+log = logging.getLogger("tcpstore_async.server")
+
+
+class RecordingFile:
+    """A file that a thread writes; compressed if its name ends with .gz. Raises RecordingError if it cannot be made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error = ""
+        """Why nothing is written any more."""
+        self._unwritten = 0
+        try:
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise RecordingError(f"cannot write {path}: {error.strerror}") from None
+        self._packer = zlib.compressobj(wbits=31) if path.suffix == ".gz" else None
+        self._blocks: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
+
+    def write(self, block: bytes) -> None:
+        """Have a block of whole rows written soon."""
+        if not block or self.error:
+            return
+        if self._unwritten > _MOST_UNWRITTEN:
+            self.error = f"cannot write {self.path} as fast as the traffic flows"
+            return
+        self._unwritten += len(block)
+        self._blocks.put(block)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._blocks.put(None)
+        self._thread.join()
+        self._file.close()
+
+    def _run(self) -> None:
+        while (block := self._blocks.get()) is not None:
+            self._put(block, zlib.Z_SYNC_FLUSH)
+            self._unwritten -= len(block)
+        if self._packer is not None:
+            self._put(b"", zlib.Z_FINISH)
+
+    def _put(self, block: bytes, mode: int) -> None:
+        if self.error:
+            return
+        data = block if self._packer is None else self._packer.compress(block) + self._packer.flush(mode)
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError as error:
+            self.error = f"cannot write {self.path}: {error.strerror}"
+
+
+class Recorder:
+    """Records the traffic of all connections into one file."""
+
+    def __init__(self, host: str, port: int, file: RecordingFile, values: bool) -> None:
+        """`host` and `port` are the server's. `values` includes the contents of values."""
+        self.host = host
+        self.port = port
+        self.addresses: list[AddrInfoType] = []
+        self.file = file
+        self.processes = Processes()
+        self.rows = RowEncoder(self.now(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), values)
+        self.connections = 0
+        self.requests = 0
+        """Of connections that have ended."""
+        self.log = RateLimitedLog()
+        self.links: set[Link] = set()
+        self._failed = False
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def resolve(self) -> None:
+        """Look up the server's name, once. Raises DistNetworkError."""
+        try:
+            loop = asyncio.get_running_loop()
+            for address in await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
+                self.addresses.append(address)
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DistNetworkError(f"cannot resolve {self.host}: {reason}") from None
+
+    async def flush_regularly(self) -> None:
+        """Give rows to the file until cancelled; log once if recording has failed."""
+        while True:
+            await asyncio.sleep(_INTERVAL)
+            self.flush()
+
+    def flush(self) -> None:
+        """Give the rows so far to the file."""
+        self.file.write(self.rows.take())
+        if self.file.error and not self._failed:
+            self._failed = True
+            log.error("recording stopped, traffic is still forwarded: %s", self.file.error)
+
+    def finish(self) -> None:
+        """Close all connections and end the recording."""
+        for link in list(self.links):
+            link.close()
+        self.rows.add(self.now(), -1, "END")
+        self.flush()
+        self.file.close()
+        self.log.flush()
+
+
+class Link:
+    """A client's connection, and that to the server which belongs to it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.client = _Side(self, True)
+        self.server = _Side(self, False)
+        self.client.other, self.server.other = self.server, self.client
+        self.early: list[bytes] | None = []
+        """What the client sent before there was a connection to the server; None since."""
+        self._early_bytes = 0
+        self._connecting: asyncio.Task[None] | None = None
+        self._observer: Observer | None = None
+        self._ended = False
+
+    def accepted(self, address: str) -> None:
+        recorder = self.recorder
+        recorder.links.add(self)
+        self._observer = Observer(recorder.rows, recorder.connections, address, recorder.processes, recorder.now())
+        recorder.connections += 1
+        self._connecting = asyncio.get_running_loop().create_task(self._connect(address))
+
+    async def _connect(self, address: str) -> None:
+        """Connect to the server, as often as it takes: a client that has enough of that closes its connection."""
+        recorder = self.recorder
+        failures = 0
+        while True:
+            try:
+                connected = await start_connection(recorder.addresses, happy_eyeballs_delay=_STAGGER)
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(connected)
+                await asyncio.get_running_loop().create_connection(lambda: self.server, sock=connected)
+                break
+            except OSError as error:
+                failures += 1
+                where = format_address(recorder.host, recorder.port)
+                recorder.log.add(
+                    "upstream", f"cannot connect {address} to {where}, trying again: {error.strerror or error}"
+                )
+                await asyncio.sleep(backoff(failures))
+        early, self.early = self.early, None
+        self.server.write(b"".join(early or ()))
+        self.client.resume()
+
+    def passed(self, by_client: bool, data: bytes) -> None:
+        """Forward bytes, and record them after that."""
+        if by_client and self.early is not None:
+            self.early.append(data)
+            self._early_bytes += len(data)
+            if self._early_bytes > _MOST_EARLY:
+                self.client.pause()
+        else:
+            (self.server if by_client else self.client).write(data)
+        observer = self._observer
+        if observer is None:
+            return
+        try:
+            (observer.sent if by_client else observer.replied)(data, self.recorder.now())
+        except Exception as error:  # a defect here must not end the job
+            self._observer = None
+            self.recorder.log.add("defect", f"a connection is not recorded any more: {type(error).__name__}: {error}")
+
+    def ended(self, by_client: bool) -> None:
+        """Record the end of the connection, which one side has closed."""
+        if self._ended:
+            return
+        self._ended = True
+        observer = self._observer
+        if observer is not None:
+            self._observer = None
+            self.recorder.requests += observer.count
+            observer.closed("client" if by_client else "server", self.recorder.now())
+
+    def lost(self, by_client: bool, error: Exception | None) -> None:
+        """Close the other side too."""
+        self.ended(by_client)
+        self.recorder.links.discard(self)
+        if self._connecting is not None:
+            self._connecting.cancel()
+        (self.server if by_client else self.client).close(reset=error is not None)
+
+    def close(self) -> None:
+        self.lost(True, None)
+        self.client.close(reset=False)
+
+
+class _Side(asyncio.Protocol):
+    """One of the two connections of a link."""
+
+    other: "_Side"
+
+    def __init__(self, link: Link, is_client: bool) -> None:
+        self._link = link
+        self._is_client = is_client
+        self._transport: asyncio.Transport | None = None
+        self._finished = False
+        """Whether the peer sends no more."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._is_client:
+            self._link.accepted(str((transport.get_extra_info("peername") or ("unknown",))[0]))
+
+    def data_received(self, data: bytes) -> None:
+        self._link.passed(self._is_client, data)
+
+    def eof_received(self) -> bool:
+        """Pass on that the peer sends no more; keep the connection open for what it still receives."""
+        self._finished = True
+        self._link.ended(self._is_client)
+        transport = self.other._transport
+        if transport is None or self.other._finished:
+            return False
+        if not transport.is_closing():
+            transport.write_eof()
+        return True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._link.lost(self._is_client, error)
+
+    def pause_writing(self) -> None:
+        self.other.pause()
+
+    def resume_writing(self) -> None:
+        self.other.resume()
+
+    def write(self, data: bytes) -> None:
+        if data and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def pause(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def close(self, reset: bool) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            if reset:
+                self._transport.abort()
+            else:
+                self._transport.close()
+
+
+async def record(
+    upstream: tuple[str, int],
+    file: RecordingFile,
+    *,
+    host: str,
+    port: int,
+    fd: int | None = None,
+    values: bool = False,
+    ready: Callable[[str, int], None],
+) -> Recorder:
+    """Forward connections to the server at `upstream` and record them, until SIGTERM or SIGINT.
+
+    `ready` is called with host and port once connections are accepted. Returns the recorder, whose `file.error` tells
+    whether all was written. Raises DistNetworkError if the address, or the socket `fd`, cannot be had, or if the
+    server's name cannot be resolved.
+    """
+    raise_file_limit()
+    recorder = Recorder(*upstream, file, values)
+    loop = asyncio.get_running_loop()
+    listener: socket.socket | None = None
+    flushing: asyncio.Task[None] | None = None
+    try:
+        await recorder.resolve()
+        listener = listen(host, port) if fd is None else adopt(fd)
+        if listener.getsockname()[:2] in [address[4][:2] for address in recorder.addresses]:
+            raise RecordingError(f"{format_address(*upstream)} is the recorder's own address, not a server's")
+        log_short_backlog()
+        stop: asyncio.Future[None] = loop.create_future()
+
+        def end() -> None:
+            if not stop.done():
+                stop.set_result(None)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end)
+        loop.set_exception_handler(lambda _, context: _log_failure(recorder, context))
+        server = await loop.create_server(lambda: Link(recorder).client, sock=listener, backlog=BACKLOG)
+        flushing = loop.create_task(recorder.flush_regularly())
+        ready(*listener.getsockname()[:2])
+        await stop
+        server.close()
+    finally:
+        if listener is not None:
+            with suppress(OSError):
+                listener.close()
+        if flushing is not None:
+            flushing.cancel()
+        recorder.finish()
+    return recorder
+
+
+def _log_failure(recorder: Recorder, context: dict[str, Any]) -> None:
+    """Log what the loop could not report to anybody, as a full table of open files."""
+    error = context.get("exception")
+    text = str(context.get("message", "error"))
+    recorder.log.add("loop", text if error is None else f"{text}: {error or type(error).__name__}")

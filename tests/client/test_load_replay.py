@@ -1,0 +1,442 @@
+"""`tcpstore record` and `tcpstore replay`: real servers of all kinds, real clients, and everything that goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.frames import wait
+from support import LIMIT, RawPeer, free_port, server_of, tcpstore_server
+from tcpstore_async.client.aio import AsyncTCPStore
+from tcpstore_async.errors import QueueEmptyError, StoreTimeoutError
+from tcpstore_async.load.recording import read_recording
+
+COMMAND = [sys.executable, "-m", "tcpstore_async"]
+
+
+class Recorder:
+    """A `tcpstore record` process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, file: Path) -> None:
+        self.process = process
+        self.port = port
+        self.file = file
+
+    def stop(self, number: int = signal.SIGINT) -> tuple[int, str]:
+        """End it; return its exit status and standard error."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=LIMIT)
+        assert b"Traceback" not in errors
+        return self.process.returncode, errors.decode()
+
+
+@contextmanager
+def recorder(upstream: int, file: Path, *options: str) -> Iterator[Recorder]:
+    process = subprocess.Popen(
+        [*COMMAND, "record", "--upstream", f"tcp://127.0.0.1:{upstream}", "-w", str(file), "--port", "0", *options],
+        cwd=tempfile.gettempdir(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process:
+        try:
+            line = process.stdout.readline()
+            assert line, process.stderr and process.stderr.read()
+            event = json.loads(line)
+            assert (event["event"], event["role"], event["pid"]) == ("ready", "recorder", process.pid)
+            yield Recorder(process, event["port"], file)
+        finally:
+            process.kill()
+
+
+def replay(file: Path, port: int, *options: str) -> subprocess.CompletedProcess[bytes]:
+    done = subprocess.run(
+        [*COMMAND, "replay", str(file), "--url", f"tcp://127.0.0.1:{port}", *options],
+        cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert b"Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count(b"\n") <= 1
+    return done
+
+
+def replay_json(file: Path, port: int, *options: str) -> dict[str, Any]:
+    done = replay(file, port, "--speed", "0", "-o", "json", *options)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["different"] == 0
+    return report
+
+
+@pytest.fixture(params=["ours", "libuv", "legacy"])
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+# A job
+
+
+async def rank(port: int, number: int, ranks: int, seed: int, full: bool) -> None:
+    """Do at random what ranks do. `full`: also what the legacy server has not.
+
+    Ranks meet where real ones do: at counters, barriers, COMPARE_SETs and keys that they wait for.
+    """
+    rng = random.Random(seed * 1000 + number)
+    async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+        await store.add("joined", 1)
+        await store.set(f"address/{number}", f"10.0.0.{number}:" + "x" * rng.randrange(50))
+        await store.wait([f"address/{other}" for other in range(ranks)])
+        state: str | bytes = ""
+        for turn in range(30):
+            key = f"key-{number}-{rng.randrange(3)}"
+            choice = rng.randrange(13 if full else 9)
+            if choice == 0:
+                await store.set(key, rng.randbytes(rng.randrange(40)))
+            elif choice == 1:
+                await store.add("sum", rng.randrange(-3, 4))
+            elif choice == 2:
+                await store.check([key])
+            elif choice == 3:
+                await store.delete_key(key)
+            elif choice == 4:
+                state = await store.compare_set("state", state, f"of {number} in {turn}")
+            elif choice == 5:
+                await store.get(f"address/{rng.randrange(ranks)}")
+            elif choice == 6:
+                await store.compare_set(f"own-{number}", rng.choice(["", "a", "b"]), rng.choice("abc"))
+            elif choice == 7:
+                await store.add(f"only-{number}", turn)
+            elif choice == 8:
+                try:
+                    await store.wait([f"nobody-{turn}"], timeout=0.002)
+                except StoreTimeoutError:
+                    pass
+            elif choice == 9:
+                await store.append(key, rng.randbytes(3))
+            elif choice == 10:
+                await store.multi_set([f"m-{number}-{turn % 3}", key], [b"1", rng.randbytes(5)])
+            elif choice == 11:
+                await store.multi_get([f"address/{rng.randrange(ranks)}" for _ in range(3)])
+            else:
+                await store.queue_push(f"queue-{number}", rng.randbytes(9))
+                if rng.random() < 0.5:
+                    try:
+                        await store.queue_pop(f"queue-{number}", False)
+                    except QueueEmptyError:
+                        pass
+        await store.barrier("end", ranks)
+
+
+def job(port: int, seed: int, ranks: int = 4, full: bool = True) -> None:
+    async def main() -> None:
+        await asyncio.gather(*(rank(port, number, ranks, seed, full) for number in range(ranks)))
+        if full:
+            async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+                await store.num_keys()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_a_recorded_job_replays_with_the_same_replies(kind: str, values: bool, tmp_path: Path) -> None:
+    file = tmp_path / "job.gz"
+    with server_of(kind) as port, recorder(port, file, *["--values"] * values) as proxy:
+        for seed in range(3):
+            job(proxy.port, seed, full=kind != "legacy")
+        status, said = proxy.stop()
+    assert status == 0
+    assert said.splitlines()[-1].startswith("recorded ")
+    recording = read_recording(file)
+    assert recording.complete
+    assert not any(connection.opaque for connection in recording.connections)
+    for _ in range(2):
+        with server_of(kind) as port:
+            report = replay_json(file, port)
+    assert report["requests"] == len(recording.steps)
+    assert report["replies"] == sum(step.reply is not None for step in recording.steps)
+    assert report["ranks"] == recording.ranks
+
+
+def test_copies_of_a_job(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    with tcpstore_server() as server, recorder(server.port, file, "--values") as proxy:
+        job(proxy.port, 7)
+        proxy.stop(signal.SIGTERM)
+    recording = read_recording(file)
+    assert recording.ranks == 1  # all connections are of this process
+    with tcpstore_server() as server:
+        report = replay_json(file, server.port, "--ranks", "5")
+        assert (report["copies"], report["ranks"]) == (5, 5)
+        assert report["requests"] == 5 * len(recording.steps)
+        listed = subprocess.run(
+            [*COMMAND, "keys", "--raw", "--url", f"tcp://127.0.0.1:{server.port}"],
+            capture_output=True, timeout=LIMIT, check=True,
+        ).stdout.decode().split()  # fmt: skip
+    copies = [sum(name.startswith(f"replay-{copy}/") for name in listed) for copy in range(1, 5)]
+    assert copies[0] > 10
+    assert set(copies) == {copies[0]}
+    assert len(listed) == 5 * copies[0]
+
+
+def test_the_recorded_times_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    with tcpstore_server() as server, recorder(server.port, file) as proxy, RawPeer(proxy.port) as peer:
+        peer.ping()
+        time.sleep(0.4)
+        peer.ping()
+        proxy.stop()
+    for speed, least in (("1", 0.4), ("4", 0.1)):
+        with tcpstore_server() as server:
+            done = replay(file, server.port, "--speed", speed, "-o", "json")
+        report = json.loads(done.stdout)
+        assert report["seconds"] >= least
+        assert report["recorded_seconds"] >= 0.4
+
+
+def test_differences_are_counted_and_the_first_is_described(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    with tcpstore_server() as server, recorder(server.port, file, "--values") as proxy:
+        job(proxy.port, 3)
+        proxy.stop()
+    with tcpstore_server() as server:
+        with RawPeer(server.port) as peer:
+            peer.ask(b"\x04" + b"\x07" + bytes(7) + b"/joined" + b"\x09" + bytes(7), 8)
+        done = replay(file, server.port, "--speed", "0")
+    assert done.returncode == 1
+    assert b"as recorded" in done.stdout
+    assert b"replies differ; the first: connection 0, request " in done.stderr
+    assert b"ADD /joined: recorded 1, got 10" in done.stderr
+
+
+def test_a_replay_without_progress_times_out(tmp_path: Path) -> None:
+    """The recorded server had a key that this one lacks."""
+    file = tmp_path / "job"
+    with tcpstore_server() as server:
+        with RawPeer(server.port) as peer:
+            peer.send(b"\x01" + b"\x02" + bytes(7) + b"/k" + bytes(8))
+            peer.ping()
+        with recorder(server.port, file) as proxy:
+            with RawPeer(proxy.port) as peer:
+                assert peer.ask(wait(b"/k"), 1) == b"\0"
+            proxy.stop()
+    with tcpstore_server() as server:
+        done = replay(file, server.port, "--timeout", "0.3")
+    assert done.returncode == 3
+    assert b"no progress for 0.3 s: 1 of 1 connections are not done; connection 0, request 2, WAIT /k" in done.stderr
+
+
+def test_a_replay_without_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    with tcpstore_server() as server, recorder(server.port, file) as proxy:
+        proxy.stop()
+    assert replay(file, free_port(), "--timeout", "0.3").returncode == 4
+    assert replay(tmp_path / "none", free_port()).returncode == 1
+    summary = replay(file, free_port(), "--summary")
+    assert summary.returncode == 0
+    assert b"0 ranks, 0 connections, 0 requests" in summary.stdout
+
+
+def test_the_extension_is_not_sent_to_pytorch(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    with tcpstore_server() as server, recorder(server.port, file) as proxy:
+        job(proxy.port, 1)
+        proxy.stop()
+    with server_of("libuv") as port:
+        done = replay(file, port)
+    assert done.returncode == 1
+    assert b"commands of our extension (" in done.stderr
+
+
+def test_the_server_closes_as_recorded(tmp_path: Path) -> None:
+    """ADD to what is not a number, an unknown opcode, and a peer that sends no request of the protocol."""
+    file = tmp_path / "job"
+    with tcpstore_server() as server, recorder(server.port, file) as proxy:
+        for data in (
+            b"\x01"
+            + b"\x02"
+            + bytes(7)
+            + b"/k"
+            + b"\x01"
+            + bytes(7)
+            + b"x"
+            + b"\x04\x02"
+            + bytes(7)
+            + b"/k"
+            + bytes(8),
+            b"\xf0",
+        ):
+            with RawPeer(proxy.port) as peer:
+                peer.send(data)
+                assert peer.closed()
+        with RawPeer(proxy.port, validate=False) as peer:
+            peer.send(b"GET / HTTP/1.1\r\n")
+            assert peer.closed()
+        proxy.stop()
+    recording = read_recording(file)
+    assert [(one.opaque, one.closed_by_server) for one in recording.connections] == [
+        (False, True), (True, True), (True, True),
+    ]  # fmt: skip
+    with tcpstore_server() as server:
+        assert replay_json(file, server.port)["opaque"] == 2
+
+
+# The recorder
+
+
+def test_bytes_pass_unchanged_in_both_directions(tmp_path: Path) -> None:
+    """Large values, cut anywhere, while nobody reads for a while."""
+    value = random.Random(5).randbytes(6 << 20)
+    with tcpstore_server() as server, recorder(server.port, tmp_path / "job", "--values") as proxy:
+        with RawPeer(proxy.port) as peer:
+            frame = b"\x01" + b"\x02" + bytes(7) + b"/k" + len(value).to_bytes(8, "little") + value
+            for at in range(0, len(frame), 333_333):
+                peer.send(frame[at : at + 333_333])
+            for _ in range(3):
+                peer.send(b"\x03" + b"\x02" + bytes(7) + b"/k")
+            time.sleep(0.2)
+            for _ in range(3):
+                assert peer.read(8 + len(value)) == frame[-8 - len(value) :]
+        proxy.stop()
+    recording = read_recording(tmp_path / "job")
+    assert [(one.size, one.content == value) for one in recording.values] == [(len(value), True)]
+
+
+def test_a_recorder_that_is_killed_leaves_a_readable_file(tmp_path: Path) -> None:
+    for name in ("job", "job.gz"):
+        file = tmp_path / name
+        with tcpstore_server() as server, recorder(server.port, file) as proxy, RawPeer(proxy.port) as peer:
+            for _ in range(100):
+                peer.ping()
+            deadline = time.monotonic() + LIMIT
+            while len(read_recording(file).steps if file.stat().st_size else []) < 101:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            proxy.process.kill()
+            assert peer.closed()
+        recording = read_recording(file)
+        assert not recording.complete
+        with tcpstore_server() as server:
+            report = replay_json(file, server.port)
+        assert (report["requests"], report["complete"]) == (101, False)
+
+
+def test_a_full_disk_does_not_end_the_job() -> None:
+    with tcpstore_server() as server, recorder(server.port, Path("/dev/full")) as proxy, RawPeer(proxy.port) as peer:
+        peer.ping()
+        time.sleep(0.6)
+        peer.ping()
+        status, said = proxy.stop()
+    assert status == 1
+    assert "recording stopped, traffic is still forwarded: cannot write /dev/full: No space left on device" in said
+    assert said.splitlines()[-1] == "Error: cannot write /dev/full: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (("-w", "/nowhere/file"), 1, "Error: cannot write /nowhere/file: No such file or directory"),
+        (("-w", "{}", "--host", "192.0.2.1"), 1, "Error: cannot listen on 192.0.2.1:29500"),
+        (("-w", "{}", "--upstream", "tcp://no.such.host.invalid:1"), 1, "Error: cannot resolve no.such.host.invalid"),
+        (("-w", "{}", "--upstream", "tcp://127.0.0.1:29617", "--port", "29617"), 1, "is the recorder's own address"),
+        (("-w", "{}", "--upstream", "nonsense"), 2, "is not of the form tcp://HOST:PORT"),
+        ((), 2, "Missing option '-w'"),
+    ],
+)
+def test_failures_of_the_recorder_are_one_line(
+    options: tuple[str, ...], status: int, said: str, tmp_path: Path
+) -> None:
+    words = [word.replace("{}", str(tmp_path / "file")) for word in options]
+    done = subprocess.run(
+        [*COMMAND, "record", "--upstream", "tcp://127.0.0.1:1", *words],
+        cwd=tmp_path, capture_output=True, timeout=LIMIT, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (status, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert status == 2 or done.stderr.count("\n") == 1
+
+
+def test_the_server_may_start_after_the_clients(tmp_path: Path) -> None:
+    port = free_port()
+    with recorder(port, tmp_path / "job") as proxy, RawPeer(proxy.port) as peer:
+        peer.send(b"\x0d\x07\0\0\0")
+        time.sleep(0.3)
+        with tcpstore_server("--port", str(port)):
+            assert peer.read(4) == b"\x07\0\0\0"
+        assert peer.closed()
+        status, said = proxy.stop()
+    assert status == 0
+    assert f"cannot connect 127.0.0.1 to 127.0.0.1:{port}, trying again: " in said
+
+
+def test_a_server_that_dies_takes_its_clients_with_it(tmp_path: Path) -> None:
+    with tcpstore_server() as server, recorder(server.port, tmp_path / "job") as proxy:
+        peers = [RawPeer(proxy.port) for _ in range(3)]
+        for peer in peers:
+            peer.ping()
+            peer.send(wait(b"/k"))
+        server.stop(signal.SIGKILL)
+        for peer in peers:
+            assert peer.closed()
+            peer.close()
+        assert proxy.stop()[0] == 0
+    recording = read_recording(tmp_path / "job")
+    assert [one.closed_by_server for one in recording.connections] == [True] * 3
+
+
+def test_the_port_file_and_an_inherited_socket(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, tcpstore_server() as server:
+        os.set_inheritable(listener.fileno(), True)
+        process = subprocess.Popen(
+            [
+                *COMMAND, "record", "--upstream", f"tcp://127.0.0.1:{server.port}", "-w", str(tmp_path / "job"),
+                "--listen-fd", str(listener.fileno()), "--port-file", str(tmp_path / "port"),
+            ],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(listener.fileno(),),
+        )  # fmt: skip
+        with process:
+            assert process.stdout is not None
+            port = json.loads(process.stdout.readline())["port"]
+            assert (tmp_path / "port").read_text() == f"{port}\n"
+            with RawPeer(port) as peer:
+                peer.ping()
+            process.terminate()
+            assert process.wait(LIMIT) == 0
+
+
+def test_too_many_connections_do_not_end_the_recorder(tmp_path: Path) -> None:
+    with tcpstore_server() as server:
+        process = subprocess.Popen(
+            [
+                *COMMAND, "record", "--upstream", f"tcp://127.0.0.1:{server.port}", "-w", str(tmp_path / "job"),
+                "--port", "0",
+            ],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)),
+        )  # fmt: skip
+        with process:
+            assert process.stdout is not None
+            port = json.loads(process.stdout.readline())["port"]
+            peers = [RawPeer(port) for _ in range(40)]
+            peers[0].ping()
+            for peer in peers:
+                peer.close()
+            time.sleep(0.2)
+            with RawPeer(port) as peer:
+                peer.ping()
+            process.terminate()
+            assert process.wait(LIMIT) == 0

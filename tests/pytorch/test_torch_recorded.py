@@ -1,0 +1,68 @@
+"""Recordings of PyTorch's jobs: those that docs/recordings.md shows, and one that is made here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from client.test_load_replay import recorder, replay, replay_json
+from support import LIMIT, server_of
+from tcpstore_async.load.recording import read_recording
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+SHOWN = ("gloo", "torchrun")
+
+JOB = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+half = dist.new_group([0, 1])
+x = torch.ones(1)
+dist.all_reduce(x)
+assert x.item() == dist.get_world_size()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["ours", "libuv", "legacy"])
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_recordings_of_the_documentation_replay(name: str, kind: str) -> None:
+    file = DOCS / "recordings" / f"{name}.gz"
+    for ranks in ("1", "40"):
+        with server_of(kind) as port:
+            replay_json(file, port, "--ranks", ranks)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_page_shows_what_is_recorded(name: str) -> None:
+    page = (DOCS / "recordings.md").read_text()
+    shown = re.search(rf"\$ tcpstore replay docs/recordings/{name}.gz --summary\n(.*?)```", page, re.DOTALL)
+    assert shown
+    done = replay(DOCS / "recordings" / f"{name}.gz", 1, "--summary")
+    assert done.stdout.decode() == shown[1]
+
+
+@pytest.mark.parametrize("kind", ["ours", "libuv", "legacy"])
+def test_a_gloo_job_replays_with_the_same_replies(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    with server_of(kind) as port, recorder(port, file, "--values") as proxy:
+        ranks = []
+        for rank in range(3):
+            env = {
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(proxy.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }  # fmt: skip
+            command = [sys.executable, "-W", "ignore", "-c", JOB]
+            ranks.append(subprocess.Popen(command, cwd=tempfile.gettempdir(), env=env, stderr=subprocess.DEVNULL))
+        assert [rank.wait(LIMIT) for rank in ranks] == [0, 0, 0]
+        assert proxy.stop()[0] == 0
+    recording = read_recording(file)
+    assert (recording.ranks, recording.complete) == (3, True)
+    for other in ("ours", "libuv"):
+        with server_of(other) as port:
+            assert replay_json(file, port)["replies"] == sum(step.reply is not None for step in recording.steps)
