@@ -98,7 +98,7 @@ def at_random(seed: str) -> Cut:
 
 
 class EngineTarget:
-    """The engine with the smallest door there could be."""
+    """An engine without connections: a peer receives what its session puts out."""
 
     def __init__(self, cut: Cut = whole, *, bulk: bool = False, limits: Limits | None = None) -> None:
         self.engine = Engine(limits or Limits())
@@ -134,7 +134,7 @@ class EngineTarget:
         if peer not in self.closed:
             self.closed.add(peer)
             self.sessions[peer].leave()
-            self._flush_dirty()
+            self._flush_others()
 
     def stop_server(self) -> None:
         raise AssertionError("an engine has no server to stop")
@@ -169,7 +169,7 @@ class EngineTarget:
             self.refusals.append(error)
             self._flush(session)
             self.close(peer)
-        self._flush_dirty()
+        self._flush_others()
 
     def _flush(self, session: ServerSession) -> None:
         assert isinstance(session.owner, str)
@@ -177,7 +177,9 @@ class EngineTarget:
         session.out.clear()
         session.unsent = 0
 
-    def _flush_dirty(self) -> None:
+    def _flush_others(self) -> None:
+        while self.engine.keyspace.work:
+            self.engine.keyspace.step()
         while self.engine.pending_flush:
             session = self.engine.pending_flush.pop()
             if session.owner is not None:
