@@ -24,7 +24,7 @@ COMPILED = [
     "tcpstore_async/incremental.py",
     "tcpstore_async/limits.py",
     "tcpstore_async/waiters.py",
-    "tcpstore_async/registry.py",
+    "tcpstore_async/wakeups.py",
     "tcpstore_async/shared_requests.py",
     "tcpstore_async/agents.py",
     "tcpstore_async/joins.py",

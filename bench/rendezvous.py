@@ -160,7 +160,7 @@ def _count_requests(data: bytes) -> tuple[int, bytes]:
 def our_handler(port: int, agents: int, number: int) -> Any:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-    from tcpstore_async.torch.torchrun import create_handler
+    from tcpstore_async.torch.rendezvous_handler import create_handler
 
     conf: dict[str, Any] = {"is_host": "0"}
     return create_handler(

@@ -1,12 +1,10 @@
-"""Entry points that PyTorch calls: `autoload` when it is imported, `torchrun_handler` for our rendezvous backend.
+"""The entry point that PyTorch calls when it is imported: TCPSTORE_INSTALL=1 works without a change to a program.
 
-With the former, TCPSTORE_INSTALL=1 works without a change to a program. A failure here never keeps PyTorch from being
-imported, nothing else of the package is imported before it is needed, and either may be imported first.
+A failure here never keeps PyTorch from being imported, and nothing else of the package is imported before it is needed.
 """
 
 import os
 import warnings
-from typing import Any
 
 
 def autoload() -> None:
@@ -30,17 +28,3 @@ def _warn(text: str) -> None:
             os.write(2, f"{text}\n".encode(errors="replace"))
         except Exception:
             pass  # there is nowhere left to report it
-
-
-def torchrun_handler() -> Any:
-    """Return the function that creates a rendezvous handler; the entry point `torchrun.handlers` names this.
-
-    PyTorch calls it while it imports its own rendezvous, possibly on behalf of our module: so that is imported later.
-    """
-
-    def create_handler(params: Any) -> Any:
-        from .torch import torchrun
-
-        return torchrun.create_handler(params)
-
-    return create_handler

@@ -1,13 +1,18 @@
 """Joins: each rank counts once, however many connections it joins with.
 
-A rank joins a counter with a token of its own, and `Keyspace.join` adds 1 to the counter if the token is new. This
-module keeps the tokens, by how many waiters each rank is represented, and how many ranks were lost. It does not know
-values, connections, or what a token stands for.
+A rank joins a counter with a token of its own, which adds 1 to the counter if the token is new. This module keeps the
+tokens, by how many waiters each rank is represented, and how many ranks were lost. It does not know how values are
+stored, connections, or what a token stands for.
 
 Invariant: `lost` is the number of tokens without waiters, except those of ranks that left with LEAVE.
 """
 
 from typing import Final
+
+from .agents import AgentRegistry
+from .incremental import FreeDict
+from .values import wrap
+from .waiters import Waiter
 
 _LEFT: Final = -1
 """In place of the number of waiters, once one of them has sent LEAVE."""
@@ -52,3 +57,75 @@ class Joins:
             self.waiters[token] = waiters - 1
             if waiters == 1:
                 self.lost += 1
+
+
+class JoinRegistry(AgentRegistry):
+    """The ranks that have joined the counters of one store. The base class of `Keyspace`."""
+
+    def __init__(self, max_size: int, portion: int) -> None:
+        super().__init__(max_size, portion)
+        self.joins: dict[bytes, Joins] = {}
+        """By counter: the ranks that have joined."""
+
+    # What the keyspace supplies
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Add to a counter and return the sum."""
+        raise NotImplementedError
+
+    def counter_growth(self, key: bytes) -> int:
+        """Return by how much `add` enlarges the store. Raises ProtocolError if it is not possible."""
+        raise NotImplementedError
+
+    # Commands
+
+    def join(self, waiter: Waiter, key: bytes, token: bytes) -> int:
+        """Add 1 to a counter, once for each token, and return the sum. The waiter represents that rank from now on.
+
+        An empty token adds nothing; the sum returned is then less the ranks that were lost: all their waiters left
+        without a LEAVE. Raises ProtocolError if the value is not a number.
+        """
+        joins = self.joins.get(key)
+        if not token:
+            return wrap(self.number_at(key) - (0 if joins is None else joins.lost))
+        if joins is not None and token in joins.waiters:
+            total = self.number_at(key)
+        else:
+            size = self.registration_bytes(token)
+            self._grow(self.counter_growth(key) + size)
+            if joins is None:
+                joins = self.joins[key] = Joins()
+            joins.add(token, size)
+            self.size += size
+            total = self.add(key, 1)
+        if waiter.joined != (key, token):
+            self.depart(waiter)
+            joins.represent(token)
+            waiter.joined = (key, token)
+        return total
+
+    def depart(self, waiter: Waiter) -> None:
+        """Let the waiter represent no rank any more, without counting that rank as lost."""
+        if waiter.joined is None:
+            return
+        key, token = waiter.joined
+        waiter.joined = None
+        joins = self.joins.get(key)
+        if joins is not None:
+            joins.depart(token)
+
+    # Called by the keyspace
+
+    def lose(self, waiter: Waiter, key: bytes, token: bytes) -> None:
+        """A waiter that represents a rank has left."""
+        waiter.joined = None
+        joins = self.joins.get(key)
+        if joins is not None:
+            joins.lose(token)
+
+    def forget_joins(self, key: bytes) -> None:
+        """Forget who has joined a counter that is deleted."""
+        joins = self.joins.pop(key)
+        self.size -= joins.size
+        if len(joins.waiters) > self.portion:
+            self.defer(FreeDict(joins.waiters))

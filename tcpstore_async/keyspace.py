@@ -1,8 +1,8 @@
 """What commands mean: values, counters, queues, leases and joins.
 
-A `Keyspace` is one store. It applies commands to values and queues and, as a `WaiterRegistry`, parks and wakes waiters;
-as an `AgentRegistry` it lets the agents of elastic jobs meet.
-It knows nothing of framing beyond the length prefix that stored values keep, and nothing of sockets, threads or clocks.
+A `Keyspace` is one store: it applies commands to values and queues. By its base classes, each in its own module, it
+parks and wakes waiters (`wakeups.py`), shares what many peers request alike (`shared_requests.py`), lets the agents of
+elastic jobs meet (`agents.py`) and counts the ranks that join (`joins.py`). It knows nothing of framing beyond the length prefix that stored values keep, and nothing of sockets, threads or clocks.
 
 Invariants: a command is applied whole or, if it raises, not at all; whatever can refuse it does so before the first
 change. An item that is leased is in no queue: the waiter has it until it confirms it, and it goes back to the front of
@@ -15,10 +15,8 @@ from collections import deque
 from functools import partial
 from typing import Any, Final
 
-from .agents import AgentRegistry
 from .errors import LimitError, ProtocolError
 from .incremental import (
-    FreeDict,
     FreeItems,
     FreeValue,
     MarkStale,
@@ -31,7 +29,7 @@ from .incremental import (
     UnparkFirst,
     Value,
 )
-from .joins import Joins
+from .joins import JoinRegistry
 from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
 from .values import (
     ABSENT,
@@ -61,7 +59,7 @@ _LARGE: Final = 4 * 1024 * 1024
 """Bytes from which on a dropped value that was appended to is freed in steps."""
 
 
-class Keyspace(AgentRegistry):
+class Keyspace(JoinRegistry):
     """One store. Keys and values are opaque bytes; `values.py` describes the forms of stored values.
 
     Methods named in the command table take a command's fields, values framed, and return what its reply encodes. They
@@ -77,8 +75,6 @@ class Keyspace(AgentRegistry):
         """Information about the server: visible to GET, CHECK and WAIT, read-only, and no keys of the store."""
         self.final: set[bytes] = set()
         """Reserved keys that will not change any more: WAIT_COUNT of them returns at once."""
-        self.joins: dict[bytes, Joins] = {}
-        """By counter: the ranks that have joined."""
         self.changes: int = 0
         """Incremented whenever a value's key is created or deleted."""
         self.freeing = False
@@ -164,6 +160,12 @@ class Keyspace(AgentRegistry):
             self._wake_all(key)
         return total
 
+    def counter_growth(self, key: bytes) -> int:
+        old = self.values.get(key)
+        if old is not None:
+            number(old)
+        return self._growth(key, old, COUNTER_SIZE)
+
     def number_at(self, key: bytes) -> int:
         value = self.values.get(key)
         if value is None:
@@ -241,10 +243,7 @@ class Keyspace(AgentRegistry):
             self.close_group(key)
         self.size -= len(key) + ENTRY_BYTES + cost(old)
         if key in self.joins:
-            joins = self.joins.pop(key)
-            self.size -= joins.size
-            if len(joins.waiters) > self.portion:
-                self.defer(FreeDict(joins.waiters))
+            self.forget_joins(key)
         self.changes += 1
         if isinstance(old, Growing):
             self._drop(old)
@@ -488,53 +487,6 @@ class Keyspace(AgentRegistry):
             if key in self.waiters:
                 self._wake_next(key, handed_on=True)
 
-    # Joins: counting each rank once
-
-    def join(self, waiter: Waiter, key: bytes, token: bytes) -> int:
-        """Add 1 to a counter, once for each token, and return the sum. The waiter represents that rank from now on.
-
-        An empty token adds nothing; the sum returned is then less the ranks that were lost: all their waiters left
-        without a LEAVE. Raises ProtocolError if the value is not a number.
-        """
-        joins = self.joins.get(key)
-        if not token:
-            return wrap(self.number_at(key) - (0 if joins is None else joins.lost))
-        if joins is not None and token in joins.waiters:
-            total = self.number_at(key)
-        else:
-            old = self.values.get(key)
-            if old is not None:
-                number(old)
-            size = self.registration_bytes(token)
-            self._grow(self._growth(key, old, COUNTER_SIZE) + size)
-            if joins is None:
-                joins = self.joins[key] = Joins()
-            joins.add(token, size)
-            self.size += size
-            total = self.add(key, 1)
-        if waiter.joined != (key, token):
-            self.depart(waiter)
-            joins.represent(token)
-            waiter.joined = (key, token)
-        return total
-
-    def depart(self, waiter: Waiter) -> None:
-        """Let the waiter represent no rank any more, without counting that rank as lost."""
-        if waiter.joined is None:
-            return
-        key, token = waiter.joined
-        waiter.joined = None
-        joins = self.joins.get(key)
-        if joins is not None:
-            joins.depart(token)
-
-    def _lose(self, waiter: Waiter, key: bytes, token: bytes) -> None:
-        """A waiter that represents a rank has left."""
-        waiter.joined = None
-        joins = self.joins.get(key)
-        if joins is not None:
-            joins.lose(token)
-
     # Reserved keys: information about the server
 
     def reserve(self, key: bytes, value: Framed, last: bool = False) -> None:
@@ -672,7 +624,7 @@ class Keyspace(AgentRegistry):
         else:
             self._unpark(waiter)
         if waiter.joined is not None:
-            self._lose(waiter, waiter.joined[0], waiter.joined[1])
+            self.lose(waiter, waiter.joined[0], waiter.joined[1])
         if self.represented and waiter in self.represented:
             self.lose_agent(waiter)
         if waiter.handoff is not None:

@@ -10,9 +10,9 @@ list would await. A key is named by at most one tracked list.
 
 from .incremental import ReadKeys
 from .limits import MEMBER_BYTES
-from .registry import WaiterRegistry
 from .values import Framed, length
 from .waiters import IDLE, UNKNOWN, KeyList, SharedWait, Waiter
+from .wakeups import WaiterRegistry
 
 
 class SharedRequests(WaiterRegistry):

@@ -1,6 +1,6 @@
 """Waiters: what may be parked on keys, alone or as a group that is registered as one.
 
-This module knows what a waiter awaits. Which waiters a write or a queued item wakes is known to `registry.py`, and what
+This module knows what a waiter awaits. Which waiters a write or a queued item wakes is known to `wakeups.py`, and what
 is stored to the keyspace.
 
 Invariants: a waiter fires once for each wait. A member of a group has no registration of its own.
@@ -16,7 +16,7 @@ from .limits import MEMBER_BYTES
 from .values import Framed
 
 if TYPE_CHECKING:
-    from .registry import WaiterRegistry
+    from .wakeups import WaiterRegistry
 
 KeySet = set[bytes]
 

@@ -19,13 +19,13 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 LAYERS = {
     "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
     "wire": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
-    "shared_requests": 1, "registry": 1, "waiters": 1, "incremental": 1,
+    "shared_requests": 1, "wakeups": 1, "waiters": 1, "incremental": 1,
     "session": 2,
     "server": 3, "client": 3,
     "stores": 4, "load": 4,
     "serving": 5, "rendezvous_url": 5, "collectives": 5,
     "cli": 6, "torch": 6,
-    "autoload": 7, "__init__": 8, "__main__": 8,
+    "autoload": 7, "torchrun": 7, "__init__": 8, "__main__": 8,
 }  # fmt: skip
 MACHINE = {"socket", "asyncio", "threading", "time", "os", "logging", "click", "select"}
 KNOWS_TIME = {"deadline"}
@@ -36,12 +36,13 @@ SAME_LAYER = {
     ("limits", "errors"),
     ("keys", "coercion"),
 }
-SAME_LAYER |= {("keyspace", "agents"), ("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiters")}
+SAME_LAYER |= {("joins", "agents"), ("joins", "waiters"), ("joins", "incremental")}
+SAME_LAYER |= {("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiters")}
 SAME_LAYER |= {("agents", "incremental")}
 SAME_LAYER |= {("keyspace", "shared_requests"), ("keyspace", "waiters"), ("keyspace", "incremental")}
-SAME_LAYER |= {("shared_requests", "registry"), ("shared_requests", "waiters"), ("shared_requests", "incremental")}
-SAME_LAYER |= {("registry", "waiters"), ("registry", "incremental"), ("waiters", "incremental")}
-SAME_LAYER |= {(lower, upper) for lower in ("incremental", "waiters") for upper in ("keyspace", "registry", "waiters")}
+SAME_LAYER |= {("shared_requests", "wakeups"), ("shared_requests", "waiters"), ("shared_requests", "incremental")}
+SAME_LAYER |= {("wakeups", "waiters"), ("wakeups", "incremental"), ("waiters", "incremental")}
+SAME_LAYER |= {(lower, upper) for lower in ("incremental", "waiters") for upper in ("keyspace", "wakeups", "waiters")}
 """The last ones are for types only."""
 
 UPWARD = {("server/process/child.py", "serving")}

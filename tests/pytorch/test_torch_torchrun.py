@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from support import tcpstore_server, torch_server
-from tcpstore_async.torch import TCPStore, torchrun
+from tcpstore_async.torch import TCPStore, rendezvous_handler
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -236,7 +236,7 @@ def test_workers_that_join_a_daemon_become_more(job: Job) -> None:
 def test_options_that_must_be_positive(port: int, name: str, number: str) -> None:
     params = RendezvousParameters("tcpstore", f"127.0.0.1:{port}", "job", 1, 1, **{name: number})
     with pytest.raises(ValueError, match=f"The {name.replace('_', ' ')} must be a positive integer."):
-        torchrun.create_handler(params)
+        rendezvous_handler.create_handler(params)
 
 
 @pytest.fixture
@@ -254,11 +254,11 @@ def parameters(port: int, least: int = 1, most: int = 1, **options: Any) -> Rend
 def test_timeouts_that_must_be_positive(port: int, name: str) -> None:
     options: dict[str, Any] = {f"{name}_timeout": "0"}
     with pytest.raises(ValueError, match=f"The {name} timeout .* must be positive"):
-        torchrun.create_handler(parameters(port, **options))
+        rendezvous_handler.create_handler(parameters(port, **options))
 
 
 def test_a_handler_joins_and_closes(server: int) -> None:
-    handler = torchrun.create_handler(parameters(server))
+    handler = rendezvous_handler.create_handler(parameters(server))
     assert (handler.get_backend(), handler.get_run_id(), handler.is_closed()) == ("tcpstore", "job", False)
     for _ in range(2):
         found = handler.next_rendezvous()
@@ -275,20 +275,20 @@ def test_a_handler_joins_and_closes(server: int) -> None:
 
 
 def test_a_closed_rendezvous_is_left_for_the_next_epoch(server: int) -> None:
-    first, second = (torchrun.create_handler(parameters(server)) for _ in range(2))
+    first, second = (rendezvous_handler.create_handler(parameters(server)) for _ in range(2))
     cast(Any, first).set_closed()
     assert first.is_closed()
     assert second.is_closed()
     with pytest.raises(RendezvousClosedError):
         second.next_rendezvous()
-    third = torchrun.create_handler(parameters(server))
+    third = rendezvous_handler.create_handler(parameters(server))
     assert not third.is_closed()
     assert third.next_rendezvous().world_size == 1
     assert [one.shutdown() for one in (first, second, third)] == [True] * 3
 
 
 def test_a_redundant_agent_exits_gracefully(server: int) -> None:
-    first, second = (torchrun.create_handler(parameters(server)) for _ in range(2))
+    first, second = (rendezvous_handler.create_handler(parameters(server)) for _ in range(2))
     first.next_rendezvous()
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(second.next_rendezvous)
@@ -303,7 +303,7 @@ def test_a_redundant_agent_exits_gracefully(server: int) -> None:
 
 
 def test_a_join_that_times_out(server: int) -> None:
-    handler = torchrun.create_handler(parameters(server, 2, 2, join_timeout="1"))
+    handler = rendezvous_handler.create_handler(parameters(server, 2, 2, join_timeout="1"))
     with pytest.raises(RendezvousTimeoutError):
         handler.next_rendezvous()
     handler.shutdown()
@@ -311,7 +311,7 @@ def test_a_join_that_times_out(server: int) -> None:
 
 def test_a_server_that_has_gone(port: int) -> None:
     with tcpstore_server() as running:
-        handler = torchrun.create_handler(parameters(running.port))
+        handler = rendezvous_handler.create_handler(parameters(running.port))
         running.process.kill()
         running.process.wait()
     with pytest.raises(RendezvousConnectionError):
@@ -323,12 +323,12 @@ def test_a_server_that_has_gone(port: int) -> None:
 
 def test_a_server_that_is_not_ours() -> None:
     with torch_server() as port, pytest.raises(RendezvousConnectionError, match="does not let agents meet"):
-        torchrun.create_handler(parameters(port))
+        rendezvous_handler.create_handler(parameters(port))
 
 
 def test_two_agents_that_think_they_host(port: int) -> None:
     params = RendezvousParameters("tcpstore", f"127.0.0.1:{port}", "job", 2, 2)
-    both = [torchrun.create_handler(params) for _ in range(2)]
+    both = [rendezvous_handler.create_handler(params) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda handler: handler.next_rendezvous(), both))
     assert sorted(one.rank for one in found) == [0, 1]
@@ -339,7 +339,7 @@ def test_two_agents_that_think_they_host(port: int) -> None:
 
 def test_beats_keep_an_agent_and_their_end_is_noticed(server: int) -> None:
     keep_alive: dict[str, Any] = {"keep_alive_interval": "1", "keep_alive_max_attempt": "2"}
-    a, b = (torchrun.create_handler(parameters(server, 1, 2, **keep_alive)) for _ in range(2))
+    a, b = (rendezvous_handler.create_handler(parameters(server, 1, 2, **keep_alive)) for _ in range(2))
     with ThreadPoolExecutor(2) as pool:
         assert {one.world_size for one in pool.map(lambda handler: handler.next_rendezvous(), (a, b))} == {2}
     time.sleep(3)
@@ -367,14 +367,14 @@ def test_nothing_from_the_store_is_unpickled(tmp_path: Path, server: int) -> Non
     store = TCPStore("127.0.0.1", server)
     store.set("torch.rendezvous.job", base64.b64encode(pickle.dumps(Bomb(bomb))).decode())
     store.set("tcpstore.job.0/torch.rendezvous.job", base64.b64encode(pickle.dumps(Bomb(bomb))).decode())
-    handler = torchrun.create_handler(parameters(server))
+    handler = rendezvous_handler.create_handler(parameters(server))
     assert handler.next_rendezvous().world_size == 1
     handler.shutdown()
     store.close()
     assert not bomb.exists()
 
 
-@pytest.mark.parametrize("first", ["tcpstore_async.torch.torchrun", "torch.distributed.elastic.rendezvous"])
+@pytest.mark.parametrize("first", ["tcpstore_async.torch.rendezvous_handler", "torch.distributed.elastic.rendezvous"])
 def test_the_handler_is_registered_whichever_is_imported_first(first: str) -> None:
     if not hasattr(registry, "_register_out_of_tree_handlers"):
         pytest.skip(f"torchrun of PyTorch {torch.__version__} knows no handlers but its own")
@@ -391,4 +391,4 @@ handler.shutdown()"""
         text=True,
         timeout=60,
     )
-    assert (done.stdout, done.stderr) == ("tcpstore tcpstore_async.torch.torchrun\n", "")
+    assert (done.stdout, done.stderr) == ("tcpstore tcpstore_async.torch.rendezvous_handler\n", "")

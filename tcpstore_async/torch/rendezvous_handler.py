@@ -1,6 +1,6 @@
 """`torchrun --rdzv-backend=tcpstore`: the rendezvous of an elastic job on our servers.
 
-PyTorch finds `create_handler` through the entry point `torchrun.handlers`, which is `autoload.torchrun_handler`. The
+torchrun reaches `create_handler` through its entry point, `tcpstore_async/torchrun.py`. The
 semantics are those of PyTorch's dynamic rendezvous. But the server keeps the state of all agents (`rounds.py`), not a
 value that each agent reads and writes: the bytes of an agent's requests do not depend on the number of agents.
 
