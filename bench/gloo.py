@@ -26,9 +26,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.servers import Host, Server, hosting
-from tcpstore_async.load.recording import read_recording
-from tcpstore_async.load.summary import summarize
+from bench import builds
+
+builds.use()
+
+from bench.servers import Host, Server, hosting  # noqa: E402  (the path comes first)
+from tcpstore_async.load.recording import read_recording  # noqa: E402
+from tcpstore_async.load.summary import summarize  # noqa: E402
+from tcpstore_async.serving import build  # noqa: E402
 
 V2 = "GLOO_ENABLE_STORE_V2_API"
 SEQUENCE = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"
@@ -188,9 +193,10 @@ def main() -> None:
     parser.add_argument("--server", default="uvloop", choices=["uvloop", "threaded", "libuv"])
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     options = parser.parse_args()
-    import torch.distributed  # noqa: F401  (before the ranks are forked)
+    import torch.distributed  # before the ranks are forked
 
     rows = []
+    print(f"PyTorch {torch.__version__}, {build()} build, medians of {options.repeat}\n")
     print("| ranks | switches | requests per rank | bytes per rank | server CPU, ms | seconds | first all_reduce, s |")
     print("|---:|---|---:|---:|---:|---:|---:|", flush=True)
     with hosting(options.server) as host:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..errors import PeerError, ProtocolError
 from ..limits import GIB, MIB, Limits
 from ..session.client import ClientSession, PendingCall
-from ..wire.codecs import CANCELED, NO_REPLY, NO_VALUE, VALUES, Fields, PartialRequest
+from ..wire.codecs import CANCELED, DEFERRED_VALUE, NO_REPLY, NO_VALUE, VALUES, Fields, PartialRequest
 from ..wire.commands import BY_METHOD, BY_OPCODE, Command
 from .recording import FIELDS, REPLIES, RowEncoder
 
@@ -19,7 +19,6 @@ _LIMITS: Final = Limits(key_bytes=MIB, value_bytes=4 * GIB, keys=1 << 24, reques
 """Above those of any server: what a server refuses is recorded too."""
 
 _PING: Final = BY_METHOD["ping"]
-_FETCH: Final = BY_METHOD["fetch"]
 _LEASE_LATER: Final = BY_METHOD["lease_later"]
 _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
 _CANCEL_FETCH: Final = BY_METHOD["cancel_fetch"]
@@ -172,6 +171,6 @@ class Observer:
 
 def _cancel_of(command: Command) -> Command | None:
     """Return the command that cancels a blocked one; None if it is given up by a ticket."""
-    if command is _FETCH:
+    if command.reply is DEFERRED_VALUE:
         return _CANCEL_FETCH
     return None if command is _LEASE_LATER else _CANCEL_WAIT

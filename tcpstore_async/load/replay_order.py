@@ -16,7 +16,7 @@ from .evidence import order_effects
 from .recording import Recording, Step
 
 _REMOVES: Final = {"delete_key", "queue_pop", "lease"}
-_WAITS: Final = {"wait", "fetch", "wait_count", "lease_later", "barrier"}
+_WAITS: Final = {"wait", "fetch", "wait_count", "lease_later", "barrier", "meet"}
 """Commands whose reply may come later."""
 _NAMES_ALL: Final = {"num_keys", "list_keys"}
 _ALL: Final = -1

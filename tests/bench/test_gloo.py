@@ -26,7 +26,7 @@ def test_the_switches_reduce_what_is_sent(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = {tuple(row["switches"]): row for row in json.loads(file.read_text())}
     assert list(rows) == list(SWITCHES)
-    assert done.stdout.count("\n") == 2 + len(rows)
+    assert done.stdout.count("\n") == 4 + len(rows)
     plain = rows[()]
     assert plain["requests_per_rank"] == 3 * 4 + 1
     assert rows[SEQUENCE,]["requests_per_rank"] == plain["requests_per_rank"]

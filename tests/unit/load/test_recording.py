@@ -49,7 +49,7 @@ from tcpstore_async.load.recording import (
     Step,
     read_recording,
 )
-from tcpstore_async.load.replay_order import put_in_order
+from tcpstore_async.load.replay_order import _WAITS, put_in_order
 from tcpstore_async.load.summary import summarize
 from tcpstore_async.wire.commands import COMMANDS
 
@@ -102,6 +102,11 @@ def names(steps: Iterable[Step]) -> list[tuple[int, str]]:
 
 
 # The format
+
+
+def test_commands_that_wait_are_known() -> None:
+    cancels = {"CANCEL_WAIT", "CANCEL_FETCH"}
+    assert {command.method for command in COMMANDS if command.parks and command.name not in cancels} == _WAITS
 
 
 def test_every_codec_has_fields() -> None:
