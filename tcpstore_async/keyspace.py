@@ -2,7 +2,8 @@
 
 A `Keyspace` is one store: it applies commands to values and queues. By its base classes, each in its own module, it
 parks and wakes waiters (`wakeups.py`), shares what many peers request alike (`shared_requests.py`), lets the agents of
-elastic jobs meet (`agents.py`) and counts the ranks that join (`joins.py`). It knows nothing of framing beyond the length prefix that stored values keep, and nothing of sockets, threads or clocks.
+elastic jobs meet (`agents.py`) and counts the ranks that join (`joins.py`). It knows nothing of framing beyond the
+length prefix that stored values keep, and nothing of sockets, threads or clocks.
 
 Invariants: a command is applied whole or, if it raises, not at all; whatever can refuse it does so before the first
 change. An item that is leased is in no queue: the waiter has it until it confirms it, and it goes back to the front of
