@@ -67,7 +67,7 @@ def port() -> Iterator[int]:
 
 
 def names(error: BaseException, name: str) -> None:
-    assert re.match(rf"{name}(\[\d+\])? (must|has|contains)\b", str(error)), str(error)
+    assert re.match(rf"{name}(\[\d+\])? (must|has|contains|does not fit)\b", str(error)), str(error)
 
 
 def test_every_method(port: int) -> None:
