@@ -29,7 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CORE = [
-    "keyspace.py", "waiters.py", "incremental.py", "values.py", "coercion.py", "limits.py", "deadline.py",
+    "keyspace.py", "shared_requests.py", "registry.py", "waiters.py", "incremental.py", "values.py", "coercion.py",
+    "limits.py", "deadline.py",
     "wire", "session", "client", "server/uv.py", "server/threaded.py", "stores/hash.py", "stores/rank.py",
 ]  # fmt: skip
 """What is mutated unless files are named, below `tcpstore_async`. Files that are not there are left out."""
