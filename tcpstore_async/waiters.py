@@ -173,6 +173,8 @@ class KeyList:
         """What follows the first bytes of `raw` that were received alone: mostly as many for every peer."""
         self.keys = keys
         """Not to be changed."""
+        self.stops: list[int] = []
+        """Where each key stops in `raw`, once a frame has arrived in parts."""
         self.uses: int = 0
         """Requests since it was last tracked; see `SharedRequests.tracked`."""
         self.tracked = False

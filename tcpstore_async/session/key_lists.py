@@ -9,6 +9,8 @@ equals a known list so far holds only its last, incomplete key. A frame is never
 list. The lists never count more than `capacity`, and one with which an incomplete frame is being compared stays.
 """
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any, Final
 
 from ..errors import LimitError
@@ -177,12 +179,13 @@ class _PartialKeys(PartialList):
     def _compare(self, known: KeyList, data: bytes, at: int, end: int) -> int:
         """Step over the complete keys that are equal, and return where they stop."""
         raw, keys = known.raw, known.keys
-        start = stop = self.size
-        most = start + end - at
-        matched = self.matched
-        while matched < self.count and (following := stop + PREFIX + len(keys[matched])) <= most:
-            stop = following
-            matched += 1
+        stops = known.stops
+        if not stops:
+            stops.extend(accumulate([PREFIX + len(key) for key in keys], initial=PREFIX))
+            del stops[0]
+        start = self.size
+        matched = bisect_right(stops, start + end - at, self.matched)
+        stop = stops[matched - 1]
         if data[at : at + stop - start] != raw[start:stop]:  # rare: find out where
             stop = start
             matched = self.matched
