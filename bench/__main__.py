@@ -36,7 +36,7 @@ from bench.scenarios import SCENARIOS, Scenario
 from bench.servers import SERVERS, hosting, reference_of
 from bench.start import BACKENDS, NCCL2, PRESETS, Pattern
 from tcpstore_async.load.generator import LoadError
-from tcpstore_async.server.listening import raise_file_limit
+from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build
 
 FULL_SECONDS = 3200.0

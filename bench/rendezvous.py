@@ -45,7 +45,7 @@ from tcpstore_async.client.client_info import introduction
 from tcpstore_async.limits import Limits
 from tcpstore_async.load.generator import Generator, Step
 from tcpstore_async.load.scripts import RANK, encode_request, hello, make_step
-from tcpstore_async.server.listening import raise_file_limit
+from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build
 from tcpstore_async.stores.agent import Options
 from tcpstore_async.values import pack

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from simulated import Failed, Rank, connect
-from tcpstore_async.server.listening import max_connections_by_files, raise_file_limit
+from tcpstore_async.server.listen_socket import max_connections_by_files, raise_file_limit
 from tcpstore_async.serving import run_loop
 
 START_SECONDS = 30.0

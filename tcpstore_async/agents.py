@@ -17,7 +17,7 @@ from .incremental import DeferredWork, UnparkFirst
 from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
 from .shared_requests import SharedRequests
 from .values import PREFIX, Framed, unpack
-from .waiters import AWAITING_ROUND, IDLE, Waiter
+from .waiter_types import AWAITING_ROUND, IDLE, Waiter
 
 LOOK: Final = 0
 BEAT: Final = 1

@@ -17,8 +17,8 @@ from .values import Framed, Growing, length, pack
 
 if TYPE_CHECKING:
     from .keyspace import Keyspace
-    from .waiters import Counter, SharedWait, Waiter
-    from .wakeups import WaiterRegistry
+    from .waiter_types import Counter, SharedWait, Waiter
+    from .waiters import WaiterRegistry
 
 Value = Framed | list[Framed]
 """A value as it goes into a reply: one piece or, if it is large and was appended to, several."""

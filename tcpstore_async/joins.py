@@ -12,7 +12,7 @@ from typing import Final
 from .agents import AgentRegistry
 from .incremental import FreeDict
 from .values import wrap
-from .waiters import Waiter
+from .waiter_types import Waiter
 
 _LEFT: Final = -1
 """In place of the number of waiters, once one of them has sent LEAVE."""

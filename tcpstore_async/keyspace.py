@@ -1,7 +1,7 @@
 """What commands mean: values, counters, queues, leases and joins.
 
 A `Keyspace` is one store: it applies commands to values and queues. By its base classes, each in its own module, it
-parks and wakes waiters (`wakeups.py`), shares what many peers request alike (`shared_requests.py`), lets the agents of
+parks and wakes waiters (`waiters.py`), shares what many peers request alike (`shared_requests.py`), lets the agents of
 elastic jobs meet (`agents.py`) and counts the ranks that join (`joins.py`). It knows nothing of framing beyond the
 length prefix that stored values keep, and nothing of sockets, threads or clocks.
 
@@ -48,7 +48,7 @@ from .values import (
     size,
     wrap,
 )
-from .waiters import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter
+from .waiter_types import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter
 
 _UNCUT: Final = 2**62
 """A portion that holds everything."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .limits import Limits
 from .server.backends import DEFAULT_BACKEND, DEFAULT_GRACE, server_class
 from .server.fork_safety import close_on_fork, closed_in_children
-from .server.listening import adopt, listen, log_short_backlog, prepare, raise_file_limit
+from .server.listen_socket import adopt, listen, log_short_backlog, prepare, raise_file_limit
 from .server.process.child import Owner, announce_end, ignore_signals, log_to_owner
 from .server.process.protocol import Event
 from .session.identity import build as build

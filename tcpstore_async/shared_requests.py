@@ -2,7 +2,7 @@
 
 The ranks of a job WAIT for the same keys and read them with the same MULTI_GET. What is found out about a `KeyList` is
 kept until one of its keys changes: whether all keys exist, the reply to a MULTI_GET, and the group of waiters that the
-next WAIT joins. This module does not know how lists are recognized (`session/key_lists.py`), nor what is stored.
+next WAIT joins. This module does not know how lists are recognized (`session/key_list_cache.py`), nor what is stored.
 
 Invariants: what is kept for a list is what its keys would give now, and an open group awaits what a new WAIT for its
 list would await. A key is named by at most one tracked list.
@@ -11,8 +11,8 @@ list would await. A key is named by at most one tracked list.
 from .incremental import ReadKeys
 from .limits import MEMBER_BYTES
 from .values import Framed, length
-from .waiters import IDLE, UNKNOWN, KeyList, SharedWait, Waiter
-from .wakeups import WaiterRegistry
+from .waiter_types import IDLE, UNKNOWN, KeyList, SharedWait, Waiter
+from .waiters import WaiterRegistry
 
 
 class SharedRequests(WaiterRegistry):

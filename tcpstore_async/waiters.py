@@ -1,228 +1,594 @@
-"""Waiters: what may be parked on keys, alone or as a group that is registered as one.
+"""Waiters parked on keys: registrations, wake-ups and the hand-off of queue items.
 
-This module knows what a waiter awaits. Which waiters a write or a queued item wakes is known to `wakeups.py`, and what
-is stored to the keyspace.
+This module knows which waiters a write or a queued item wakes, and in which order. It does not know what is stored: the
+keyspace, which extends `WaiterRegistry`, supplies values, numbers and items.
 
-Invariants: a waiter fires once for each wait. A member of a group has no registration of its own.
+Terms:
+
+* A *registration* lets a waiter be woken when a key appears. Registrations under one key are kept in order of arrival,
+  each with a count: how often one WAIT named the key.
+* A registration is *stale* when it outlives the wait that made it: PyTorch's servers let a second WAIT replace the
+  number of registrations that are awaited, but not the registrations themselves. Its count is then negative. A write
+  uses it up like any other, and counts down whatever its waiter awaits by then; a queue skips it.
+* A *group* is registered for all its members: waiters for one counter, or WAITs for one list of keys.
+* A *hand-off* is an item of a queue that a woken waiter is expected to take with its next command. If that command does
+  something else, or the waiter leaves, the next waiter is woken.
+
+Invariants: a waiter fires once, when the registrations that it awaits are used up, and no registration is left that
+nothing can use up. If waiters (except those in a barrier of the same name) are parked on a queue that holds items, each
+of these items is covered by a hand-off. `size` includes every registration.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from .incremental import Value, WakeAtCount
-from .limits import MEMBER_BYTES
+from .errors import LimitError, ProtocolError
+from .incremental import DeferredWork, IncrementalCommand, Value, WakeAtCount, WakeMany, WakeMembers
+from .limits import MEMBER_BYTES, PARKED_BYTES
 from .values import Framed
+from .waiter_types import (
+    AWAITING_ITEM,
+    AWAITING_KEYS,
+    AWAITING_VALUE,
+    IDLE,
+    Counter,
+    Group,
+    Handoff,
+    KeyList,
+    SharedWait,
+    Waiter,
+)
 
-if TYPE_CHECKING:
-    from .wakeups import WaiterRegistry
+_LONG: Final = 16
+"""Registrations under one key from which on the holes that others left are counted."""
 
-KeySet = set[bytes]
+_HOLES: Final = 16
+"""A dict of n registrations is rebuilt once it has more than sqrt(n * _HOLES) holes: copying and skipping balance."""
 
-_SLACK: Final = 16
-"""Targets without waiters that a counter may keep, however few others it has."""
-
-IDLE: Final = 0
-"""The waiter awaits nothing. It may still have stale registrations, a hand-off and leases."""
-AWAITING_KEYS: Final = 1
-"""WAIT and BARRIER: it fires once `remaining` registrations have been used up."""
-AWAITING_VALUE: Final = 2
-"""FETCH: it fires with the value of `awaited`."""
-AWAITING_ITEM: Final = 3
-"""LEASE_LATER: it is granted an item of the queue `awaited`, leased under the ticket `number`."""
-AWAITING_NUMBER: Final = 4
-"""WAIT_COUNT: it fires once the counter that is its `group` reaches `number`."""
-AWAITING_ROUND: Final = 5
-"""MEET: it fires with the answer to its agent, and has no registration."""
-
-
-class Handoff:
-    """An item of a queue that a woken waiter is expected to take with its next command."""
-
-    def __init__(self, queue: bytes) -> None:
-        self.queue = queue
+_FEW: Final = 16
+"""Members of a group that are woken at once: one write may end the waits of many groups."""
 
 
-class Waiter:
-    """What may be parked on keys: a session, a thread, a counter. Subclasses override `fire` and `grant`."""
+class WaiterRegistry:
+    """The waiters of one store, and the work that waking them leaves for later. The base class of `Keyspace`."""
 
-    def __init__(self) -> None:
-        self.state: int = IDLE
-        """What it awaits: `IDLE` or one of the `AWAITING_…` constants."""
-        self.remaining: int = 0
-        """Registrations to be used up before it fires; at most 0 when idle, or if its group has them."""
-        self.parked: KeySet | None = None
-        """Keys under which it is registered, stale registrations included."""
-        self.awaited: bytes = b""
-        """The key to fetch, or the queue to lease from, in these two states."""
-        self.group: Group | None = None
-        """The group that it waits in: a `Counter` in the state AWAITING_NUMBER, a `SharedWait` in AWAITING_KEYS."""
-        self.number: int = 0
-        """The target that the counter has to reach, or the ticket for the awaited item."""
-        self.barrier: bytes | None = None
-        """The barrier that it is in: a queue of the same name must not hand an item on to it."""
-        self.handoff: Handoff | None = None
-        """The item that it was woken for, until its next command."""
-        self.leases: dict[int, tuple[bytes, Framed]] | None = None
-        """By ticket, oldest first: queue and item of each pop that it has not confirmed."""
-        self.joined: tuple[bytes, bytes] | None = None
-        """The counter of ranks that it has joined, and the token of the rank that it represents."""
-        self.weight: int = 0
-        """Bytes counted for its registrations."""
+    def __init__(self, max_size: int, portion: int) -> None:
+        self.portion = portion
+        """Keys, or waiters, that a command handles at once; a command with more is carried out in steps."""
+        self.incremental: IncrementalCommand | None = None
+        """Set by a command that has to go on in steps; its return value is then void. The caller takes it."""
+        self.work: deque[DeferredWork] = deque()
+        """What finished commands have left to do; see `step`."""
+        self.working = False
+        """Whether there is work: cheaper to test than a deque."""
+        self.on_work: Callable[[], object] | None = None
+        """Called when the first work is deferred."""
+        self.waiters: dict[bytes, dict[Waiter, int]] = {}
+        """By key: the registrations in order of arrival, with their counts."""
+        self.stale: dict[bytes, dict[Waiter, int]] = {}
+        """By key: stale registrations that a queue has skipped, so that its next push does not look at them again.
 
-    def fire(self, value: Value | None) -> None:
-        """End the wait, with the value if one was fetched. Must not call the keyspace."""
+        They precede those in `waiters`, where the key is present too, though perhaps with nothing in it.
+        """
+        self.unmarked: set[Waiter] = set()
+        """Idle waiters with many stale registrations whose counts are not negative yet.
+
+        `MarkStale` must run before one of them is parked again.
+        """
+        self.counters: dict[bytes, Counter] = {}
+        """By key: the waiters for its number."""
+        self.tracked: dict[bytes, KeyList] = {}
+        """By key: the list of keys that names it and for which something is kept; see `SharedRequests`."""
+        self.holes: dict[bytes, int] = {}
+        """By key with many registrations: how many were removed since its dict was built."""
+        self.handoffs: dict[bytes, int] = {}
+        """By queue: the number of hand-offs."""
+        self.size: int = 0
+        """Bytes counted for the whole store, waiters included."""
+        self.parked: int = 0
+        """Of these, bytes counted for waiters."""
+        self.max_size: int = max_size
+        """The size above which `on_full` decides."""
+        self.on_full: Callable[[int], None] | None = None
+        """Called with the growth that `max_size` does not allow: returns once it is allowed, or raises LimitError."""
+
+    # What the keyspace supplies
+
+    def reply_value(self, key: bytes) -> Value:
+        """Return the value of a key as it is sent to a waiter that fetches it."""
         raise NotImplementedError
 
-    def grant(self, length: int, item: Framed | None) -> None:
-        """End the wait for an item, with the result of the lease. Must not call the keyspace."""
+    def number_at(self, key: bytes) -> int:
+        """Return the number under a key, 0 if it is missing. Raises ProtocolError if the value is not a number."""
         raise NotImplementedError
 
-
-class CallbackWaiter(Waiter):
-    """A waiter that calls a function, which must not call the keyspace."""
-
-    def __init__(self, callback: Callable[[], object]) -> None:
-        super().__init__()
-        self.callback = callback
-
-    def fire(self, value: Value | None) -> None:
-        self.callback()
-
-
-class Group(Waiter):
-    """Waiters that are registered as one."""
-
-    def __init__(self, registry: "WaiterRegistry", member_bytes: int) -> None:
-        super().__init__()
-        self.registry = registry
-        self.member_bytes = member_bytes
-        """Bytes counted for each member."""
-
-    def remove(self, waiter: Waiter) -> bool:
-        """Make a member idle and remove it. Returns whether it was the last."""
+    def queue_len(self, key: bytes) -> int:
+        """Return the number of items in a queue."""
         raise NotImplementedError
 
+    def lease(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None]:
+        """Lease the oldest item of a queue to the waiter."""
+        raise NotImplementedError
 
-class Counter(Group):
-    """The waiters for a counter to reach a number. Under its key they are one waiter, registered for every write.
+    # Deferred work
 
-    A write looks at the smallest target only, so n writes with m waiters cost n + m and not n * m.
-    """
+    def defer(self, work: DeferredWork) -> None:
+        """Leave work for `step`."""
+        self.work.append(work)
+        self.working = True
+        if len(self.work) == 1 and self.on_work is not None:
+            self.on_work()
 
-    def __init__(self, registry: "WaiterRegistry", key: bytes) -> None:
-        super().__init__(registry, registry.registration_bytes(key))
-        self.key = key
-        self.targets: list[int] = []
-        """A heap of targets; some may have no waiters any more."""
-        self.awaiting: dict[int, OrderedDict[Waiter, None]] = {}
-        """By target, its waiters in order of arrival."""
-        self.reaching: WakeAtCount | None = None
-        """The deferred work that wakes waiters whose target has been reached, if they are many."""
+    def step(self) -> None:
+        """Do a portion of the deferred work. There must be some."""
+        work = self.work[0]
+        if work.step(self.portion):
+            self.work.popleft()
+            self.working = len(self.work) > 0
 
-    def fire(self, value: Value | None) -> None:
-        self.registry.counter_changed(self)
+    def resolve(self, waiter: Waiter) -> None:
+        """Do the deferred work that concerns a waiter, before it sends or receives anything else."""
+        group = waiter.group
+        if group is not None:
+            for work in list(self.work):  # it may grow by the waking of the group
+                work.resolve(group)
+        for work in self.work:
+            work.resolve(waiter)
 
-    def add(self, waiter: Waiter, target: int) -> None:
-        waiter.state = AWAITING_NUMBER
-        waiter.group = self
-        waiter.number = target
-        waiter.remaining = 1
-        equal = self.awaiting.get(target)
-        if equal is None:
-            equal = self.awaiting[target] = OrderedDict()
-            heappush(self.targets, target)
-        equal[waiter] = None
+    # Size
 
-    def remove(self, waiter: Waiter) -> bool:
+    def _grow(self, growth: int) -> None:
+        """Make sure that the store may grow by so many bytes. Raises LimitError."""
+        if growth > 0 and self.size + growth > self.max_size:
+            if self.on_full is None:
+                raise LimitError("budget_bytes", self.size + growth, self.max_size)
+            self.on_full(growth)
+
+    def registration_bytes(self, key: bytes) -> int:
+        return len(key) + PARKED_BYTES
+
+    def _weigh(self, waiter: Waiter, amount: int) -> None:
+        """Count so many bytes more, or less, for a waiter."""
+        waiter.weight += amount
+        self.parked += amount
+        self.size += amount
+
+    # Registering
+
+    def park(self, waiter: Waiter, keys: list[bytes]) -> None:
+        """Register the waiter under missing keys and let it await as many registrations. Raises LimitError."""
+        group = waiter.group
+        growth = 0 if group is None else self._separation_bytes(waiter)
+        for key in keys:
+            growth += self.registration_bytes(key)
+            if self.tracked:
+                self.close_group(key)
+        self._grow(growth)
+        if isinstance(group, SharedWait):
+            self._separate(waiter, group)
+        elif group is not None:
+            self._leave_group(waiter, group)
+        waiter.state = AWAITING_KEYS
+        waiter.awaited = b""
+        waiter.remaining = len(keys)
+        if waiter.parked is None:
+            waiter.parked = set()
+        added = 0
+        for key in keys:
+            registered = self.waiters.get(key)
+            if registered is None:
+                registered = self.waiters[key] = {}
+            if key not in waiter.parked:
+                registered[waiter] = 1
+                waiter.parked.add(key)
+                added += self.registration_bytes(key)
+            elif (count := registered.get(waiter, 0)) > 0:
+                registered[waiter] = count + 1
+            else:  # stale: renewed, and moved to the end
+                registered[waiter] = 1 - self._pop_registration(waiter, key)
+        self._weigh(waiter, added)
+
+    def _require_idle(self, waiter: Waiter) -> None:
+        """Raise ProtocolError if the waiter awaits something: a wait of the extension replaces no other wait."""
+        if waiter.state != IDLE:
+            raise ProtocolError("connection already has a pending wait")
+
+    # Unregistering
+
+    def _needs_steps(self, waiter: Waiter) -> bool:
+        """Whether dropping the waiter's registrations takes more than one portion."""
+        return waiter.parked is not None and len(waiter.parked) > self.portion
+
+    def _make_idle(self, waiter: Waiter) -> None:
+        """Let the waiter await nothing. Its registrations stay."""
+        if waiter.group is not None:
+            self._leave_group(waiter, waiter.group)
+        waiter.state = IDLE
+        waiter.awaited = b""
+        waiter.remaining = 0
+        waiter.barrier = None
+
+    def _unpark(self, waiter: Waiter) -> None:
+        """Let the waiter await nothing and drop all its registrations."""
+        self._make_idle(waiter)
+        parked = waiter.parked
+        if parked is None:
+            return
+        waiter.parked = None
+        if self.unmarked:
+            self.unmarked.discard(waiter)
+        for key in parked:
+            self._unregister(waiter, key)
+
+    def unpark_some(self, waiter: Waiter, most: int) -> bool:
+        """Drop at most so many registrations of an idle waiter; True if none is left."""
+        if self.working:
+            self.resolve(waiter)  # registrations that a WakeMany holds
+        parked = waiter.parked
+        if parked is not None:
+            for _ in range(min(most, len(parked))):
+                self._unregister(waiter, parked.pop())
+            if parked:
+                return False
+            waiter.parked = None
+        self.unmarked.discard(waiter)
+        return True
+
+    def _unregister(self, waiter: Waiter, key: bytes) -> None:
+        """Drop one registration."""
+        self._pop_registration(waiter, key)
+        self._weigh(waiter, -self.registration_bytes(key))
+        registered = self.waiters[key]
+        if not registered and key not in self.stale:
+            del self.waiters[key]
+        elif len(registered) >= _LONG - 1:
+            self._compact(key, registered, 1)
+
+    def _pop_registration(self, waiter: Waiter, key: bytes) -> int:
+        """Remove a registration from `waiters`, or from `stale`, and return its count."""
+        count = self.waiters[key].pop(waiter, 0)
+        if count:
+            return count
+        stale = self.stale[key]
+        count = stale.pop(waiter)
+        if not stale:
+            del self.stale[key]
+        return count
+
+    def _compact(self, key: bytes, registered: dict[Waiter, int], removed: int) -> None:
+        """Note that registrations were removed, and rebuild the dict if it has too many holes.
+
+        Looking for the first entry of a dict steps over the places of all that were removed before it.
+        """
+        holes = self.holes.get(key, 0) + removed
+        if len(registered) < _LONG or holes * holes > _HOLES * len(registered):
+            self.holes.pop(key, None)
+            self.waiters[key] = dict(registered)
+        else:
+            self.holes[key] = holes
+
+    # Using up registrations
+
+    def _count_down(self, waiter: Waiter, key: bytes, count: int) -> int:
+        """Take a used-up registration off the waiter. Returns the state that this ends; IDLE if it ends no wait."""
+        parked = waiter.parked
+        assert parked is not None
+        parked.remove(key)
+        self._weigh(waiter, -self.registration_bytes(key))
+        remaining = waiter.remaining
+        waiter.remaining = remaining - count
+        if remaining <= 0 or remaining > count:
+            return IDLE
+        state = waiter.state
+        self.end_wait(waiter)
+        return state
+
+    def end_wait(self, waiter: Waiter) -> None:
+        """Make the waiter idle. Registrations that it still has become stale."""
+        waiter.state = IDLE
+        waiter.barrier = None
+        keys = waiter.parked
+        if not keys:
+            waiter.parked = None
+            return
+        if len(keys) > self.portion:
+            self.unmarked.add(waiter)
+        else:
+            self.mark_stale(waiter, list(keys))
+
+    def mark_stale(self, waiter: Waiter, keys: list[bytes]) -> None:
+        """Make the counts of an idle waiter's registrations negative."""
+        for key in keys:
+            registered = self.waiters.get(key)
+            if registered is None:
+                continue  # a WakeMany has it, or it is being used up just now
+            count = registered.get(waiter, 0)
+            if count > 0:
+                registered[waiter] = -count
+
+    # Waking
+
+    def _wake_all(self, key: bytes) -> None:
+        """Use up all registrations under a key that was written."""
+        registered = self.waiters.pop(key)
+        if self.holes:
+            self.holes.pop(key, None)
+        if self.stale and key in self.stale:
+            stale = self.stale.pop(key)
+            stale.update(registered)
+            registered = stale
+        if len(registered) > self.portion:
+            self._wake_many(key, registered)
+            return
+        for waiter, count in registered.items():
+            ended = self._count_down(waiter, key, count if count > 0 else -count)  # abs() is a call, here too
+            if ended != IDLE:
+                self._fire(waiter, ended)
+
+    def _wake_many(self, key: bytes, registered: dict[Waiter, int]) -> None:
+        """Defer waking many waiters; they receive what was written now, whatever follows."""
+        counter = self.counters.get(key)
+        count = 0 if counter is None else registered.pop(counter, 0)
+        self.defer(WakeMany(self, key, registered, self.reply_value(key)))
+        if counter is not None and count:
+            self._count_down(counter, key, 1)
+            self.counter_changed(counter)
+
+    def wake(self, waiter: Waiter, key: bytes, count: int, value: Value, empty: bool) -> None:
+        """Use up a registration whose key was written earlier.
+
+        `value` is the value at that time, and `empty` is whether the queue of this name had no items.
+        """
+        ended = self._count_down(waiter, key, abs(count))
+        if ended == AWAITING_VALUE:
+            waiter.awaited = b""
+            waiter.fire(value)
+        elif ended == AWAITING_ITEM and empty:
+            waiter.awaited = b""
+            waiter.grant(0, None)
+        elif ended != IDLE:
+            self._fire(waiter, ended)
+
+    def _wake_next(self, key: bytes, handed_on: bool = False) -> None:
+        """Count an item down for the waiters under its queue, up to and including the first that it wakes to take it.
+
+        Of a group that is the first member only; the others stay registered. A FETCH ends without taking the item. An
+        item that is handed on skips waiters in a barrier of that name.
+        """
+        registered = self.waiters[key]
+        stale = []
+        counted: list[Waiter] = []
+        taker: Waiter | None = None
+        group: SharedWait | None = None
+        for waiter, count in registered.items():
+            if self.working:
+                self.resolve(waiter)
+                count = registered[waiter]
+            if count < 0 or waiter.remaining <= 0:
+                stale.append(waiter)
+            elif not (handed_on and waiter.barrier == key):
+                if waiter.remaining <= count and waiter.state != AWAITING_VALUE:
+                    if isinstance(waiter, SharedWait):
+                        group = waiter
+                    else:
+                        taker = waiter
+                        counted.append(waiter)
+                    break
+                counted.append(waiter)
+        if stale:
+            self._set_aside(key, stale)
+        removed = len(stale) + len(counted)
+        if len(counted) > self.portion:
+            self._wake_later(key, registered, counted, taker)
+            counted = [] if taker is None else [taker]
+        for waiter in counted:
+            ended = self._count_down(waiter, key, registered.pop(waiter))
+            if ended != IDLE:
+                if ended == AWAITING_KEYS:
+                    waiter.handoff = self.new_handoff(key)
+                self._fire(waiter, ended)
+        if not registered and key not in self.stale:
+            del self.waiters[key]
+            self.holes.pop(key, None)
+        elif len(registered) >= _LONG - removed:
+            self._compact(key, registered, removed)
+        if group is not None:
+            waiter = next(iter(group.members))
+            self._leave_group(waiter, group)
+            waiter.handoff = self.new_handoff(key)
+            waiter.fire(None)
+
+    def _wake_later(
+        self, key: bytes, registered: dict[Waiter, int], counted: list[Waiter], taker: Waiter | None
+    ) -> None:
+        """Defer counting an item down for many waiters, but not for the one that is to take it."""
+        if taker is None and len(counted) == len(registered):
+            later = dict(registered)
+            registered.clear()
+        else:
+            later = {waiter: registered.pop(waiter) for waiter in counted if waiter is not taker}
+        self.defer(WakeMany(self, key, later, self.reply_value(key)))
+
+    def _set_aside(self, key: bytes, waiters: list[Waiter]) -> None:
+        """Move stale registrations to `stale`, so that the next push does not look at them again."""
+        registered = self.waiters[key]
+        stale = self.stale.setdefault(key, {})
+        for waiter in waiters:
+            stale[waiter] = -abs(registered.pop(waiter))
+
+    def _fire(self, waiter: Waiter, ended: int) -> None:
+        """Send the waiter the result of the wait that has ended."""
+        if ended == AWAITING_KEYS:
+            waiter.fire(None)
+            return
+        key = waiter.awaited
+        waiter.awaited = b""
+        if ended == AWAITING_VALUE:
+            waiter.fire(self.reply_value(key))
+        else:
+            length, item = self.lease(waiter, key, waiter.number)
+            waiter.grant(length, item)
+
+    # Groups
+
+    def _leave_group(self, waiter: Waiter, group: Group) -> None:
+        """Make a member idle and remove it from its group, and drop the group if it was the last."""
+        last = group.remove(waiter)
+        self._weigh(waiter, -group.member_bytes)
+        if not last:
+            return
+        if isinstance(group, Counter):
+            self._drop_counter(group)
+        elif isinstance(group, SharedWait):
+            self._close(group)
+            self._unpark(group)
+
+    def close_group(self, key: bytes) -> None:
+        """Let no further waiter join the group for the list that names this key.
+
+        To be called where a new WAIT for that list would be registered otherwise than the group: when one of its keys
+        ceases to exist, or comes into being without using up the group's registration, and when another waiter is
+        registered under it, behind which that WAIT has to stay.
+        """
+        listed = self.tracked.get(key)
+        if listed is not None and listed.group is not None:
+            self._close(listed.group)
+
+    def _close(self, group: SharedWait) -> None:
+        listed = group.listed
+        if listed is not None:
+            listed.group = None
+            group.listed = None
+
+    def _separation_bytes(self, waiter: Waiter) -> int:
+        """Return by how much the store grows, at most, when the waiter leaves its group and is registered by itself."""
+        group = waiter.group
+        return group.weight if isinstance(group, SharedWait) else 0
+
+    def _separate(self, waiter: Waiter, group: SharedWait) -> None:
+        """Replace a waiter's membership by registrations of its own, behind all others."""
+        parked = group.parked
+        assert parked is not None
+        registrations = [(key, self.waiters[key][group]) for key in parked]
+        self._leave_group(waiter, group)
+        waiter.parked = set()
+        for key, count in registrations:
+            if self.tracked:
+                self.close_group(key)
+            registered = self.waiters.get(key)
+            if registered is None:
+                registered = self.waiters[key] = {}
+            registered[waiter] = count
+            waiter.parked.add(key)
+            self._weigh(waiter, self.registration_bytes(key))
+
+    def wait_is_over(self, group: SharedWait) -> None:
+        """Wake the members of a group that has nothing left to await: now if they are few."""
+        self._close(group)
+        if len(group.members) > min(_FEW, self.portion):
+            self.defer(WakeMembers(self, group))
+        else:
+            self.wake_members(group, _FEW)
+
+    def wake_members(self, group: SharedWait, most: int) -> bool:
+        """Wake at most so many members; True if none is left."""
+        members = group.members
+        for _ in range(min(most, len(members))):
+            self.wake_member(next(iter(members)), group)
+        return not members
+
+    def wake_member(self, waiter: Waiter, group: SharedWait) -> None:
+        group.remove(waiter)
+        self._weigh(waiter, -MEMBER_BYTES)
+        waiter.fire(None)
+
+    def forget_waiters(self) -> None:
+        """Drop all waiters, without waking them: in a forked child the threads that wait do not exist."""
+        for registrations in (self.waiters, self.stale, self.counters, self.holes, self.handoffs):
+            registrations.clear()
+        self.unmarked.clear()
+        self.size -= self.parked
+        self.parked = 0
+
+    # Hand-offs
+
+    def new_handoff(self, queue: bytes) -> Handoff:
+        """Note that a woken waiter is expected to take an item."""
+        self.handoffs[queue] = self.handoffs.get(queue, 0) + 1
+        return Handoff(queue)
+
+    def end_handoff(self, waiter: Waiter, handoff: Handoff) -> None:
+        """End a hand-off, as the waiter has sent its next command or left. If it left an item, wake the next waiter."""
+        if waiter.handoff is handoff:
+            waiter.handoff = None
+        key = handoff.queue
+        others = self.handoffs[key] - 1
+        if others:
+            self.handoffs[key] = others
+        else:
+            del self.handoffs[key]
+        if key in self.waiters and self.queue_len(key) > others:
+            self._wake_next(key, handed_on=True)
+
+    # Waiters for a number
+
+    def _register_counter(self, counter: Counter) -> None:
+        """Register a counter for the next write to its key, as stale so that a queue skips it."""
+        key = counter.key
+        counter.state = AWAITING_KEYS
+        counter.remaining = 1
+        counter.parked = {key}
+        registered = self.waiters.get(key)
+        if registered is None:
+            registered = self.waiters[key] = {}
+        registered[counter] = -1
+        self._weigh(counter, self.registration_bytes(key))
+
+    def _drop_counter(self, counter: Counter) -> None:
+        del self.counters[counter.key]
+        self._unpark(counter)
+
+    def counter_changed(self, counter: Counter) -> None:
+        """Wake the waiters whose target a write has reached, and register the counter anew for the others."""
+        key = counter.key
+        try:
+            total = self.number_at(key)
+        except ProtocolError:
+            self._register_counter(counter)  # it is not a number: that ends no wait
+            return
+        if counter.reaching is not None:
+            counter.reaching.total = max(counter.reaching.total, total)
+        else:
+            for _ in range(self.portion):
+                waiter = counter.next_reached(total)
+                if waiter is None:
+                    break
+                self.number_reached(waiter, key)
+            else:
+                counter.reaching = WakeAtCount(self, counter, total)
+                self.defer(counter.reaching)
+        if counter.awaiting:
+            self._register_counter(counter)
+        else:
+            del self.counters[key]
+
+    def number_reached(self, waiter: Waiter, key: bytes) -> None:
+        """Fire a waiter that has been removed from its counter."""
         waiter.state = IDLE
         waiter.group = None
         waiter.remaining = 0
-        equal = self.awaiting[waiter.number]
-        del equal[waiter]
-        if equal:
-            return False
-        del self.awaiting[waiter.number]
-        if len(self.targets) > 2 * len(self.awaiting) + _SLACK:
-            self.targets = list(self.awaiting)
-            heapify(self.targets)
-        return not self.awaiting
+        self._weigh(waiter, -self.registration_bytes(key))
+        waiter.fire(None)
 
-    def next_reached(self, total: int) -> Waiter | None:
-        """Remove and return the next waiter whose target is at most `total`: by target, then in order of arrival."""
-        while self.targets and self.targets[0] <= total:
-            equal = self.awaiting.get(self.targets[0])
-            if equal is None:
-                heappop(self.targets)
-                continue
-            waiter = equal.popitem(last=False)[0]
-            if not equal:
-                del self.awaiting[heappop(self.targets)]
-            return waiter
-        return None
-
-
-class KeyList:
-    """A list of keys that requests name alike, and what is kept for it while none of its keys changes."""
-
-    def __init__(self, raw: bytes, keys: list[bytes]) -> None:
-        self.raw = raw
-        """The list as it is sent, with its count."""
-        self.rest = raw
-        """What follows the first bytes of `raw` that were received alone: mostly as many for every peer."""
-        self.keys = keys
-        """Not to be changed."""
-        self.stops: list[int] = []
-        """Where each key stops in `raw`, once a frame has arrived in parts."""
-        self.uses: int = 0
-        """Requests since it was last tracked; see `SharedRequests.tracked`."""
-        self.tracked = False
-        self.group: SharedWait | None = None
-        """The open group: the next WAIT for the list joins it."""
-        self.present: int = UNKNOWN
-        """Whether all keys exist: `UNKNOWN`, 0 or 1."""
-        self.reads: int = 0
-        """MULTI_GETs since a key changed."""
-        self.reply: bytes | None = None
-        """The reply to a MULTI_GET."""
-        self.longest_reply: int = 0
-        """Bytes of the longest `reply` so far."""
-        self.counted_reply: int = 0
-        """The same when the list was last counted in the budget."""
-        self.size: int = 0
-        """Bytes counted in the budget for the list and its reply."""
-        self.compared: int = 0
-        """Incomplete frames that are being compared with the list."""
-
-
-UNKNOWN: Final = -1
-
-
-class SharedWait(Group):
-    """WAITs for one list of keys: their waiters are registered as one, so that each costs the same for any list.
-
-    All keys that the group has not seen appear are those that a new WAIT for the list would have to await, or else the
-    group is closed to further waiters.
-    """
-
-    def __init__(self, registry: "WaiterRegistry") -> None:
-        super().__init__(registry, MEMBER_BYTES)
-        self.members: OrderedDict[Waiter, None] = OrderedDict()
-        """In order of arrival."""
-        self.listed: KeyList | None = None
-        """The list, while further waiters may join."""
-
-    def fire(self, value: Value | None) -> None:
-        self.registry.wait_is_over(self)
-
-    def add(self, waiter: Waiter) -> None:
-        waiter.state = AWAITING_KEYS
-        waiter.group = self
-        self.members[waiter] = None
-
-    def remove(self, waiter: Waiter) -> bool:
-        waiter.state = IDLE
-        waiter.group = None
-        del self.members[waiter]
-        return not self.members
+    def wake_reached(self, counter: Counter, total: int, most: int) -> bool:
+        """Wake at most so many waiters whose target has been reached; True if none is left."""
+        for _ in range(most):
+            waiter = counter.next_reached(total)
+            if waiter is None:
+                counter.reaching = None
+                if not counter.awaiting and self.counters.get(counter.key) is counter:
+                    self._drop_counter(counter)
+                return True
+            self.number_reached(waiter, counter.key)
+        return False

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 LAYERS = {
     "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
     "wire": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
-    "shared_requests": 1, "wakeups": 1, "waiters": 1, "incremental": 1,
+    "shared_requests": 1, "waiters": 1, "waiter_types": 1, "incremental": 1,
     "session": 2,
     "server": 3, "client": 3,
     "stores": 4, "load": 4,
@@ -36,13 +36,15 @@ SAME_LAYER = {
     ("limits", "errors"),
     ("keys", "coercion"),
 }
-SAME_LAYER |= {("joins", "agents"), ("joins", "waiters"), ("joins", "incremental")}
-SAME_LAYER |= {("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiters")}
+SAME_LAYER |= {("joins", "agents"), ("joins", "waiter_types"), ("joins", "incremental")}
+SAME_LAYER |= {("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiter_types")}
 SAME_LAYER |= {("agents", "incremental")}
-SAME_LAYER |= {("keyspace", "shared_requests"), ("keyspace", "waiters"), ("keyspace", "incremental")}
-SAME_LAYER |= {("shared_requests", "wakeups"), ("shared_requests", "waiters"), ("shared_requests", "incremental")}
-SAME_LAYER |= {("wakeups", "waiters"), ("wakeups", "incremental"), ("waiters", "incremental")}
-SAME_LAYER |= {(lower, upper) for lower in ("incremental", "waiters") for upper in ("keyspace", "wakeups", "waiters")}
+SAME_LAYER |= {("keyspace", "shared_requests"), ("keyspace", "waiter_types"), ("keyspace", "incremental")}
+SAME_LAYER |= {("shared_requests", "waiters"), ("shared_requests", "waiter_types"), ("shared_requests", "incremental")}
+SAME_LAYER |= {("waiters", "waiter_types"), ("waiters", "incremental"), ("waiter_types", "incremental")}
+SAME_LAYER |= {
+    (lower, upper) for lower in ("incremental", "waiter_types") for upper in ("keyspace", "waiters", "waiter_types")
+}
 """The last ones are for types only."""
 
 UPWARD = {("server/process/child.py", "serving")}

@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CORE = [
-    "keyspace.py", "shared_requests.py", "wakeups.py", "waiters.py", "incremental.py", "values.py", "coercion.py",
+    "keyspace.py", "shared_requests.py", "waiters.py", "waiter_types.py", "incremental.py", "values.py", "coercion.py",
     "limits.py", "deadline.py",
     "wire", "session", "client", "server/uv.py", "server/threaded.py", "stores/hash.py", "stores/rank.py",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ import msgspec
 
 from ..client.aio import AsyncTCPStore
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
-from ..server.listening import format_address, raise_file_limit
+from ..server.listen_socket import format_address, raise_file_limit
 from ..session.client import ClientSession, PendingCall
 from ..values import PREFIX, Framed, pack
 from ..wire.codecs import NO_REPLY

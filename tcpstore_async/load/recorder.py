@@ -24,7 +24,7 @@ from ..client.connect import keep_alive
 from ..deadline import backoff
 from ..errors import DistNetworkError
 from ..limits import MIB
-from ..server.listening import BACKLOG, adopt, format_address, listen, log_short_backlog, raise_file_limit
+from ..server.listen_socket import BACKLOG, adopt, format_address, listen, log_short_backlog, raise_file_limit
 from ..server.rate_limited_log import RateLimitedLog
 from .observer import Observer, Processes
 from .recording import RecordingError, RowEncoder

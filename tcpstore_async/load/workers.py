@@ -18,7 +18,7 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from ..server.listening import raise_file_limit
+from ..server.listen_socket import raise_file_limit
 from .generator import Clock, Generator, Late, LoadError, Result, Step, Unreachable, waited
 
 _KINDS: Final = {kind.__name__: kind for kind in (Unreachable, Late)}

@@ -23,7 +23,7 @@ from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
 from ..session.server import Engine, ServerSession, latecomers
-from .listening import format_address, reserve_connections
+from .listen_socket import format_address, reserve_connections
 from .mypyc_shim import mypyc_attr
 from .rate_limited_log import RateLimitedLog
 

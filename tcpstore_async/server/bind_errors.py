@@ -8,7 +8,7 @@ import os
 import socket
 
 from ..errors import DistError, DistNetworkError, DistStoreError
-from .listening import format_address
+from .listen_socket import format_address
 
 Tried = list[tuple[int, str, OSError]]
 """Family and address, and why listening there failed."""

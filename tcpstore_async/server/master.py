@@ -20,7 +20,7 @@ from ..errors import DistNetworkError, DistStoreError
 from .backends import DEFAULT_BACKEND, START_TIMEOUT, check_backend
 from .bind_errors import Tried, UvErrors, errors_of
 from .fork_safety import close_on_fork
-from .listening import Address, check_port, listen_at, log_short_backlog, prepare, resolve
+from .listen_socket import Address, check_port, listen_at, log_short_backlog, prepare, resolve
 
 WHERE: Final = "TCPSTORE_SERVER"
 BIND: Final = "TCPSTORE_BIND"

@@ -23,7 +23,7 @@ from ..session.budget import SESSION_BYTES
 from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
-from .listening import CONNECTION_ERRORS, free_large_memory
+from .listen_socket import CONNECTION_ERRORS, free_large_memory
 from .threads import FairLock, Worker
 
 _READ: Final = 16 * 1024

@@ -16,7 +16,7 @@ from ..limits import Limits
 from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
-from .listening import CONNECTION_ERRORS, format_address
+from .listen_socket import CONNECTION_ERRORS, format_address
 from .poller import READ, WRITE, WatchWith, make_poller
 
 _read = os.read

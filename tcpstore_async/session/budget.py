@@ -18,7 +18,7 @@ from typing import Final
 from ..errors import BudgetError
 from ..incremental import KeyListing
 from ..keyspace import Keyspace
-from ..waiters import SharedWait, Waiter
+from ..waiter_types import SharedWait, Waiter
 from .unsent import CHUNK, Pin, Unsent
 
 SESSION_BYTES: Final = 1024

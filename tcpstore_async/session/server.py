@@ -28,7 +28,7 @@ from ..wire.codecs import (
 )
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
 from .budget import SESSION_BYTES, Budget, Holder
-from .key_lists import KeyListCache, SharedKeys
+from .key_list_cache import KeyListCache, SharedKeys
 from .unsent import Unsent
 
 NO_PID: Final = -1

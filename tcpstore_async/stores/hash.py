@@ -21,7 +21,7 @@ from ..keys import decode_keys, wait_timeout_message
 from ..keyspace import Keyspace
 from ..limits import Limits
 from ..values import Framed, pack, unpack
-from ..waiters import CallbackWaiter
+from ..waiter_types import CallbackWaiter
 from .atomic import LOCK, atomically, release_after_fork
 from .base import Store
 

@@ -18,7 +18,7 @@ import pytest
 from faults.fault_helpers import until
 from faults.owner_programs import HOST, PLACES, RELEASE, STREAMS, WAIT, Owner, owner, port_is_free, seen
 from support import LIMIT, RawPeer
-from tcpstore_async.server.listening import listen
+from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.serving import build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -9,7 +9,7 @@ from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import pack
-from tcpstore_async.waiters import IDLE
+from tcpstore_async.waiter_types import IDLE
 from tcpstore_async.wire.commands import SERVER_KEY
 
 LIMITS = Limits(

@@ -23,8 +23,8 @@ from tcpstore_async.limits import ENTRY_BYTES, MEMBER_BYTES, MIB, PARKED_BYTES, 
 from tcpstore_async.rounds import AGENT_BYTES, ROUNDS_BYTES, Agent
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import cost, framed, unpack
-from tcpstore_async.waiters import AWAITING_ITEM, AWAITING_ROUND, AWAITING_VALUE, IDLE, UNKNOWN, SharedWait, Waiter
-from tcpstore_async.waiters import Counter as CounterGroup
+from tcpstore_async.waiter_types import AWAITING_ITEM, AWAITING_ROUND, AWAITING_VALUE, IDLE, UNKNOWN, SharedWait, Waiter
+from tcpstore_async.waiter_types import Counter as CounterGroup
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 from .model import MAGIC, Closed, Model, Peer

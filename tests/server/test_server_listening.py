@@ -11,8 +11,8 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async.errors import DistNetworkError
-from tcpstore_async.server import listening
-from tcpstore_async.server.listening import adopt, listen, max_connections_by_files, reserve_connections
+from tcpstore_async.server import listen_socket
+from tcpstore_async.server.listen_socket import adopt, listen, max_connections_by_files, reserve_connections
 from tcpstore_async.server.rate_limited_log import RateLimitedLog
 
 
@@ -39,7 +39,7 @@ def test_a_listener(listener: socket.socket) -> None:
 
 
 def test_the_backlog_is_that_of_a_whole_job() -> None:
-    assert listening.BACKLOG == 65_535
+    assert listen_socket.BACKLOG == 65_535
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6 here")
@@ -108,7 +108,7 @@ def test_a_connected_socket_is_no_listener(listener: socket.socket) -> None:
 def test_max_connections_is_the_file_limit_less_a_reserve() -> None:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     before = max_connections_by_files()
-    assert before < soft - listening.RESERVE
+    assert before < soft - listen_socket.RESERVE
     files = [os.dup(0) for _ in range(10)]
     assert max_connections_by_files() == before - 10
     for file in files:
@@ -120,7 +120,7 @@ def test_few_connections_are_logged_only_if_the_file_limit_is_the_reason(
 ) -> None:
     assert reserve_connections(listener, "127.0.0.1", 1, 10) == 10
     assert not caplog.messages
-    monkeypatch.setattr(listening, "max_connections_by_files", lambda: 40)
+    monkeypatch.setattr(listen_socket, "max_connections_by_files", lambda: 40)
     assert reserve_connections(listener, "127.0.0.1", 1, 0) == 40
     assert reserve_connections(listener, "127.0.0.1", 1, 100) == 40
     assert reserve_connections(listener, "127.0.0.1", 1, 10) == 10

@@ -20,8 +20,8 @@ from faults.fault_helpers import until
 from faults.owner_programs import seen
 from support import LIMIT, RawPeer, blob, u64
 from tcpstore_async import DistStoreError, TCPStore
-from tcpstore_async.server import listening, master
-from tcpstore_async.server.listening import listen
+from tcpstore_async.server import listen_socket, master
+from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.master import host
 from tcpstore_async.server.process import log_reader
 from tcpstore_async.server.process.parent import ServerProcess, start
@@ -250,7 +250,7 @@ def test_a_short_backlog_is_warned_of_if_the_world_is_larger(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(Path, "read_text", lambda path: "128\n")
-    listening.log_short_backlog(ranks)
+    listen_socket.log_short_backlog(ranks)
     assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
 
 

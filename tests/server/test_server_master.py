@@ -17,8 +17,8 @@ from faults.owner_programs import port_is_free, seen
 from support import LIMIT, RawPeer
 from tcpstore_async import TCPStore
 from tcpstore_async.errors import DistNetworkError, DistStoreError
-from tcpstore_async.server import listening, master
-from tcpstore_async.server.listening import BACKLOG
+from tcpstore_async.server import listen_socket, master
+from tcpstore_async.server.listen_socket import BACKLOG
 from tcpstore_async.server.master import ServerHandle, host
 from tcpstore_async.server.process import parent
 
@@ -144,12 +144,12 @@ def test_it_listens_on_every_address_of_both_families(where: str) -> None:
 
 
 def test_without_ipv6_it_listens_on_ipv4(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def listen_at(family: int, address: listening.Address) -> socket.socket:
+    def listen_at(family: int, address: listen_socket.Address) -> socket.socket:
         if family == socket.AF_INET6:
             raise OSError(97, "Address family not supported by protocol")
         return real(family, address)
 
-    real = listening.listen_at
+    real = listen_socket.listen_at
     monkeypatch.setattr(master, "listen_at", listen_at)
     hosted = host(0)
     assert serves(hosted, "127.0.0.1")

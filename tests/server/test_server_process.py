@@ -17,7 +17,7 @@ import pytest
 from faults.fault_helpers import until
 from faults.owner_programs import Seen, port_is_free, seen
 from support import LIMIT, RawPeer
-from tcpstore_async.server.listening import listen
+from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.process import parent
 from tcpstore_async.server.process.parent import ServerProcess, StartError, start
 

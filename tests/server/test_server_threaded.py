@@ -24,7 +24,7 @@ from support import LIMIT, RawPeer, blob, keys, tcpstore_server, u64
 from tcpstore_async import serve
 from tcpstore_async.limits import Limits
 from tcpstore_async.server.backends import BACKENDS
-from tcpstore_async.server.listening import listen
+from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.master import ServerHandle, host
 from tcpstore_async.server.threaded import Connection, ThreadedServer
 from tcpstore_async.server.threads import FairLock, Worker

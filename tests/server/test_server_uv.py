@@ -17,7 +17,7 @@ from support import HANDSHAKE, LIMIT, blob, keys
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.limits import Limits
 from tcpstore_async.server import uv
-from tcpstore_async.server.listening import listen
+from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import LoopPoller, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
 from tcpstore_async.serving import build

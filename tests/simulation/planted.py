@@ -24,7 +24,7 @@ from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.stores.tcp import TCPStore
 from tcpstore_async.values import unpack
-from tcpstore_async.waiters import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
+from tcpstore_async.waiter_types import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
 
 Method = Callable[..., Any]
 Plant = tuple[type, str, Callable[[Method], Method]]

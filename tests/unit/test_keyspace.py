@@ -15,7 +15,7 @@ from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, QUEUE_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import EMPTY, GROWING_BYTES, pack, unpack
-from tcpstore_async.waiters import Waiter
+from tcpstore_async.waiter_types import Waiter
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, MIB, PARKED_BYTES, Limits
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.values import ABSENT, EMPTY, pack
-from tcpstore_async.waiters import AWAITING_VALUE, IDLE
+from tcpstore_async.waiter_types import AWAITING_VALUE, IDLE
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
 WOKEN = b"\0"

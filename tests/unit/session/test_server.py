@@ -12,7 +12,7 @@ from support import HANDSHAKE, blob, keys, u64
 from tcpstore_async.errors import LimitError, ProtocolError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import NO_PID, Engine, ServerSession
-from tcpstore_async.waiters import IDLE
+from tcpstore_async.waiter_types import IDLE
 from tcpstore_async.wire.commands import BY_OPCODE
 
 PING = b"\x0d"

@@ -17,7 +17,7 @@ from ..errors import LimitError
 from ..keyspace import Keyspace
 from ..limits import MIB, Limits
 from ..values import PREFIX
-from ..waiters import KeyList
+from ..waiter_types import KeyList
 from ..wire.codecs import KEY, KEYS, CountedList, Handler, PartialList, alone, key_stop, take_keys
 from .budget import Budget
 
