@@ -62,8 +62,8 @@ def record_command(
     the time, command, keys and sizes of every request and reply, numbers that are added, and which values are equal;
     the contents of values only with --values. 'tcpstore replay' plays it.
 
-    Prints one line of JSON once it accepts connections. Ends with SIGTERM or SIGINT, and closes the connections that
-    are left: stop it after the job. A recorder that is killed leaves a readable file.
+    Prints one line of JSON once it accepts connections. On SIGTERM or SIGINT, closes the connections that are left and
+    exits: stop it after the job. A recorder that is killed leaves a readable file.
     """
     log_without_blocking()
 
@@ -86,7 +86,7 @@ def record_command(
         raise click.ClickException(str(error)) from None
     [recorder] = done
     click.echo(
-        f"recorded {recorder.requests} requests of {recorder.connections} connections, "
+        f"recorded {recorder.requests} requests from {recorder.connections} connections and "
         f"{len(recorder.processes)} processes",
         err=True,
     )
@@ -96,7 +96,7 @@ def record_command(
 
 def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
     if not (number >= 0 and math.isfinite(number)):
-        raise click.BadParameter(f"{number} is not a number from 0 on", ctx, param)
+        raise click.BadParameter(f"{number} is not a finite number of 0 or more", ctx, param)
     return number
 
 
@@ -120,15 +120,16 @@ def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
 @click.option("--summary", is_flag=True, help="Print what the recording holds, and play nothing.")
 @client_command
 def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, summary: bool) -> None:
-    """Play a recording to a server and compare the replies.
+    """Replay a recording against a server and compare the replies.
 
-    Every recorded connection is made again and sends the same requests, at the recorded times, but not before the
-    requests of other ranks that the recorded ones depended on are done. Hidden values are replaced by others of the
-    same length. Use a server that has no keys yet. Replies are compared: numbers, kinds and lengths, with recorded
-    values also contents.
+    Every recorded connection is made again and sends the same requests at the recorded times, but none before the
+    requests of other ranks on which it depended have been executed. Hidden values are replaced by others of the same
+    length. Use a server that has no keys yet. Replies are compared: numbers, kinds and lengths, and contents too if
+    they were recorded.
 
-    --ranks does not make the job larger: a job of 8 ranks played with --ranks 20 is played three times at once, each
-    copy with a prefix of its own before its keys. A rank is a process that was recorded.
+    --ranks does not make the job larger: a job of 8 ranks played with --ranks 20 is played three times at once; the
+    first copy uses the recorded keys, and each further copy puts a prefix of its own before them. A rank is a process
+    that was recorded.
 
     --timeout is the time without any progress after which the replay is given up.
 

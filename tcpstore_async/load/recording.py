@@ -419,7 +419,7 @@ class _Reader:
 
     def _header(self, row: Any) -> None:
         if not isinstance(row, dict) or row.get("format") != FORMAT:
-            raise ValueError("not a recording of tcpstore record")
+            raise ValueError("not a recording made by tcpstore record")
         if row.get("version") != FORMAT_VERSION:
             raise ValueError(f"format version {row.get('version')} is unknown; this program reads {FORMAT_VERSION}")
         self.recording.values_included = bool(row["values"])
@@ -438,7 +438,7 @@ class _Reader:
         elif kind == "V":
             content = base64.b64decode(fields[1]) if len(fields) > 1 else None
             if not 0 <= fields[0] <= _MOST_BYTES or (content is not None and len(content) != fields[0]):
-                raise ValueError(f"invalid size {fields[0]} of a value")
+                raise ValueError(f"invalid value size {fields[0]}")
             recording.values.append(Value(len(recording.values), fields[0], content))
         else:
             raise ValueError(f"unknown kind of row {kind!r}")

@@ -228,8 +228,8 @@ def require_rounds(client: TCPClient) -> None:
     """Raise NotImplementedError if the server has no rounds."""
     if not client.extended() or client.identity is None or client.identity.extension < ROUNDS:
         raise NotImplementedError(
-            f"the server at {client.host}:{client.port} does not let agents meet: it is PyTorch's, or an older version"
-            " of this package"
+            f"the server at {client.host}:{client.port} does not support this rendezvous backend: it is PyTorch's, or "
+            "runs an older version of this package"
         )
 
 

@@ -219,7 +219,7 @@ class _Handler(RendezvousHandler):
 
     def _record(self, what: str, state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
         """Log what this agent does, and record it as an event of PyTorch's."""
-        message = f"agent {self._address} (pid {os.getpid()}) {what} of {self._run_id}"
+        message = f"agent {self._address} (pid {os.getpid()}) of {self._run_id} {what}"
         log.info("%s", message)
         construct_and_record_rdzv_event(
             run_id=self._run_id,

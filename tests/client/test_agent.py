@@ -159,6 +159,6 @@ def test_names_are_ordered_by_host() -> None:
 def test_servers_without_rounds() -> None:
     with torch_server() as port:
         store = TCPStore("127.0.0.1", port, timeout=LIMIT)
-        with pytest.raises(NotImplementedError, match="does not let agents meet"):
+        with pytest.raises(NotImplementedError, match="does not support this rendezvous backend"):
             Agent(store, "job", b"a", QUICK)
         store.close()

@@ -322,7 +322,10 @@ def test_a_server_that_has_gone(port: int) -> None:
 
 
 def test_a_server_that_is_not_ours() -> None:
-    with torch_server() as port, pytest.raises(RendezvousConnectionError, match="does not let agents meet"):
+    with (
+        torch_server() as port,
+        pytest.raises(RendezvousConnectionError, match="does not support this rendezvous backend"),
+    ):
         rendezvous_handler.create_handler(parameters(port))
 
 

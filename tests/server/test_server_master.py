@@ -415,7 +415,7 @@ def run(text: str, *arguments: str, **variables: str) -> str:
 def test_fallback_to_a_thread_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     monkeypatch.setattr(master, "_warned", False)
-    with pytest.warns(RuntimeWarning, match=r"no Python interpreter .* thread, .* 5 ms .* TCPSTORE_SERVER=thread"):
+    with pytest.warns(RuntimeWarning, match=r"no Python interpreter .* thread: .* 5 ms .* TCPSTORE_SERVER=thread"):
         first = host(0)
     assert first.pid == os.getpid()
     assert serves(first)
