@@ -114,7 +114,8 @@ class Pattern(NamedTuple):
             match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,6})(?::(\w+))?", word)
             kind = (match[3] or backend) if match else ""
             if match is None or kind not in _GROUPS:
-                raise ValueError(f"{word!r} is not COUNTxSIZE or COUNTxSIZE:BACKEND, with {', '.join(_GROUPS)}")
+                reason = f"{kind} has no groups" if match and not match[3] else "it is not COUNTxSIZE[:BACKEND]"
+                raise ValueError(f"cannot use group {word!r}: {reason}; BACKEND is one of {', '.join(_GROUPS)}")
             found.append(Group(int(match[1]), int(match[2]), kind))
         return cls(backend, tuple(found))
 

@@ -18,9 +18,9 @@ from .monkeypatch import Monkeypatch
 LARGE: Final = 64
 """Groups of more ranks are worth advice."""
 
-_SUFFICIENT: Final = ("GLOO_ENABLE_STORE_V2_API", "TORCH_GLOO_LAZY_INIT")
+_BATCHED: Final = "GLOO_ENABLE_STORE_V2_API"
+_LAZY: Final = "TORCH_GLOO_LAZY_INIT"
 """Each of these reduces the number of requests."""
-_TRUE: Final = ("1", "true", "yes", "t", "y")
 
 log = logging.getLogger("tcpstore_async.torch")
 
@@ -47,7 +47,8 @@ def _advise(store: Any = None, rank: Any = -1, size: Any = 0, *given: Any, **nam
     """Log one line on the first rank of a large group, unless a switch is set."""
     if rank != 0 or not isinstance(size, int) or size <= LARGE:
         return
-    if any(os.environ.get(name, "").lower() in _TRUE for name in _SUFFICIENT):
+    # Gloo reads its variable as exactly this, PyTorch its own in any case.
+    if os.environ.get(_BATCHED) in ("1", "True") or os.environ.get(_LAZY, "").lower() in ("1", "true", "yes", "t", "y"):
         return
     log.warning(
         "a gloo group of %d ranks sends %s requests to the store; set GLOO_ENABLE_STORE_V2_API=1 and "

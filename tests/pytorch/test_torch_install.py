@@ -473,6 +473,8 @@ class _Group:
     [
         (("store", 0, 65), {}, {}, True),
         (("store", 0), {"size": 65, "timeout": 1}, {"GLOO_ENABLE_STORE_V2_API": "0"}, True),
+        (("store", 0, 65), {}, {"GLOO_ENABLE_STORE_V2_API": "true"}, True),  # which gloo does not take for yes
+        (("store", 0, 65), {}, {"GLOO_ENABLE_STORE_V2_API": "True"}, False),
         ((), {"store": "store", "rank": 0, "size": 65}, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}, True),
         (("store", 0, 64), {}, {}, False),
         (("store", 1, 65), {}, {}, False),
