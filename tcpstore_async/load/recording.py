@@ -109,6 +109,10 @@ class RecordingError(Exception):
     """A recording cannot be written, read or replayed. The text is one line for users."""
 
 
+class _DamagedError(Exception):
+    """A compressed file is not only cut off."""
+
+
 # Writing
 
 
@@ -341,6 +345,7 @@ class Recording:
         self.connections: list[Connection] = []
         self.steps: list[Step] = []
         self.seconds = 0.0
+        """The time of the last event of a connection."""
         self.complete = False
         """Whether the recorder was stopped properly, so that the end is not missing."""
 
@@ -363,6 +368,8 @@ def read_recording(path: Path) -> Recording:
         with path.open("rb") as file:
             for row in _rows(file):
                 reader.take(row)
+    except _DamagedError as error:
+        raise RecordingError(f"{path} is damaged: it cannot be decompressed: {error}") from None
     except OSError as error:
         raise RecordingError(f"cannot read {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -384,8 +391,8 @@ def _rows(file: Any) -> Iterator[bytes]:
     while chunk:
         try:
             data = chunk if unpacker is None else unpacker.decompress(chunk)
-        except zlib.error:
-            return  # cut off, and then overwritten or damaged
+        except zlib.error as error:
+            raise _DamagedError(str(error)) from None
         *rows, rest = (rest + data).split(b"\n")
         yield from rows
         if len(rest) > _LONGEST_ROW:
@@ -414,7 +421,8 @@ class _Reader:
             self._define(*row)
         else:
             self._micros += int(row[0])
-            self.recording.seconds = self._micros / 1e6
+            if row[1] >= 0:  # the end of the recording belongs to no connection
+                self.recording.seconds = self._micros / 1e6
             self._traffic(row[1], row[2], row[3:])
 
     def _header(self, row: Any) -> None:

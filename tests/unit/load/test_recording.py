@@ -210,6 +210,29 @@ def test_a_recording_that_was_cut_off(compressed: bool, tmp_path: Path) -> None:
     assert found[-1] == steps
 
 
+def test_a_damaged_compressed_recording(tmp_path: Path) -> None:
+    small_job().end(tmp_path)
+    packed = bytearray(gzip.compress((tmp_path / "recording").read_bytes()))
+    path = tmp_path / "recording.gz"
+    for place in (11, len(packed) - 6):  # what is compressed, and its checksum
+        path.write_bytes(packed[:place] + bytes([packed[place] ^ 255]) + packed[place + 1 :])
+        with pytest.raises(RecordingError, match="is damaged: it cannot be decompressed: ") as raised:
+            read_recording(path)
+        assert "\n" not in str(raised.value)
+
+
+def test_the_time_of_a_recording_ends_with_its_last_event(tmp_path: Path) -> None:
+    tape = small_job()
+    tape.now += 0.5
+    for observer in tape.observers.values():
+        observer.closed("client", tape.now)
+    tape.now += 60
+    tape.observers.clear()
+    recording = tape.end(tmp_path)
+    assert recording.complete
+    assert 0.5 < summarize(recording).seconds == recording.seconds - recording.first < 1
+
+
 def test_a_compressed_recording(tmp_path: Path) -> None:
     small_job().end(tmp_path)
     packed = tmp_path / "recording.gz"
