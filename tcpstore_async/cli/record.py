@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ..errors import DistError, DistNetworkError, StoreTimeoutError
-from ..load.player import Player, Report
+from ..load.player import Player, Report, counted
 from ..load.recorder import RecordingFile, record
 from ..load.recording import Recording, RecordingError, read_recording
 from ..load.summary import Summary, summarize
@@ -153,12 +153,9 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
     else:
         print_result(_describe(report))
     if report.different:
-        context.fail(
-            f"{report.different} of {report.replies} replies differ; the first: {report.first}"
-            if report.replies
-            else f"{report.different} replies differ; the first: {report.first}",
-            FAILED,
-        )
+        context.fail(f"{report.different} of {report.replies} replies differ; the first: {report.first}", FAILED)
+    if report.broken:
+        context.fail(f"{counted(report.broken, 'connection')} ended early; the first: {report.first}", FAILED)
 
 
 def _play(context: ClientContext, recording: Recording, ranks: int | None, speed: float) -> Report:
@@ -176,12 +173,12 @@ def _play(context: ClientContext, recording: Recording, ranks: int | None, speed
 def _describe(report: Report) -> str:
     job = "the job" if report.copies == 1 else f"{report.copies} copies of the job"
     lines = [
-        f"played {job}: {report.ranks} ranks, {report.connections} connections, {report.requests} requests "
-        f"in {report.seconds:.3f} s (recorded: {report.recorded_seconds:.3f} s)",
+        f"played {job}: {counted(report.ranks, 'rank')}, {counted(report.connections, 'connection')}, "
+        f"{counted(report.requests, 'request')} in {report.seconds:.3f} s (recorded: {report.recorded_seconds:.3f} s)",
         f"{report.replies - report.different} of {report.replies} replies are as recorded",
     ]
     if report.opaque:
-        lines.append(f"{report.opaque} connections were recorded in part: their traffic could not be decoded")
+        lines.append(f"recorded in part, as not all could be decoded: {counted(report.opaque, 'connection')}")
     if not report.complete:
         lines.append("the end of the recording is missing: it was cut off")
     return "\n".join(lines)
@@ -194,8 +191,9 @@ def _print_summary(context: ClientContext, summary: Summary) -> None:
     values = "with values" if summary.values else "values hidden"
     end = "" if summary.complete else "; its end is missing"
     lines = [
-        f"recorded {escape(summary.created)}: {summary.ranks} ranks, {summary.connections} connections, "
-        f"{summary.requests} requests in {summary.seconds:.3f} s, {values}{end}",
+        f"recorded {escape(summary.created)}: {counted(summary.ranks, 'rank')}, "
+        f"{counted(summary.connections, 'connection')}, {counted(summary.requests, 'request')} "
+        f"in {summary.seconds:.3f} s, {values}{end}",
         f"{'command':<12} {'requests':>10} {'ranks':>7} {'per rank':>13} {'bytes sent':>12} {'bytes of replies':>17}",
     ]
     for row in summary.commands:

@@ -12,13 +12,14 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, Final, cast
 
 import msgspec
 
 from ..client.aio import AsyncTCPStore
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
-from ..server.listen_socket import format_address, raise_file_limit
+from ..server.listen_socket import format_address, max_connections_by_files, raise_file_limit
 from ..session.client import ClientSession, PendingCall
 from ..values import PREFIX, Framed, pack
 from ..wire.codecs import NO_REPLY
@@ -39,6 +40,13 @@ _KEPT_BYTES: Final = 4096
 _RETRIES: Final = 10
 """How often a connection is made again that the server did not accept."""
 _PAUSE: Final = 0.05
+_RESERVED_FILES: Final = 16
+"""Open files that connections never get: for the loop and for looking up names."""
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 reply`, `2 replies`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 class Report(msgspec.Struct):
@@ -51,10 +59,13 @@ class Report(msgspec.Struct):
     connections: int
     requests: int
     replies: int
-    """Recorded replies that were compared."""
+    """Recorded replies."""
     different: int
+    """How many of them differ, or did not arrive because their connection broke."""
+    broken: int
+    """Connections that the server closed early, or whose replies could not be decoded."""
     first: str
-    """Describes the first reply that differs."""
+    """Describes the first difference."""
     fences: int
     """PINGs that the replay added, to know that a write without reply is done."""
     seconds: float
@@ -86,6 +97,7 @@ class Player:
         self.replies = 0
         self.fences = 0
         self.different = 0
+        self.broken = 0
         self.first = ""
         self.progress = 0
         """Counts what has happened, to notice when nothing does."""
@@ -95,11 +107,15 @@ class Player:
         """Connections that are not at their end yet."""
         self.end: asyncio.Future[None] | None = None
         self.peers: list[_Peer] = []
+        self._lost: list[_Peer] = []
+        """Peers whose connection has ended early, until it is known whether the server is still there."""
+        self._probing: asyncio.Task[None] | None = None
 
     async def play(self) -> Report:
         """Play the recording. Raises RecordingError, DistNetworkError, and StoreTimeoutError without progress."""
         raise_file_limit()
         recording = self.recording
+        self._check_file_limit()
         await self._check_server()
         put_in_order(recording)
         loop = asyncio.get_running_loop()
@@ -119,6 +135,8 @@ class Player:
                 await self.end
         finally:
             watch.cancel()
+            if self._probing is not None:
+                self._probing.cancel()
             for peer in self.peers:
                 peer.abandon()
         return Report(
@@ -128,6 +146,7 @@ class Player:
             requests=self.requests,
             replies=self.replies,
             different=self.different,
+            broken=self.broken,
             first=self.first,
             fences=self.fences,
             seconds=loop.time() - self.began,
@@ -135,6 +154,16 @@ class Player:
             opaque=sum(connection.opaque for connection in recording.connections),
             complete=recording.complete,
         )
+
+    def _check_file_limit(self) -> None:
+        """Raise RecordingError if the connections need more files than this process may open."""
+        needed = self.copies * _most_at_once(self.recording, self.speed)
+        allowed = max_connections_by_files(_RESERVED_FILES)
+        if needed > allowed:
+            raise RecordingError(
+                f"the replay needs {counted(needed, 'connection')}, but the limit on open files "
+                f"(ulimit -Hn) allows only {allowed}"
+            )
 
     async def _check_server(self) -> None:
         """Raise DistNetworkError without a server, and RecordingError if it lacks our extension and that is needed."""
@@ -156,8 +185,55 @@ class Player:
             if self.progress != seen or self.scheduled:
                 seen, since = self.progress, time.monotonic()
             elif time.monotonic() - since > self.timeout:
-                self.fail(StoreTimeoutError(f"no progress for {self.timeout:g} s: {self._describe_stall()}"))
+                stall = f"no progress for {self.timeout:g} s: {self._describe_stall()}"
+                self.fail(StoreTimeoutError(stall + self._describe_differences()))
                 return
+
+    def connection_lost(self, peer: "_Peer") -> None:
+        """Find out whether the server has closed one connection, or is gone."""
+        self._lost.append(peer)
+        if self._probing is None:
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
+
+    async def _probe(self) -> None:
+        while self._lost:
+            lost, self._lost = self._lost, []
+            reason = await self._try_server()
+            if reason:
+                self.fail_unreachable(f"the server at {format_address(self.host, self.port)} is gone: {reason}")
+                return
+            for peer in lost:
+                peer.lost()
+        self._probing = None
+
+    async def _try_server(self) -> str:
+        """Return why the server does not reply to a PING on a new connection; empty if it does."""
+        reason = ""
+        for _ in range(_RETRIES):
+            try:
+                reader, writer = await asyncio.open_connection(self.host, self.port)
+                try:
+                    writer.write(ClientSession().hello(_FENCE_NONCE)[0])
+                    await reader.readexactly(4)
+                    return ""
+                finally:
+                    writer.close()
+            except OSError as error:
+                reason = _reason(error)
+            except asyncio.IncompleteReadError:
+                reason = "it closes new connections"
+            self.progress += 1
+            await asyncio.sleep(_PAUSE)
+        return reason
+
+    def _describe_differences(self) -> str:
+        if not self.first:
+            return ""
+        if self.different:
+            number = counted(self.different, "reply differs", "replies differ")
+        else:
+            number = f"{counted(self.broken, 'connection')} ended early"
+        return f"; {number}; the first: {self.first}"
 
     def _describe_stall(self) -> str:
         waiting = [peer for peer in self.peers if not peer.done]
@@ -169,8 +245,15 @@ class Player:
         if not self.end.done():
             self.end.set_exception(error)
 
-    def differs(self, text: str) -> None:
-        self.different += 1
+    def fail_unreachable(self, text: str) -> None:
+        """End the replay, as the server cannot be reached any more."""
+        expected = self.copies * sum(connection.replies for connection in self.recording.connections)
+        progress = f"{self.replies - self.different} of {expected} replies were as recorded until then"
+        self.fail(DistNetworkError(f"{text}; {progress}{self._describe_differences()}"))
+
+    def differs(self, text: str, replies: int = 1) -> None:
+        """Count replies that differ, or do not arrive."""
+        self.different += replies
         self.first = self.first or text
 
     def peer_done(self) -> None:
@@ -178,6 +261,21 @@ class Player:
         self.open -= 1
         if not self.open and not self.end.done():
             self.end.set_result(None)
+
+
+def _most_at_once(recording: Recording, speed: float) -> int:
+    """Return how many connections are open at the same time; without pauses, all may be."""
+    if not speed:
+        return len(recording.connections)
+    changes = [(connection.opened, 1) for connection in recording.connections]
+    changes += [(connection.closed, -1) for connection in recording.connections if connection.closed is not None]
+    changes.sort()
+    return max(accumulate((change for _, change in changes), initial=0))
+
+
+def _reason(error: OSError) -> str:
+    """Return why a connection could not be made."""
+    return os.strerror(error.errno) if error.errno and not isinstance(error, socket.gaierror) else str(error)
 
 
 class _Job:
@@ -281,6 +379,8 @@ class _Peer(asyncio.Protocol):
         self.answered = 0
         """How many steps with a recorded reply have been answered."""
         self.session = ClientSession()
+        self.fences = 0
+        """PINGs without reply behind writes that others wait for."""
         self.done = False
         self.closing = False
         self._transport: asyncio.Transport | None = None
@@ -308,11 +408,11 @@ class _Peer(asyncio.Protocol):
                 return
             except OSError as error:
                 if failures == _RETRIES - 1 or error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET):
-                    where = format_address(player.host, player.port)
-                    reason = (
-                        os.strerror(error.errno) if error.errno and not isinstance(error, socket.gaierror) else error
-                    )
-                    player.fail(DistNetworkError(f"cannot connect to {where}: {reason}"))
+                    text = f"cannot connect to {format_address(player.host, player.port)}: {_reason(error)}"
+                    if error.errno in (errno.EMFILE, errno.ENFILE):
+                        player.fail(RecordingError(text))
+                    else:
+                        player.fail_unreachable(text)
                     return
             await asyncio.sleep(_PAUSE)
 
@@ -341,7 +441,7 @@ class _Peer(asyncio.Protocol):
             self.player.progress += 1
             self._transport.write(b"".join(out))
         self._advancing = False
-        if self.position == len(self.steps) and self.answered == self.connection.replies:
+        if self._is_finished() and not self.fences:
             self._finish()
 
     def _send(self, step: Step, out: list[bytes]) -> None:
@@ -360,6 +460,7 @@ class _Peer(asyncio.Protocol):
             self.session.pending.append(PendingCall(step.command, len(keys), 0, (step, True)))
         elif step.fence:
             player.fences += 1
+            self.fences += 1
             out.append(_PING.prefix + _PING.request.encode((_FENCE_NONCE,)))
             self.session.pending.append(PendingCall(_PING, 0, 0, (step, False)))
         elif step.command.reply is not NO_REPLY and not step.cancels:
@@ -399,6 +500,8 @@ class _Peer(asyncio.Protocol):
                 self.answered += 1
                 self.player.replies += 1
                 self._compare(step, call)
+            elif step.fence:
+                self.fences -= 1
             self.job.step_done(step)
         self.advance()
 
@@ -472,7 +575,14 @@ class _Peer(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self.done:
             return
-        if self.closing or self._is_finished():
+        if self.closing or (self._is_finished() and self.connection.closed_by_server):
+            self._complete()
+        else:
+            self.player.connection_lost(self)
+
+    def lost(self) -> None:
+        """Note that the server, which is still there, has closed the connection early."""
+        if self._is_finished():
             self._complete()
         else:
             self._break("the server closed the connection")
@@ -503,22 +613,24 @@ class _Peer(asyncio.Protocol):
         if self.session.pending:
             step = self.session.pending[0].fields[0]
         where = self._name(step) if step is not None else f"connection {self.connection.number}"
-        self.player.differs(f"{where}: {reason}")
         missing = self.connection.replies - self.answered
-        self.player.different += max(0, missing - 1)
-        calls = [call.fields[0] for call in self.session.pending]
-        self.session.pending.clear()
-        rest = self.steps[self.position :]
-        self.position = len(self.steps)
+        self.player.replies += missing
+        self.player.broken += 1
+        self.player.differs(f"{where}: {reason}", missing)
         self._complete()
-        for step in [*calls, *rest]:
-            self.job.step_done(step)
 
     def _complete(self) -> None:
+        """End the connection, and have nobody wait for what was not confirmed or is not sent any more."""
         self.done = True
         self.abandon()
+        undone = [call.fields[0] for call in self.session.pending]
+        undone += self.steps[self.position :]
+        self.session.pending.clear()
+        self.position = len(self.steps)
         self.player.progress += 1
         self.player.peer_done()
+        for step in undone:
+            self.job.step_done(step)
 
     def abandon(self) -> None:
         """Release what this connection holds."""

@@ -171,12 +171,12 @@ def raise_file_limit() -> None:
         log.warning("could not raise the limit on open files from %d to %d: %s", soft, hard, error)
 
 
-def max_connections_by_files() -> int:
-    """Return how many more connections this process can hold, less a reserve."""
+def max_connections_by_files(reserve: int = RESERVE) -> int:
+    """Return how many more connections this process can hold, less a reserve of open files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return 2**31
-    return max(1, soft - _open_files() - RESERVE)
+    return max(1, soft - _open_files() - reserve)
 
 
 def _open_files() -> int:

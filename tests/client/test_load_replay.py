@@ -20,11 +20,12 @@ from typing import Any
 
 import pytest
 
+from client.fakes import fake_server
 from conformance.frames import wait
 from support import LIMIT, RawPeer, free_port, server_of, tcpstore_server
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import QueueEmptyError, StoreTimeoutError
-from tcpstore_async.load.recording import read_recording
+from tcpstore_async.load.recording import RowEncoder, read_recording
 
 COMMAND = [sys.executable, "-m", "tcpstore_async"]
 
@@ -237,6 +238,108 @@ def test_a_replay_without_progress_times_out(tmp_path: Path) -> None:
         done = replay(file, server.port, "--timeout", "0.3")
     assert done.returncode == 3
     assert b"no progress for 0.3 s: 1 of 1 connections are not done; connection 0, request 2, WAIT /k" in done.stderr
+
+
+def rows(*lines: str) -> bytes:
+    """A recording of two connections of two processes, and these rows."""
+    head = RowEncoder(0.0, "2026-11-22T12:00:00Z").take().decode().splitlines()
+    for number in range(2):
+        head += [f'[1,{number},"OPEN",0]', f'[1,{number},"VALIDATE"]']
+        head += [f'[1,{number},"PING",{number}]', f'[1,{number},"REPLY"]']
+    return ("\n".join([*head, '["K","/k"]', '["V",4]', *lines, '[1,-1,"END"]']) + "\n").encode()
+
+
+@pytest.mark.parametrize("speed", ["0", "1"])
+def test_a_write_before_the_end_of_a_connection_is_confirmed(kind: str, speed: str, tmp_path: Path) -> None:
+    """Connection 0 ends with a SET, which has no reply, and connection 1 depends on it."""
+    file = tmp_path / "job"
+    file.write_bytes(
+        rows('[9,0,"SET",0,0]', '[9,0,"CLOSE","client",33,4]', '[9,1,"GET",0]', '[9,1,"REPLY",0]',
+             '[9,1,"CLOSE","client",33,4]')
+    )  # fmt: skip
+    with server_of(kind) as port:
+        done = replay(file, port, "--speed", speed, "--timeout", "5", "-o", "json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["replies"], report["different"], report["fences"]) == (3, 0, 1)
+
+
+GETS = (
+    '[9,0,"SET",0,0]', *['[9,0,"GET",0]', '[9,0,"REPLY",0]'] * 5, '[9,1,"GET",0]', '[9,1,"REPLY",0]',
+    '[9,1,"CLOSE","client",33,4]', '[9000000,0,"GET",0]', '[9,0,"REPLY",0]', '[9,0,"CLOSE","client",33,4]',
+)  # fmt: skip
+"""9 replies, of which the last one is due after nine seconds."""
+
+
+def test_a_server_that_dies_during_a_replay(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    file.write_bytes(rows(*GETS))
+    with tcpstore_server() as server:
+        process = subprocess.Popen(
+            [*COMMAND, "replay", str(file), "--url", f"tcp://127.0.0.1:{server.port}", "--timeout", "0.3"],
+            cwd=tempfile.gettempdir(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        with process, RawPeer(server.port) as peer:
+            peer.ask(wait(b"/k"), 1)
+            time.sleep(1)
+            server.stop(signal.SIGKILL)
+            said, errors = process.communicate(timeout=LIMIT)
+    assert (process.returncode, said) == (4, "")
+    assert errors == (
+        f"Error: the server at 127.0.0.1:{server.port} is gone: Connection refused; "
+        "8 of 9 replies were as recorded until then\n"
+    )
+
+
+def test_a_connection_that_the_server_closes_early(tmp_path: Path) -> None:
+    """Its missing replies count as different ones; the server is there for the others."""
+    file = tmp_path / "job"
+    file.write_bytes(rows(*GETS))
+
+    def talk(peer: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", server.port), LIMIT) as upstream:
+            while data := peer.recv(65536):
+                if data.startswith(b"\x01"):
+                    return
+                upstream.sendall(data)
+                peer.sendall(upstream.recv(65536))
+
+    with tcpstore_server() as server, fake_server(talk) as fake:
+        with RawPeer(server.port) as peer:
+            peer.send(b"\x01" + b"\x02" + bytes(7) + b"/k" + b"\x04" + bytes(7) + b"abcd")
+            peer.ping()
+        done = replay(file, fake.port, "--speed", "0", "-o", "json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert (report["replies"], report["different"], report["broken"]) == (9, 6, 1)
+    assert b"6 of 9 replies differ; the first: connection 0, request " in done.stderr
+    assert b"the server closed the connection" in done.stderr
+
+
+def test_a_timeout_has_the_differences_so_far(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    file.write_bytes(
+        rows('[9,0,"ADD",0,1]', '[9,0,"REPLY",5]', '["K","/absent"]', '["L",[1]]', '[9,1,"WAIT",0]', '[9,1,"REPLY"]')
+    )
+    with tcpstore_server() as server:
+        done = replay(file, server.port, "--speed", "0", "--timeout", "0.3")
+    assert done.returncode == 3
+    assert b"WAIT /absent has no reply; 1 reply differs; the first: connection 0, request 3, ADD /k" in done.stderr
+    assert b": recorded 5, got 1" in done.stderr
+
+
+def test_a_replay_with_more_connections_than_open_files(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    file.write_bytes(rows(*GETS))
+    with tcpstore_server() as server:
+        done = subprocess.run(
+            [*COMMAND, "replay", str(file), "--url", f"tcp://127.0.0.1:{server.port}", "--ranks", "200"],
+            cwd=tempfile.gettempdir(), capture_output=True, timeout=LIMIT, text=True, check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)),
+        )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the replay needs 200 connections, but the limit on open files (ulimit -Hn) allows only " in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_replay_without_a_server(tmp_path: Path) -> None:
