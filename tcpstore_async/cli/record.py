@@ -12,7 +12,7 @@ import click
 
 from ..errors import DistError, DistNetworkError, StoreTimeoutError
 from ..load.player import Player, Report, counted
-from ..load.recorder import RecordingFile, record
+from ..load.recorder import record
 from ..load.recording import Recording, RecordingError, read_recording
 from ..load.summary import Summary, summarize
 from ..serving import run_loop
@@ -30,9 +30,14 @@ from .stdio import log_without_blocking
     "path",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write, replaced if it exists; compressed if its name ends with '.gz'.",
+    help="File to write, replaced if it exists once the recorder has started; compressed if its name ends with '.gz'.",
 )
-@click.option("--values", is_flag=True, help="Record the contents of values too, not only their sizes.")
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Record the contents of values too, not only their sizes: Gloo's hold addresses, and our clients' INTRODUCE "
+    "holds host name and process id.",
+)
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; '::' for all, IPv4 included."
 )
@@ -62,6 +67,8 @@ def record_command(
     the time, command, keys and sizes of every request and reply, numbers that are added, and which values are equal;
     the contents of values only with --values. 'tcpstore replay' plays it.
 
+    Begin with a server that has no keys, as a replay does.
+
     Prints one line of JSON once it accepts connections. On SIGTERM or SIGINT, closes the connections that are left and
     exits: stop it after the job. A recorder that is killed leaves a readable file.
     """
@@ -77,21 +84,19 @@ def record_command(
     done: list[Any] = []
 
     async def main() -> None:
-        done.append(await record(upstream, file, host=host, port=port, fd=listen_fd, values=values, ready=announce))
+        done.append(await record(upstream, path, host=host, port=port, fd=listen_fd, values=values, ready=announce))
 
     try:
-        file = RecordingFile(path)
         run_loop(main())
     except (RecordingError, DistError) as error:
         raise click.ClickException(str(error)) from None
     [recorder] = done
-    click.echo(
-        f"recorded {recorder.requests} requests from {recorder.connections} connections and "
-        f"{len(recorder.processes)} processes",
-        err=True,
-    )
-    if file.error:
-        raise click.ClickException(file.error)
+    if recorder.file.error:
+        raise click.ClickException(recorder.file.error)
+    requests = counted(recorder.requests, "request")
+    connections = counted(recorder.connections, "connection")
+    processes = counted(len(recorder.processes), "process", "processes")
+    click.echo(f"recorded {requests} from {connections} and {processes}", err=True)
 
 
 def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:

@@ -6,10 +6,13 @@ file is written by a thread of its own, several times per second, so a recorder 
 """
 
 import asyncio
+import fcntl
 import logging
+import os
 import queue
 import signal
 import socket
+import stat
 import threading
 import time
 import zlib
@@ -42,19 +45,41 @@ log = logging.getLogger("tcpstore_async.server")
 
 
 class RecordingFile:
-    """A file that a thread writes; compressed if its name ends with .gz. Raises RecordingError if it cannot be made."""
+    """A file that a thread writes; compressed if its name ends with .gz.
+
+    It is locked against other recorders as long as it is open, and what it held is kept until `start`.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Raises RecordingError if the file cannot be made, or if another recorder writes it."""
         self.path = path
         self.error = ""
         """Why nothing is written any more."""
         self._unwritten = 0
         try:
-            self._file = path.open("wb", buffering=0)
+            self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0)
         except OSError as error:
             raise RecordingError(f"cannot write {path}: {error.strerror}") from None
+        self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        if self._is_regular:  # terminals and pipes may have several writers
+            self._lock()
         self._packer = zlib.compressobj(wbits=31) if path.suffix == ".gz" else None
         self._blocks: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise RecordingError(f"cannot write {self.path}: another recorder is writing it") from None
+        except OSError as error:  # not every file system has locks
+            log.warning("cannot lock %s against other recorders: %s", self.path, error.strerror)
+
+    def start(self) -> None:
+        """Remove what the file held, and begin to write."""
+        if self._is_regular:
+            self._file.truncate(0)
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
@@ -69,9 +94,10 @@ class RecordingFile:
         self._blocks.put(block)
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
-        self._blocks.put(None)
-        self._thread.join()
+        """Write what is left, and close the file. One that was not started stays as it was."""
+        if self._thread is not None:
+            self._blocks.put(None)
+            self._thread.join()
         self._file.close()
 
     def _run(self) -> None:
@@ -96,11 +122,11 @@ class RecordingFile:
 class Recorder:
     """Records the traffic of all connections into one file."""
 
-    def __init__(self, host: str, port: int, file: RecordingFile, values: bool) -> None:
-        """`host` and `port` are the server's. `values` includes the contents of values."""
+    def __init__(self, host: str, port: int, addresses: list[AddrInfoType], file: RecordingFile, values: bool) -> None:
+        """`host`, `port` and `addresses` are the server's. `values` includes the contents of values."""
         self.host = host
         self.port = port
-        self.addresses: list[AddrInfoType] = []
+        self.addresses = addresses
         self.file = file
         self.processes = Processes()
         self.rows = RowEncoder(self.now(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), values)
@@ -113,16 +139,6 @@ class Recorder:
 
     def now(self) -> float:
         return time.monotonic()
-
-    async def resolve(self) -> None:
-        """Look up the server's name, once. Raises DistNetworkError."""
-        try:
-            loop = asyncio.get_running_loop()
-            for address in await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
-                self.addresses.append(address)
-        except (OSError, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DistNetworkError(f"cannot resolve {self.host}: {reason}") from None
 
     async def flush_regularly(self) -> None:
         """Give rows to the file until cancelled; log once if recording has failed."""
@@ -295,7 +311,7 @@ class _Side(asyncio.Protocol):
 
 async def record(
     upstream: tuple[str, int],
-    file: RecordingFile,
+    path: Path,
     *,
     host: str,
     port: int,
@@ -303,45 +319,61 @@ async def record(
     values: bool = False,
     ready: Callable[[str, int], None],
 ) -> Recorder:
-    """Forward connections to the server at `upstream` and record them, until SIGTERM or SIGINT.
+    """Forward connections to the server at `upstream` and record them into a file, until SIGTERM or SIGINT.
 
-    `ready` is called with host and port once connections are accepted. Returns the recorder, whose `file.error` tells
-    whether all was written. Raises DistNetworkError if the address, or the socket `fd`, cannot be had, or if the
-    server's name cannot be resolved.
+    `ready` is called with host and port once connections are accepted; a file that exists is kept until it has
+    returned. Returns the recorder, whose `file.error` tells whether all was written. Raises DistNetworkError if the
+    address, or the socket `fd`, cannot be had, or if the server's name cannot be resolved, and RecordingError if
+    the file cannot be written.
     """
     raise_file_limit()
-    recorder = Recorder(*upstream, file, values)
-    loop = asyncio.get_running_loop()
-    listener: socket.socket | None = None
-    flushing: asyncio.Task[None] | None = None
+    addresses = await _resolve(*upstream)
+    listener = listen(host, port) if fd is None else adopt(fd)
     try:
-        await recorder.resolve()
-        listener = listen(host, port) if fd is None else adopt(fd)
-        if listener.getsockname()[:2] in [address[4][:2] for address in recorder.addresses]:
+        if listener.getsockname()[:2] in [address[4][:2] for address in addresses]:
             raise RecordingError(f"{format_address(*upstream)} is the recorder's own address, not a server's")
-        log_short_backlog()
-        stop: asyncio.Future[None] = loop.create_future()
+        recorder = Recorder(*upstream, addresses, RecordingFile(path), values)
+        try:
+            await _forward(recorder, listener, ready)
+        finally:
+            recorder.finish()
+    finally:
+        with suppress(OSError):
+            listener.close()
+    return recorder
 
-        def end() -> None:
-            if not stop.done():
-                stop.set_result(None)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, end)
-        loop.set_exception_handler(lambda _, context: _log_failure(recorder, context))
-        server = await loop.create_server(lambda: Link(recorder).client, sock=listener, backlog=BACKLOG)
-        flushing = loop.create_task(recorder.flush_regularly())
-        ready(*listener.getsockname()[:2])
+async def _resolve(host: str, port: int) -> list[AddrInfoType]:
+    """Look up the server's name, once. Raises DistNetworkError."""
+    try:
+        return [*await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DistNetworkError(f"cannot resolve {host}: {reason}") from None
+
+
+async def _forward(recorder: Recorder, listener: socket.socket, ready: Callable[[str, int], None]) -> None:
+    """Accept connections until SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    log_short_backlog()
+    stop: asyncio.Future[None] = loop.create_future()
+
+    def end() -> None:
+        if not stop.done():
+            stop.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    loop.set_exception_handler(lambda _, context: _log_failure(recorder, context))
+    server = await loop.create_server(lambda: Link(recorder).client, sock=listener, backlog=BACKLOG)
+    ready(*listener.getsockname()[:2])
+    recorder.file.start()
+    flushing = loop.create_task(recorder.flush_regularly())
+    try:
         await stop
         server.close()
     finally:
-        if listener is not None:
-            with suppress(OSError):
-                listener.close()
-        if flushing is not None:
-            flushing.cancel()
-        recorder.finish()
-    return recorder
+        flushing.cancel()
 
 
 def _log_failure(recorder: Recorder, context: dict[str, Any]) -> None:

@@ -446,6 +446,7 @@ def test_a_full_disk_does_not_end_the_job() -> None:
     assert status == 1
     assert "recording stopped, traffic is still forwarded: cannot write /dev/full: No space left on device" in said
     assert said.splitlines()[-1] == "Error: cannot write /dev/full: No space left on device"
+    assert "recorded " not in said
 
 
 @pytest.mark.parametrize(
@@ -471,6 +472,45 @@ def test_failures_of_the_recorder_are_one_line(
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert status == 2 or done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--host", "192.0.2.1"),
+        ("--upstream", "tcp://no.such.host.invalid:1"),
+        ("--upstream", "tcp://127.0.0.1:29617", "--port", "29617"),
+        ("--port", "0", "--port-file", "/nowhere/port"),
+    ],
+)
+def test_a_recorder_that_does_not_start_keeps_the_recording(options: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    file.write_bytes(b"precious")
+    done = subprocess.run(
+        [*COMMAND, "record", "--upstream", "tcp://127.0.0.1:1", "-w", str(file), *options],
+        cwd=tmp_path, capture_output=True, timeout=LIMIT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("Error: cannot ") or "own address" in done.stderr
+    assert file.read_bytes() == b"precious"
+
+
+def test_two_recorders_do_not_write_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    file.write_bytes(b"older, and longer than what is recorded now" * 99)
+    with tcpstore_server() as server, recorder(server.port, file) as proxy, RawPeer(proxy.port) as peer:
+        peer.ping()
+        second = subprocess.run(
+            [*COMMAND, "record", "--upstream", f"tcp://127.0.0.1:{server.port}", "-w", str(file), "--port", "0"],
+            cwd=tmp_path, capture_output=True, timeout=LIMIT, text=True, check=False,
+        )  # fmt: skip
+        peer.ping()
+        status, said = proxy.stop()
+    assert (second.returncode, second.stdout) == (1, "")
+    assert second.stderr == f"Error: cannot write {file}: another recorder is writing it\n"
+    assert status == 0
+    assert said.splitlines()[-1] == "recorded 3 requests from 1 connection and 1 process"
+    assert read_recording(file).complete
 
 
 def test_the_server_may_start_after_the_clients(tmp_path: Path) -> None:
