@@ -112,10 +112,11 @@ class Pattern(NamedTuple):
         found = []
         for word in filter(None, groups.split(",")):
             match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,6})(?::(\w+))?", word)
-            kind = (match[3] or backend) if match else ""
-            if match is None or kind not in _GROUPS:
-                reason = f"{kind} has no groups" if match and not match[3] else "it is not COUNTxSIZE[:BACKEND]"
-                raise ValueError(f"cannot use group {word!r}: {reason}; BACKEND is one of {', '.join(_GROUPS)}")
+            if match is None:
+                raise ValueError(f"{word!r} is not COUNTxSIZE or COUNTxSIZE:BACKEND, with {', '.join(_GROUPS)}")
+            kind = match[3] or backend
+            if kind not in _GROUPS:
+                raise ValueError(f"the backend of group {word!r}, {kind}, is not one of {', '.join(_GROUPS)}")
             found.append(Group(int(match[1]), int(match[2]), kind))
         return cls(backend, tuple(found))
 

@@ -146,7 +146,7 @@ def test_the_file_limit_ends_the_series(tmp_path: Path) -> None:
         (["--sizes", "0,4"], "Invalid value for '--sizes': '0,4' is not a list of numbers"),
         (["--sizes", "4,"], "Invalid value for '--sizes': '4,' is not a list of numbers"),
         (["--seconds", "nan"], "Invalid value for '--seconds': not a number"),
-        (["--groups", "1x"], "Invalid value for '--groups': cannot use group '1x': it is not COUNTxSIZE[:BACKEND]"),
+        (["--groups", "1x"], "Invalid value for '--groups': '1x' is not COUNTxSIZE or COUNTxSIZE:BACKEND"),
         (["--preset", "dense", "--backend", "gloo"], "--preset excludes --backend and --groups"),
         (["--scenario", "nix"], "Invalid value for '--scenario': 'nix' is not one of 'init', "),
         (["--out", "/proc/nix"], "Invalid value for '--out': cannot write /proc/nix/run.json: "),
