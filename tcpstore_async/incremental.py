@@ -421,7 +421,7 @@ class WakeAtCount(DeferredWork):
     def resolve(self, waiter: "Waiter") -> None:
         if waiter.group is self.counter and waiter.number <= self.total:
             self.counter.remove(waiter)
-            self.registry.number_reached(waiter, self.counter.key)
+            self.registry.wake_member(waiter, self.counter)
 
 
 class WakeMembers(DeferredWork):
@@ -436,6 +436,7 @@ class WakeMembers(DeferredWork):
 
     def resolve(self, waiter: "Waiter") -> None:
         if waiter.group is self.group:
+            self.group.remove(waiter)
             self.registry.wake_member(waiter, self.group)
 
 

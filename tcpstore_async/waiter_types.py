@@ -71,6 +71,12 @@ class Waiter:
         self.weight: int = 0
         """Bytes counted for its registrations."""
 
+    def leave_group(self) -> None:
+        """Await nothing, and be in no group. (The group forgets the waiter by itself.)"""
+        self.state = IDLE
+        self.group = None
+        self.remaining = 0
+
     def fire(self, value: Value | None) -> None:
         """End the wait, with the value if one was fetched. Must not call the keyspace."""
         raise NotImplementedError
@@ -136,9 +142,7 @@ class Counter(Group):
         equal[waiter] = None
 
     def remove(self, waiter: Waiter) -> bool:
-        waiter.state = IDLE
-        waiter.group = None
-        waiter.remaining = 0
+        waiter.leave_group()
         equal = self.awaiting[waiter.number]
         del equal[waiter]
         if equal:
@@ -159,6 +163,7 @@ class Counter(Group):
             waiter = equal.popitem(last=False)[0]
             if not equal:
                 del self.awaiting[heappop(self.targets)]
+            waiter.leave_group()
             return waiter
         return None
 
@@ -222,7 +227,6 @@ class SharedWait(Group):
         self.members[waiter] = None
 
     def remove(self, waiter: Waiter) -> bool:
-        waiter.state = IDLE
-        waiter.group = None
+        waiter.leave_group()
         del self.members[waiter]
         return not self.members

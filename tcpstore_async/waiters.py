@@ -25,7 +25,7 @@ from typing import Final
 
 from .errors import LimitError, ProtocolError
 from .incremental import DeferredWork, IncrementalCommand, Value, WakeAtCount, WakeMany, WakeMembers
-from .limits import MEMBER_BYTES, PARKED_BYTES
+from .limits import PARKED_BYTES
 from .values import Framed
 from .waiter_types import (
     AWAITING_ITEM,
@@ -188,6 +188,14 @@ class WaiterRegistry:
             else:  # stale: renewed, and moved to the end
                 registered[waiter] = 1 - self._pop_registration(waiter, key)
         self._weigh(waiter, added)
+
+    def _register(self, waiter: Waiter, key: bytes, count: int) -> None:
+        """Add a registration, and count it for the waiter."""
+        registered = self.waiters.get(key)
+        if registered is None:
+            registered = self.waiters[key] = {}
+        registered[waiter] = count
+        self._weigh(waiter, self.registration_bytes(key))
 
     def _require_idle(self, waiter: Waiter) -> None:
         """Raise ProtocolError if the waiter awaits something: a wait of the extension replaces no other wait."""
@@ -476,12 +484,8 @@ class WaiterRegistry:
         for key, count in registrations:
             if self.tracked:
                 self.close_group(key)
-            registered = self.waiters.get(key)
-            if registered is None:
-                registered = self.waiters[key] = {}
-            registered[waiter] = count
             waiter.parked.add(key)
-            self._weigh(waiter, self.registration_bytes(key))
+            self._register(waiter, key, count)
 
     def wait_is_over(self, group: SharedWait) -> None:
         """Wake the members of a group that has nothing left to await: now if they are few."""
@@ -495,12 +499,14 @@ class WaiterRegistry:
         """Wake at most so many members; True if none is left."""
         members = group.members
         for _ in range(min(most, len(members))):
-            self.wake_member(next(iter(members)), group)
+            waiter = next(iter(members))
+            group.remove(waiter)
+            self.wake_member(waiter, group)
         return not members
 
-    def wake_member(self, waiter: Waiter, group: SharedWait) -> None:
-        group.remove(waiter)
-        self._weigh(waiter, -MEMBER_BYTES)
+    def wake_member(self, waiter: Waiter, group: Group) -> None:
+        """Fire a waiter that has been removed from its group, whose wait is over."""
+        self._weigh(waiter, -group.member_bytes)
         waiter.fire(None)
 
     def forget_waiters(self) -> None:
@@ -539,11 +545,7 @@ class WaiterRegistry:
         counter.state = AWAITING_KEYS
         counter.remaining = 1
         counter.parked = {key}
-        registered = self.waiters.get(key)
-        if registered is None:
-            registered = self.waiters[key] = {}
-        registered[counter] = -1
-        self._weigh(counter, self.registration_bytes(key))
+        self._register(counter, key, -1)
 
     def _drop_counter(self, counter: Counter) -> None:
         del self.counters[counter.key]
@@ -564,7 +566,7 @@ class WaiterRegistry:
                 waiter = counter.next_reached(total)
                 if waiter is None:
                     break
-                self.number_reached(waiter, key)
+                self.wake_member(waiter, counter)
             else:
                 counter.reaching = WakeAtCount(self, counter, total)
                 self.defer(counter.reaching)
@@ -572,14 +574,6 @@ class WaiterRegistry:
             self._register_counter(counter)
         else:
             del self.counters[key]
-
-    def number_reached(self, waiter: Waiter, key: bytes) -> None:
-        """Fire a waiter that has been removed from its counter."""
-        waiter.state = IDLE
-        waiter.group = None
-        waiter.remaining = 0
-        self._weigh(waiter, -self.registration_bytes(key))
-        waiter.fire(None)
 
     def wake_reached(self, counter: Counter, total: int, most: int) -> bool:
         """Wake at most so many waiters whose target has been reached; True if none is left."""
@@ -590,5 +584,5 @@ class WaiterRegistry:
                 if not counter.awaiting and self.counters.get(counter.key) is counter:
                     self._drop_counter(counter)
                 return True
-            self.number_reached(waiter, counter.key)
+            self.wake_member(waiter, counter)
         return False
