@@ -62,9 +62,12 @@ class _Joining(TCPStore):
         return None if handle is None else NativeServer(store, handle, self._sockets)
 
 
-def open_native(place: Place, timeout: Timeout) -> tuple[dist.Store, NativeServer | None, bool]:
-    """Return the C++ client of a place; on the rank that hosts, the server that runs as long as it exists; and whether
-    the server is ours.
+def open_native(
+    place: Place, timeout: Timeout, joined: Callable[[TCPStore], object]
+) -> tuple[dist.Store, NativeServer | None]:
+    """Return the C++ client of a place and, on the rank that hosts, the server that runs as long as it exists.
+
+    `joined` is called with our own store, which is closed after that.
 
     Raises DistNetworkError and DistStoreError as TCPStore does, and RuntimeError if the server could only be a thread.
     """
@@ -79,9 +82,9 @@ def open_native(place: Place, timeout: Timeout) -> tuple[dist.Store, NativeServe
         use_libuv=place.use_libuv,
     )
     store = joining.native
-    is_ours = joining._connection().extended()
+    joined(joining)
     server = joining.detach_server(store)
-    return (_CppPrefixStore(place.prefix, store) if place.prefix else store), server, is_ours
+    return (_CppPrefixStore(place.prefix, store) if place.prefix else store), server
 
 
 def host_native(store: Any, make: Callable[..., Any], *given: Any, **named: Any) -> NativeServer | None:

@@ -109,20 +109,19 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
             ours = stores.of(plain_store)
             lifetimes.opened(ours, stores.close_with_clones)
             if isinstance(plain_store, tcp.TCPStore):
-                _warn_if_foreign(place, plain_store._connection().extended())
+                _warn_if_foreign(place, plain_store)
             return ours
-        native, server, is_ours = open_native(place, timeout)
+        native, server = open_native(place, timeout, functools.partial(_warn_if_foreign, place))
     except errors.DistError as error:
         raise joint(error) from error.__cause__
-    _warn_if_foreign(place, is_ours)
     if server is not None:
         lifetimes.opened(native, lambda _: server.release())
     return native
 
 
-def _warn_if_foreign(place: plain.Place, is_ours: bool) -> None:
+def _warn_if_foreign(place: plain.Place, store: tcp.TCPStore) -> None:
     """Log once per job if the server is PyTorch's, because a launcher hosts it without our package."""
-    if not (is_ours or place.rank or place.prefix):
+    if not (place.rank or place.prefix or store._connection().extended()):
         log.warning(
             "%s:%d is PyTorch's own server instead of tcpstore_async's: torchrun's agent hosts it and was started "
             "without TCPSTORE_INSTALL=1; set it for the launcher",

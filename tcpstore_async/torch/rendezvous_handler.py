@@ -1,8 +1,8 @@
 """`torchrun --rdzv-backend=tcpstore`: the rendezvous of an elastic job on our servers.
 
-torchrun reaches `create_handler` through its entry point, `tcpstore_async/torchrun.py`. The
-semantics are those of PyTorch's dynamic rendezvous. But the server keeps the state of all agents (`rounds.py`), not a
-value that each agent reads and writes: the bytes of an agent's requests do not depend on the number of agents.
+torchrun reaches `create_handler` through its entry point, `tcpstore_async/torchrun.py`. The semantics are those of
+PyTorch's dynamic rendezvous, but the server keeps the state of all agents (`rounds.py`) instead of a value that each
+agent reads and writes: the bytes of an agent's requests do not depend on the number of agents.
 
 Three invariants. An agent never joins the rendezvous of a job that has closed: the next job with the same id gets an
 epoch, and so keys, of its own. Workers of one round never see the keys of another: each round has a server of its own,
@@ -162,17 +162,8 @@ class _Handler(RendezvousHandler):
 
     def _join(self) -> Round:
         try:
-            return self._agent.join()
-        except RoundsClosed as error:
-            if error.redundant:
-                raise RendezvousGracefulExitError(
-                    f"The rendezvous '{self._run_id}' is closed, terminating pending rendezvous."
-                ) from None
-            raise RendezvousClosedError from None
-        except errors.StoreTimeoutError as error:
-            raise RendezvousTimeoutError(str(error)) from error
-        except errors.DistError as error:
-            raise RendezvousConnectionError(str(error)) from error
+            found: Round = self._translated(self._agent.join)
+            return found
         finally:
             self._seen = None
 
@@ -202,6 +193,12 @@ class _Handler(RendezvousHandler):
         """Make a call, with PyTorch's exceptions."""
         try:
             return call()
+        except RoundsClosed as error:
+            if error.redundant:
+                raise RendezvousGracefulExitError(
+                    f"The rendezvous '{self._run_id}' is closed, terminating pending rendezvous."
+                ) from None
+            raise RendezvousClosedError from None
         except errors.StoreTimeoutError as error:
             raise RendezvousTimeoutError(str(error)) from error
         except errors.DistError as error:
