@@ -18,8 +18,8 @@ from ..serving import build, run, run_loop, serve_owner
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
+from .listen import listen_options, write_atomically
 from .output import print_json, stdout_is_closed
-from .port_file import write_atomically
 from .record import record_command, replay
 from .stdio import log_without_blocking, open_standard_streams
 
@@ -67,26 +67,13 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
 
 
 @main.command()
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; '::' for all, IPv4 included."
-)
-@click.option(
-    "--port",
-    default=29500,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port; 0 lets the kernel choose one.",
-)
+@listen_options
 @click.option(
     "--backend",
     default=DEFAULT_BACKEND,
     show_default=True,
     type=click.Choice(BACKENDS),
     help="'uv' is event-driven; 'threaded', the legacy one, uses a thread per connection.",
-)
-@click.option("--listen-fd", type=click.IntRange(0), metavar="FD", help="Listen on this inherited socket instead.")
-@click.option(
-    "--port-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the port to this file once listening."
 )
 @click.option(
     "--grace",

@@ -17,8 +17,8 @@ from ..load.recording import Recording, RecordingError, read_recording
 from ..load.summary import Summary, summarize
 from ..serving import run_loop
 from .client import FAILED, TIMED_OUT, UNREACHABLE, ClientContext, client_command, parse_url
+from .listen import listen_options, write_atomically
 from .output import escape, print_json, print_result, stdout_is_closed
-from .port_file import write_atomically
 from .stdio import log_without_blocking
 
 
@@ -38,20 +38,7 @@ from .stdio import log_without_blocking
     help="Record the contents of values too, not only their sizes: Gloo's hold addresses, and our clients' INTRODUCE "
     "holds host name and process id.",
 )
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; '::' for all, IPv4 included."
-)
-@click.option(
-    "--port",
-    default=29500,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port; 0 lets the kernel choose one.",
-)
-@click.option("--listen-fd", type=click.IntRange(0), metavar="FD", help="Listen on this inherited socket instead.")
-@click.option(
-    "--port-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the port to this file once listening."
-)
+@listen_options
 def record_command(
     upstream: tuple[str, int],
     path: Path,

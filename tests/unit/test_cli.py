@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from support import LIMIT, RawPeer, blob, tcpstore_server
 from tcpstore_async.cli import main
-from tcpstore_async.cli.port_file import write_atomically
+from tcpstore_async.cli.listen import write_atomically
 from tcpstore_async.serving import build
 
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]

@@ -1,0 +1,53 @@
+"""The options of commands that listen: where, and the file that tells scripts the port."""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+_OPTIONS: Final = (
+    click.option(
+        "--host", default="127.0.0.1", show_default=True, help="Address to listen on; '::' for all, IPv4 included."
+    ),
+    click.option(
+        "--port",
+        default=29500,
+        show_default=True,
+        type=click.IntRange(0, 65535),
+        help="Port; 0 lets the kernel choose one.",
+    ),
+    click.option("--listen-fd", type=click.IntRange(0), metavar="FD", help="Listen on this inherited socket instead."),
+    click.option(
+        "--port-file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Write the port to this file once listening.",
+    ),
+)
+
+
+def listen_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options to a command, which gets them as `host`, `port`, `listen_fd` and `port_file`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file as a whole.
+
+    The temporary file has an unpredictable name and is created exclusively, so no existing file or link is written to.
+    """
+    temporary = path.with_name(f".tcpstore-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "x") as file:
+            try:
+                file.write(text)
+                file.close()
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink()
+                raise
+    except OSError as error:
+        raise click.ClickException(f"cannot write the port to {path}: {error.strerror}") from None
