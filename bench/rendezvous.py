@@ -42,15 +42,14 @@ if __name__ == "__main__":
 from bench.servers import hosting
 from tcpstore_async import TCPStore
 from tcpstore_async.client.client_info import introduction
-from tcpstore_async.limits import Limits
 from tcpstore_async.load.generator import Generator, Step
+from tcpstore_async.load.observer import RequestDecoder
 from tcpstore_async.load.scripts import RANK, encode_request, hello, make_step
 from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build
 from tcpstore_async.stores.agent import Options
 from tcpstore_async.values import pack
-from tcpstore_async.wire.codecs import PartialRequest
-from tcpstore_async.wire.commands import BY_OPCODE, SERVER_KEY
+from tcpstore_async.wire.commands import SERVER_KEY
 
 SIZES = (16, 256, 4096, 12288)
 MEASURED_SECONDS = 10.0
@@ -85,7 +84,8 @@ class Relay:
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._buffers: dict[socket.socket, bytes] = {}
+        self._decoders: dict[socket.socket, RequestDecoder] = {}
+        """By a client's connection."""
         self._other: dict[socket.socket, socket.socket] = {}
         self._stopped = False
         self.traffic = Traffic(0, 0, 0)
@@ -111,7 +111,7 @@ class Relay:
     def _accept(self) -> None:
         client, _ = self._listener.accept()
         server = socket.create_connection(("127.0.0.1", self._target))
-        self._buffers[client] = b""
+        self._decoders[client] = RequestDecoder()
         for one, other in ((client, server), (server, client)):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._other[one] = other
@@ -128,30 +128,15 @@ class Relay:
             for one in (sock, other):
                 self._selector.unregister(one)
                 del self._other[one]
-                self._buffers.pop(one, None)
+                self._decoders.pop(one, None)
                 one.close()
             return
         requests, sent, received = self.traffic
-        if sock in self._buffers:
-            count, self._buffers[sock] = _count_requests(self._buffers[sock] + data)
-            self.traffic = Traffic(requests + count, sent + len(data), received)
+        decoder = self._decoders.get(sock)
+        if decoder is not None:
+            self.traffic = Traffic(requests + sum(1 for _ in decoder.receive(data)), sent + len(data), received)
         else:
             self.traffic = Traffic(requests, sent, received + len(data))
-
-
-def _count_requests(data: bytes) -> tuple[int, bytes]:
-    """Return the number of complete requests, and the rest."""
-    count = at = 0
-    while at < len(data):
-        command = BY_OPCODE[data[at]]
-        if command is None:
-            raise ValueError(f"opcode {data[at]} is not known")
-        result, stop = command.request.decode(lambda *_: None, data, at + 1, len(data), Limits())
-        if stop < 0 or isinstance(result, PartialRequest):
-            break
-        count += 1
-        at = stop
-    return count, data[at:]
 
 
 # Real handlers

@@ -233,6 +233,15 @@ static size_t feed1(conn *c, const uint8_t *b, size_t n, int *done) {
 static char *BB; // send build buffer
 static uint8_t *RB;
 static size_t RBN = 1 << 18;
+// receive what there is into RB; -1 if there is nothing
+static ssize_t receive(conn *c, const char *what) {
+  ssize_t n = recv(c->fd, RB, RBN, 0);
+  if (n == 0)
+    errno = ECONNRESET;
+  if (n == 0 || (n < 0 && errno != EAGAIN))
+    die(what);
+  return n;
+}
 static struct epoll_event *EV;
 static int NEV = 1024;
 // ---- init
@@ -337,11 +346,7 @@ static void do_init(int quiet) {
           continue;
       }
       if (ev & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-        ssize_t n = recv(c->fd, RB, RBN, 0);
-        if (n == 0)
-          errno = ECONNRESET;
-        if (n == 0 || (n < 0 && errno != EAGAIN))
-          die("recv init");
+        ssize_t n = receive(c, "recv init");
         size_t o = 0;
         while (n > 0 && o < (size_t)n) {
           int d;
@@ -481,11 +486,7 @@ static void do_barrier() {
         conn *c = &C[EV[j].data.u32];
         if (!(EV[j].events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
           continue;
-        ssize_t n = recv(c->fd, RB, RBN, 0);
-        if (n == 0)
-          errno = ECONNRESET;
-        if (n == 0 || (n < 0 && errno != EAGAIN))
-          die("recv barrier");
+        ssize_t n = receive(c, "recv barrier");
         size_t o = 0;
         while (n > 0 && o < (size_t)n) {
           int d;
@@ -731,13 +732,9 @@ static void do_tput(int op) {
         continue;
       char *p = BB;
       while (1) {
-        ssize_t n = recv(c->fd, RB, RBN, 0);
-        if (n < 0 && errno == EAGAIN)
+        ssize_t n = receive(c, "recv tput");
+        if (n < 0)
           break;
-        if (n == 0)
-          errno = ECONNRESET;
-        if (n <= 0)
-          die("recv tput");
         size_t o = 0;
         uint64_t tn = now();
         while (o < (size_t)n) {
@@ -869,11 +866,7 @@ static int ids_read(size_t size, int timeout) {
       continue;
     ssize_t n;
     do {
-      n = recv(c->fd, RB, RBN, 0);
-      if (n == 0)
-        errno = ECONNRESET;
-      if (n == 0 || (n < 0 && errno != EAGAIN))
-        die("recv ids");
+      n = receive(c, "recv ids");
       if (n < 0)
         break;
       if ((size_t)n > c->rem || memcmp(RB, size == 1 ? "" : ids_reply + (size - c->rem), n)) {
@@ -1077,11 +1070,7 @@ static void play_on(conn *c, uint32_t i) {
 static void play_read(conn *c, uint32_t i) {
   ssize_t n;
   do {
-    n = recv(c->fd, RB, RBN, 0);
-    if (n == 0)
-      errno = ECONNRESET;
-    if (n == 0 || (n < 0 && errno != EAGAIN))
-      die("recv play");
+    n = receive(c, "recv play");
     if (n < 0)
       return;
     const action *a = &ACT[act_at[i]];

@@ -392,9 +392,8 @@ class _Peer(asyncio.Protocol):
 
     def begin(self) -> None:
         """Connect at the recorded time."""
-        if not self._is_due(self.connection.opened, self._connect):
-            return
-        self._connect()
+        if self._is_due(self.connection.opened, self._connect):
+            self._connect()
 
     def _connect(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._open())
@@ -463,7 +462,7 @@ class _Peer(asyncio.Protocol):
             self.fences += 1
             out.append(_PING.prefix + _PING.request.encode((_FENCE_NONCE,)))
             self.session.pending.append(PendingCall(_PING, 0, 0, (step, False)))
-        elif step.command.reply is not NO_REPLY and not step.cancels:
+        elif step.command.reply is not NO_REPLY:
             self.job.step_done(step)
 
     def _is_due(self, at: float, then: Callable[[], None]) -> bool:

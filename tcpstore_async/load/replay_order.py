@@ -11,12 +11,13 @@ Invariant: a step depends only on steps that took effect before it did, so no st
 
 from typing import Any, Final
 
-from ..wire.codecs import NO_REPLY
+from ..wire.codecs import CANCELED, NO_REPLY, NO_VALUE
+from ..wire.commands import COMMANDS
 from .evidence import order_effects
 from .recording import Recording, Step
 
 _REMOVES: Final = {"delete_key", "queue_pop", "lease"}
-_WAITS: Final = {"wait", "fetch", "wait_count", "lease_later", "barrier", "meet"}
+_WAITS: Final = {one.method for one in COMMANDS if one.parks and one.reply not in (CANCELED, NO_VALUE)}
 """Commands whose reply may come later."""
 _NAMES_ALL: Final = {"num_keys", "list_keys"}
 _ALL: Final = -1

@@ -221,15 +221,19 @@ def symmetric_memory(s: Script) -> None:
 # nccl, up to PyTorch 2.14
 
 
-@case
-def nccl_world_of_two(s: Script) -> None:
-    """One root SETs; the others WAIT and GET."""
-    [key] = legacy_keys(WORLD, 1)
+def _one_id(s: Script, key: bytes) -> None:
     a, b = s.peers("ab")
     b.says(wait(key))
     a.says(set_(key, unique_id(0)))
     b.hears(WOKEN)
     b.asks(get(key), blob(unique_id(0)))
+
+
+@case
+def nccl_world_of_two(s: Script) -> None:
+    """One root SETs; the others WAIT and GET."""
+    [key] = legacy_keys(WORLD, 1)
+    _one_id(s, key)
 
 
 @case
@@ -245,12 +249,7 @@ def nccl_world_of_16384(s: Script) -> None:
 @case
 def nccl_point_to_point(s: Script) -> None:
     """A pair of ranks has a communicator of its own, under a key of both."""
-    key = WORLD + b"0:3"
-    a, b = s.peers("ab")
-    b.says(wait(key))
-    a.says(set_(key, unique_id(0)))
-    b.hears(WOKEN)
-    b.asks(get(key), blob(unique_id(0)))
+    _one_id(s, WORLD + b"0:3")
 
 
 @case
