@@ -197,24 +197,37 @@ class _KeyValues(RequestCodec):
     def __init__(self, values: int, large: bool) -> None:
         self.arity = 1 + values
         self.layout = "key" + ", value" * values
-        self.values = values
         self.large = large
-        """Whether a large last value may be received as a `LargeValue`."""
+        """Whether a large value may be received as a `LargeValue`."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = key_stop(data, at, end, limits)
         if start < 0:
             return None, start
-        fields: list[Any] = [data[at + 8 : start]]
-        for left in range(self.values, 0, -1):
-            stop = _value_stop(data, start, end, limits)
+        return self.decode_values([data[at + 8 : start]], None, call, data, start, end, limits)
+
+    def decode_values(
+        self,
+        fields: list[Any],
+        partial: "_PartialValues | None",
+        call: Handler,
+        data: bytes,
+        at: int,
+        end: int,
+        limits: Limits,
+    ) -> tuple[Any, int]:
+        """Decode the values that `fields` lacks. If a small one is incomplete, the first result is `partial`."""
+        while len(fields) < self.arity:
+            stop = _value_stop(data, at, end, limits)
             if stop < 0:
-                if self.large and left == 1 and -stop - start >= LARGE_VALUE_BYTES:
-                    return LargeValue(fields, -stop - start, data, start, end), -(end + 1)
-                return None, stop
-            fields.append(data[start:stop])
-            start = stop
-        return call(*fields), start
+                if self.large and -stop - at >= LARGE_VALUE_BYTES:
+                    return LargeValue(self, fields, -stop - at, data, at, end), -(end + 1)
+                if partial is not None:
+                    partial.at = at
+                return partial, stop
+            fields.append(data[at:stop])
+            at = stop
+        return call(*fields), at
 
     def encode(self, fields: Fields) -> bytes:
         return pack(fields[0]) + b"".join(fields[1:])
@@ -264,13 +277,29 @@ class _KeyValueNumbers(RequestCodec):
         return pack(fields[0]) + value + self.numbers.pack(*fields[2:])
 
 
+class _PartialValues(PartialRequest):
+    """A request whose large value has arrived, but not the next one."""
+
+    def __init__(self, codec: _KeyValues, fields: list[Any]) -> None:
+        self.codec = codec
+        self.items = fields
+        self.at = 0
+
+    def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        return self.codec.decode_values(self.items, self, call, data, at, end, limits)
+
+    def held(self) -> int:
+        return sum(map(len, self.items))
+
+
 class LargeValue(PartialRequest):
-    """A request whose large last value is received straight into the buffer that will be stored.
+    """A request whose large value is received straight into the buffer that will be stored, or compared.
 
     The buffer grows as bytes arrive: announcing a length alone costs no memory.
     """
 
-    def __init__(self, fields: list[Any], size: int, data: bytes, start: int, end: int) -> None:
+    def __init__(self, codec: _KeyValues, fields: list[Any], size: int, data: bytes, start: int, end: int) -> None:
+        self.codec = codec
         self.items = fields
         self.size = size
         self.filled = 0
@@ -291,7 +320,8 @@ class LargeValue(PartialRequest):
         self.at = self._take(data, at, end)
         if self.filled < self.size:
             return self, -(end + 1)
-        return call(*self.items, self.buffer), self.at
+        fields = [*self.items, self.buffer]
+        return self.codec.decode_values(fields, _PartialValues(self.codec, fields), call, data, self.at, end, limits)
 
     def held(self) -> int:
         return self.filled + sum(map(len, self.items))

@@ -93,6 +93,33 @@ def test_bytes_behind_a_large_value_are_not_used() -> None:
     assert (stored, stop) == (value, 7)
 
 
+@pytest.mark.parametrize("second", [b"", b"small", bytes(2 * LARGE_VALUE_BYTES)], ids=len)
+@pytest.mark.parametrize("step", [1, 7, 50_000])
+def test_a_large_first_value_is_received_into_its_own_buffer_too(second: bytes, step: int) -> None:
+    """Whatever follows it, in whatever pieces: at both ends of each value, single bytes."""
+    first = blob(bytes(range(256)) * (LARGE_VALUE_BYTES // 256))
+    frame = blob(b"/k") + first + blob(second)
+    rest: Any = None
+    unused, at, need = b"", 0, 0
+    while at < len(frame):
+        near = any(abs(at - end) < 40 for end in (12, len(frame) - len(blob(second)), len(frame)))
+        piece = frame[at : at + (step if near else 50_000)]
+        at += len(piece)
+        data = unused + piece
+        if len(data) < need:
+            unused = data
+            continue
+        codec = KEY_VALUE_VALUE if rest is None else rest
+        rest, stop = codec.decode(fields, data, 0, len(data), LIMITS)
+        if stop < 0:
+            begin = 0 if rest is None else rest.at
+            unused, need = data[begin:], -stop - begin
+    assert stop == len(data)
+    key, expected, desired = rest
+    assert (key, expected, desired) == (b"/k", first, blob(second))
+    assert isinstance(expected, bytearray)
+
+
 def test_an_announcement_gets_a_small_buffer() -> None:
     start = blob(b"/k") + u64(8 * MIB)
     rest, _ = KEY_VALUE.decode(fields, start, 0, len(start), LIMITS)
