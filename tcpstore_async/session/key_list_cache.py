@@ -74,12 +74,18 @@ class KeyListCache:
         return listed
 
     def count_reply(self, listed: KeyList) -> None:
-        """Count a reply that is kept; its bytes stay counted as long as the list, for the next reply."""
+        """Count a reply that is to be kept, or drop it if it does not fit.
+
+        Its bytes stay counted as long as the list, for the next reply.
+        """
         growth = listed.longest_reply - listed.counted_reply
-        listed.counted_reply = listed.longest_reply
-        listed.size += growth
-        self._charge(growth)
-        self._make_room(0, listed)
+        if self._make_room(growth, listed):
+            listed.counted_reply = listed.longest_reply
+            listed.size += growth
+            self._charge(growth)
+        else:
+            listed.longest_reply = listed.counted_reply
+            listed.reply = None
 
     def _make_room(self, size: int, spared: KeyList | None = None) -> bool:
         """Forget the oldest lists until `size` bytes fit, which must not be more than half. False if they do not."""

@@ -451,6 +451,27 @@ def test_a_large_reply_is_not_kept(engine: Engine) -> None:
         take(session)
 
 
+def test_a_reply_that_does_not_fit_is_not_kept() -> None:
+    """Lists that are being compared stay, so they leave no room."""
+    engine = Engine(Limits(budget_bytes=64 << 20, value_bytes=1 << 20))
+    cache = engine.key_lists
+    write(engine, *KEYS, value=bytes(30_000))
+    session = greeted(engine)
+    lists = [Command("multi_get", [b"/%d" % number, *KEYS]) for number in range(20)]
+    for command in lists:
+        ask(session, command)
+        greeted(engine).receive(command.frame[:-1])
+    assert all(listed.compared for listed in cache.lists.values())
+    for command in lists:
+        expected = bytes(8) + (blob(bytes(30_000))) * 4
+        for _ in range(3):
+            assert ask(session, command) == expected
+            assert cache.size <= cache.capacity
+    kept = [listed for listed in cache.lists.values() if listed.counted_reply]
+    assert 5 < len(kept) < 10
+    assert cache.size == sum(listed.size for listed in cache.lists.values())
+
+
 # Recognizing lists
 
 
