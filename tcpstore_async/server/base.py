@@ -301,6 +301,8 @@ class Server:
                         self.give_up(connection)
             if to_flush:
                 self.call_soon(self._flush_more)
+            if self.engine.pending_flush:  # unsent replies may have made the budget evict peers
+                self.flush_pending()
 
     def _work(self) -> None:
         """Do one portion of what long commands have left to do."""

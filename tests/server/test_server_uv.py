@@ -422,6 +422,40 @@ def test_many_at_once(run: Run, watch_with: WatchWith) -> None:
     run(main)
 
 
+@pytest.mark.skipif(build() == "compiled", reason="compiled functions are not looked up")
+def test_a_peer_that_is_evicted_while_many_are_flushed(
+    run: Run, watch_with: WatchWith, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command wakes more peers than are flushed at once; what they do not read exceeds the budget."""
+    names = [b"/%d" % number for number in range(520)]
+    limits = Limits(budget_bytes=16 * MIB, value_bytes=MIB, request_bytes=8 * MIB)
+
+    def full(fd: int, data: object) -> int:
+        raise BlockingIOError
+
+    async def main() -> None:
+        async with Serving(watch_with, limits) as server, client(server.port) as writer:
+            waiting = []
+            for name in names:
+                reader = socket.create_connection(("127.0.0.1", server.port))
+                reader.sendall(HANDSHAKE + b"\x40" + blob(name))
+                waiting.append(reader)
+            await until(lambda: len(server.engine.keyspace.waiters) == len(names))
+            monkeypatch.setattr(uv, "_write", full)
+            monkeypatch.setattr(uv, "_write_pieces", full)
+            values = b"".join(blob(name) + blob(bytes(16_000)) for name in names)
+            writer.writer.write(b"\x0b" + struct.pack("<Q", len(names)) + values)
+            await until(lambda: not server.engine.keyspace.waiters)
+            for _ in range(5):  # turns of the loop without any event
+                await asyncio.sleep(0.01)
+            assert server.count < 1 + len(names)
+            assert not server.engine.evicted
+            for reader in waiting:
+                reader.close()
+
+    run(main)
+
+
 def test_the_connection_limit(run: Run, watch_with: WatchWith, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with Serving(watch_with, Limits(connections=2)) as server, client(server.port) as one:
