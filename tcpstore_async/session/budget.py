@@ -171,6 +171,7 @@ class Budget:
         """Evict a peer if too much is used, now that `holder` holds more. Raises BudgetError if that is `holder`."""
         if self.used() <= self._next:
             return
+        self.attribute()
         self._drop_listing()
         used = self.used()
         victim, most = self._largest(self._holds)

@@ -198,6 +198,20 @@ def test_the_largest_reader_goes_and_lets_go_at_once() -> None:
     assert small.backlog is not None
 
 
+def test_a_writer_whose_command_just_ended_is_the_largest() -> None:
+    """Its share of the store is known before those whom it woke do not read their replies."""
+    engine = Engine(Limits(budget_bytes=64 * MIB))
+    names = [b"/%d" % number for number in range(30)]
+    writer, readers = greeted(engine), [greeted(engine) for _ in names]
+    for name, reader in zip(names, readers, strict=True):
+        reader.receive(Command("fetch", name).frame)
+    writer.receive(Command("multi_set", [(name, bytes(MIB)) for name in names]).frame)
+    unread = iter(readers)
+    while not engine.evicted:
+        behind(next(unread))
+    assert list(engine.evicted) == [writer]
+
+
 def test_small_writers_go_on_above_the_mark_until_the_store_is_full() -> None:
     engine = Engine(Limits(budget_bytes=160 * MIB))
     greedy, honest = greeted(engine), greeted(engine)
