@@ -175,6 +175,8 @@ class Link:
         """What the client sent before there was a connection to the server; None since."""
         self._early_bytes = 0
         self._connecting: asyncio.Task[None] | None = None
+        self._failures = 0
+        """Failed attempts to connect to the server."""
         self._observer: Observer | None = None
         self._ended = False
 
@@ -186,9 +188,11 @@ class Link:
         self._connecting = asyncio.get_running_loop().create_task(self._connect(address))
 
     async def _connect(self, address: str) -> None:
-        """Connect to the server, as often as it takes: a client that has enough of that closes its connection."""
+        """Connect to the server, as often as it takes: a client that has enough of that closes its connection.
+
+        One that has sent all it has before the first attempt ended is no such client.
+        """
         recorder = self.recorder
-        failures = 0
         while True:
             try:
                 connected = await start_connection(recorder.addresses, happy_eyeballs_delay=_STAGGER)
@@ -197,15 +201,24 @@ class Link:
                 await asyncio.get_running_loop().create_connection(lambda: self.server, sock=connected)
                 break
             except OSError as error:
-                failures += 1
+                self._failures += 1
                 where = format_address(recorder.host, recorder.port)
                 recorder.log.add(
                     "upstream", f"cannot connect {address} to {where}, trying again: {error.strerror or error}"
                 )
-                await asyncio.sleep(backoff(failures))
+                if self.client.finished:
+                    self.close()
+                    return
+                await asyncio.sleep(backoff(self._failures))
         early, self.early = self.early, None
+        self.client.resume()  # before writing, which may pause it
         self.server.write(b"".join(early or ()))
-        self.client.resume()
+        if self.client.finished:
+            self.server.write_eof()
+
+    def awaits_server(self) -> bool:
+        """Whether the first attempt to connect to the server is under way."""
+        return self.early is not None and self._failures == 0
 
     def passed(self, by_client: bool, data: bytes) -> None:
         """Forward bytes, and record them after that."""
@@ -258,7 +271,7 @@ class _Side(asyncio.Protocol):
         self._link = link
         self._is_client = is_client
         self._transport: asyncio.Transport | None = None
-        self._finished = False
+        self.finished = False
         """Whether the peer sends no more."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -271,13 +284,13 @@ class _Side(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Pass on that the peer sends no more; keep the connection open for what it still receives."""
-        self._finished = True
+        self.finished = True
         self._link.ended(self._is_client)
-        transport = self.other._transport
-        if transport is None or self.other._finished:
+        if self.other.finished:
             return False
-        if not transport.is_closing():
-            transport.write_eof()
+        if self._link.early is not None:
+            return self._link.awaits_server()
+        self.other.write_eof()
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -292,6 +305,10 @@ class _Side(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+    def write_eof(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
 
     def pause(self) -> None:
         if self._transport is not None and not self._transport.is_closing():

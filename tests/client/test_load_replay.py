@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from client.fakes import fake_server
-from conformance.frames import wait
+from conformance.frames import get, set_, wait
 from support import LIMIT, RawPeer, free_port, server_of, tcpstore_server
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import QueueEmptyError, StoreTimeoutError
@@ -524,6 +524,39 @@ def test_the_server_may_start_after_the_clients(tmp_path: Path) -> None:
         status, said = proxy.stop()
     assert status == 0
     assert f"cannot connect 127.0.0.1 to 127.0.0.1:{port}, trying again: " in said
+
+
+def test_a_client_that_closes_at_once_has_sent_what_it_sent(tmp_path: Path) -> None:
+    keys = [b"/%d" % number for number in range(20)]
+    with tcpstore_server() as server, recorder(server.port, tmp_path / "job") as proxy:
+        for key in keys:
+            with RawPeer(proxy.port) as peer:
+                peer.send(set_(key, b"v"))
+        with RawPeer(proxy.port) as peer:
+            peer.send(wait(*keys))
+            assert peer.read(1) == b"\0"
+        with RawPeer(proxy.port) as peer:
+            peer.send(get(keys[0]))
+            peer.socket.shutdown(socket.SHUT_WR)
+            assert peer.read(9) == b"\1" + bytes(7) + b"v"
+            assert peer.closed()
+        assert proxy.stop()[0] == 0
+    assert read_recording(tmp_path / "job").complete
+
+
+def test_a_client_that_gave_up_before_the_server_came_is_not_connected(tmp_path: Path) -> None:
+    port = free_port()
+    with recorder(port, tmp_path / "job") as proxy:
+        with RawPeer(proxy.port) as peer:
+            peer.send(set_(b"/k", b"v"))
+            time.sleep(0.3)
+            peer.socket.shutdown(socket.SHUT_WR)
+            assert peer.closed()
+        with tcpstore_server("--port", str(port)), RawPeer(proxy.port) as peer:
+            time.sleep(1)
+            peer.send(get(b"/k"))
+            assert peer.read(8) == bytes(8)
+        assert proxy.stop()[0] == 0
 
 
 def test_a_server_that_dies_takes_its_clients_with_it(tmp_path: Path) -> None:
