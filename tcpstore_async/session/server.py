@@ -86,6 +86,8 @@ class Engine:
         """The reply to LIST_KEYS that is being made in steps."""
         self.joins: int = 0
         """How many ranks the owner of this server expects to join, if it has one."""
+        self.over = False
+        """Whether the owner expected ranks, and expects no more: the round is over."""
         self.unfinished: int = 0
         """Bytes held of incomplete requests, all sessions together."""
         self.handshake: list[_Slot | None] = [None] * 256
@@ -113,6 +115,7 @@ class Engine:
 
         0 means that the server is about to stop. Sessions that this wakes are in `pending_flush`.
         """
+        self.over = not joins and (self.over or self.joins > 0)
         self.joins = joins
         self.keyspace.reserve(JOINS_KEY, pack(b"%d" % joins), last=not joins)
 
@@ -501,9 +504,14 @@ class ServerSession(Holder):
         return getsizeof(peer) + sum(getsizeof(name) + getsizeof(text) for name, text in peer.items())
 
     def join(self, key: bytes, token: Framed) -> int:
-        """See `Keyspace.join`. Raises ProtocolError for a token that is too long."""
+        """See `Keyspace.join`. Raises ProtocolError for a token that is too long, and when the round is over.
+
+        A rank that was counted then would stay on a server that nobody else of its round will use.
+        """
         if len(token) > _MAX_TOKEN:
             raise ProtocolError(f"JOIN with a token of {len(token) - PREFIX} bytes (max {_MAX_TOKEN - PREFIX})")
+        if self.engine.over and len(token) > PREFIX:
+            raise ProtocolError("JOIN when the round is over; the rank will join the next one")
         return self.engine.keyspace.join(self, key, unpack(token))
 
     # Output

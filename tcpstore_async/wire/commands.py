@@ -183,7 +183,8 @@ COMMANDS: Final = (
             "As ADD of 1, but only once for each value, the token of a rank (at most 64 bytes), whichever connection "
             "sends it; the connection then represents that rank. An empty token adds nothing, and the reply is the "
             "number less the ranks that have lost all their connections. DELETE_KEY forgets the tokens. Closes the "
-            "connection as ADD does, and for a token that is too long."),
+            "connection as ADD does, for a token that is too long, and once the owner has stopped a server that it had "
+            "announced ranks to: they belong to the next round."),
     Command(0x49, "LEAVE",        NOTHING,         NO_REPLY,      "depart",      HOLDS | EXTENSION,
             "Lets the connection represent no rank any more, without counting that rank as lost."),
     Command(0x4A, "MEET",         KEY_VALUE_3_I64, DEFERRED_VALUE,  "meet",      MUTATES | PARKS | EXTENSION,

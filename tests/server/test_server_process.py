@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.frames import i64, join
 from faults.fault_helpers import until
 from faults.owner_programs import Seen, port_is_free, seen
 from support import LIMIT, RawPeer
@@ -224,6 +225,23 @@ def test_a_store_whose_ranks_have_yet_to_come_is_not_complete(server: ServerProc
             second.join(1)
             server.stop()
             second.ping(2)
+    assert process.ended()
+
+
+@pytest.mark.parametrize("announced", [0, 2])
+def test_no_rank_joins_a_round_that_is_over(announced: int, server: ServerProcess, process: Seen) -> None:
+    """It would wait here for ranks that join the next round's server, and they for it."""
+    if announced:
+        server.announce(announced)
+    with ask(server.port, 1) as peer:
+        assert peer.ask(join(b"init/", b"first"), 8) == i64(1)
+        server.stop()
+        assert peer.ask(join(b"init/", b""), 8) == i64(1)
+        if announced:
+            peer.send(join(b"init/", b"first"))
+            assert peer.closed()
+        else:
+            assert peer.ask(join(b"init/", b"second"), 8) == i64(2)
     assert process.ended()
 
 
