@@ -111,7 +111,7 @@ class AgentRegistry(SharedRequests):
             elif action == COMPLETE:
                 rounds.complete(agent, number)
             elif action == LEAVE:
-                rounds.remove(agent)
+                rounds.leave(agent)
         self.settle(rounds)
         return _STATUS.pack(_STATUS.size - PREFIX, *rounds.status(agent))
 

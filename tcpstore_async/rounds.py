@@ -235,6 +235,11 @@ class Rounds:
         if self.caller is agent and self.calls == call and not self.closed:
             self._form()
 
+    def leave(self, agent: Agent) -> None:
+        """Remove an agent that has waited for long enough, unless it has a rank meanwhile or is redundant."""
+        if not self.formed or self.standing(agent) not in (PARTICIPANT, REDUNDANT):
+            self.remove(agent)
+
     def close(self) -> None:
         """Close: no more rounds are formed."""
         if self.closed:

@@ -21,7 +21,7 @@ from ..client.requests import Request
 from ..deadline import Deadline
 from ..errors import DistError, StoreTimeoutError
 from ..keys import stored_key
-from ..rounds import CLOSED, REDUNDANT
+from ..rounds import CLOSED, PARTICIPANT, REDUNDANT
 from ..session.identity import ROUNDS
 from ..values import PREFIX, Framed
 from .tcp import TCPStore
@@ -213,8 +213,13 @@ def joining(
             if state.standing == REDUNDANT:
                 deadline = now + options.join
         elif now >= deadline:
-            yield requests.attend(key, name, LEAVE), 0.0
-            raise StoreTimeoutError(f"no round of {options.least} agents was formed within {options.join:g} s")
+            reply = yield requests.attend(key, name, LEAVE), 0.0
+            assert reply is not None
+            state = State(*_STATUS.unpack_from(reply, PREFIX))
+            if state.standing != REDUNDANT and (state.standing != PARTICIPANT or state.round == left):
+                raise StoreTimeoutError(f"no round of {options.least} agents was formed within {options.join:g} s")
+            now = clock()
+            deadline = now + options.join  # redundant, or the round was formed just now and MEET is answered at once
 
 
 def is_closed(store: TCPStore, key: str) -> bool:

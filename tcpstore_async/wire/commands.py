@@ -199,8 +199,9 @@ COMMANDS: Final = (
             "Executes an action of the agent whose name is the value, or of nobody if it is empty, and replies with "
             "the state of the rounds under the key. The numbers are the action and its argument. 0: none. 1: a beat; "
             "agents without a sign of life for as many ticks as the argument are removed. 2: the end of the last call "
-            "with this number. 3: closes the rounds. 4: removes the agent. Agents are also removed when they lose all "
-            "their connections. DELETE_KEY forgets rounds without agents. Closes the connection for other numbers."),
+            "with this number. 3: closes the rounds. 4: removes the agent, unless it has a rank or is redundant. Agents"
+            " are also removed when they lose all their connections. DELETE_KEY forgets rounds without agents. Closes "
+            "the connection for other numbers."),
 )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import pytest
 from client.test_sync import until
 from support import LIMIT, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
-from tcpstore_async.stores.agent import Agent, Options, Round, RoundsClosed, agent_name, is_closed
+from tcpstore_async.agents import LEAVE
+from tcpstore_async.stores.agent import Agent, Options, Round, RoundsClosed, agent_name, is_closed, joining
 
 QUICK = Options(2, 3, join=LIMIT, last_call=0.05, keep_alive_interval=0.2, keep_alive_max_attempt=2)
 
@@ -95,6 +96,34 @@ def test_a_redundant_agent_takes_the_place_of_one_that_died(hosts: Hosts) -> Non
     until(lambda: a.look().waiting == 1)
     assert hosts.join(a)[0].result(LIMIT) == Round(1, 0, 2)
     assert third.result(LIMIT) == Round(1, 1, 2)
+
+
+def test_the_join_timeout_does_not_end_a_redundant_agent(hosts: Hosts) -> None:
+    """Not even if it is shorter than the time between two beats."""
+    one = QUICK._replace(least=1, most=1, keep_alive_interval=60)
+    a, b = hosts.agent("a", one), hosts.agent("b", one._replace(join=0.05))
+    assert hosts.join(a)[0].result(LIMIT) == Round(0, 0, 1)
+    second = hosts.join(b)[0]
+    time.sleep(0.5)
+    assert not second.done()
+    hosts.stores[0].close()
+    assert second.result(LIMIT) == Round(1, 0, 1)
+
+
+def test_an_agent_that_gives_up_leaves_no_round_that_was_formed(hosts: Hosts) -> None:
+    pair = QUICK._replace(most=2, keep_alive_interval=60)
+    a, b = hosts.agent("a", pair), hosts.agent("b", pair._replace(join=0.05))
+    steps = joining(b"/job", b"b", b.options, -1, b.pulse, time.monotonic)
+    request, _ = next(steps)
+    first = hosts.pool.submit(b._meet, request, 0.1)
+    assert first.result(LIMIT) is None
+    request, _ = steps.send(None)
+    assert request[1][2] == LEAVE
+    assert hosts.join(a)[0].result(LIMIT) == Round(0, 0, 2)
+    request, _ = steps.send(b._client.call(request))
+    with pytest.raises(StopIteration) as end:
+        steps.send(b._meet(request, LIMIT))
+    assert end.value.value == Round(0, 1, 2)
 
 
 def test_agents_without_beats_are_removed(hosts: Hosts) -> None:

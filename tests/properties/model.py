@@ -417,7 +417,7 @@ class Model:
                 meeting.beat(member, number)
             elif action == 2 and meeting.caller is member and meeting.calls == number and not meeting.closed:
                 meeting.form()
-            elif action == 4:
+            elif action == 4 and (meeting.ranks is None or meeting.status(member)[4] in (0, 2)):
                 meeting.remove(member)
         if action == 3:
             meeting.close()
