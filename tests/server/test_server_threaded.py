@@ -563,6 +563,7 @@ def test_latecomers_are_dismissed(backend: str) -> None:
                 with RawPeer(server.port) as same, RawPeer(server.port) as late, RawPeer(server.port) as waiting:
                     await asyncio.to_thread(same.ping, 1)
                     await asyncio.to_thread(late.ping, 2)
+                    await asyncio.to_thread(waiting.ask, b"\x07", 8)  # so it has been accepted
                     for peer in (late, waiting):
                         peer.send(b"\x06" + keys(b"/queue"))
                     await asyncio.to_thread(late.ping, 2)
