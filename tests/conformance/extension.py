@@ -577,7 +577,8 @@ def silent_agents_are_removed(s: Script) -> None:
     b.asks(attend(b"r", b"c"), state(*(0, 1, 2, 0, 0, 0)))
     b.asks(attend(b"r", b"b", 1, 2), state(*(0, 1, 1, 0, 1, 0)))
     c.asks(CANCEL_FETCH + meet(b"r", b"c", 1, 2), NO_VALUE)
-    b.asks(attend(b"r", b"a", 1, 2) + attend(b"r", b"b", 4), state(*(0, 1, 1, 1, 0, 0)) + state(*(1, 0, 1, 0, 0, 0)))
+    b.asks(attend(b"r", b"a", 1, 2) + attend(b"r", b"b", 4), state(*(0, 1, 1, 1, 0, 0)) + state(*(0, 1, 1, 1, 1, 0)))
+    b.leaves()
     c.hears(met(1, -1, 1))
 
 
