@@ -127,7 +127,8 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option(
     "--preset",
     type=click.Choice(list(PRESETS)),
-    help="A known job in their place, with its sizes: 8,192 ranks; 16,384 in many groups; 98,304 in memory.",
+    help="A known job in their place, with its sizes: 8,192 ranks; 16,384 in many groups; 98,304 in memory. "
+    "With --sizes, the same job at these.",
 )
 @click.option(
     "--seconds",
@@ -154,7 +155,12 @@ def scale(
     """
     raise_file_limit()
     file = _run_file(out)
-    starts = _starts(backend, groups, preset)
+    starts = _starts(backend, groups, preset, sizes)
+    others = [name for name in names if name not in _STARTS]
+    if starts and others:
+        raise click.UsageError(f"--backend, --groups and --preset are for start and start-spread, not {others[0]}")
+    if preset is not None and PRESETS[preset].in_memory_only:
+        transports = transports or ("memory",)
     plan = Plan(
         [starts.get(name, SCENARIOS[name]) for name in names or starts or SCENARIOS],
         list(servers),
@@ -183,14 +189,20 @@ def scale(
         raise click.ClickException(failure)
 
 
-def _starts(backend: str | None, groups: str | None, preset: str | None) -> dict[str, Scenario]:
+def _starts(backend: str | None, groups: str | None, preset: str | None, asked: Sequence[int]) -> dict[str, Scenario]:
     """Return the scenarios of a start as these options replace them; none without options."""
     if preset is not None:
         if backend is not None or groups is not None:
             raise click.UsageError("--preset excludes --backend and --groups")
         pattern, sizes, memory = PRESETS[preset]
+        title = preset
+        if not {*asked} <= {*sizes, *memory}:
+            title = f"{preset} at {', '.join(f'{size:,}' for size in asked)} ranks"
+            _print(f"Note: --preset {preset} is a job of {max(sizes + memory):,} ranks; measuring {title}")
         return {
-            name: replace(SCENARIOS[name].replaying(pattern), sizes=sizes, quick=sizes[:1], memory=memory)
+            name: replace(
+                SCENARIOS[name].replaying(pattern, title), sizes=sizes, quick=(sizes or memory)[:1], memory=memory
+            )
             for name in _STARTS
         }
     if backend is None and groups is None:
@@ -234,6 +246,7 @@ def _measure(plan: Plan, file: RunFile) -> tuple[Run, str]:
         endings=[],
         complete=False,
         reference=reference,
+        jobs={one.name: one.job for one in plan.scenarios if one.job},
     )
 
     if run.machine.names == "this machine's":

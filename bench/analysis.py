@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench import formatting, stats
-from bench.run_file import SATURATED, Ending, Run, Sample, Transport
+from bench.run_file import SATURATED, Ending, Job, Run, Sample, Transport
 from bench.scenarios import SCENARIOS, Metric, Scenario, scenario_of
 
 TUTORIAL_RANKS = 98_304
@@ -87,6 +87,12 @@ class Result:
     reference_name: str
     series: list[Series]
     endings: list[Ending]
+    job: Job | None = None
+    """What a scenario of a start replayed; None in older files."""
+
+    @property
+    def title(self) -> str:
+        return f"The start of a job: {self.job}" if self.job else self.scenario.title
 
     def find(self, server: str, transport: Transport) -> Series | None:
         return next((one for one in self.series if (one.server, one.transport) == (server, transport)), None)
@@ -170,7 +176,7 @@ def _result(name: str, run: Run) -> Result:
     scenario, detail = scenario_of(name)
     samples = [sample for sample in run.samples if sample.scenario == name]
     endings = [ending for ending in run.endings if ending.scenario == name]
-    return Result(scenario, detail, run.reference, _series(samples), endings)
+    return Result(scenario, detail, run.reference, _series(samples), endings, run.jobs.get(scenario.name))
 
 
 def _series(samples: Iterable[Sample]) -> list[Series]:

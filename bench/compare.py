@@ -76,6 +76,9 @@ def differences(a: Run, b: Run) -> Iterator[str]:
                 yield f"different {what}: {field} {_shown(was)} in A, {_shown(is_now)} in B"
     if a.reference != b.reference:
         yield f"different reference: {_shown(a.reference)} in A, {_shown(b.reference)} in B"
+    for name in sorted(a.jobs.keys() & b.jobs.keys()):
+        if a.jobs[name] != b.jobs[name]:
+            yield f"different job of {name}: {a.jobs[name]} in A, {b.jobs[name]} in B"
     for name, run in (("A", a), ("B", b)):
         if not run.complete:
             yield f"{name} is not complete"

@@ -31,6 +31,8 @@ from bench.scenarios import P50, P95, P99, Metric
 
 WIDTH, HEIGHT, DPI = 12.0, 8.0, 120
 """Inches, and dots per inch of the PNG files."""
+TITLE_POINTS = 1400
+"""Font size times characters that fit into the width; a longer title is set smaller."""
 LEFT, RIGHT = 0.082, 0.62
 """Of the axes, as fractions of the figure's width; the legend is to the right of them."""
 HOLLOW = f"the generator was saturated (busy ≥ {SATURATED:.0%} of the time) and may have set the pace"
@@ -100,7 +102,7 @@ def _canvas(title: str, verdict: str, run: Run, series: Sequence[Series]) -> Fig
     """Return a figure without axes: title, verdict, and at the foot where and how it was measured."""
     figure = Figure(figsize=(WIDTH, HEIGHT))
     FigureCanvasAgg(figure)
-    figure.text(0.012, 0.982, title, fontsize=15, fontweight="bold", va="top")
+    figure.text(0.012, 0.982, title, fontsize=min(15, TITLE_POINTS / len(title)), fontweight="bold", va="top")
     figure.text(0.012, 0.942, textwrap.fill(verdict, 138), fontsize=10.5, va="top", linespacing=1.35)
     figure.text(0.012, 0.008, _footer(run, series), fontsize=8, color="#444444", va="bottom")
     return figure
@@ -194,7 +196,7 @@ def _any_saturated(all_series: Sequence[Series]) -> bool:
 
 
 def _draw_sizes(result: Result, run: Run) -> Figure:
-    figure = _canvas(result.scenario.title, analysis.verdict(result), run, result.series)
+    figure = _canvas(result.title, analysis.verdict(result), run, result.series)
     upper = figure.add_axes((LEFT, 0.455, RIGHT - LEFT, 0.405))
     lower = figure.add_axes((LEFT, 0.105, RIGHT - LEFT, 0.285), sharex=upper)
     both = ((upper, result.scenario.metric), (lower, result.scenario.cpu))
@@ -402,7 +404,7 @@ def _reason(ending: Ending, reasons: dict[str, str]) -> str:
 def _draw_operations(all_results: Sequence[Result], run: Run) -> Figure:
     """Draw throughput above and p50, p95 and p99 below, at the largest size of each series."""
     results = [result for result in all_results if result.series]
-    title, verdict = results[0].scenario.title, analysis.verdict_of_all(results)
+    title, verdict = results[0].title, analysis.verdict_of_all(results)
     figure = _canvas(title, verdict, run, [series for result in results for series in result.series])
     every = {
         formatting.sort_key(series.server, series.transport): series for result in results for series in result.series

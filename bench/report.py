@@ -116,7 +116,7 @@ def _duration(seconds: float) -> str:
 
 
 def _glance(scenarios: dict[str, list[Result]]) -> str:
-    rows = [(results[0].scenario.title, _rounds(results), _verdict(results)) for results in scenarios.values()]
+    rows = [(results[0].title, _rounds(results), _verdict(results)) for results in scenarios.values()]
     if not rows:
         return ""
     return "\n".join(["## At a glance", "", _table(["scenario", "rounds", "who is ahead"], rows), ""])
@@ -162,13 +162,13 @@ def _pinned(machine: Machine) -> str:
 
 
 def _section(results: Sequence[Result], image: str | None) -> str:
-    scenario = results[0].scenario
-    text = [f"## {scenario.title}", ""]
+    scenario, title = results[0].scenario, results[0].title
+    text = [f"## {title}", ""]
     if scenario.description:
         text += [scenario.description, ""]
     text += [f"{_verdict(results)}.", ""]
     if image:
-        text += [f"![{scenario.title}]({image})", ""]
+        text += [f"![{title}]({image})", ""]
     for result in results:
         text += _tables(result)
     endings = [_ending(ending, result, results) for result in results for ending in result.endings]

@@ -88,6 +88,23 @@ class Sample(msgspec.Struct, frozen=True):
     server's."""
 
 
+class Job(msgspec.Struct, frozen=True):
+    """What a scenario of a start replays."""
+
+    backend: str
+    groups: str
+    """As for `--groups`; empty if there are none."""
+    arrival: str
+    """When the ranks arrive, such as `at once`."""
+    preset: str = ""
+    """Its name, and the sizes if they are not its own; empty without one."""
+
+    def __str__(self) -> str:
+        """Return the text for titles: `megatron (nccl2, groups 12x128:nccl2), ranks arrive at once`."""
+        pattern = f"{self.backend}, groups {self.groups}" if self.groups else self.backend
+        return f"{f'{self.preset} ({pattern})' if self.preset else pattern}, ranks arrive {self.arrival}"
+
+
 class Ending(msgspec.Struct, frozen=True):
     """Why a series stops."""
 
@@ -115,6 +132,8 @@ class Run(msgspec.Struct, frozen=True):
     """False if the run was interrupted or failed."""
     reference: str = "libuv"
     """The server that the others are compared with; `control` is the same one again."""
+    jobs: dict[str, Job] = {}
+    """What the scenarios of a start replayed, by scenario; empty in older files."""
     format: int = FORMAT
 
 

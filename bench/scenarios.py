@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from bench import workloads
-from bench.run_file import Sample
+from bench.run_file import Job, Sample
 from bench.start import NCCL2, Pattern
 from bench.workloads import Measured
 
@@ -95,12 +95,19 @@ class Scenario:
     """The part of a sample's time that is the same at every size."""
     max_power: float = 3.0
     """The highest power of the size that a projection grows with; 1: linear."""
-    words: tuple[str, ...] = ()
-    """What describes a start to `bench.in_memory`."""
+    job: Job | None = None
+    """What a scenario of a start replays."""
 
-    def replaying(self, pattern: Pattern) -> Scenario:
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return what describes a start to `bench.in_memory`."""
+        return (self.job.backend, self.job.groups) if self.job else ()
+
+    def replaying(self, pattern: Pattern, preset: str = "") -> Scenario:
         """Return a scenario of a start with another one."""
-        return replace(self, measure=partial(self.measure, pattern=pattern), words=pattern.words)
+        assert self.job is not None
+        job = Job(*pattern.words, self.job.arrival, preset)
+        return replace(self, measure=partial(self.measure, pattern=pattern), job=job)
 
 
 K = 1024
@@ -171,7 +178,7 @@ _ALL = (
         "The time is until the last rank has everything.",
         TIME, CPU_PER_RANK, workloads.start,
         sizes=RANKS, quick=(1 * K,), weight=300, quick_weight=12, memory=IN_MEMORY[:-1], slow=True,
-        words=NCCL2.words,
+        job=Job(*NCCL2.words, "at once"),
     ),
     Scenario(
         "start-spread",
@@ -179,7 +186,8 @@ _ALL = (
         "The same, but the ranks, roots among them, arrive evenly within ten seconds; the time is from then on.",
         TIME, CPU_PER_RANK, partial(workloads.start, seconds=workloads.ARRIVAL_SECONDS),
         sizes=RANKS, weight=300, quick_weight=0.1, memory=IN_MEMORY[:-1], slow=True,
-        fixed_seconds=0.5 + workloads.ARRIVAL_SECONDS, words=NCCL2.words,
+        fixed_seconds=0.5 + workloads.ARRIVAL_SECONDS,
+        job=Job(*NCCL2.words, f"within {workloads.ARRIVAL_SECONDS:.0f} s"),
     ),
     Scenario(
         "exchange",

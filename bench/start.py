@@ -137,6 +137,11 @@ class Preset(NamedTuple):
     """Over sockets."""
     memory: tuple[int, ...]
 
+    @property
+    def in_memory_only(self) -> bool:
+        """Whether it is measured over sockets only if `--transport` asks for that."""
+        return not self.sizes
+
 
 PRESETS = {
     "dense": Preset(NCCL2, (8192,), (8192,)),

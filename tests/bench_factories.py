@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from bench.run_file import Ending, Machine, Run, Sample, Transport, Versions
+from bench.run_file import Ending, Job, Machine, Run, Sample, Transport, Versions
 
 MACHINE = Machine("made up", 2, 8 << 30, "Linux 6.18", 20_000)
 VERSIONS = Versions("0.1.0", "compiled", "abc1234", "3.11.7", "0.23.0", "2.13.0")
@@ -31,11 +31,12 @@ def samples(
 
 
 def run(
-    measured: Iterable[Sample] = (), endings: Iterable[Ending] = (), *, complete: bool = True, reference: str = "libuv"
-) -> Run:
+    measured: Iterable[Sample] = (), endings: Iterable[Ending] = (), *, complete: bool = True, reference: str = "libuv",
+    jobs: Mapping[str, Job] = {},
+) -> Run:  # fmt: skip
     return Run(
         "2026-11-21T07:00:00+00:00", 100.0, "python -m bench scale", MACHINE, VERSIONS, list(measured), list(endings),
-        complete, reference,
+        complete, reference, dict(jobs),
     )  # fmt: skip
 
 

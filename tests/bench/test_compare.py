@@ -9,7 +9,7 @@ import pytest
 
 from bench import run_file
 from bench.compare import compare_files
-from bench.run_file import Run
+from bench.run_file import Job, Run
 from bench_factories import MACHINE, VERSIONS, run, samples
 
 ONE = [1.0, 1.0, 1.0]
@@ -82,6 +82,14 @@ ELSEWHERE = msgspec.structs.replace(
             [
                 "different reference: libuv in A, legacy in B",
                 "No ratio to a reference is in both runs",
+            ],
+        ),
+        (
+            run(samples("uvloop", [1.0], scenario="start"), jobs={"start": Job("nccl2", "", "at once")}),
+            run(samples("uvloop", [1.0], scenario="start"), jobs={"start": Job("gloo", "2x4:gloo", "at once")}),
+            [
+                "different job of start: nccl2, ranks arrive at once in A, gloo, groups 2x4:gloo, ranks arrive at once "
+                "in B"
             ],
         ),
         (

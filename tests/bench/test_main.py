@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import run_file
+from bench.run_file import Job
 from faults.fault_helpers import gone
 from support import LIMIT
 
@@ -55,7 +56,21 @@ def test_a_start_is_the_only_scenario_where_none_is_named(tmp_path: Path) -> Non
         ("start", 8, 7),
         ("start-spread", 8, 7),
     ]
-    assert "most parked at once" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "most parked at once" in text
+    assert "\n## The start of a job: nccl2, groups 1x4:gloo, ranks arrive at once\n" in text
+    assert "\n## The start of a job: nccl2, groups 1x4:gloo, ranks arrive within 10 s\n" in text
+
+
+@pytest.mark.slow
+def test_a_preset_at_another_size_is_measured_where_the_preset_is(tmp_path: Path) -> None:
+    words = ["--preset", "frontier", "--sizes", "1500", "--scenario", "start", "--rounds", "1", "--out", str(tmp_path)]
+    done = scale(*words)
+    assert done.returncode == 0, done.stderr
+    assert "Note: --preset frontier is a job of 98,304 ranks; measuring frontier at 1,500 ranks\n" in done.stderr
+    run = run_file.read(tmp_path / "run.json")
+    assert [(one.transport, one.size) for one in run.samples] == [("memory", 1500)]
+    assert run.jobs == {"start": Job("nccl2", "", "at once", "frontier at 1,500 ranks")}
 
 
 def test_a_run_that_measures_nothing_fails(tmp_path: Path) -> None:
@@ -148,6 +163,14 @@ def test_the_file_limit_ends_the_series(tmp_path: Path) -> None:
         (["--seconds", "nan"], "Invalid value for '--seconds': not a number"),
         (["--groups", "1x"], "Invalid value for '--groups': '1x' is not COUNTxSIZE or COUNTxSIZE:BACKEND"),
         (["--preset", "dense", "--backend", "gloo"], "--preset excludes --backend and --groups"),
+        (
+            ["--preset", "frontier", "--scenario", "start", "--scenario", "init"],
+            "--backend, --groups and --preset are for start and start-spread, not init",
+        ),
+        (
+            ["--scenario", "steady", "--groups", "1x4"],
+            "--backend, --groups and --preset are for start and start-spread, not steady",
+        ),
         (["--scenario", "nix"], "Invalid value for '--scenario': 'nix' is not one of 'init', "),
         (["--out", "/proc/nix"], "Invalid value for '--out': cannot write /proc/nix/run.json: "),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from bench import run_file
 from bench.report import render, write_report, write_report_of
-from bench.run_file import Ending, Run
+from bench.run_file import Ending, Job, Run
 from bench_factories import MACHINE, run, samples
 
 MEMORY = samples("uvloop", [1.0, 1.5, 1.25], transport="memory", size=98_304)
@@ -169,3 +169,19 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line(
     assert out == ""
     assert err.startswith(error)
     assert err.count("\n") == 1
+
+
+def test_a_start_is_named_by_its_job(tmp_path: Path) -> None:
+    started = [*samples("uvloop", [1.0], scenario="start"), *samples("uvloop", [1.0], scenario="start-spread")]
+    megatron = Job("nccl2", "12x128:nccl2,2x512:gloo", "within 10 s", "megatron")
+    jobs = {"start": Job("gloo", "", "at once"), "start-spread": megatron}
+    page = write_report(run(started, jobs=jobs), tmp_path)[0].read_text()
+    svg = (tmp_path / "start-spread.svg").read_text()
+    titles = [
+        "The start of a job: gloo, ranks arrive at once",
+        "The start of a job: megatron (nccl2, groups 12x128:nccl2,2x512:gloo), ranks arrive within 10 s",
+    ]
+    assert [line for line in page.splitlines() if line.startswith("## The start")] == [f"## {one}" for one in titles]
+    assert f"| {titles[0]} | 1 |" in page
+    assert f">{titles[1]}<" in svg
+    assert "## The start of a job\n" in render(run(started), {}), "an older file"
