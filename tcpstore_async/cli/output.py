@@ -8,12 +8,18 @@ import errno
 import re
 import select
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any, Final
 
 import click
 import msgspec
 
 _LINE_BREAKS: Final = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+
+_QUIET_SECONDS: Final = 2.0
+"""Progress is shown only after this time."""
 
 _UNPRINTABLE: Final = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 """Control and format characters that JSON does not require to be escaped."""
@@ -92,3 +98,35 @@ def print_error(text: str, status: int, output: str) -> None:
     """Print an error to standard error: one line, or a JSON object if `output` is "json"."""
     line = escape(text)
     click.echo(to_json({"error": line, "status": status}) if output == "json" else f"Error: {line}", err=True)
+
+
+class ProgressLine:
+    """One line on standard error that says what a command is doing, if that is a terminal and it takes long.
+
+    A thread writes it, so it is current even while the main thread computes. At the end it is erased.
+    """
+
+    def __init__(self) -> None:
+        self.describe: Callable[[], str] = str
+        """Returns the text; may be replaced at any time."""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "ProgressLine":
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._thread = threading.Thread(target=self._show, name="tcpstore progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _show(self) -> None:
+        if self._ended.wait(_QUIET_SECONDS):
+            return
+        with suppress(OSError):
+            while not self._ended.wait(0.25):
+                click.echo(f"\r\x1b[K{escape(self.describe())}", nl=False, err=True)
+            click.echo("\r\x1b[K", nl=False, err=True)

@@ -3,14 +3,17 @@
 This module does not know how traffic is decoded, written or played.
 """
 
+import asyncio
 import math
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import DistError, DistNetworkError, StoreTimeoutError
+from ..interrupts import die_of
 from ..load.player import Player, Report, counted
 from ..load.recorder import record
 from ..load.recording import Recording, RecordingError, read_recording
@@ -18,7 +21,7 @@ from ..load.summary import Summary, summarize
 from ..serving import run_loop
 from .client import FAILED, TIMED_OUT, UNREACHABLE, ClientContext, client_command, parse_url
 from .listen import listen_options, write_atomically
-from .output import escape, print_json, print_result, stdout_is_closed
+from .output import ProgressLine, escape, print_error, print_json, print_result, stdout_is_closed
 from .stdio import log_without_blocking
 
 
@@ -123,17 +126,22 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
     first copy uses the recorded keys, and each further copy puts a prefix of its own before them. A rank is a process
     that was recorded.
 
-    --timeout is the time without any progress after which the replay is given up.
+    --timeout is the time without any progress after which the replay is given up. Ctrl-C ends it and prints what was
+    played until then.
 
     Exit status: 0 all replies are as recorded, 1 some are not or the recording cannot be played, 2 usage error, 3
     timeout, 4 server unreachable.
     """
+    signals: list[int] = []
     try:
-        recording = read_recording(file)
+        with ProgressLine() as progress:
+            progress.describe = lambda: f"reading {file}"
+            recording = read_recording(file)
+            if not summary:
+                report = _play(context, recording, ranks, speed, progress, signals)
         if summary:
             _print_summary(context, summarize(recording))
             return
-        report = _play(context, recording, ranks, speed)
     except RecordingError as error:
         context.fail(str(error), FAILED)
     except StoreTimeoutError as error:
@@ -144,19 +152,40 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
         print_json(report)
     else:
         print_result(_describe(report))
+    if signals:
+        print_error("interrupted", 128 + signals[0], context.output)
+        die_of(signals[0])
     if report.different:
         context.fail(f"{report.different} of {report.replies} replies differ; the first: {report.first}", FAILED)
     if report.broken:
         context.fail(f"{counted(report.broken, 'connection')} ended early; the first: {report.first}", FAILED)
 
 
-def _play(context: ClientContext, recording: Recording, ranks: int | None, speed: float) -> Report:
-    copies = 1 if ranks is None else -(-ranks // max(1, recording.ranks))
+def _play(
+    context: ClientContext,
+    recording: Recording,
+    ranks: int | None,
+    speed: float,
+    progress: ProgressLine,
+    signals: list[int],
+) -> Report:
+    """Play it; the signals that end it early are added to `signals`. Before it begins they end the process."""
+    copies = 1 if ranks is None or not recording.connections else -(-ranks // max(1, recording.ranks))
     player = Player(recording, context.host, context.port, copies=copies, speed=speed, timeout=context.timeout)
+    progress.describe = player.describe_progress
     reports: list[Report] = []
 
+    def interrupt(number: int) -> None:
+        signals.append(number)
+        player.interrupt()
+
+    def handle_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
+                asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
+
     async def main() -> None:
-        reports.append(await player.play())
+        reports.append(await player.play(handle_signals))
 
     run_loop(main())
     return reports[0]
@@ -165,8 +194,9 @@ def _play(context: ClientContext, recording: Recording, ranks: int | None, speed
 def _describe(report: Report) -> str:
     job = "the job" if report.copies == 1 else f"{report.copies} copies of the job"
     lines = [
-        f"played {job}: {counted(report.ranks, 'rank')}, {counted(report.connections, 'connection')}, "
-        f"{counted(report.requests, 'request')} in {report.seconds:.3f} s (recorded: {report.recorded_seconds:.3f} s)",
+        f"{'interrupted while playing' if report.interrupted else 'played'} {job}: {counted(report.ranks, 'rank')}, "
+        f"{counted(report.connections, 'connection')}, {counted(report.requests, 'request')} "
+        f"in {report.seconds:.3f} s (recorded: {report.recorded_seconds:.3f} s)",
         f"{report.replies - report.different} of {report.replies} replies are as recorded",
     ]
     if report.opaque:

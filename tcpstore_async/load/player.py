@@ -12,19 +12,19 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, Final, cast
 
 import msgspec
 
 from ..client.aio import AsyncTCPStore
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
-from ..server.listen_socket import format_address, max_connections_by_files, raise_file_limit
+from ..server.listen_socket import format_address, raise_file_limit
 from ..session.client import ClientSession, PendingCall
 from ..values import PREFIX, Framed, pack
 from ..wire.codecs import NO_REPLY
 from ..wire.commands import BY_METHOD, JOINS_KEY, MAGIC, SERVER_KEY, Flag
 from .recording import FIELDS, REPLIES, Connection, Recording, RecordingError, Step, Value
+from .replay_limits import check_limits
 from .replay_order import put_in_order
 
 _PING: Final = BY_METHOD["ping"]
@@ -40,8 +40,6 @@ _KEPT_BYTES: Final = 4096
 _RETRIES: Final = 10
 """How often a connection is made again that the server did not accept."""
 _PAUSE: Final = 0.05
-_RESERVED_FILES: Final = 16
-"""Open files that connections never get: for the loop and for looking up names."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -74,6 +72,8 @@ class Report(msgspec.Struct):
     """Recorded connections that could not be decoded to their end."""
     complete: bool
     """Whether the recording has its end."""
+    interrupted: bool
+    """Whether the replay was stopped before its end; the numbers are those until then."""
 
 
 class Player:
@@ -105,30 +105,34 @@ class Player:
         """Connections whose next request is not due yet."""
         self.open = 0
         """Connections that are not at their end yet."""
+        self.stage = "connecting"
+        """What is done before the first request; empty afterwards."""
+        self.interrupted = False
         self.end: asyncio.Future[None] | None = None
         self.peers: list[_Peer] = []
         self._lost: list[_Peer] = []
         """Peers whose connection has ended early, until it is known whether the server is still there."""
         self._probing: asyncio.Task[None] | None = None
 
-    async def play(self) -> Report:
-        """Play the recording. Raises RecordingError, DistNetworkError, and StoreTimeoutError without progress."""
+    async def play(self, started: Callable[[], None] = lambda: None) -> Report:
+        """Play the recording; call `started` before the first connection is made.
+
+        Raises RecordingError, DistNetworkError, and StoreTimeoutError without progress.
+        """
         raise_file_limit()
         recording = self.recording
-        self._check_file_limit()
+        check_limits(recording, self.copies, self.speed)
         await self._check_server()
+        self.stage = f"putting {counted(len(recording.steps), 'request')} in order"
         put_in_order(recording)
         loop = asyncio.get_running_loop()
         self.end = loop.create_future()
         self.open = self.copies * len(recording.connections)
+        self._prepare()
         self.began = loop.time()
         watch = loop.create_task(self._watch())
+        started()
         try:
-            for copy in range(self.copies):
-                job = _Job(self, copy)
-                for connection in recording.connections:
-                    job.peers[connection.number] = peer = _Peer(job, connection)
-                    self.peers.append(peer)
             for peer in self.peers:
                 peer.begin()
             if self.open:
@@ -153,17 +157,31 @@ class Player:
             recorded_seconds=recording.seconds - recording.first,
             opaque=sum(connection.opaque for connection in recording.connections),
             complete=recording.complete,
+            interrupted=self.interrupted,
         )
 
-    def _check_file_limit(self) -> None:
-        """Raise RecordingError if the connections need more files than this process may open."""
-        needed = self.copies * _most_at_once(self.recording, self.speed)
-        allowed = max_connections_by_files(_RESERVED_FILES)
-        if needed > allowed:
-            raise RecordingError(
-                f"the replay needs {counted(needed, 'connection')}, but the limit on open files "
-                f"(ulimit -Hn) allows only {allowed}"
-            )
+    def _prepare(self) -> None:
+        for copy in range(self.copies):
+            self.stage = f"preparing copy {copy + 1:,} of {self.copies:,}"
+            job = _Job(self, copy)
+            for connection in self.recording.connections:
+                job.peers[connection.number] = peer = _Peer(job, connection)
+                self.peers.append(peer)
+        self.stage = ""
+
+    def describe_progress(self) -> str:
+        """Say what the replay is doing; may be called in any thread."""
+        if self.stage:
+            return self.stage
+        done = f"played {self.requests:,} of {self.copies * len(self.recording.steps):,} requests"
+        return f"{done}, {self.open:,} of {len(self.peers):,} connections are not done"
+
+    def interrupt(self) -> None:
+        """End the replay; `play` returns the report of what has been played."""
+        assert self.end is not None
+        self.interrupted = True
+        if not self.end.done():
+            self.end.set_result(None)
 
     async def _check_server(self) -> None:
         """Raise DistNetworkError without a server, and RecordingError if it lacks our extension and that is needed."""
@@ -261,16 +279,6 @@ class Player:
         self.open -= 1
         if not self.open and not self.end.done():
             self.end.set_result(None)
-
-
-def _most_at_once(recording: Recording, speed: float) -> int:
-    """Return how many connections are open at the same time; without pauses, all may be."""
-    if not speed:
-        return len(recording.connections)
-    changes = [(connection.opened, 1) for connection in recording.connections]
-    changes += [(connection.closed, -1) for connection in recording.connections if connection.closed is not None]
-    changes.sort()
-    return max(accumulate((change for _, change in changes), initial=0))
 
 
 def _reason(error: OSError) -> str:

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import random
+import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -25,7 +27,8 @@ from conformance.frames import get, set_, wait
 from support import LIMIT, RawPeer, free_port, server_of, tcpstore_server
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import QueueEmptyError, StoreTimeoutError
-from tcpstore_async.load.recording import RowEncoder, read_recording
+from tcpstore_async.load import replay_limits
+from tcpstore_async.load.recording import Connection, Recording, RecordingError, RowEncoder, read_recording
 
 COMMAND = [sys.executable, "-m", "tcpstore_async"]
 
@@ -338,8 +341,95 @@ def test_a_replay_with_more_connections_than_open_files(tmp_path: Path) -> None:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)),
         )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
-    assert "the replay needs 200 connections, but the limit on open files (ulimit -Hn) allows only " in done.stderr
+    assert (
+        "the replay needs 200 connections at the same time, but the limit on open files (ulimit -Hn) allows only "
+        in done.stderr
+    )
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("patched", "value", "said"),
+    [
+        ("max_connections_by_files", 999_999, "the limit on open files (ulimit -Hn) allows only 999,999"),
+        ("_local_ports", 28_232, "net.ipv4.ip_local_port_range has only 28,232 ports for them"),
+        ("_physical_memory", 8 << 30, "more than half of the 8.0 GiB that this machine has"),
+    ],
+)
+def test_a_limit_ends_a_replay_before_it_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: str, value: int, said: str
+) -> None:
+    file = tmp_path / "job"
+    file.write_bytes(rows(*GETS))
+    allowing = {"max_connections_by_files": 2**31, "_local_ports": 2**31, "_physical_memory": 2**60, patched: value}
+    for name, number in allowing.items():
+        monkeypatch.setattr(replay_limits, name, lambda *reserve, number=number: number)
+    recording = read_recording(file)
+    with pytest.raises(RecordingError, match=f"^the replay needs .*, .*{re.escape(said)}$"):
+        replay_limits.check_limits(recording, 1_000_000, 0)
+    replay_limits.check_limits(recording, 1, 0)
+
+
+def test_a_connection_that_was_closed_at_once_counts() -> None:
+    recording = Recording()
+    recording.connections = [Connection(recording, number, 1.0) for number in range(3)]
+    for connection in recording.connections:
+        connection.closed = 1.0
+    assert replay_limits._most_at_once(recording, 1.0) == 3
+
+
+@contextmanager
+def long_replay(tmp_path: Path, *options: str, **given: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A replay that has got at least 6 of 8 replies and awaits the time of the last one."""
+    file = tmp_path / "job"
+    done = ('["K","/done"]', '[9,0,"SET",1,0]')
+    file.write_bytes(rows(*GETS[:-6], *done, '[99000000,0,"GET",0]', *GETS[-2:], GETS[-4]))
+    with tcpstore_server() as server:
+        process = subprocess.Popen(
+            [*COMMAND, "replay", str(file), "--url", f"tcp://127.0.0.1:{server.port}", *options],
+            cwd=tempfile.gettempdir(), stdout=subprocess.PIPE, **{"stderr": subprocess.PIPE, **given},
+        )  # fmt: skip
+        with process, RawPeer(server.port) as peer:
+            try:
+                peer.ask(wait(b"/done"), 1)
+                yield process
+            finally:
+                process.kill()
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_replay_prints_what_was_played(tmp_path: Path, number: signal.Signals, output: str) -> None:
+    with long_replay(tmp_path, "-o", output) as process:
+        process.send_signal(number)
+        said, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == -number
+    if output == "json":
+        report = json.loads(said)
+        assert (report["interrupted"], report["different"]) == (True, 0)
+        assert 6 <= report["replies"] <= 7
+        assert json.loads(errors) == {"error": "interrupted", "status": 128 + number}
+    else:
+        assert said.startswith(b"interrupted while playing the job: 2 ranks, 2 connections, ")
+        assert re.search(rb"\n([67]) of \1 replies are as recorded\n$", said)
+        assert errors == b"Error: interrupted\n"
+
+
+def test_a_long_replay_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    try:
+        with long_replay(tmp_path, stderr=theirs) as process:
+            said = b""
+            while b"connections are not done" not in said:
+                assert select.select([ours], [], [], LIMIT)[0]
+                said += os.read(ours, 1000)
+            process.send_signal(signal.SIGINT)
+            process.wait(LIMIT)
+        assert said.startswith(b"\r\x1b[Kplayed 11 of 12 requests, 2 of 2 connections are not done")
+        assert os.read(ours, 1000).endswith(b"\r\x1b[KError: interrupted\r\n")
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_a_replay_without_a_server(tmp_path: Path) -> None:
