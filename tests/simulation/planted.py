@@ -18,6 +18,7 @@ from tcpstore_async.errors import BudgetError, QueueEmptyError
 from tcpstore_async.keys import stored_key
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
+from tcpstore_async.rounds import Agent, Rounds
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
@@ -175,6 +176,15 @@ def _to_the_end(store: Keyspace, leased: list[tuple[bytes, bytes]]) -> None:
         store.queue_push(key, item)
 
 
+def _keeps_its_place(store: Keyspace, waiter: Waiter) -> None:
+    store.represented.pop(waiter).connections -= 1
+
+
+def _outdated(rounds: Rounds, agent: Agent, call: int) -> None:
+    if rounds.caller is not None and not rounds.closed:
+        rounds._form()
+
+
 PLANTED: dict[str, Plant] = {
     "a lease goes with its holder": (Keyspace, "leave", _before(_drops_leases)),
     "a lease stays with who has left": (
@@ -220,6 +230,8 @@ PLANTED: dict[str, Plant] = {
         "remove",
         _after(lambda group, waiter: group.members.setdefault(waiter)),
     ),
+    "an agent that is lost keeps its place": (Keyspace, "lose_agent", _instead(_keeps_its_place)),
+    "an outdated last call forms a round": (Rounds, "complete", _instead(_outdated)),
     "a delete leaves its size": (
         Keyspace,
         "delete_key",

@@ -53,6 +53,9 @@ CALLS: list[tuple[int, str, str]] = [
     (1, "ping", "n"),
 ]
 
+AGENT_CALLS = {"agent": 60, "beat": 24, "give_up": 3, "close": 1}
+"""What the agents of an elastic job do."""
+
 WEIGHTS = {
     "call": 30,
     "go": 30,
@@ -85,8 +88,10 @@ _CALL_WEIGHTS = [weight for weight, _, _ in CALLS]
 
 
 def chosen(seed: int) -> Schedule:
-    """The schedule of a seed."""
+    """The schedule of a seed. Every eighth is about agents, which achieve little among other calls."""
     rng = random.Random(seed)
+    if seed % 8 == 7:
+        return _agents(rng)
     clients = rng.choice((2, 2, 3, 3, 4, 5))
     soft = rng.choice((0, 20, 1 << 20, 1 << 20))
     pipelines = rng.randrange(1 << clients)
@@ -115,6 +120,26 @@ def chosen(seed: int) -> Schedule:
         else:
             steps.append((kind, number))
     return Schedule(clients, soft, pipelines, steps)
+
+
+def _agents(rng: random.Random) -> Schedule:
+    """Agents that meet, beat, are late, leave and die."""
+    clients = rng.choice((2, 3, 3, 4, 5))
+    weights = [weight * rng.choice((0, 1, 1, 3)) for weight in (*WEIGHTS.values(), 8)]
+    weights[0], weights[1] = 60, rng.choice((40, 80))
+    calls = list(AGENT_CALLS.values())
+    if rng.random() < 0.7:  # nothing happens in closed rounds
+        calls[-1] = 0
+    steps: list[Step] = []
+    for kind in rng.choices([*WEIGHTS, "late"], weights, k=rng.randrange(20, 101)):
+        number = rng.randrange(clients)
+        if kind == "call":
+            steps.append(("call", number, *rng.choices(list(AGENT_CALLS), calls)))
+        elif kind in ("up", "down", "quit", "old"):
+            steps.append((kind, number, rng.randrange(60)))
+        else:
+            steps.append((kind, number))
+    return Schedule(clients, 1 << 20, rng.randrange(1 << clients), steps)
 
 
 def _field(rng: random.Random, kind: str) -> Any:

@@ -10,6 +10,7 @@ arrive. What is checked on top of the fleet's invariants:
 * an item that was pushed is with one caller or in the queue; with two only if it was leased and the connection was lost
   over which it was to be confirmed; and if all that pop it lease it, it is never lost;
 * a rank that joins again is counted once;
+* agents that see a round of an elastic job agree about it;
 * once the network rests, no caller sleeps that should be awake;
 * a connection that is gone holds nothing.
 
@@ -24,8 +25,11 @@ from collections.abc import Callable, Generator
 from typing import Any, Final
 
 from properties.fleet import Command, Connection, Difference, Fleet
+from tcpstore_async.agents import BEAT, CLOSE, LEAVE
+from tcpstore_async.errors import StoreTimeoutError
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.server import ServerSession
+from tcpstore_async.stores.agent import Options, Pulse, Round, RoundsClosed, joining
 from tcpstore_async.values import ABSENT, Framed, pack, unpack
 from tcpstore_async.wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, WAIT_CANCELED
 from tcpstore_async.wire.commands import BY_METHOD, Flag
@@ -51,6 +55,8 @@ ENCODERS: dict[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
     "compare_set": lambda fields: (fields[0], pack(fields[1]), pack(fields[2])),
     "join": _last_packed,
     "multi_set": lambda fields: ([(key, pack(value)) for key, value in fields[0]],),
+    "meet": lambda fields: (fields[0], pack(fields[1]), *fields[2:]),
+    "attend": lambda fields: (fields[0], pack(fields[1]), *fields[2:]),
 }
 """How the model's fields become the client's, where they differ."""
 
@@ -104,6 +110,11 @@ class Client:
         self.calls: dict[PendingCall, Op | None] = {}
         self.held: deque[tuple[Op, Ask]] = deque()
         """What cannot be sent because the connection waits."""
+        self.left = -1
+        """The round that its agent was in last."""
+        self.pulse = Pulse(0.0)
+        self.patience = 0.0
+        """Seconds for which its agent waits for the reply to MEET."""
 
 
 class World(Fleet):
@@ -121,6 +132,10 @@ class World(Fleet):
         """Items that the server has been given, and their queues."""
         self.tokens: set[bytes] = set()
         """Ranks that have joined."""
+        self.now = 0.0
+        """The clock of agents, which stands still but when one is late."""
+        self.rounds: dict[int, dict[bytes, Round]] = {}
+        """By number and agent: the rounds that agents have seen."""
 
     # Steps
 
@@ -135,6 +150,7 @@ class World(Fleet):
         * `("drop", c)`: the server's end goes, c hears after what was sent to it
         * `("old", n, count)`: bytes of a connection that its client has left arrive, or its end
         * `("doze", c)`: c stops to read; `("read", c)`: it goes on
+        * `("late", c)`: the agent at c has waited for so long that it cancels its MEET and does what is due
         """
         getattr(self, "_do_" + step[0])(*step[1:])
 
@@ -155,7 +171,8 @@ class World(Fleet):
             op.given_up = True
             op.program.close()
             if op.call is not None and op.call is client.session.waiting:
-                self._cancel(client, op.call)
+                if not op.call.canceled:
+                    self._cancel(client, op.call)
             elif op.call is not None and op.ticket:
                 assert client.link is not None
                 self._write(client.link, "give_back", (op.ticket,), client.session.request(GIVE_BACK, (op.ticket,))[0])
@@ -211,6 +228,13 @@ class World(Fleet):
             link.dozing = False
             if self.connections[link.slot] is link:
                 self._wake_up(link.slot, link)
+
+    def _do_late(self, number: int) -> None:
+        client = self.clients[number]
+        call = client.session.waiting
+        if client.link is not None and call is not None and not call.canceled and call.command.method == "meet":
+            self.now += client.patience
+            self._cancel(client, call)
 
     # The network
 
@@ -327,7 +351,7 @@ class World(Fleet):
         if method == "lease_later":
             self._write(link, "give_back", (call.fields[1],), data)
         else:
-            self._write(link, "cancel_fetch" if method == "fetch" else "cancel_wait", (), data)
+            self._write(link, "cancel_fetch" if method in ("fetch", "meet") else "cancel_wait", (), data)
 
     def _write(self, link: Link, name: str, fields: tuple[Any, ...], data: bytes) -> None:
         link.wire += data
@@ -359,6 +383,17 @@ class World(Fleet):
         if item not in self.pushed:
             raise Difference(f"item {item!r} was never pushed")
         self.received[item] = link
+
+    def saw(self, name: bytes, found: Round) -> None:
+        """An agent has its rank."""
+        others = self.rounds.setdefault(found.number, {})
+        if others.setdefault(name, found) != found:
+            raise Difference(f"{name!r} was told {others[name]}, then {found}")
+        known = others.values()
+        if len({one.rank for one in known}) < len(others) or len({one.world for one in known}) > 1:
+            raise Difference(f"agents do not agree: {others}")
+        if not AGENTS.least <= found.world <= AGENTS.most or not 0 <= found.rank < found.world:
+            raise Difference(f"there is no such rank: {found}")
 
     def _is_lost(self, link: Link) -> bool:
         return not link.open or self.connections[link.slot] is not link
@@ -426,6 +461,8 @@ GIVE_BACK: Final = BY_METHOD["give_back"]
 LEASED: Final = (b"/l",)
 """Queues from which all pops are leases."""
 RANKS: Final = b"/init"
+JOB: Final = b"/job"
+AGENTS: Final = Options(2, 3, join=6.0, last_call=1.0, keep_alive_interval=2.0, keep_alive_max_attempt=2)
 
 
 # What callers do: the same sequences of commands as the clients
@@ -488,6 +525,31 @@ def _join(world: World) -> Program:
     yield "join", RANKS, b"rank %d" % world.acting.number
 
 
+def _agent(world: World) -> Program:
+    """Join a round, as `stores.agent.Agent.join` does."""
+    client = world.acting
+    name = b"agent %d" % client.number
+    client.pulse.due = max(client.pulse.due, world.now + AGENTS.period())
+    steps = joining(JOB, name, AGENTS, client.left, client.pulse, lambda: world.now)
+    reply = None
+    try:
+        while True:
+            (command, (key, framed, *numbers)), client.patience = steps.send(reply)
+            reply = yield command.method, key, unpack(framed), *numbers
+    except StopIteration as end:
+        client.left = end.value.number
+        world.saw(name, end.value)
+    except (RoundsClosed, StoreTimeoutError):
+        pass
+
+
+def _attend(action: int) -> Callable[..., Program]:
+    def program(world: World) -> Program:
+        yield "attend", JOB, b"agent %d" % world.acting.number, action, AGENTS.missing()
+
+    return program
+
+
 PROGRAMS: dict[str, Callable[..., Program]] = {
     **{method: _one(method) for method in BY_METHOD if method not in ("validate", "cancel_wait", "cancel_fetch")},
     "get_when_there": _get,
@@ -498,4 +560,8 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
     "lease": _lease("lease"),
     "lease_later": _lease("lease_later"),
     "join": _join,
+    "agent": _agent,
+    "beat": _attend(BEAT),
+    "give_up": _attend(LEAVE),
+    "close": _attend(CLOSE),
 }
