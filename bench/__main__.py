@@ -117,18 +117,18 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
-    help="What `start` and `start-spread` replay, and only these scenarios unless others are named.  [default: nccl2]",
+    help="What `start` and `start-spread` replay; measures only these scenarios.  [default: nccl2]",
 )
 @click.option(
     "--groups",
     metavar="KxN[:BACKEND],…",
-    help="Further groups in them: each rank is in K groups of N ranks, such as 12x128,2x512:gloo.",
+    help="Additional groups in these: each rank is in K groups of N ranks, for example 12x128,2x512:gloo.",
 )
 @click.option(
     "--preset",
     type=click.Choice(list(PRESETS)),
-    help="A known job in their place, with its sizes: 8,192 ranks; 16,384 in many groups; 98,304 in memory. "
-    "With --sizes, the same job at these.",
+    help="Replay a known job instead, at its own sizes or those in --sizes: 8,192 ranks; 16,384 in many groups; 98,304 "
+    "in memory.",
 )
 @click.option(
     "--seconds",

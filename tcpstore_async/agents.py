@@ -59,7 +59,7 @@ class AgentRegistry(SharedRequests):
         """
         self._require_idle(waiter)
         if not 1 <= least <= most or not PREFIX < len(name) <= _MAX_NAME:
-            raise ProtocolError(f"MEET of {least} to {most} agents with a name of {len(name) - PREFIX} bytes")
+            raise ProtocolError(f"MEET for {least} to {most} agents, with a name of {len(name) - PREFIX} bytes")
         if self._needs_steps(waiter):
             self.incremental = UnparkFirst(self, waiter, partial(self.meet, waiter, key, name, least, most, left))
             return None
@@ -91,7 +91,9 @@ class AgentRegistry(SharedRequests):
         Raises ProtocolError for an action that there is not.
         """
         if not LOOK <= action <= LEAVE or (action == BEAT and number < 1) or len(name) > _MAX_NAME:
-            raise ProtocolError(f"ATTEND with the action {action}, {number} and a name of {len(name) - PREFIX} bytes")
+            raise ProtocolError(
+                f"ATTEND: action {action}, argument {number}, with a name of {len(name) - PREFIX} bytes"
+            )
         agent, rounds = self._find(key, name)
         if rounds is None:
             if action != CLOSE:

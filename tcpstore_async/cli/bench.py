@@ -67,9 +67,9 @@ def _parse_operations(ctx: click.Context, param: click.Parameter, text: str) -> 
 def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, value_size: int) -> None:
     """Measure the throughput and latency of a running server.
 
-    Each rank sends its next request when the last one is answered; a write that has no reply is followed by a PING.
-    --timeout applies to each operation. Keys are created under /tcpstore-bench/ and deleted at the end if the server
-    answers in time. Results of finished operations are printed even if the benchmark fails or is interrupted.
+    Each rank sends its next request as soon as the previous one is answered; a write that has no reply is followed by
+    a PING. --timeout applies to each operation. Keys are created under /tcpstore-bench/ and deleted at the end if the
+    server answers in time. Results of finished operations are printed even if the benchmark fails or is interrupted.
 
     "load CPU" is the share of time that the load-generating process spent running or waiting for a core. If it is
     marked "sat." (saturated), that process may have been the bottleneck, not the server.

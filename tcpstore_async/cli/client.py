@@ -144,7 +144,7 @@ def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> tuple[st
 
 def _seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
     if math.isnan(number) or number == math.inf:
-        raise click.BadParameter(f"{number} is not a finite number; for no timeout, use a negative one", ctx, param)
+        raise click.BadParameter(f"{number} is not a finite number; use a negative number for no timeout", ctx, param)
     return number
 
 

@@ -33,13 +33,14 @@ from .stdio import log_without_blocking
     "path",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write, replaced if it exists once the recorder has started; compressed if its name ends with '.gz'.",
+    help="File to write; an existing one is replaced once the recorder has started. Compressed if its name ends in "
+    "'.gz'.",
 )
 @click.option(
     "--values",
     is_flag=True,
-    help="Record the contents of values too, not only their sizes: Gloo's hold addresses, and our clients' INTRODUCE "
-    "holds host name and process id.",
+    help="Also record the contents of values, not just their sizes. Gloo's values contain addresses; INTRODUCE, which "
+    "our clients send, contains the host name and process id.",
 )
 @listen_options
 def record_command(
@@ -53,14 +54,14 @@ def record_command(
 ) -> None:
     """Forward connections to a server and record their requests.
 
-    A job that connects here instead of to the server at --upstream, ours or PyTorch's, runs as before. The file gets
-    the time, command, keys and sizes of every request and reply, numbers that are added, and which values are equal;
-    the contents of values only with --values. 'tcpstore replay' plays it.
+    A job that connects here instead of to the server at --upstream, ours or PyTorch's, runs as before. The file
+    contains the time, command, keys and sizes of every request and reply, the numbers added, and which values are
+    equal, but no values unless --values is given. Play it back with 'tcpstore replay'.
 
-    Begin with a server that has no keys, as a replay does.
+    Start with an empty server, as a replay will.
 
-    Prints one line of JSON once it accepts connections. On SIGTERM or SIGINT, closes the connections that are left and
-    exits: stop it after the job. A recorder that is killed leaves a readable file.
+    Prints one line of JSON once it accepts connections. On SIGTERM or SIGINT, closes the remaining connections and
+    exits, so stop it after the job has ended. The file is readable even if the recorder was killed.
     """
     log_without_blocking()
 
@@ -91,7 +92,7 @@ def record_command(
 
 def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
     if not (number >= 0 and math.isfinite(number)):
-        raise click.BadParameter(f"{number} is not a finite number of 0 or more", ctx, param)
+        raise click.BadParameter(f"{number} is not a finite number, 0 or greater", ctx, param)
     return number
 
 
@@ -102,7 +103,7 @@ def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
     type=click.IntRange(1, 1_000_000),
     default=None,
     metavar="N",
-    help="Play copies of the job until there are N ranks; default: the job once.",
+    help="Play as many copies of the job as it takes to have N ranks.  [default: one copy]",
 )
 @click.option(
     "--speed",
@@ -110,26 +111,24 @@ def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
     default=1.0,
     show_default=True,
     callback=_speed,
-    help="Times as fast as recorded; 0 for no pauses.",
+    help="Speed relative to the recording; 0 for no pauses.",
 )
-@click.option("--summary", is_flag=True, help="Print what the recording holds, and play nothing.")
+@click.option("--summary", is_flag=True, help="Print a summary of the recording instead of replaying it.")
 @client_command
 def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, summary: bool) -> None:
     """Replay a recording against a server and compare the replies.
 
-    Every recorded connection is made again and sends the same requests at the recorded times, but none before the
-    requests of other ranks on which it depended have been executed. Hidden values are replaced by others of the same
-    length. Use a server that has no keys yet. Replies are compared: numbers, kinds and lengths, and contents too if
-    they were recorded.
+    Opens every recorded connection again and sends the same requests at the recorded times. A request that depended on
+    requests of other ranks is sent after those. Values that were not recorded are replaced by others of the same
+    length. Compares the numbers, types and lengths of replies, and their contents if these were recorded. Use an empty
+    server.
 
-    --ranks does not make the job larger: a job of 8 ranks played with --ranks 20 is played three times at once; the
-    first copy uses the recorded keys, and each further copy puts a prefix of its own before them. A rank is a process
-    that was recorded.
+    --ranks does not make the job larger: with --ranks 20, a job of 8 ranks is played three times at once. The first
+    copy uses the recorded keys, and each of the others adds a prefix of its own. A rank is a recorded process.
 
-    --timeout is the time without any progress after which the replay is given up. Ctrl-C ends it and prints what was
-    played until then.
+    The replay fails after --timeout seconds without progress. Ctrl-C stops it and prints the results so far.
 
-    Exit status: 0 all replies are as recorded, 1 some are not or the recording cannot be played, 2 usage error, 3
+    Exit status: 0 all replies match the recording, 1 some differ or the recording cannot be played, 2 usage error, 3
     timeout, 4 server unreachable.
     """
     signals: list[int] = []
@@ -156,9 +155,9 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
         print_error("interrupted", 128 + signals[0], context.output)
         die_of(signals[0])
     if report.different:
-        context.fail(f"{report.different} of {report.replies} replies differ; the first: {report.first}", FAILED)
+        context.fail(f"{report.different} of {report.replies} replies differ; first: {report.first}", FAILED)
     if report.broken:
-        context.fail(f"{counted(report.broken, 'connection')} ended early; the first: {report.first}", FAILED)
+        context.fail(f"{counted(report.broken, 'connection')} ended early; first: {report.first}", FAILED)
 
 
 def _play(
@@ -197,12 +196,12 @@ def _describe(report: Report) -> str:
         f"{'interrupted while playing' if report.interrupted else 'played'} {job}: {counted(report.ranks, 'rank')}, "
         f"{counted(report.connections, 'connection')}, {counted(report.requests, 'request')} "
         f"in {report.seconds:.3f} s (recorded: {report.recorded_seconds:.3f} s)",
-        f"{report.replies - report.different} of {report.replies} replies are as recorded",
+        f"{report.replies - report.different} of {report.replies} replies match the recording",
     ]
     if report.opaque:
-        lines.append(f"recorded in part, as not all could be decoded: {counted(report.opaque, 'connection')}")
+        lines.append(f"recorded only in part, because of undecodable traffic: {counted(report.opaque, 'connection')}")
     if not report.complete:
-        lines.append("the end of the recording is missing: it was cut off")
+        lines.append("the recording is truncated")
     return "\n".join(lines)
 
 
@@ -211,7 +210,7 @@ def _print_summary(context: ClientContext, summary: Summary) -> None:
         print_json(summary)
         return
     values = "with values" if summary.values else "values hidden"
-    end = "" if summary.complete else "; its end is missing"
+    end = "" if summary.complete else "; truncated"
     lines = [
         f"recorded {escape(summary.created)}: {counted(summary.ranks, 'rank')}, "
         f"{counted(summary.connections, 'connection')}, {counted(summary.requests, 'request')} "

@@ -123,7 +123,7 @@ class Player:
         recording = self.recording
         check_limits(recording, self.copies, self.speed)
         await self._check_server()
-        self.stage = f"putting {counted(len(recording.steps), 'request')} in order"
+        self.stage = f"ordering {counted(len(recording.steps), 'request')}"
         put_in_order(recording)
         loop = asyncio.get_running_loop()
         self.end = loop.create_future()
@@ -174,7 +174,7 @@ class Player:
         if self.stage:
             return self.stage
         done = f"played {self.requests:,} of {self.copies * len(self.recording.steps):,} requests"
-        return f"{done}, {self.open:,} of {len(self.peers):,} connections are not done"
+        return f"{done}, {self.open:,} of {len(self.peers):,} connections have not finished"
 
     def interrupt(self) -> None:
         """End the replay; `play` returns the report of what has been played."""
@@ -189,8 +189,8 @@ class Player:
             needed = sorted({s.command.name for s in self.recording.steps if s.command.flags & Flag.EXTENSION})
             if needed and await store.server() is None:
                 raise RecordingError(
-                    f"the recording has commands of our extension ({', '.join(needed)}), which the server at "
-                    f"{format_address(self.host, self.port)} does not know"
+                    f"the recording uses commands of our extension ({', '.join(needed)}), which the server at "
+                    f"{format_address(self.host, self.port)} does not support"
                 )
 
     async def _watch(self) -> None:
@@ -239,7 +239,7 @@ class Player:
             except OSError as error:
                 reason = _reason(error)
             except asyncio.IncompleteReadError:
-                reason = "it closes new connections"
+                reason = "it closes new connections at once"
             self.progress += 1
             await asyncio.sleep(_PAUSE)
         return reason
@@ -251,12 +251,12 @@ class Player:
             number = counted(self.different, "reply differs", "replies differ")
         else:
             number = f"{counted(self.broken, 'connection')} ended early"
-        return f"; {number}; the first: {self.first}"
+        return f"; {number}; first: {self.first}"
 
     def _describe_stall(self) -> str:
         waiting = [peer for peer in self.peers if not peer.done]
         oldest = next((text for peer in waiting if (text := peer.describe())), "")
-        return f"{len(waiting)} of {len(self.peers)} connections are not done{'; ' * bool(oldest)}{oldest}"
+        return f"{len(waiting)} of {len(self.peers)} connections have not finished{'; ' * bool(oldest)}{oldest}"
 
     def fail(self, error: Exception) -> None:
         assert self.end is not None
@@ -266,7 +266,7 @@ class Player:
     def fail_unreachable(self, text: str) -> None:
         """End the replay, as the server cannot be reached any more."""
         expected = self.copies * sum(connection.replies for connection in self.recording.connections)
-        progress = f"{self.replies - self.different} of {expected} replies were as recorded until then"
+        progress = f"{self.replies - self.different} of {expected} replies matched the recording before that"
         self.fail(DistNetworkError(f"{text}; {progress}{self._describe_differences()}"))
 
     def differs(self, text: str, replies: int = 1) -> None:

@@ -72,7 +72,7 @@ class RecordingFile:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise RecordingError(f"cannot write {self.path}: another recorder is writing it") from None
+            raise RecordingError(f"cannot write {self.path}: another recorder is writing to it") from None
         except OSError as error:  # not every file system has locks
             log.warning("cannot lock %s against other recorders: %s", self.path, error.strerror)
 
@@ -88,7 +88,7 @@ class RecordingFile:
         if not block or self.error:
             return
         if self._unwritten > _MOST_UNWRITTEN:
-            self.error = f"cannot write {self.path} as fast as the traffic flows"
+            self.error = f"cannot write {self.path} fast enough to keep up with the traffic"
             return
         self._unwritten += len(block)
         self._blocks.put(block)
@@ -204,7 +204,7 @@ class Link:
                 self._failures += 1
                 where = format_address(recorder.host, recorder.port)
                 recorder.log.add(
-                    "upstream", f"cannot connect {address} to {where}, trying again: {error.strerror or error}"
+                    "upstream", f"cannot connect {address} to {where}, retrying: {error.strerror or error}"
                 )
                 if self.client.finished:
                     self.close()
@@ -236,7 +236,7 @@ class Link:
             (observer.sent if by_client else observer.replied)(data, self.recorder.now())
         except Exception as error:  # a defect here must not end the job
             self._observer = None
-            self.recorder.log.add("defect", f"a connection is not recorded any more: {type(error).__name__}: {error}")
+            self.recorder.log.add("defect", f"stopped recording a connection: {type(error).__name__}: {error}")
 
     def ended(self, by_client: bool) -> None:
         """Record the end of the connection, which one side has closed."""

@@ -429,7 +429,9 @@ class _Reader:
         if not isinstance(row, dict) or row.get("format") != FORMAT:
             raise ValueError("not a recording made by tcpstore record")
         if row.get("version") != FORMAT_VERSION:
-            raise ValueError(f"format version {row.get('version')} is unknown; this program reads {FORMAT_VERSION}")
+            raise ValueError(
+                f"format version {row.get('version')} is not supported; this program reads {FORMAT_VERSION}"
+            )
         self.recording.values_included = bool(row["values"])
         self.recording.created = str(row["created"])
 

@@ -28,7 +28,7 @@ _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def check_limits(recording: Recording, copies: int, speed: float) -> None:
     """Raise RecordingError, naming the limit, if this machine cannot play so many copies."""
     at_once = copies * _most_at_once(recording, speed)
-    needs = f"the replay needs {at_once:,} connection{'s' * (at_once != 1)} at the same time"
+    needs = f"the replay needs {at_once:,} simultaneous connection{'s' * (at_once != 1)}"
     allowed = max_connections_by_files(_RESERVED_FILES)
     if at_once > allowed:
         raise RecordingError(f"{needs}, but the limit on open files (ulimit -Hn) allows only {allowed:,}")

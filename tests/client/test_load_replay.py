@@ -221,8 +221,8 @@ def test_differences_are_counted_and_the_first_is_described(tmp_path: Path) -> N
             peer.ask(b"\x04" + b"\x07" + bytes(7) + b"/joined" + b"\x09" + bytes(7), 8)
         done = replay(file, server.port, "--speed", "0")
     assert done.returncode == 1
-    assert b"as recorded" in done.stdout
-    assert b"replies differ; the first: connection 0, request " in done.stderr
+    assert b"match the recording" in done.stdout
+    assert b"replies differ; first: connection 0, request " in done.stderr
     assert b"ADD /joined: recorded 1, got 10" in done.stderr
 
 
@@ -240,7 +240,9 @@ def test_a_replay_without_progress_times_out(tmp_path: Path) -> None:
     with tcpstore_server() as server:
         done = replay(file, server.port, "--timeout", "0.3")
     assert done.returncode == 3
-    assert b"no progress for 0.3 s: 1 of 1 connections are not done; connection 0, request 2, WAIT /k" in done.stderr
+    assert (
+        b"no progress for 0.3 s: 1 of 1 connections have not finished; connection 0, request 2, WAIT /k" in done.stderr
+    )
 
 
 def rows(*lines: str) -> bytes:
@@ -290,7 +292,7 @@ def test_a_server_that_dies_during_a_replay(tmp_path: Path) -> None:
     assert (process.returncode, said) == (4, "")
     assert errors == (
         f"Error: the server at 127.0.0.1:{server.port} is gone: Connection refused; "
-        "8 of 9 replies were as recorded until then\n"
+        "8 of 9 replies matched the recording before that\n"
     )
 
 
@@ -315,7 +317,7 @@ def test_a_connection_that_the_server_closes_early(tmp_path: Path) -> None:
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert (report["replies"], report["different"], report["broken"]) == (9, 6, 1)
-    assert b"6 of 9 replies differ; the first: connection 0, request " in done.stderr
+    assert b"6 of 9 replies differ; first: connection 0, request " in done.stderr
     assert b"the server closed the connection" in done.stderr
 
 
@@ -327,7 +329,7 @@ def test_a_timeout_has_the_differences_so_far(tmp_path: Path) -> None:
     with tcpstore_server() as server:
         done = replay(file, server.port, "--speed", "0", "--timeout", "0.3")
     assert done.returncode == 3
-    assert b"WAIT /absent has no reply; 1 reply differs; the first: connection 0, request 3, ADD /k" in done.stderr
+    assert b"WAIT /absent has no reply; 1 reply differs; first: connection 0, request 3, ADD /k" in done.stderr
     assert b": recorded 5, got 1" in done.stderr
 
 
@@ -342,7 +344,7 @@ def test_a_replay_with_more_connections_than_open_files(tmp_path: Path) -> None:
         )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
     assert (
-        "the replay needs 200 connections at the same time, but the limit on open files (ulimit -Hn) allows only "
+        "the replay needs 200 simultaneous connections, but the limit on open files (ulimit -Hn) allows only "
         in done.stderr
     )
     assert done.stderr.count("\n") == 1
@@ -411,7 +413,7 @@ def test_an_interrupted_replay_prints_what_was_played(tmp_path: Path, number: si
         assert json.loads(errors) == {"error": "interrupted", "status": 128 + number}
     else:
         assert said.startswith(b"interrupted while playing the job: 2 ranks, 2 connections, ")
-        assert re.search(rb"\n([67]) of \1 replies are as recorded\n$", said)
+        assert re.search(rb"\n([67]) of \1 replies match the recording\n$", said)
         assert errors == b"Error: interrupted\n"
 
 
@@ -420,12 +422,12 @@ def test_a_long_replay_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
     try:
         with long_replay(tmp_path, stderr=theirs) as process:
             said = b""
-            while b"connections are not done" not in said:
+            while b"connections have not finished" not in said:
                 assert select.select([ours], [], [], LIMIT)[0]
                 said += os.read(ours, 1000)
             process.send_signal(signal.SIGINT)
             process.wait(LIMIT)
-        assert said.startswith(b"\r\x1b[Kplayed 11 of 12 requests, 2 of 2 connections are not done")
+        assert said.startswith(b"\r\x1b[Kplayed 11 of 12 requests, 2 of 2 connections have not finished")
         assert os.read(ours, 1000).endswith(b"\r\x1b[KError: interrupted\r\n")
     finally:
         os.close(ours)
@@ -597,7 +599,7 @@ def test_two_recorders_do_not_write_one_file(tmp_path: Path) -> None:
         peer.ping()
         status, said = proxy.stop()
     assert (second.returncode, second.stdout) == (1, "")
-    assert second.stderr == f"Error: cannot write {file}: another recorder is writing it\n"
+    assert second.stderr == f"Error: cannot write {file}: another recorder is writing to it\n"
     assert status == 0
     assert said.splitlines()[-1] == "recorded 3 requests from 1 connection and 1 process"
     assert read_recording(file).complete
@@ -613,7 +615,7 @@ def test_the_server_may_start_after_the_clients(tmp_path: Path) -> None:
         assert peer.closed()
         status, said = proxy.stop()
     assert status == 0
-    assert f"cannot connect 127.0.0.1 to 127.0.0.1:{port}, trying again: " in said
+    assert f"cannot connect 127.0.0.1 to 127.0.0.1:{port}, retrying: " in said
 
 
 def test_a_client_that_closes_at_once_has_sent_what_it_sent(tmp_path: Path) -> None:

@@ -246,7 +246,10 @@ def test_a_compressed_recording(tmp_path: Path) -> None:
         (b"", "is not a recording: it is empty"),
         (b"\x00\xff\x01\n", "is not a recording"),
         (b"{}\n", "row 1: not a recording made by tcpstore record"),
-        (b'{"format":"tcpstore-recording","version":9}\n', "row 1: format version 9 is unknown; this program reads 1"),
+        (
+            b'{"format":"tcpstore-recording","version":9}\n',
+            "row 1: format version 9 is not supported; this program reads 1",
+        ),
         (b"HEAD[1\n", "row 2: not JSON"),
         (b"HEAD[1,0]\n", "row 2: "),
         (b'HEAD[1,0,"SET",0,0]\n', "row 2: "),
