@@ -135,9 +135,9 @@ class AgentRegistry(SharedRequests):
             self.size -= len(key) + rounds.counted
 
     def answer(self, due: Due, agent: Agent, rank: int) -> None:
-        """Answer an agent that is due, if it is parked."""
+        """Answer an agent that is due, if it is parked and has not been removed."""
         waiter = self._parked(agent)
-        if waiter is not None and (due.closed >= 0 or agent.group is due.group):
+        if waiter is not None and (agent.group is due.group if due.closed < 0 else agent.group is not None):
             self._fire_answer(agent, waiter, due.answer(rank))
 
     def _find(self, key: bytes, name: Framed) -> tuple[Agent | None, Rounds | None]:

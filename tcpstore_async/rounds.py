@@ -245,9 +245,10 @@ class Rounds:
         if self.closed:
             return
         self.closed = True
-        redundant = 1 if self.is_full() else 0
-        self.due.append(Due(self, self.group, 0))
-        self.due.append(Due(self, self.waiting, redundant))
+        if self.formed:
+            self.due.append(Due(self, self.waiting, 1 if self.is_full() else 0))
+        else:  # nobody waits for the next round
+            self.due.append(Due(self, self.group, 0))
 
     def is_full(self) -> bool:
         """Whether no agent could join the round that is formed, so that those waiting are redundant."""

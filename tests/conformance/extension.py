@@ -583,6 +583,19 @@ def silent_agents_are_removed(s: Script) -> None:
 
 
 @case()
+def a_removed_agent_is_not_answered(s: Script) -> None:
+    a, b = s.peers("ab")
+    a.asks(meet(b"r", b"a", 2, 2), NO_REPLY)
+    b.asks(meet(b"r", b"b", 2, 2), met(0, 1, 2))
+    a.hears(met(0, 0, 2))
+    a.asks(meet(b"r", b"a", 2, 2, 0), NO_REPLY)
+    b.asks(attend(b"r", b"b", 1, 2), state(*(0, 1, 1, 1, 1, 0)))
+    b.asks(attend(b"r", b"b", 1, 2), state(*(0, 1, 1, 0, 1, 0)))
+    b.asks(attend(b"r", b"b", 3), state(*(0, 2, 1, 0, 1, 0)))
+    a.asks(CANCEL_FETCH, NO_VALUE)
+
+
+@case()
 def one_agent_with_several_connections(s: Script) -> None:
     a, b, c, z = s.peers("abcz")
     a.asks(meet(b"r", b"x", 2, 2), NO_REPLY)
