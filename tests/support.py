@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch_forker import Program
+
 LIMIT = 60.0
 """Seconds after which a test gives up waiting for an event. Generous: machines are shared."""
 
@@ -91,22 +93,10 @@ sys.stdin.read()
 @contextmanager
 def torch_server(backend: str = "libuv") -> Iterator[int]:
     """PyTorch's own server, `libuv` or `legacy`, in a process of its own; yields its port."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", TORCH_SERVER, backend],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=tempfile.gettempdir(),
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait(LIMIT)
-        process.stdin.close()
-        process.stdout.close()
+    with Program(TORCH_SERVER, backend) as server:
+        line = server.stdout.readline()
+        assert line, f"the server did not start: {server.errors()}"
+        yield int(line)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -28,6 +27,7 @@ from support import LIMIT
 from tcpstore_async import DistStoreError, FileStore, StoreTimeoutError
 from tcpstore_async.stores.file import records, reentrant_lock, torn_records
 from tcpstore_async.stores.file import store as file_store
+from torch_forker import Program
 
 ADDER = """
 import datetime, sys
@@ -55,17 +55,12 @@ class Adder:
     def __init__(self, which: str, path: Path, name: str) -> None:
         self.name = name
         self.log = path.with_name(f"log of {name}")
-        command = [sys.executable, "-W", "ignore", "-c", ADDER, which, str(path), name, str(self.log), str(LIMIT)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tempfile.gettempdir())
+        self.process = Program(ADDER, which, path, name, self.log, LIMIT)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(LIMIT)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.end()
 
     def until_ready(self) -> None:
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"
 
     def done(self, what: bytes) -> int:

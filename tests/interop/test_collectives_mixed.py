@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
-
 import pytest
 
-from support import LIMIT, tcpstore_server, torch_server
+from support import LIMIT, server_of
 from tcpstore_async import MissingRanksError, TCPStore
 from tcpstore_async.collectives import StoreCollectives, barrier, store_based_barrier, synchronize
+from torch_forker import Program
 
 THEIRS = """
 import datetime, sys, torch, torch.distributed as dist
@@ -57,23 +54,14 @@ def test_missing_ranks_on_a_store_of_pytorchs() -> None:
 
 @pytest.mark.parametrize("server", ["ours", "libuv"])
 def test_one_world(server: str) -> None:
-    with tcpstore_server() as ours, torch_server() as theirs:
-        port = ours.port if server == "ours" else theirs
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", THEIRS, str(port)],
-            cwd=tempfile.gettempdir(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
-                store_based_barrier(1, store, "g", 2, LIMIT)
-                barrier(store, 2, "elastic", LIMIT)
-                assert synchronize(store, "ours", 1, 2, "sync", LIMIT) == [b"theirs", b"ours"]
-                if store.get("collectives") == b"True":
-                    meet(StoreCollectives(store, 1, 2))
-                output, _ = process.communicate(timeout=LIMIT)
-            assert output == b"done\n"
-        finally:
-            process.kill()
-            process.communicate()
+    with (
+        server_of(server) as port,
+        Program(THEIRS, port) as theirs,
+        TCPStore("127.0.0.1", port, timeout=LIMIT) as store,
+    ):
+        store_based_barrier(1, store, "g", 2, LIMIT)
+        barrier(store, 2, "elastic", LIMIT)
+        assert synchronize(store, "ours", 1, 2, "sync", LIMIT) == [b"theirs", b"ours"]
+        if store.get("collectives") == b"True":
+            meet(StoreCollectives(store, 1, 2))
+        assert (theirs.output(), theirs.errors()) == ("done\n", "")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tcpstore_async import FileStore
+from torch_forker import Program
 
 torch = pytest.importorskip("torch")
 
@@ -45,23 +43,21 @@ del store
 """
 
 
-def start(which: str, path: Path, rank: int, world: int, times: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-c", WORKER, which, str(path), which, str(rank), str(world), str(times)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tempfile.gettempdir())
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sixteen_processes_share_one_file(tmp_path: Path) -> None:
     """8 of ours and 8 of PyTorch's, each adding 250 times to one counter."""
     path = tmp_path / "store"
-    began = time.monotonic()
-    processes = [start(which, path, rank, 16, 250) for rank in range(8) for which in ("ours", "torch")]
-    said = [process.communicate(timeout=250)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 16
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(Program(WORKER, which, path, which, rank, 16, 250))
+            for rank in range(8)
+            for which in ("ours", "torch")
+        ]
+        said = [process.output(250) for process in processes]
+        assert [process.wait() for process in processes] == [0] * 16, [process.errors() for process in processes]
     assert said == ["4000\n"] * 16
     assert not path.exists()
-    print(f"{time.monotonic() - began:.1f} s")
 
 
 def test_each_reads_what_the_other_writes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 import tcpstore_async.torch as ours
 from support import free_port
+from torch_forker import Program
 from versions import QUIET, VERSION, needs, since, unsaid
 
 handlers: Any = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
@@ -166,6 +167,14 @@ def say(code: str, *flags: str, **env: str) -> tuple[str, str]:
     return unsaid(done.stdout).strip(), done.stderr.strip()
 
 
+def run(code: str, *arguments: str, **env: str) -> tuple[str, str]:
+    """The same for a program that may find PyTorch imported."""
+    with Program(code, *arguments, env=env) as program:
+        printed = program.output()
+        assert program.wait() == 0, program.errors()
+        return unsaid(printed).strip(), program.errors().strip()
+
+
 @autoload
 @pytest.mark.parametrize(
     ("value", "expected"),
@@ -198,13 +207,13 @@ def test_an_unknown_word_is_a_warning() -> None:
 @autoload
 @pytest.mark.parametrize("value", ["native,python", "0,python", "0,classes"])
 def test_contradictory_words_install_nothing(value: str) -> None:
-    printed, warned = say(SAY, TCPSTORE_INSTALL=value)
+    printed, warned = run("from tcpstore_async.autoload import autoload; autoload()" + SAY, TCPSTORE_INSTALL=value)
     assert printed == "torch torch torch"
     assert warned.endswith(f"conflicting values: 0 excludes all others, and native excludes python: {value!r}")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-@pytest.mark.parametrize("streams", ["2>/dev/full", "2>&-"])
+@pytest.mark.parametrize("streams", [pytest.param("2>/dev/full", marks=pytest.mark.exhaustive), "2>&-"])
 def test_an_unknown_word_without_a_usable_stderr(streams: str) -> None:
     python = shlex.join([sys.executable, *QUIET, "-c", "import torch; print(1)"])
     env = {**os.environ, "TCPSTORE_INSTALL": "yes"}
@@ -246,23 +255,23 @@ dist.destroy_process_group()
 print(dist.destroy_process_group is before)
 dist.init_process_group("gloo", init_method=url)
 dist.destroy_process_group()"""
-    assert say(code) == ("True", "")
+    assert run(code) == ("True", "")
 
 
 @pytest.mark.parametrize("seconds", [0, -1])
 def test_a_timeout_of_0_or_less_does_not_hang(seconds: int, port: int) -> None:
     """The other rank is missing: PyTorch says so at once, and so does every client under install()."""
     code = f"""
-import os, torch.distributed as dist
+import sys, torch.distributed as dist
 from datetime import timedelta
-if os.environ["CLIENT"]:
+if sys.argv[1]:
     import tcpstore_async.torch
-    tcpstore_async.torch.install(os.environ["CLIENT"])
+    tcpstore_async.torch.install(sys.argv[1])
 url = "tcp://127.0.0.1:{port}?rank=1&world_size=2"
 try: dist.init_process_group("gloo", init_method=url, timeout=timedelta(seconds={seconds}))
 except dist.DistNetworkError as e: print(str(e).splitlines()[0])"""
     for client in ("", "native", "python"):
-        printed, _ = say(code, CLIENT=client)
+        printed, _ = run(code, client)
         limit = f"{seconds}s" if VERSION < (2, 5) and not client else f"{1000 * seconds}ms"
         text = f"The client socket has timed out after {limit} while trying to connect to (127.0.0.1, {port})."
         assert printed == text, client
@@ -313,7 +322,7 @@ init_process_group("gloo", init_method="tcp://127.0.0.1:{port}?rank=0&world_size
 destroy_process_group()
 socket.create_server(("127.0.0.1", {port})).close()
 print("free")"""
-    assert say(code) == ("free", "")
+    assert run(code) == ("free", "")
 
 
 @pytest.mark.parametrize("client", ["native", "python"])
@@ -336,7 +345,7 @@ fail()
 ours.uninstall()
 socket.create_server(("127.0.0.1", {port})).close()
 print(distributed_c10d._unregister_all_process_groups is before)"""
-    out, _ = say(code)
+    out, _ = run(code)
     assert out.splitlines()[1::2] == ["0", "True"]
 
 
@@ -366,7 +375,7 @@ other.wait(["default_pg/0//cpu//0/0"])
 print(other.num_keys() > 0)
 making.join()
 other.close()"""
-    assert say(code)[0] == "True\nno other rank came"  # Gloo logs that on standard error
+    assert run(code)[0] == "True\nno other rank came"  # Gloo logs that on standard error
 
 
 @needs("clone")
@@ -388,7 +397,7 @@ store.set("k", "v")
 print(store.clone().get("k"))
 dist.destroy_process_group()
 socket.create_server(("127.0.0.1", {port})).close()"""
-    assert say(code)[0] == "b'v'"
+    assert run(code)[0] == "b'v'"
 
 
 def test_the_server_of_a_programs_own_rendezvous() -> None:
@@ -416,7 +425,7 @@ del last
 gc.collect()
 ours.uninstall()
 print(taken(port))"""
-    assert say(code) == ("b'v' b'v'\nFalse\n1\nFalse", "")
+    assert run(code) == ("b'v' b'v'\nFalse\n1\nFalse", "")
 
 
 def test_the_python_store_of_a_programs_own_rendezvous() -> None:
@@ -436,7 +445,7 @@ held.set("k", "v")
 print(held.get("k"))
 held.underlying_store.close()
 socket.create_server(("127.0.0.1", port)).close()"""
-    assert say(code) == ("b'v'", "")
+    assert run(code) == ("b'v'", "")
 
 
 def test_rendezvous_in_threads_after_failed_ones() -> None:
@@ -456,7 +465,7 @@ for _ in range(4):
     for thread in threads: thread.start()
     for thread in threads: thread.join()
 ours.uninstall()"""
-    assert say(code)[0] == ""
+    assert run(code)[0] == ""
 
 
 class _Group:

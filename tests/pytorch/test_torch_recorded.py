@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from client.test_load_replay import recorder, replay, replay_json
-from support import LIMIT, server_of
+from support import server_of
 from tcpstore_async.load.recording import read_recording
+from torch_forker import Program
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SHOWN = ("gloo", "torchrun")
@@ -51,15 +49,11 @@ def test_the_page_shows_what_is_recorded(name: str) -> None:
 def test_a_gloo_job_replays_with_the_same_replies(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "job"
     with server_of(kind) as port, recorder(port, file, "--values") as proxy:
-        ranks = []
-        for rank in range(3):
-            env = {
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(proxy.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }  # fmt: skip
-            command = [sys.executable, "-W", "ignore", "-c", JOB]
-            ranks.append(subprocess.Popen(command, cwd=tempfile.gettempdir(), env=env, stderr=subprocess.DEVNULL))
-        assert [rank.wait(LIMIT) for rank in ranks] == [0, 0, 0]
+        with ExitStack() as stack:
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(proxy.port), "WORLD_SIZE": "3"}
+            env = {**meeting, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            ranks = [stack.enter_context(Program(JOB, env={**env, "RANK": str(rank)})) for rank in range(3)]
+            assert [rank.wait() for rank in ranks] == [0, 0, 0], [rank.errors() for rank in ranks]
         assert proxy.stop()[0] == 0
     recording = read_recording(file)
     assert (recording.ranks, recording.complete) == (3, True)

@@ -1,0 +1,230 @@
+"""Programs that need PyTorch, forked from one process that has imported it: an import takes two seconds of CPU time.
+
+Only programs for which it makes no difference that the import has happened before: not those for which a variable, such
+as `TCPSTORE_INSTALL`, decides something at the import. Run as a program, this is the process that forks.
+
+A request is one JSON object, sent with four descriptors: the program's standard streams, and where the process ID is
+written first and the exit status when the program has ended.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+LIMIT = 60.0
+
+
+class Program:
+    """A forked program, as its parent sees it: it runs from now on, and is killed at the end of `with`."""
+
+    def __init__(self, code: str | Path, *arguments: object, env: dict[str, str] | None = None) -> None:
+        """Run source text, or the file at a path, with these arguments and more environment."""
+        request = {
+            "code": str(code),
+            "path": isinstance(code, Path),
+            "arguments": [str(one) for one in arguments],
+            "env": {**os.environ, **(env or {})},
+        }
+        reading, stdin = os.pipe()
+        stdout, writing = os.pipe()
+        status, answering = os.pipe()
+        self._files = ExitStack()
+        self._files.enter_context(os.fdopen(stdin, "wb"))
+        self.stdout: IO[bytes] = self._files.enter_context(os.fdopen(stdout, "rb", buffering=0))
+        self._status: IO[bytes] = self._files.enter_context(os.fdopen(status, "rb", buffering=0))
+        stderr, name = tempfile.mkstemp()
+        os.unlink(name)
+        self._stderr: IO[bytes] = self._files.enter_context(os.fdopen(stderr, "rb"))
+        given = [reading, writing, stderr, answering]
+        control = _control()
+        text = json.dumps(request).encode()
+        control.sendmsg([len(text).to_bytes(4, "little")], [_descriptors(given)])
+        control.sendall(text)
+        for one in (reading, writing, answering):
+            os.close(one)
+        self.returncode: int | None = None
+        self.pid = int.from_bytes(self._status.read(4), "little")
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kill the program, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+        self._files.close()
+
+    def poll(self) -> int | None:
+        """The exit status, or None while the program runs."""
+        with contextlib.suppress(TimeoutError):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float = LIMIT) -> int:
+        """The exit status, as `subprocess` has it."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise TimeoutError(f"the program has not ended within {timeout:g} s: {self.errors()}")
+            self.returncode = int.from_bytes(self._status.read(4), "little", signed=True)
+        return self.returncode
+
+    def output(self, timeout: float = LIMIT) -> str:
+        """What the program prints until all of its processes have closed standard output."""
+        deadline = time.monotonic() + timeout
+        parts: list[bytes] = []
+        while True:
+            if not select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError(f"the program is not done within {timeout:g} s: {self.errors()}")
+            parts.append(self.stdout.read(1 << 16))
+            if not parts[-1]:
+                return b"".join(parts).decode()
+
+    def errors(self) -> str:
+        """What it has printed on standard error so far."""
+        size = os.fstat(self._stderr.fileno()).st_size
+        return os.pread(self._stderr.fileno(), size, 0).decode()
+
+
+def _descriptors(given: list[int]) -> tuple[int, int, array.array[int]]:
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given)
+
+
+_started: tuple[int, socket.socket] | None = None
+"""In which process, and the connection to what forks."""
+
+
+def _control() -> socket.socket:
+    """The connection to the process that forks, which is started once."""
+    from versions import QUIET  # and with it pytest, which the process that forks does without
+
+    global _started
+    if _started is None or _started[0] != os.getpid():
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *QUIET, __file__, str(theirs.fileno())],
+                cwd=tempfile.gettempdir(),
+                pass_fds=[theirs.fileno()],
+                env={name: text for name, text in os.environ.items() if not name.startswith("TCPSTORE_")},
+            )
+        _started = os.getpid(), ours
+
+        def end() -> None:
+            ours.close()
+            process.wait(LIMIT)
+
+        atexit.register(end)
+    return _started[1]
+
+
+# The process that forks
+
+
+class Forker:
+    """Forks a program for each request, and reports how each has ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._running: dict[int, int] = {}
+        self._woken, self._waking = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waking.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Until the other side has closed."""
+        while True:
+            ready = select.select([self._control, self._woken], [], [])[0]
+            if self._woken in ready:
+                self._woken.recv(1024)
+                self._report()
+            if self._control in ready:
+                head, ancillary, _, _ = self._control.recvmsg(4, socket.CMSG_SPACE(4 * array.array("i").itemsize))
+                if not head:
+                    self._control.close()
+                    self._woken.close()
+                    self._waking.close()
+                    return
+                given = array.array("i", ancillary[0][2])
+                text = self._control.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
+                self._fork(json.loads(text), *given)
+
+    def _fork(self, request: dict[str, Any], stdin: int, stdout: int, stderr: int, answering: int) -> None:
+        pid = os.fork()
+        if pid:
+            os.write(answering, pid.to_bytes(4, "little"))
+            self._running[pid] = answering
+            for one in (stdin, stdout, stderr):
+                os.close(one)
+            return
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for used in (self._control, self._woken, self._waking):
+            used.close()
+        for number, one in enumerate((stdin, stdout, stderr)):
+            os.dup2(one, number)
+        for one in (stdin, stdout, stderr, answering, *self._running.values()):
+            os.close(one)
+        be(request)
+
+    def _report(self) -> None:
+        while self._running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            answering = self._running.pop(pid)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(answering, os.waitstatus_to_exitcode(status).to_bytes(4, "little", signed=True))
+            os.close(answering)
+
+
+def be(request: dict[str, Any]) -> None:
+    """Run the program as `__main__`, and end as a program ends."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    code, name = request["code"], "<program>"
+    sys.path[0] = ""
+    if request["path"]:
+        name = code
+        sys.path[0] = str(Path(name).parent)
+        code = Path(name).read_text()
+    sys.argv[:] = [name, *request["arguments"]]
+    module = ModuleType("__main__")
+    module.__dict__["__file__"] = name
+    sys.modules["__main__"] = module
+    exec(compile(code, name, "exec"), module.__dict__)
+    sys.exit(0)
+
+
+def main() -> None:
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    gc.freeze()  # no program needs to look at what all have in common
+    Forker(socket.socket(fileno=int(sys.argv[1]))).serve()
+
+
+if __name__ == "__main__":
+    main()
