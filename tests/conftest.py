@@ -75,8 +75,8 @@ NOT_COMPILED = (
 EXHAUSTIVE = re.compile(
     r"contract/test_(values|waiting)\.py::.*\[(prefix-hash|tcp-served-uv|tcp-served-threaded|tcp-process-threaded)\b"
     r"|interop/test_torch_groups\.py::test_a_gloo_group\[(uv-.*-2|threaded-.*-4)\]"
-    r"|pytorch/test_torch_torchrun\.py::test_a_worker_that_is_killed\[env2\]"
-    r"|pytorch/test_torch_worlds\.py::test_(a_group_that_nobody_destroys|jobs_in_a_row_on_one_address)\[file.*-python\]"
+    r"|pytorch/test_torch_torchrun\.py::test_a_killed_worker_restarts_the_round\[env2\]"
+    r"|pytorch/test_torch_worlds\.py::test_(a_group_that_is_never_destroyed|jobs_in_a_row_on_one_address)\[file.*-python\]"
     r"|test_install\.py::test_what_must_be_compiled_and_cannot_be_is_an_error\[false\]"
     r"|unit/test_cli_bench\.py::.*\blegacy\b"
 )

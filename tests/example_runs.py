@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from torch_forker import Program
 from versions import QUIET, unsaid
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -54,3 +55,31 @@ def lines_of(name: str, *arguments: object, attempts: int = 1) -> list[str]:
     """Return the lines that a program prints which starts its ranks itself."""
     (printed,) = run(str(EXAMPLES / name), *map(str, arguments), attempts=attempts)
     return printed.splitlines()
+
+
+SPAWN = """
+import pickle, runpy, sys
+import torch.multiprocessing as mp
+def spawn(function, args=(), nprocs=1):
+    pickle.dumps((function, args))
+    assert function.__name__ in runpy.run_path(example, run_name="__mp_main__")
+    mp.start_processes(function, args, nprocs, start_method="fork")
+mp.spawn = spawn
+example = sys.argv.pop(1)
+sys.argv[0] = example
+runpy.run_path(example, run_name="__main__")
+"""
+"""Runs an example whose ranks are forked instead of spawned, which would import PyTorch in each. What spawning does is
+tried all the same: what a rank is given is pickled, and the example is imported under another name.
+"""
+
+
+def forked_lines_of(name: str, *arguments: object, attempts: int = 1) -> list[str]:
+    """The same for a program that spawns ranks with PyTorch; what is on standard error comes last."""
+    with Program(SPAWN, EXAMPLES / name, *arguments) as program:
+        printed = program.output()
+        code, errors = program.wait(), program.errors()
+    if attempts > 1 and ABORTED_BY_GLOO in errors:
+        return forked_lines_of(name, *arguments, attempts=attempts - 1)
+    assert code == 0, printed + errors
+    return (unsaid(printed) + errors).splitlines()

@@ -13,6 +13,7 @@ import array
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -33,13 +35,19 @@ LIMIT = 60.0
 class Program:
     """A forked program, as its parent sees it: it runs from now on, and is killed at the end of `with`."""
 
-    def __init__(self, code: str | Path, *arguments: object, env: dict[str, str] | None = None) -> None:
-        """Run source text, or the file at a path, with these arguments and more environment."""
+    def __init__(
+        self, code: str | Path, *arguments: object, env: dict[str, str] | None = None, imports: Iterable[str] = ()
+    ) -> None:
+        """Run source text, or the file at a path, with these arguments and more environment.
+
+        `imports` are modules that are imported before it is forked, once for all.
+        """
         request = {
             "code": str(code),
             "path": isinstance(code, Path),
             "arguments": [str(one) for one in arguments],
             "env": {**os.environ, **(env or {})},
+            "imports": list(imports),
         }
         reading, stdin = os.pipe()
         stdout, writing = os.pipe()
@@ -171,6 +179,8 @@ class Forker:
                 self._fork(json.loads(text), *given)
 
     def _fork(self, request: dict[str, Any], stdin: int, stdout: int, stderr: int, answering: int) -> None:
+        for name in request["imports"]:
+            importlib.import_module(name)
         pid = os.fork()
         if pid:
             os.write(answering, pid.to_bytes(4, "little"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from example_runs import EXAMPLES, lines_of, run
+from example_runs import EXAMPLES, forked_lines_of, lines_of, run
 from support import tcpstore_server
 from versions import alone_on_stdout, since
 
@@ -20,12 +20,12 @@ def test_urls(port: int) -> None:
 
 @alone_on_stdout
 def test_explicit_store(port: int) -> None:
-    assert lines_of("explicit_store.py", port) == ["the sums of all ranks: 3, 3, 3"]
+    assert forked_lines_of("explicit_store.py", port) == ["the sums of all ranks: 3, 3, 3"]
 
 
 @alone_on_stdout
 def test_sgd(port: int) -> None:
-    *epochs, last = lines_of("sgd.py", port, attempts=4)
+    *epochs, last = forked_lines_of("sgd.py", port, attempts=4)
     losses = [float(line.partition("loss ")[2]) for line in epochs]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
@@ -50,11 +50,11 @@ def test_ddp_under_torchrun(port: int) -> None:
 @alone_on_stdout
 def test_ring_allreduce(port: int) -> None:
     sums = [10.0 * number for number in range(10)]
-    assert lines_of("ring_allreduce.py", port) == [f"the same as PyTorch's all_reduce: {sums}"]
+    assert forked_lines_of("ring_allreduce.py", port) == [f"the same as PyTorch's all_reduce: {sums}"]
 
 
 def test_missing_rank(port: int) -> None:
-    printed = lines_of("missing_rank.py", port)  # among them what PyTorch's C++ side has to say
+    printed = forked_lines_of("missing_rank.py", port)  # among them what PyTorch's C++ side has to say
     monitored, collectives = [line for line in printed if line.startswith(("monitored", "StoreCollectives"))]
     assert "2 failed to pass monitoredBarrier" in monitored
     assert collectives == "StoreCollectives: missing are [2]"

@@ -51,15 +51,15 @@ LAUNCHERS = {
 }
 
 # Every launcher and every mode at least once; the rest of the product differs in nothing else.
-JOBS: list[Any] = [("static", mode) for mode in ("", "0", "1", "python")] + [
-    *[("standalone", "python,classes"), ("c10d", "classes")],
-    *[("tcpstore", mode) for mode in ("", "classes")],
+JOBS: list[Any] = [
+    *[("static", "0"), ("static", "1"), ("standalone", "python,classes")],
+    *[("c10d", "classes"), ("tcpstore", "")],
 ]
 JOBS += [
     pytest.param(launcher, mode, marks=pytest.mark.exhaustive)
     for launcher, mode in [
-        *[("static", "classes"), ("static", "python,classes"), ("standalone", "0"), ("standalone", "1")],
-        *[("c10d", "1"), ("tcpstore", "1")],
+        *[("static", mode) for mode in ("", "python", "classes", "python,classes")],
+        *[("standalone", "0"), ("standalone", "1"), ("c10d", "1"), ("tcpstore", "1"), ("tcpstore", "classes")],
     ]
 ]  # fmt: skip
 

@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from support import tcpstore_server, torch_server
 from tcpstore_async.torch import TCPStore, rendezvous_handler
+from torch_forker import Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,31 +47,34 @@ once = pytest.mark.skipif(
 )
 
 
+TORCHRUN = """
+from tcpstore_async.autoload import autoload
+from torch.distributed.run import main
+autoload()
+main()
+"""
+"""What the program `torchrun` does; test_torch_launchers.py runs it as users do."""
+
+
 class Job:
     """Agents that share a folder, and what their workers wrote there."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
         self.port = port
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[Program] = []
 
-    def agent(self, what: str, nodes: str = "2", workers: str = "2", **env: str) -> subprocess.Popen[bytes]:
-        log = self.folder / f"agent{len(self.agents)}"
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes),
-                    *("--nproc-per-node", workers, "--max-restarts", "3", "--monitor-interval", "0.1"),
-                    *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"),
-                    *("--rdzv-conf", CONF),
-                    *(str(Path(__file__).with_name("elastic_worker.py")), str(self.folder), what),
-                ],
-                cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-            )
+    def agent(self, what: str, nodes: str = "2", workers: str = "1", **env: str) -> Program:
+        process = Program(
+            TORCHRUN,
+            *("--nnodes", nodes),
+            *("--nproc-per-node", workers, "--max-restarts", "3", "--monitor-interval", "0.1"),
+            *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"),
+            *("--rdzv-conf", CONF),
+            *(str(Path(__file__).with_name("elastic_worker.py")), str(self.folder), what),
+            env={"OMP_NUM_THREADS": "1", **env},
+            imports=["torch.distributed.run"],
+        )
         self.agents.append(process)
         return process
 
@@ -84,14 +88,14 @@ class Job:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.05)
 
-    def end(self, *agents: subprocess.Popen[bytes]) -> None:
+    def end(self, *agents: Program) -> None:
         """Wait until these agents have ended well."""
         self.until(lambda: all(agent.poll() is not None for agent in agents))
         assert [agent.returncode for agent in agents] == [0] * len(agents), self.said()
 
-    def kill(self, agent: subprocess.Popen[bytes]) -> None:
+    def kill(self, agent: Program) -> None:
         """An agent and its workers, as when their machine goes down."""
-        agent.kill()
+        os.kill(agent.pid, signal.SIGKILL)
         agent.wait()
         for one in self.seen():
             if one["agent"] == agent.pid:
@@ -99,7 +103,7 @@ class Job:
                     os.kill(one["pid"], signal.SIGKILL)
 
     def said(self) -> str:
-        return "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(self.folder.glob("agent*")))
+        return "\n".join(agent.errors()[-3000:] for agent in self.agents)
 
 
 @pytest.fixture
@@ -111,6 +115,7 @@ def job(tmp_path: Path, port: int) -> Iterator[Job]:
     for agent in job.agents:
         if agent.poll() is None:
             job.kill(agent)
+        agent.end()
 
 
 def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
@@ -129,12 +134,12 @@ def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
 def test_a_killed_worker_restarts_the_round(job: Job, env: dict[str, str]) -> None:
     """And the workers of the next attempt find none of its keys."""
     nodes = 1 if env else 2
-    job.end(*[job.agent("fail", nodes=str(nodes), **env) for _ in range(nodes)])
+    job.end(*[job.agent("fail", nodes=str(nodes), workers="2", **env) for _ in range(nodes)])
     world = 2 * nodes
     assert groups(job.seen()) == [(world, list(range(world)))] * 2
 
 
-def hosting(job: Job) -> subprocess.Popen[bytes]:
+def hosting(job: Job) -> Program:
     """The agent that hosts the server, started first."""
     first = job.agent("hold")
     job.until(lambda: accepts(job.port))
@@ -151,19 +156,19 @@ def accepts(port: int) -> bool:
 def test_a_killed_agent_comes_back(job: Job) -> None:
     first = hosting(job)
     second = job.agent("hold")
-    job.until(lambda: len(job.seen()) == 4)
+    job.until(lambda: len(job.seen()) == 2)
     job.kill(second)
     third = job.agent("hold")
-    job.until(lambda: len(job.seen()) == 8)
+    job.until(lambda: len(job.seen()) == 4)
     (job.folder / "go").touch()
     job.end(first, third)
-    assert groups(job.seen()) == [(4, list(range(4)))] * 2
+    assert groups(job.seen()) == [(2, [0, 1])] * 2
 
 
 def alone(job: Job) -> bool:
     """Whether a world of one agent has formed after one of two."""
     sums = [one["sum"] for one in job.seen()]
-    return 4.0 in sums and 2.0 in sums[sums.index(4.0) :]
+    return 2.0 in sums and 1.0 in sums[sums.index(2.0) :]
 
 
 @once
@@ -172,7 +177,7 @@ def test_on_a_running_server_either_agent_may_be_killed(job: Job, victim: int) -
     with tcpstore_server() as server:
         job.port = server.port
         agents = [job.agent("hold", nodes="1:2") for _ in range(2)]
-        job.until(lambda: sum(one["sum"] == 4 for one in job.seen()) >= 4)
+        job.until(lambda: sum(one["sum"] == 2 for one in job.seen()) >= 2)
         job.kill(agents[victim])
         job.until(lambda: alone(job))
         (job.folder / "go").touch()
@@ -187,10 +192,10 @@ def test_jobs_with_one_id_in_a_row(job: Job, tmp_path: Path) -> None:
         job.port = server.port
         job.end(job.agent("end", nodes="1"))
         killed = job.agent("hold", nodes="1")
-        job.until(lambda: len(job.seen()) == 4)
+        job.until(lambda: len(job.seen()) == 2)
         job.kill(killed)
         job.end(job.agent("end", nodes="1"))
-    assert groups(job.seen()) == [(2, [0, 1])] * 3
+    assert groups(job.seen()) == [(1, [0])] * 3
 
 
 @once
@@ -198,7 +203,7 @@ def test_jobs_in_a_row_at_one_endpoint(job: Job) -> None:
     """Where the agent hosts the server, it goes with it."""
     for _ in range(2):
         job.end(job.agent("end", nodes="1"))
-    assert groups(job.seen()) == [(2, [0, 1])] * 2
+    assert groups(job.seen()) == [(1, [0])] * 2
 
 
 def joining(port: int) -> dict[str, str]:
@@ -211,9 +216,9 @@ def test_workers_that_join_a_running_server(job: Job) -> None:
     """After a restart, which only one of two agents counts, and in the next job of the name, no key is seen again."""
     with tcpstore_server() as server:
         job.port = server.port
-        job.end(*[job.agent("fail", workers="1", **joining(server.port)) for _ in range(2)])
+        job.end(*[job.agent("fail", **joining(server.port)) for _ in range(2)])
         assert sorted(one["restarts"] for one in job.seen()) == [0, 0, 0, 1]
-        job.end(job.agent("end", nodes="1", workers="1", **joining(server.port)))
+        job.end(job.agent("end", nodes="1", **joining(server.port)))
     assert groups(job.seen()) == [(2, [0, 1]), (2, [0, 1]), (1, [0])]
 
 
@@ -221,13 +226,13 @@ def test_workers_that_join_a_running_server(job: Job) -> None:
 def test_workers_that_join_a_daemon_become_more(job: Job) -> None:
     """No agent counts that as a restart. The agents' own server does not outlive them; that of the workers does."""
     with tcpstore_server() as server:
-        agents = [job.agent("hold", nodes="1:2", workers="1", **joining(server.port))]
+        agents = [job.agent("hold", nodes="1:2", **joining(server.port))]
         job.until(lambda: len(job.seen()) == 1)
-        agents.append(job.agent("hold", nodes="1:2", workers="1", **joining(server.port)))
+        agents.append(job.agent("hold", nodes="1:2", **joining(server.port)))
         job.until(lambda: len(job.seen()) == 3)
         (job.folder / "go").touch()
         job.end(*agents)
-        job.end(job.agent("end", nodes="1", workers="1", **joining(server.port)))
+        job.end(job.agent("end", nodes="1", **joining(server.port)))
     assert groups(job.seen()) == [(1, [0]), (2, [0, 1]), (1, [0])]
 
 
