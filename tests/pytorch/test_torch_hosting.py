@@ -25,6 +25,7 @@ import tcpstore_async.torch as ours
 from support import LIMIT, free_port
 from tcpstore_async.client import requests
 from tcpstore_async.torch import native_server, tcpstore_patch
+from torch_forker import Program
 from versions import QUIET, since, unsaid
 
 Cpp: Any = dist.TCPStore
@@ -258,16 +259,9 @@ def test_the_server_outlives_uninstall(port: int) -> None:
 
 
 def run(code: str, **env: str) -> tuple[str, str]:
-    """Run a program; return its stdout and stderr."""
-    done = subprocess.run(
-        [sys.executable, *QUIET, "-c", code],
-        cwd=tempfile.gettempdir(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env={**os.environ, **env},
-    )
-    return unsaid(done.stdout).strip(), done.stderr
+    """Run a program, as if it imported PyTorch itself; return its stdout and stderr."""
+    with Program("from tcpstore_async.autoload import autoload; autoload()\n" + code, env=env) as program:
+        return unsaid(program.output()).strip(), program.errors()
 
 
 @since(2, 5, "autoload")
@@ -287,8 +281,10 @@ dist.barrier()
 print(type(dist.distributed_c10d._get_default_store().underlying_store) is dist.TCPStore)
 import tcpstore_async
 print(tcpstore_async.TCPStore("127.0.0.1", {port})._connection().extended())"""
-    stdout, stderr = run(code, TCPSTORE_INSTALL="1", PYTHONWARNINGS="ignore")
-    assert stdout == "True\nTrue", stderr
+    env = {**os.environ, "TCPSTORE_INSTALL": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, *QUIET, "-c", code]
+    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=LIMIT, env=env)
+    assert unsaid(done.stdout).strip() == "True\nTrue", done.stderr
     assert not in_use(port)
 
 

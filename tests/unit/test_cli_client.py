@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
+from click.testing import CliRunner
 
 from support import LIMIT, server_of
+from tcpstore_async.cli import main
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
@@ -27,10 +29,20 @@ def tcpstore(*words: str, url: str = "", stdin: bytes = b"") -> subprocess.Compl
     return done
 
 
+def in_this_process(*words: str, url: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    done = CliRunner().invoke(main, words, input=stdin, env={"TCPSTORE_URL": url})
+    return subprocess.CompletedProcess(words, done.exit_code, done.stdout_bytes, done.stderr_bytes)
+
+
 @pytest.fixture(scope="module", params=["ours", "libuv", "legacy"])
 def backend(request: pytest.FixtureRequest) -> Iterator[tuple[str, Run]]:
+    """A server, and what runs a command on it: in a process of its own with our server, so that it need not be with
+    the others.
+    """
+    run = tcpstore if request.param == "ours" else in_this_process
+
     def runner(port: int) -> Run:
-        return lambda *words, stdin=b"": tcpstore(*words, url=f"tcp://127.0.0.1:{port}", stdin=stdin)
+        return lambda *words, stdin=b"": run(*words, url=f"tcp://127.0.0.1:{port}", stdin=stdin)
 
     with server_of(request.param) as port:
         yield request.param, runner(port)
