@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch_forker import Program
@@ -74,12 +75,40 @@ tried all the same: what a rank is given is pickled, and the example is imported
 """
 
 
+USED = ["torch._dynamo"]
+"""What optimizers and DDP import, and that takes as long as PyTorch itself."""
+
+
 def forked_lines_of(name: str, *arguments: object, attempts: int = 1) -> list[str]:
     """The same for a program that spawns ranks with PyTorch; what is on standard error comes last."""
-    with Program(SPAWN, EXAMPLES / name, *arguments) as program:
+    with Program(SPAWN, EXAMPLES / name, *arguments, imports=USED) as program:
         printed = program.output()
         code, errors = program.wait(), program.errors()
     if attempts > 1 and ABORTED_BY_GLOO in errors:
         return forked_lines_of(name, *arguments, attempts=attempts - 1)
     assert code == 0, printed + errors
     return (unsaid(printed) + errors).splitlines()
+
+
+AUTOLOADED = """
+import runpy, sys
+from tcpstore_async.autoload import autoload
+autoload()
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def run_forked(name: str, *, world: int, attempts: int = 1, **env: str) -> list[str]:
+    """Run `world` ranks of a program that does not start them itself and return what each prints."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), **env}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Program(AUTOLOADED, EXAMPLES / name, env={**meeting, "RANK": str(rank)}, imports=USED))
+            for rank in range(world)
+        ]
+        printed = [unsaid(rank.output()) for rank in ranks]
+        codes, errors = [rank.wait() for rank in ranks], [rank.errors() for rank in ranks]
+    if attempts > 1 and any(ABORTED_BY_GLOO in text for text in errors):
+        return run_forked(name, world=world, attempts=attempts - 1, **env)
+    assert codes == [0] * world, errors
+    return [text + error for text, error in zip(printed, errors, strict=True)]

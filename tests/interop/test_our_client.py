@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,6 +15,7 @@ import pytest
 from client.fakes import proxy_to
 from support import LIMIT, free_port, server_of
 from tcpstore_async import AsyncTCPStore, DistStoreError, QueueEmptyError, TCPStore
+from torch_forker import Program
 from versions import needs
 
 SERVERS = ["ours", "libuv", "legacy"]
@@ -307,9 +305,8 @@ else:
 """
 
 
-def torch_rank(port: int, rank: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-W", "ignore", "-c", TORCH_RANK, str(port), str(rank)]
-    return subprocess.Popen(command, cwd=tempfile.gettempdir())
+def torch_rank(port: int, rank: int) -> Program:
+    return Program(TORCH_RANK, port, rank)
 
 
 def work(port: int, rank: int) -> None:
@@ -326,26 +323,25 @@ def do_work(store: TCPStore, rank: int) -> None:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
+def ranks() -> Iterator[list[Program]]:
+    started: list[Program] = []
     yield started
     for process in started:
-        process.kill()
-        process.wait(LIMIT)
+        process.end()
 
 
 @needs("barrier")
-def test_our_worker_of_pytorchs_master(ranks: list[subprocess.Popen[bytes]]) -> None:
+def test_our_worker_of_pytorchs_master(ranks: list[Program]) -> None:
     port = free_port()
     ranks.extend([torch_rank(port, 0), torch_rank(port, 1)])
     work(port, 2)
-    assert [process.wait(LIMIT) for process in ranks] == [0, 0]
+    assert [process.wait() for process in ranks] == [0, 0]
 
 
 @needs("barrier")
-def test_pytorchs_workers_of_our_master(ranks: list[subprocess.Popen[bytes]]) -> None:
+def test_pytorchs_workers_of_our_master(ranks: list[Program]) -> None:
     port = free_port()
     ranks.extend([torch_rank(port, 1), torch_rank(port, 2)])
     with TCPStore("127.0.0.1", port, 3, True, LIMIT) as store:
         do_work(store, 0)
-        assert [process.wait(LIMIT) for process in ranks] == [0, 0]
+        assert [process.wait() for process in ranks] == [0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from example_runs import EXAMPLES, forked_lines_of, lines_of, run
+from example_runs import EXAMPLES, forked_lines_of, lines_of, run, run_forked
 from support import tcpstore_server
 from versions import alone_on_stdout, since
 
@@ -33,7 +33,7 @@ def test_sgd(port: int) -> None:
 
 
 def test_ddp(port: int) -> None:
-    first, second = run(str(EXAMPLES / "ddp.py"), world=2, attempts=4, MASTER_PORT=str(port))
+    first, second = run_forked("ddp.py", world=2, attempts=4, MASTER_PORT=str(port))
     assert first.count("loss") == 5
     assert second == ""
 
@@ -71,8 +71,8 @@ def test_the_environment_alone(port: int) -> None:
     printed = run(str(EXAMPLES / "train.py"), world=2, MASTER_PORT=str(port), TCPSTORE_INSTALL="1")
     assert printed == ["2 ranks, sum 1\n", ""]
     with tcpstore_server() as server:
-        printed = run(
-            str(EXAMPLES / "train.py"),
+        printed = run_forked(
+            "train.py",
             world=2,
             MASTER_PORT=str(server.port),
             TCPSTORE_INSTALL="1",

@@ -21,6 +21,7 @@ from tcpstore_async.server import listen_socket, master
 from tcpstore_async.server.listen_socket import BACKLOG
 from tcpstore_async.server.master import ServerHandle, host
 from tcpstore_async.server.process import parent
+from torch_forker import Program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -576,15 +577,9 @@ print(store.get("k").decode(), store.add("n", 3), store.num_keys())
 def test_pytorchs_client(where: str) -> None:
     pytest.importorskip("torch")
     hosted = host(0)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TORCH, str(hosted.port)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=tempfile.gettempdir(),
-    )
+    with Program(TORCH, hosted.port) as program:
+        assert program.output() == "v 3 2\n", program.errors()
     hosted.release()
-    assert done.stdout == "v 3 2\n", done.stderr
 
 
 def test_the_backlog_is_that_of_a_whole_job(monkeypatch: pytest.MonkeyPatch) -> None:
