@@ -75,12 +75,12 @@ check: .venv/.test .venv/.torch
 	wait $$compiling && exit $$status
 	@$(MAKE) test-compiled
 
-# Without tests that fork: a child forked while coverage watches another thread may hang.
-# MINIMUMS=--write takes what was measured as the new minimums.
+# The fast tests, and those slow ones in whose own process something of PyTorch or of the command line is tried; none that
+# forks (MEASURED in tests/conftest.py). MINIMUMS=--write takes what was measured as the new minimums.
 .PHONY: coverage
 coverage: .venv/.test .venv/.torch
 	@mkdir -p build
-	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -k "not fork and not child and not multiprocessing" --cov --cov-report=term:skip-covered \
+	TCPSTORE_TEST_BUILD=interpreted $(PYTEST) -m "measured" --cov --cov-report=term:skip-covered \
 		--cov-report=json:build/coverage.json $(ARGS)
 	$(BIN)/python tools/coverage_minimums.py build/coverage.json $(MINIMUMS)
 

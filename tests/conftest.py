@@ -72,6 +72,23 @@ NOT_COMPILED = (
 )
 """Of these folders, what tries code that is never compiled, or processes."""
 
+MEASURED = (
+    *("pytorch/test_torch_hosting.py", "pytorch/test_torch_install.py", "pytorch/test_torch_stores.py"),
+    *(
+        "pytorch/test_torch_torchrun.py",
+        "client/test_joins.py",
+        "client/test_master.py",
+        "server/test_server_master.py",
+    ),
+    *("interop", "unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
+)
+"""Of the slow folders and files, those that try much in their own process: `make coverage` sees no other."""
+
+NOT_MEASURED = re.compile(r"fork|child|multiprocessing|_of_16384|torchrun.py::.*(killed|in_a_row|workers)")
+"""Tests that `make coverage` leaves out: a child forked while another thread's coverage is recorded may hang, and what
+takes seconds would take minutes, or runs in other processes only.
+"""
+
 EXHAUSTIVE = re.compile(
     r"contract/test_(values|waiting)\.py::.*\[(prefix-hash|tcp-served-uv|tcp-served-threaded|tcp-process-threaded)\b"
     r"|conformance/test_vectors\.py::test_our_server\[threaded-nccl2?_world_of_16384\]"
@@ -130,6 +147,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("exhaustive")
         if torch or other_kind or below(item.path, SLOW) or fixtures & SLOW_FIXTURES:
             item.add_marker("slow")
+        quick = item.get_closest_marker("slow") is None
+        if (quick or below(item.path, MEASURED)) and not NOT_MEASURED.search(item.nodeid):
+            item.add_marker("measured")
         threads = (
             "our_servers" in fixtures and "threaded" in servers
         )  # of whose server nothing but sessions is compiled

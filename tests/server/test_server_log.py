@@ -263,10 +263,10 @@ def usage() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children.stdout.split())
 
 
-def test_a_hundred_servers_leave_nothing() -> None:
+def test_thirty_servers_leave_nothing() -> None:
     host(0).release()
     before = usage()
-    for _ in range(100):
+    for _ in range(30):
         host(0).release()
     assert usage() == before
 
