@@ -84,9 +84,13 @@ MEASURED = (
 )
 """Of the slow folders and files, those that try much in their own process: `make coverage` sees no other."""
 
-NOT_MEASURED = re.compile(r"fork|child|multiprocessing|_of_16384|torchrun.py::.*(killed|in_a_row|workers)")
-"""Tests that `make coverage` leaves out: a child forked while another thread's coverage is recorded may hang, and what
-takes seconds would take minutes, or runs in other processes only.
+NOT_MEASURED = re.compile(
+    r"fork|child|multiprocessing|interrupt|ctrl_c|signal|any_moment|a_handler"
+    r"|^tests/(bench|simulation|test_)|byte_by_byte|random_pieces|_of_16384|torchrun.py::.*(killed|in_a_row|workers)"
+)
+"""Tests that `make coverage` leaves out. Coverage holds a lock while it begins with another file: a child forked at
+that moment hangs, and so does a process whose signal handler raises then. Others would take minutes, run in other
+processes, or try nothing that the rest does not.
 """
 
 EXHAUSTIVE = re.compile(

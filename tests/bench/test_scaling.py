@@ -24,11 +24,11 @@ def scaling(package: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_nothing_is_quadratic() -> None:
     """Quadratic cost would be sixteen times as much; the caches of a busy machine make it three times."""
-    done = scaling(build(), "--ranks", "500", "8000", "--runs", "2", "--max-growth", "6")
+    done = scaling(build(), "--ranks", "1000", "16000", "--runs", "2", "--max-growth", "6")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()[1:]
     assert [row.split()[1:3] for row in rows] == [
-        ["tuned", "500"], ["tuned", "8,000"], ["default", "500"], ["default", "8,000"]
+        ["tuned", "1,000"], ["tuned", "16,000"], ["default", "1,000"], ["default", "16,000"]
     ]  # fmt: skip
     for name in ("init", "barrier", "one_message_barrier", "fan_out", "leave_waiting", "give_up_so_many_keys"):
         assert all(f" {name} " in row for row in rows)
@@ -36,10 +36,10 @@ def test_nothing_is_quadratic() -> None:
 
 @pytest.mark.slow
 def test_a_row_that_grows_too_much_is_named() -> None:
-    done = scaling("interpreted", "--ranks", "200", "100", "--runs", "1", "--max-growth", "0.01")
+    done = scaling("interpreted", "--ranks", "2000", "1000", "--runs", "1", "--max-growth", "0.01")
     assert done.returncode == 1
     rows = [row.split()[:3] for row in done.stdout.splitlines()[1:]]  # in whatever order the sizes were given
-    assert rows[:2] == [["interpreted", "tuned", "100"], ["interpreted", "tuned", "200"]]
+    assert rows[:2] == [["interpreted", "tuned", "1,000"], ["interpreted", "tuned", "2,000"]]
     assert done.stderr.count("\n") == 1
     assert "ranks, collector" in done.stderr
     assert "(max 0.01)" in done.stderr
