@@ -1,7 +1,8 @@
 """The limits of a server: names, units and defaults.
 
 Checked: `keys` here, `key_bytes`, `value_bytes` and `request_bytes` in `wire/codecs.py`, `budget_bytes` in
-`session/budget.py`, `unsent_high_water` in `session/server.py`, `connections` and `validate_seconds` in `server/`.
+`session/budget.py`, `unsent_high_water` in `session/server.py`, `links` and `sessions` in `session/link_server.py`,
+`connections` and `validate_seconds` in `server/`.
 
 A `Limits` is immutable. No well-behaved job reaches the defaults; the first three are those of PyTorch's libuv server.
 """
@@ -41,6 +42,12 @@ class Limits:
 
     connections: int = 0
     """Simultaneous connections; 0 means the process's limit on open files, less a reserve."""
+
+    links: int = 65_536
+    """Links, those that wait for their next connection included."""
+
+    sessions: int = 131_072
+    """Sessions on links."""
 
     validate_seconds: int = 30
     """Seconds within which a new connection must send VALIDATE; 0 means no limit."""

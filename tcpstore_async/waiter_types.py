@@ -77,6 +77,10 @@ class Waiter:
         self.group = None
         self.remaining = 0
 
+    def is_suspended(self) -> bool:
+        """Return whether nobody may come back for what this is offered."""
+        return False
+
     def fire(self, value: Value | None) -> None:
         """End the wait, with the value if one was fetched. Must not call the keyspace."""
         raise NotImplementedError
@@ -230,3 +234,10 @@ class SharedWait(Group):
         waiter.leave_group()
         del self.members[waiter]
         return not self.members
+
+    def first_present(self) -> Waiter | None:
+        """Return the first member that is not suspended."""
+        for waiter in self.members:
+            if not waiter.is_suspended():
+                return waiter
+        return None

@@ -362,13 +362,14 @@ class WaiterRegistry:
         """Count an item down for the waiters under its queue, up to and including the first that it wakes to take it.
 
         Of a group that is the first member only; the others stay registered. A FETCH ends without taking the item. An
-        item that is handed on skips waiters in a barrier of that name.
+        item that is handed on skips waiters in a barrier of that name. Suspended waiters are passed over.
         """
         registered = self.waiters[key]
         stale = []
         counted: list[Waiter] = []
         taker: Waiter | None = None
         group: SharedWait | None = None
+        member: Waiter | None = None
         for waiter, count in registered.items():
             if self.working:
                 self.resolve(waiter)
@@ -378,7 +379,12 @@ class WaiterRegistry:
             elif not (handed_on and waiter.barrier == key):
                 if waiter.remaining <= count and waiter.state != AWAITING_VALUE:
                     if isinstance(waiter, SharedWait):
+                        member = waiter.first_present()
+                        if member is None:
+                            continue
                         group = waiter
+                    elif waiter.is_suspended():
+                        continue
                     else:
                         taker = waiter
                         counted.append(waiter)
@@ -401,11 +407,10 @@ class WaiterRegistry:
             self.holes.pop(key, None)
         elif len(registered) >= _LONG - removed:
             self._compact(key, registered, removed)
-        if group is not None:
-            waiter = next(iter(group.members))
-            self._leave_group(waiter, group)
-            waiter.handoff = self.new_handoff(key)
-            waiter.fire(None)
+        if group is not None and member is not None:
+            self._leave_group(member, group)
+            member.handoff = self.new_handoff(key)
+            member.fire(None)
 
     def _wake_later(
         self, key: bytes, registered: dict[Waiter, int], counted: list[Waiter], taker: Waiter | None
@@ -536,6 +541,14 @@ class WaiterRegistry:
             del self.handoffs[key]
         if key in self.waiters and self.queue_len(key) > others:
             self._wake_next(key, handed_on=True)
+
+    def come_back(self, waiter: Waiter) -> None:
+        """Offer a waiter that is no longer suspended the items for which it was passed over."""
+        group = waiter.group
+        parked = group.parked if isinstance(group, SharedWait) else waiter.parked
+        for key in list(parked or ()):
+            if key in self.waiters and self.queue_len(key) > self.handoffs.get(key, 0):
+                self._wake_next(key)
 
     # Waiters for a number
 

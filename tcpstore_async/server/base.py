@@ -22,9 +22,9 @@ from ..errors import LimitError, PeerError, ProtocolError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
-from ..session.server import Engine, ServerSession, latecomers
+from ..mypyc_shim import mypyc_attr
+from ..session.server import Connection, Engine, ServerSession, latecomers
 from .listen_socket import format_address, reserve_connections
-from .mypyc_shim import mypyc_attr
 from .rate_limited_log import RateLimitedLog
 
 log = logging.getLogger("tcpstore_async.server")
@@ -36,22 +36,6 @@ _SUPPRESSED_SECONDS: Final = 1.0
 """Time until the number of suppressed messages is logged."""
 
 _MIN_EXPIRY_SECONDS: Final = 0.001
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class Connection:
-    """One connection, as far as every server knows it: a session to flush, and the way to close it."""
-
-    def __init__(self, server: "Server", host: str, port: int) -> None:
-        self.session: ServerSession = ServerSession(server.engine, self, host, port, time.monotonic())
-
-    def flush(self) -> None:
-        """Write the session's replies, as far as the kernel takes them."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Close the connection and take back what its session was offered. Idempotent."""
-        raise NotImplementedError
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -36,7 +36,7 @@ _PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor, memory or a thread."""
 
 
-class Connection(base.Connection):
+class Connection(session.Connection):
     """A session and its socket. Call everything but what its own thread does with the lock."""
 
     def __init__(self, server: "ThreadedServer", peer: socket.socket, host: str, port: int) -> None:
@@ -258,7 +258,7 @@ class ThreadedServer(base.Server):
             self._accepting.join()
         self.listener.close()
 
-    def open_connections(self) -> list[base.Connection]:
+    def open_connections(self) -> list[session.Connection]:
         return list(self.connections)
 
     def release(self) -> None:

@@ -50,7 +50,7 @@ _ACCEPT_PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor or memory."""
 
 
-class Connection(base.Connection):
+class Connection(session.Connection):
     """A session and its descriptor."""
 
     def __init__(self, server: "UvServer", fd: int, host: str, port: int) -> None:
@@ -267,7 +267,7 @@ class UvServer(base.Server):
         self._pause_accepting()
         self.listener.close()
 
-    def open_connections(self) -> list[base.Connection]:
+    def open_connections(self) -> list[session.Connection]:
         return [connection for connection in self.connections if connection is not None]
 
     def release(self) -> None:

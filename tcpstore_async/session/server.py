@@ -8,13 +8,15 @@ complete. Whatever arrives, a session replies or raises PeerError; after an erro
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from sys import getsizeof
 from typing import Final
 
-from ..errors import BudgetError, LimitError, ProtocolError
+from ..errors import BudgetError, LimitError, PeerError, ProtocolError
 from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPieces, Value
 from ..keyspace import Keyspace
 from ..limits import Limits
+from ..mypyc_shim import mypyc_attr
 from ..values import PREFIX, Framed, length, pack, unpack
 from ..wire.codecs import (
     COUNTED_KEYS,
@@ -78,8 +80,10 @@ class Engine:
         """Bytes counted for one connection of this kind of server."""
         self.pending_flush: list[ServerSession] = []
         """Sessions that another session's command gave output to, or evicted; the server flushes or closes them."""
-        self.evicted: dict[ServerSession, BudgetError] = {}
+        self.evicted: dict[ServerSession, PeerError] = {}
         """Sessions whose connections the server has to close, and why."""
+        self.open_link: Callable[[ServerSession, list[tuple[bytes, Framed]]], bytes] | None = None
+        """Executes LINK; None if this server has no links."""
         self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
         """Sessions that have not sent VALIDATE, oldest first."""
         self.listing: KeyListing | None = None
@@ -184,6 +188,26 @@ class Engine:
         self.budget.keep_listing(listing)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Connection:
+    """What moves a session's bytes, as far as sessions and servers know it."""
+
+    def __init__(self, engine: Engine, host: str, port: int, connected_at: float) -> None:
+        self.session: ServerSession = ServerSession(engine, self, host, port, connected_at)
+
+    def flush(self) -> None:
+        """Send the session's replies, as far as its peer takes them."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the connection and take back what its session was offered. Idempotent."""
+        raise NotImplementedError
+
+    def is_suspended(self) -> bool:
+        """Return whether the peer is away, and may come back or not."""
+        return False
+
+
 class ServerSession(Holder):
     """One connection: its incomplete request, its replies, and what is known about its peer."""
 
@@ -191,7 +215,7 @@ class ServerSession(Holder):
         super().__init__()
         self.engine = engine
         self.owner: object = owner
-        """The server's connection; None after `leave`."""
+        """Its `Connection`, on a server; None after `leave`."""
         self.host = host
         self.port = port
         self.connected_at = connected_at
@@ -276,7 +300,8 @@ class ServerSession(Holder):
                 if held:
                     self._count_held(0)  # executing the command may move what it holds to the store
                 result, stop = partial.decode(slot.call, chunk, at, end, limits)
-                self.partial = None
+                if self.partial is partial:  # LINK replaces it
+                    self.partial = None
             if stop < 0:
                 self._suspend(result, chunk, at, -stop)
                 return
@@ -337,7 +362,7 @@ class ServerSession(Holder):
             self.engine.evicted.pop(self, None)
         self.owner = None
 
-    def evict(self, error: BudgetError) -> None:
+    def evict(self, error: PeerError) -> None:
         self.engine.evicted[self] = error
         self.table = self.engine.no_commands
         self._let_go()
@@ -490,7 +515,7 @@ class ServerSession(Holder):
         if len(items) > _MAX_INTRODUCTION or sum(len(name) + len(value) for name, value in items) > _MAX_INTRODUCTION:
             raise ProtocolError(f"INTRODUCE of more than {_MAX_INTRODUCTION} bytes")
         before = self.introduction_bytes()
-        self.peer = {_printable(name): _printable(unpack(value)) for name, value in items}
+        self.peer = {printable(name): printable(unpack(value)) for name, value in items}
         pid = self.peer.get("pid", "")
         if pid.isdecimal() and len(pid) <= _MAX_PID_DIGITS:
             self.pid = int(pid)
@@ -514,7 +539,18 @@ class ServerSession(Holder):
             raise ProtocolError("JOIN when the round is over; the rank will join the next one")
         return self.engine.keyspace.join(self, key, unpack(token))
 
+    def link(self, items: list[tuple[bytes, Framed]]) -> bytes:
+        """Make the connection a link; see `session/link_server.py`."""
+        open_link = self.engine.open_link
+        if open_link is None:
+            raise ProtocolError("LINK to a server without links")
+        return open_link(self, items)
+
     # Output
+
+    def is_suspended(self) -> bool:
+        owner = self.owner
+        return isinstance(owner, Connection) and owner.is_suspended()
 
     def fire(self, value: Value | None) -> None:
         """Send the end of a wait, whatever is unsent: one value at most, which must not fail another's command."""
@@ -553,7 +589,7 @@ def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSes
     return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
 
 
-def _printable(raw: bytes) -> str:
+def printable(raw: bytes) -> str:
     """Text that cannot break a log line."""
     text = raw.decode(errors="replace")
     return text if text.isprintable() else repr(text)[1:-1]

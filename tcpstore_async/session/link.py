@@ -1,0 +1,301 @@
+"""One end of a link: the frames of many sessions in numbered batches, each of which its peer takes once.
+
+Bytes in, frames out, and the reverse. It knows numbers, acknowledgements and what to send again after the connection
+broke. It must not know how bytes travel, what time it is, or what a frame does to a session: `session/link_server.py`
+and `session/link_client.py` do.
+
+Invariants: a frame is handled once, in the order in which it was added, however often the connection breaks. A batch
+is kept until the peer has taken it. What is kept is bounded: from `WINDOW_BYTES` on, `has_room` is false and the owner
+adds no more DATA.
+"""
+
+from collections import deque
+from struct import Struct
+from typing import Final
+
+import msgspec
+from librt.strings import read_i64_le
+
+from ..errors import ProtocolError
+from ..wire.link import (
+    ACKNOWLEDGE_BYTES,
+    BATCH_BYTES,
+    BATCH_HEAD,
+    BATCH_HEAD_BYTES,
+    DATA,
+    FRAME_HEAD,
+    FRAME_HEAD_BYTES,
+    KIND_SHIFT,
+    LENGTH_MASK,
+    LENGTH_SHIFT,
+    MAX_BATCH_BYTES,
+    PIECE_BYTES,
+    SAME,
+    SAME_BYTES,
+    SAME_SESSIONS,
+    SESSION_MASK,
+    UNNUMBERED,
+    WINDOW_BYTES,
+)
+
+_U32: Final = Struct("<I")
+
+_FLAGS_SHIFT: Final = 32
+
+
+NEW: Final = "new"
+RESUMED: Final = "resumed"
+UNKNOWN: Final = "unknown"
+LINK_REFUSED: Final = "refused"
+
+
+class LinkReply(msgspec.Struct, frozen=True):
+    """The reply to LINK."""
+
+    status: str
+    instance: str = ""
+    """Of the server, as in its identity."""
+    taken: int = 0
+    """The last batch that the server has taken."""
+    keep_alive: float = 0.0
+    """Seconds within which each end has to send something; after three times as long the connection is closed."""
+    grace: float = 0.0
+    """Seconds for which the server keeps the sessions when the connection breaks."""
+    reason: str = ""
+    """Why it was refused."""
+
+
+class Link:
+    """Both ends of a link have this in common. Subclasses override `handle`."""
+
+    def __init__(self) -> None:
+        self.out: list[bytes] = []
+        """Bytes for the connection, in order. Whoever owns the connection takes them."""
+        self.connected = False
+        """Whether there is a connection that may take them."""
+        self.taken: int = 0
+        """The number of the last batch taken from the peer."""
+        self.number: int = 0
+        """The number of the last batch sent."""
+        self.kept: deque[bytes] = deque()
+        """The batches that the peer has not acknowledged, up to `number`."""
+        self.kept_bytes: int = 0
+        self.deliveries: int = 0
+        """Frames handled, SAME as often as it has sessions. Reset by whoever limits them."""
+        self._frames: list[bytes] = []
+        """Frames of the next batch."""
+        self._frames_bytes: int = 0
+        self._same_payload: bytes = b""
+        self._same: list[int] = []
+        """Sessions of the last DATA frame, which is not in `_frames` yet."""
+        self._told: int = 0
+        """The highest `taken` that was sent to the peer."""
+        self._untold_bytes: int = 0
+        """Bytes of batches taken since."""
+        self._incoming: int = 0
+        """The number of the batch that is being handled."""
+        self._incoming_bytes: int = 0
+        self._left: int = 0
+        """Bytes of it that are left; a batch is handled only when it is there whole."""
+        self._handled: int = 0
+        """Frames of batch `taken + 1` that have been handled."""
+        self._to_skip: int = 0
+        """The same when the connection broke: the peer sends that batch again."""
+
+    # Sending
+
+    def has_room(self) -> bool:
+        """Return whether DATA may be added."""
+        return self.kept_bytes + self._frames_bytes < WINDOW_BYTES
+
+    def add(self, kind: int, session: int, payload: bytes = b"") -> None:
+        """Add a frame other than DATA to the next batch."""
+        if self._same:
+            self._close_same()
+        self._append(kind, session, payload)
+
+    def add_data(self, session: int, payload: bytes) -> None:
+        """Add bytes of a session's stream to the next batch."""
+        if payload == self._same_payload and self._same:
+            self._same.append(session)
+            self._frames_bytes += 4
+            if len(self._same) == SAME_SESSIONS:
+                self._close_same()
+            return
+        if self._same:
+            self._close_same()
+        size = len(payload)
+        if size <= SAME_BYTES:
+            self._same_payload = payload
+            self._same.append(session)
+            self._frames_bytes += size + FRAME_HEAD_BYTES
+        elif size <= PIECE_BYTES:
+            self._append(DATA, session, payload)
+        else:
+            for at in range(0, size, PIECE_BYTES):
+                self._append(DATA, session, payload[at : at + PIECE_BYTES])
+
+    def close_batch(self) -> None:
+        """End the next batch and put it into `out`, if it has any frames; at least acknowledge if much was taken."""
+        if self._same:
+            self._close_same()
+        frames = self._frames
+        if frames:
+            self.number += 1
+            frames[0] = BATCH_HEAD.pack(self._frames_bytes, 0, self.number, self.taken)
+            batch = b"".join(frames)
+            self._frames = []
+            self._frames_bytes = 0
+            self.kept.append(batch)
+            self.kept_bytes += len(batch)
+            if self.connected:
+                self.out.append(batch)
+                self._note_told()
+        elif self._untold_bytes >= ACKNOWLEDGE_BYTES:
+            self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Put a batch without frames into `out`: it says what was taken, and that this end is alive."""
+        if self.connected:
+            self.out.append(BATCH_HEAD.pack(0, UNNUMBERED, 0, self.taken))
+            self._note_told()
+
+    def is_acknowledged(self) -> bool:
+        """Return whether the peer has been told of every batch that was taken."""
+        return self._told == self.taken
+
+    def peer_taken(self) -> int:
+        """Return the number of the last batch that the peer has acknowledged."""
+        return self.number - len(self.kept)
+
+    def _note_told(self) -> None:
+        self._told = self.taken
+        self._untold_bytes = 0
+
+    def _close_same(self) -> None:
+        """Append the DATA frame that further sessions might have shared."""
+        sessions = self._same
+        payload = self._same_payload
+        self._same = []
+        self._frames_bytes -= len(payload) + FRAME_HEAD_BYTES + 4 * (len(sessions) - 1)
+        if len(sessions) == 1:
+            self._append(DATA, sessions[0], payload)
+        else:
+            numbers = b"".join([_U32.pack(session) for session in sessions])
+            self._append(SAME, 0, _U32.pack(len(sessions)) + numbers + payload)
+
+    def _append(self, kind: int, session: int, payload: bytes) -> None:
+        frames = self._frames
+        if not frames:
+            frames.append(b"")  # the place of the batch's head
+        size = len(payload)
+        frames.append(FRAME_HEAD.pack(session | size << LENGTH_SHIFT | kind << KIND_SHIFT))
+        if size:
+            frames.append(payload)
+        self._frames_bytes += FRAME_HEAD_BYTES + size
+        if self._frames_bytes >= BATCH_BYTES:
+            self.close_batch()
+
+    # Receiving
+
+    def take(self, data: bytes, at: int, end: int, most: int) -> tuple[int, int]:
+        """Handle the frames of complete batches in data[at:end], and stop after `most` deliveries.
+
+        Returns where it stopped, and the length that `data` must have to get further: the same number if it stopped
+        early. Raises ProtocolError.
+        """
+        self.deliveries = 0
+        while True:
+            if not self._left:
+                stop = at + BATCH_HEAD_BYTES
+                if stop > end:
+                    return at, stop
+                word = read_i64_le(data, at)
+                size = word & SESSION_MASK
+                if size > MAX_BATCH_BYTES:
+                    raise ProtocolError(f"batch of {size} bytes (max {MAX_BATCH_BYTES})")
+                if stop + size > end:
+                    return at, stop + size
+                flags = word >> _FLAGS_SHIFT
+                number = read_i64_le(data, at + 8)
+                self._acknowledged(read_i64_le(data, at + 16))
+                at = stop
+                if flags == UNNUMBERED and not size:
+                    continue
+                if flags or not size:
+                    raise ProtocolError(f"batch with flags {flags:#x} and {size} bytes")
+                if number <= self.taken:
+                    at += size
+                    continue
+                if number != self.taken + 1:
+                    raise ProtocolError(f"batch {number} after batch {self.taken}")
+                self._incoming = number
+                self._incoming_bytes = self._left = size
+            if self.deliveries >= most:
+                return at, at
+            at = self._take_frame(data, at)
+
+    def handle(self, kind: int, session: int, payload: bytes) -> None:
+        """Handle one frame. Must not raise anything but ProtocolError, for a frame that must not be."""
+        raise NotImplementedError
+
+    def _take_frame(self, data: bytes, at: int) -> int:
+        """Handle the frame that starts at `at`; return where it stops."""
+        if self._left < FRAME_HEAD_BYTES:
+            raise ProtocolError("frame that exceeds its batch")
+        head = read_i64_le(data, at)
+        size = head >> LENGTH_SHIFT & LENGTH_MASK
+        kind = head >> KIND_SHIFT
+        start = at + FRAME_HEAD_BYTES
+        left = self._left - FRAME_HEAD_BYTES - size
+        if left < 0:
+            raise ProtocolError("frame that exceeds its batch")
+        self._left = left
+        self._handled += 1
+        stop = start + size
+        if self._handled > self._to_skip:
+            payload = data[start:stop]
+            if kind == SAME:
+                self._handle_same(payload)
+            else:
+                self.deliveries += 1
+                self.handle(kind, head & SESSION_MASK, payload)
+        if not left:
+            self.taken = self._incoming
+            self._untold_bytes += self._incoming_bytes
+            self._handled = self._to_skip = 0
+        return stop
+
+    def _handle_same(self, payload: bytes) -> None:
+        count = _U32.unpack_from(payload)[0] if len(payload) >= 4 else 0
+        start = 4 + 4 * count
+        if not 0 < count <= SAME_SESSIONS or start > len(payload):
+            raise ProtocolError(f"SAME for {count} sessions in {len(payload)} bytes (max {SAME_SESSIONS} sessions)")
+        same = payload[start:]
+        self.deliveries += count
+        for at in range(4, start, 4):
+            self.handle(DATA, _U32.unpack_from(payload, at)[0], same)
+
+    def _acknowledged(self, number: int) -> None:
+        """Drop the batches that the peer has taken."""
+        kept = self.kept
+        if number > self.number or number < 0:
+            raise ProtocolError(f"acknowledgement of batch {number}, the last one sent is {self.number}")
+        for _ in range(len(kept) - (self.number - number)):
+            self.kept_bytes -= len(kept.popleft())
+
+    # The connection
+
+    def connect(self, taken: int) -> None:
+        """Go on, on a new connection, with a peer that has taken the batches up to `taken`. Raises ProtocolError."""
+        self._acknowledged(taken)
+        self.connected = True
+        self.out = list(self.kept)
+        self._note_told()
+
+    def disconnect(self) -> None:
+        """Stop using the connection, which is gone."""
+        self.connected = False
+        self.out = []
+        self._to_skip = max(self._to_skip, self._handled)
+        self._handled = self._left = 0
