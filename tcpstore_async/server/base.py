@@ -20,10 +20,11 @@ from typing import Final
 
 from ..errors import LimitError, PeerError, ProtocolError
 from ..limits import Limits
+from ..mypyc_shim import mypyc_attr
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
-from ..mypyc_shim import mypyc_attr
-from ..session.server import Connection, Engine, ServerSession, latecomers
+from ..session.link_server import LinkRegistry
+from ..session.server import Engine, ServerSession, Transport, latecomers
 from .listen_socket import format_address, reserve_connections
 from .rate_limited_log import RateLimitedLog
 
@@ -36,6 +37,9 @@ _SUPPRESSED_SECONDS: Final = 1.0
 """Time until the number of suppressed messages is logged."""
 
 _MIN_EXPIRY_SECONDS: Final = 0.001
+
+_TICK_SECONDS: Final = 1.0
+"""Time between two looks at the links."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -59,7 +63,11 @@ class Server:
         self.limits = limits
         self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
         self.engine: Engine = Engine(limits, session_bytes=session_bytes)
-        self.engine.identify(identity(secrets.token_hex(8), backend))
+        instance = secrets.token_hex(8)
+        self.engine.identify(identity(instance, backend))
+        self.links: LinkRegistry = LinkRegistry(self.engine, instance)
+        self.links.on_work = self._schedule_links
+        self.links.on_link = self._schedule_tick
         self.engine.keyspace.on_work = self._schedule_work
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
@@ -79,6 +87,8 @@ class Server:
         self._validating: bool = False
         """Whether overdue connections will be looked for."""
         self._validate_timer: asyncio.TimerHandle | None = None
+        self._tick_timer: asyncio.TimerHandle | None = None
+        """Runs while there are links."""
         self._flushing: bool = False
         self._to_flush: deque[ServerSession] = deque()
         """Sessions that were woken together, if one turn cannot flush them all; those without replies are skipped."""
@@ -93,7 +103,7 @@ class Server:
         """Free the port; open connections stay. Idempotent."""
         raise NotImplementedError
 
-    def open_connections(self) -> list[Connection]:
+    def open_connections(self) -> list[Transport]:
         """Return the connections that are open. With the lock."""
         raise NotImplementedError
 
@@ -118,10 +128,12 @@ class Server:
         self.stopped = True
         self.stop_accepting()
         with self.lock:
+            self.links.close_all()
+            self.flush_pending()
             for connection in self.open_connections():
                 connection.close()
         self.release()
-        for timer in (self._suppressed_timer, self._validate_timer):
+        for timer in (self._suppressed_timer, self._validate_timer, self._tick_timer):
             if timer is not None:
                 timer.cancel()
         self.rate_limited.flush()
@@ -130,6 +142,9 @@ class Server:
     async def drain(self, grace: float) -> None:
         """Stop accepting, wait up to `grace` seconds for the peers to leave, then stop."""
         self.stop_accepting()
+        with self.lock:
+            self.links.go_away()
+            self.flush_pending()
         self._note_empty()  # the loop may not have run since the last connection was accepted
         try:
             await asyncio.wait_for(self.empty.wait(), grace)
@@ -154,9 +169,10 @@ class Server:
         They belong to the next round and will join its server.
         """
         with self.lock:
-            for session in latecomers([connection.session for connection in self.open_connections()], complete):
+            sessions = [connection.session for connection in self.open_connections()] + self.links.all_sessions()
+            for session in latecomers(sessions, complete):
                 owner = session.owner
-                if isinstance(owner, Connection):
+                if isinstance(owner, Transport):
                     owner.close()
 
     # Called with the lock by connections and by what accepts them
@@ -201,7 +217,7 @@ class Server:
             while pending_flush:
                 session = pending_flush.pop()
                 connection = session.owner
-                if isinstance(connection, Connection):
+                if isinstance(connection, Transport):
                     try:
                         error = evicted.get(session) if evicted else None
                         if error is not None:
@@ -213,7 +229,7 @@ class Server:
         finally:
             self._flushing = False
 
-    def close_for(self, connection: Connection, error: PeerError) -> None:
+    def close_for(self, connection: Transport, error: PeerError) -> None:
         """Close a connection because of what its peer did; replies to earlier requests still go out."""
         kind = error.limit if isinstance(error, LimitError) else "protocol"
         self.log_limited(kind, f"closed the connection from {connection.session}: {error}")
@@ -221,7 +237,7 @@ class Server:
             connection.flush()
         connection.close()
 
-    def give_up(self, connection: Connection) -> None:
+    def give_up(self, connection: Transport) -> None:
         """Close a connection after an exception that is no peer's fault, so that the others are served on."""
         log.exception("closing the connection from %s after an internal error", connection.session)
         try:
@@ -249,7 +265,7 @@ class Server:
         if session is None:
             return False
         owner = session.owner
-        if not isinstance(owner, Connection):
+        if not isinstance(owner, Transport):
             return False
         self.log_limited(
             "connections",
@@ -270,6 +286,13 @@ class Server:
     def _schedule_work(self) -> None:
         self.call_soon(self._work)
 
+    def _schedule_links(self) -> None:
+        self.call_soon(self._serve_links)
+
+    def _schedule_tick(self) -> None:
+        self.links.now = time.monotonic()
+        self.call_soon(self._start_ticking)
+
     # Internal; called by the loop
 
     def _flush_more(self) -> None:
@@ -278,7 +301,7 @@ class Server:
             for _ in range(min(_FLUSHES_PER_TURN, len(to_flush))):
                 session = to_flush.popleft()
                 connection = session.owner
-                if session.out and isinstance(connection, Connection):
+                if session.out and isinstance(connection, Transport):
                     try:
                         connection.flush()
                     except Exception:
@@ -299,6 +322,29 @@ class Server:
                 self.flush_pending()
             if keyspace.work:
                 self.call_soon(self._work)
+
+    def _serve_links(self) -> None:
+        """Write what sessions on links have been given, once all that were woken together have been flushed."""
+        with self.lock:
+            if self.stopped:
+                return
+            if self._to_flush or self.links.work():
+                self.call_soon(self._serve_links)
+            if self.engine.pending_flush:
+                self.flush_pending()
+
+    def _start_ticking(self) -> None:
+        if not self.stopped and self._tick_timer is None:
+            self._tick_timer = self.loop.call_later(_TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_timer = None
+        with self.lock:
+            if self.links.tick(time.monotonic()):
+                self._start_ticking()
+            if self.engine.pending_flush:
+                self.flush_pending()
+        self.expect_validation()
 
     def _note_empty(self) -> None:
         if self.count:
@@ -331,7 +377,7 @@ class Server:
         with self.lock:
             while (session := self.engine.overdue(now)) is not None:
                 owner = session.owner
-                if not isinstance(owner, Connection):
+                if not isinstance(owner, Transport):
                     break
                 self.close_for(owner, ProtocolError(f"no VALIDATE within {allowed} s (limit validate_seconds)"))
         self._schedule_expiry()

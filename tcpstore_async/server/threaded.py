@@ -12,6 +12,7 @@ rank costs a thread, and every command two switches between threads.
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Final
 from ..errors import PeerError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
+from ..session.server import Transport
 from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
@@ -36,11 +38,11 @@ _PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor, memory or a thread."""
 
 
-class Connection(session.Connection):
+class Connection(Transport):
     """A session and its socket. Call everything but what its own thread does with the lock."""
 
     def __init__(self, server: "ThreadedServer", peer: socket.socket, host: str, port: int) -> None:
-        super().__init__(server, host, port)
+        super().__init__(server.engine, host, port, time.monotonic())
         self.server = server
         self.peer = peer
         self.caught_up = threading.Event()
@@ -258,7 +260,7 @@ class ThreadedServer(base.Server):
             self._accepting.join()
         self.listener.close()
 
-    def open_connections(self) -> list[session.Connection]:
+    def open_connections(self) -> list[Transport]:
         return list(self.connections)
 
     def release(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ..errors import PeerError
 from ..limits import Limits
+from ..session.server import Transport
 from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
@@ -50,11 +51,11 @@ _ACCEPT_PAUSE: Final = 0.1
 """Seconds without accepting after the system refused a descriptor or memory."""
 
 
-class Connection(session.Connection):
+class Connection(Transport):
     """A session and its descriptor."""
 
     def __init__(self, server: "UvServer", fd: int, host: str, port: int) -> None:
-        super().__init__(server, host, port)
+        super().__init__(server.engine, host, port, time.monotonic())
         self.server = server
         self.fd = fd
         """-1 once it is closed."""
@@ -267,7 +268,7 @@ class UvServer(base.Server):
         self._pause_accepting()
         self.listener.close()
 
-    def open_connections(self) -> list[session.Connection]:
+    def open_connections(self) -> list[Transport]:
         return [connection for connection in self.connections if connection is not None]
 
     def release(self) -> None:

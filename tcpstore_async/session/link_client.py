@@ -173,7 +173,7 @@ class ClientLink(Link):
             if stream is not None:
                 stream.received(payload)
         elif kind == CREDIT:
-            if len(payload) != 4:  # noqa: PLR2004
+            if len(payload) != 4:
                 raise ProtocolError(f"CREDIT of {len(payload)} bytes")
             if stream is not None:
                 stream.credit += _U32.unpack(payload)[0]

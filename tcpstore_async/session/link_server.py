@@ -36,7 +36,7 @@ from ..wire.link import (
     VERSION,
 )
 from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, Link, LinkReply
-from .server import Connection, Engine, ServerSession, printable
+from .server import Engine, ServerSession, Transport, printable
 
 _U16: Final = Struct("<H")
 _U32: Final = Struct("<I")
@@ -52,6 +52,7 @@ _LINKS: Final = 256
 _ID_BYTES: Final = 16
 _MAX_TEXT: Final = 256
 _MAX_HOSTS: Final = 64
+
 
 class LinkRegistry:
     """All links of one server."""
@@ -187,7 +188,7 @@ class LinkRegistry:
 
 def _number(said: dict[bytes, bytes], name: bytes) -> int:
     text = said.get(name, b"")
-    if not text.isdigit() or len(text) > 18:  # noqa: PLR2004
+    if not text.isdigit() or len(text) > 18:
         raise ProtocolError(f"LINK with a wrong number of batches {name!r}")
     return int(text)
 
@@ -339,14 +340,14 @@ class ServerLink(Link):
         return at, need
 
     def handle(self, kind: int, session: int, payload: bytes) -> None:
-        if kind == DATA or kind == CREDIT:
+        if kind in (DATA, CREDIT):
             linked = self.sessions.get(session)
             if linked is None:
                 if session > self._last_opened or not session:
                     raise ProtocolError(f"frame for session {session}, which was not opened")
             elif kind == DATA:
                 linked.receive(payload)
-            elif len(payload) == 4:  # noqa: PLR2004
+            elif len(payload) == 4:
                 linked.credit += _U32.unpack(payload)[0]
                 if linked.waiting:
                     self._wait(linked)
@@ -475,7 +476,7 @@ class ServerLink(Link):
             self.send()
 
 
-class LinkedSession(Connection):
+class LinkedSession(Transport):
     """Moves the bytes of one session on a link, as far as there is credit for them."""
 
     def __init__(self, engine: Engine, link: ServerLink, number: int, host: str, port: int) -> None:

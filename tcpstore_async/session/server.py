@@ -189,7 +189,7 @@ class Engine:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Connection:
+class Transport:
     """What moves a session's bytes, as far as sessions and servers know it."""
 
     def __init__(self, engine: Engine, host: str, port: int, connected_at: float) -> None:
@@ -215,7 +215,7 @@ class ServerSession(Holder):
         super().__init__()
         self.engine = engine
         self.owner: object = owner
-        """Its `Connection`, on a server; None after `leave`."""
+        """Its `Transport`, on a server; None after `leave`."""
         self.host = host
         self.port = port
         self.connected_at = connected_at
@@ -550,7 +550,7 @@ class ServerSession(Holder):
 
     def is_suspended(self) -> bool:
         owner = self.owner
-        return isinstance(owner, Connection) and owner.is_suspended()
+        return isinstance(owner, Transport) and owner.is_suspended()
 
     def fire(self, value: Value | None) -> None:
         """Send the end of a wait, whatever is unsent: one value at most, which must not fail another's command."""

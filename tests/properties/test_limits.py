@@ -133,6 +133,7 @@ def test_unfinished_frames_of_all_connections_together() -> None:
     third.receive(frame[:-10])
     assert engine.pending_flush == [first]
     error = engine.evicted[first]
+    assert isinstance(error, BudgetError)
     assert error.size > error.allowed == 100 * MIB - 2 * (100 * MIB // 16)
     assert error.held > 64 * MIB
     assert (first.input_buffer, first.partial, first.held) == (None, None, 0)

@@ -190,7 +190,9 @@ def test_the_largest_reader_goes_and_lets_go_at_once() -> None:
         behind(small)
         writer.receive(Command("set", b"/v", bytes([number]) * (8 * MIB)).frame)
     assert engine.pending_flush == [large]
-    assert engine.evicted[large].held > 64 * MIB
+    error = engine.evicted[large]
+    assert isinstance(error, BudgetError)
+    assert error.held > 64 * MIB
     assert large.backlog is None
     assert engine.budget.used() < 32 * MIB
     large.leave()
