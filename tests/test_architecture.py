@@ -18,12 +18,13 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 LAYERS = {
     "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
+    "mypyc_shim": 0,
     "wire": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
     "shared_requests": 1, "waiters": 1, "waiter_types": 1, "incremental": 1,
     "session": 2,
     "server": 3, "client": 3,
     "stores": 4, "load": 4,
-    "serving": 5, "rendezvous_url": 5, "collectives": 5,
+    "serving": 5, "relay": 5, "rendezvous_url": 5, "collectives": 5,
     "cli": 6, "torch": 6,
     "autoload": 7, "torchrun": 7, "__init__": 8, "__main__": 8,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from ..errors import ProtocolError
+from ..mypyc_shim import mypyc_attr
 from ..values import pack
 from ..wire.commands import BY_METHOD, MAGIC
 from ..wire.link import (
@@ -36,6 +37,7 @@ _ALL: Final = 1 << 60
 _REASONS: Final = [bytes([reason]) for reason in (END_OF_FILE, LOST)]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Stream:
     """One session, as its client's end knows it. Subclasses say what happens to its bytes."""
 
