@@ -82,19 +82,32 @@ async def run(
     raise_file_limit()
     listener = listen(host, port) if fd is None else adopt(fd)
     log_short_backlog()
+    signals = watch_signals()
+    async with serve(listener=listener, limits=limits, backend=backend) as server:
+        tune_gc()
+        ready(server)
+        await drain_when_told(signals, server.drain(grace))
+
+
+def watch_signals() -> "asyncio.Queue[signal.Signals]":
+    """Return a queue that gets every SIGTERM and SIGINT from now on."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    async with serve(listener=listener, limits=limits, backend=backend) as server:
-        tune_gc()
-        ready(server)
-        if await signals.get() is signal.SIGTERM:
-            draining = asyncio.ensure_future(server.drain(grace))
-            stopping = asyncio.ensure_future(signals.get())
-            await asyncio.wait([draining, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in (draining, stopping):
-                task.cancel()
+    return signals
+
+
+async def drain_when_told(signals: "asyncio.Queue[signal.Signals]", drain: Coroutine[Any, Any, None]) -> None:
+    """Wait for a signal; after SIGTERM, for the end of `drain` or for another signal."""
+    if await signals.get() is not signal.SIGTERM:
+        drain.close()
+        return
+    draining = asyncio.ensure_future(drain)
+    stopping = asyncio.ensure_future(signals.get())
+    await asyncio.wait([draining, stopping], return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, stopping):
+        task.cancel()
 
 
 def tune_gc() -> None:

@@ -59,11 +59,11 @@ class Server:
 
 
 @contextmanager
-def tcpstore_server(*options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """`tcpstore serve --port 0`, ready to be connected to; killed at the end if the test has not stopped it."""
+def _listening(arguments: list[str], env: dict[str, str] | None) -> Iterator[Server]:
+    """Run a command that prints its port when it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        command = [sys.executable, "-m", "tcpstore_async", "serve", "--port", "0", *options]
+        command = [sys.executable, "-m", "tcpstore_async", *arguments]
         with log.open("wb") as errors:
             # The working directory must not be the checkout, whose plain sources would hide a compiled build.
             process = subprocess.Popen(
@@ -72,13 +72,28 @@ def tcpstore_server(*options: str, env: dict[str, str] | None = None) -> Iterato
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
-            assert line, f"the server did not start: {log.read_text()}"
+            assert line, f"it did not start: {log.read_text()}"
             yield Server(process, json.loads(line)["port"], log)
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait(LIMIT)
             process.stdout.close()
+
+
+@contextmanager
+def tcpstore_server(*options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """`tcpstore serve --port 0`, ready to be connected to; killed at the end if the test has not stopped it."""
+    with _listening(["serve", "--port", "0", *options], env) as server:
+        yield server
+
+
+@contextmanager
+def tcpstore_relay(upstream: int, *options: str, port: int = 0, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """`tcpstore relay` in front of the server at the port `upstream`; killed at the end if it has not been stopped."""
+    url = f"tcp://127.0.0.1:{upstream}"
+    with _listening(["relay", "--upstream", url, "--port", str(port), *options], env) as relay:
+        yield relay
 
 
 TORCH_SERVER = """

@@ -37,6 +37,7 @@ SAME_LAYER = {
     ("limits", "errors"),
     ("keys", "coercion"),
 }
+SAME_LAYER |= {("relay", "serving")}
 SAME_LAYER |= {("joins", "agents"), ("joins", "waiter_types"), ("joins", "incremental")}
 SAME_LAYER |= {("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiter_types")}
 SAME_LAYER |= {("agents", "incremental")}

@@ -64,7 +64,7 @@ JSON object:
 |---|---|
 | `server` | `"tcpstore_async"` |
 | `version` | the package's version |
-| `extension` | 3: the commands above; 2 has those up to 73, 1 those up to 67, later numbers these and more |
+| `extension` | 4: the commands above; 3 has those up to 75, 2 up to 73, 1 up to 67, later numbers these and more |
 | `instance` | text that is unique to each server ever started |
 | `backend`, `build` | which of its backends it runs, and how it was built |
 

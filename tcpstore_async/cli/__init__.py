@@ -4,7 +4,6 @@ Exit status: 0 success, 1 failure, 2 usage error, 3 timeout, 4 server unreachabl
 """
 
 import dataclasses
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +12,15 @@ import click
 
 from ..errors import DistError
 from ..limits import Limits
-from ..server.backends import BACKENDS, DEFAULT_BACKEND, DEFAULT_GRACE
+from ..server.backends import BACKENDS, DEFAULT_BACKEND
 from ..serving import build, run, run_loop, serve_owner
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
-from .listen import listen_options, write_atomically
+from .listen import grace_option, listen_options, write_atomically
 from .output import print_json, stdout_is_closed
 from .record import record_command, replay
+from .relay import relay_command
 from .stdio import log_without_blocking, open_standard_streams
 
 if TYPE_CHECKING:
@@ -75,13 +75,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     type=click.Choice(BACKENDS),
     help="'uv' is event-driven; 'threaded', the legacy one, uses a thread per connection.",
 )
-@click.option(
-    "--grace",
-    default=DEFAULT_GRACE,
-    show_default=True,
-    type=click.FloatRange(0, 1e9),
-    help="Seconds that open connections get to finish after SIGTERM.",
-)
+@grace_option
 @click.option(
     "--owner-pid",
     type=click.IntRange(1),
@@ -118,8 +112,6 @@ def serve(
     Prints one line of JSON once it accepts connections. On SIGTERM, open connections get up to --grace seconds to
     finish; SIGINT stops at once.
     """
-    if math.isnan(grace):
-        raise click.BadParameter("nan is not a number of seconds", param_hint="'--grace'")
     if owner_pid is not None or control_fd is not None:
         if owner_pid is None or control_fd is None or listen_fd is None:
             raise click.UsageError("--owner-pid, --control-fd and --listen-fd must be given together.")
@@ -144,5 +136,5 @@ def serve(
 
 
 add_client_commands(main)
-for _command in (bench, record_command, replay):
+for _command in (bench, record_command, relay_command, replay):
     main.add_command(_command)

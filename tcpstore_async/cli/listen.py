@@ -1,11 +1,21 @@
 """The options of commands that listen: where, and the file that tells scripts the port."""
 
+import math
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import click
+
+from ..server.backends import DEFAULT_GRACE
+
+
+def _grace(ctx: click.Context, param: click.Parameter, number: float) -> float:
+    if math.isnan(number):
+        raise click.BadParameter("nan is not a number of seconds", ctx, param)
+    return number
+
 
 _OPTIONS: Final = (
     click.option(
@@ -32,6 +42,16 @@ def listen_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+grace_option = click.option(
+    "--grace",
+    default=DEFAULT_GRACE,
+    show_default=True,
+    type=click.FloatRange(0, 1e9),
+    callback=_grace,
+    help="Seconds that open connections get to finish after SIGTERM.",
+)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -124,7 +124,7 @@ async def connect(host: str, port: int, deadline: Deadline) -> tuple[socket.sock
 
 
 async def _try(host: str, port: int, pings: bool) -> tuple[socket.socket, ClientSession]:
-    peer = await _connect(host, port)
+    peer = await open_connection(host, port)
     try:
         loop = asyncio.get_running_loop()
         session, hello, call = _hello(peer, pings)
@@ -141,7 +141,8 @@ async def _try(host: str, port: int, pings: bool) -> tuple[socket.socket, Client
         raise
 
 
-async def _connect(host: str, port: int) -> socket.socket:
+async def open_connection(host: str, port: int) -> socket.socket:
+    """Return a socket that is connected to this address, without a handshake. Raises OSError."""
     addresses = _literal(host, port) or await _look_up(host, port)
     return await start_connection(addresses, happy_eyeballs_delay=_STAGGER)
 
@@ -288,7 +289,7 @@ def _connect_in_a_helper(host: str, port: int, attempt: _Attempt) -> socket.sock
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
         if not abandoned.is_set():
-            found.append(await asyncio.wait_for(_connect(host, port), limit))
+            found.append(await asyncio.wait_for(open_connection(host, port), limit))
 
     def run() -> None:
         try:

@@ -19,12 +19,11 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from aiohappyeyeballs import AddrInfoType, start_connection
 
-from ..client.connect import keep_alive
-from ..deadline import backoff
+from ..client.forwarding import ForwardedConnection
 from ..errors import DistNetworkError
 from ..limits import MIB
 from ..server.listen_socket import BACKLOG, adopt, format_address, listen, log_short_backlog, raise_file_limit
@@ -36,8 +35,6 @@ _INTERVAL: Final = 0.25
 """Seconds between two writes to the file."""
 _MOST_UNWRITTEN: Final = 256 * MIB
 """Bytes that a slow disk may be behind; above it, recording ends."""
-_MOST_EARLY: Final = 64 * 1024
-"""Bytes of a client that are kept while its connection to the server is being made."""
 _STAGGER: Final = 0.1
 """Seconds until the next of the server's addresses is tried in parallel with one that has not answered."""
 
@@ -134,11 +131,15 @@ class Recorder:
         self.requests = 0
         """Of connections that have ended."""
         self.log = RateLimitedLog()
-        self.links: set[Link] = set()
+        self.open: set[RecordedConnection] = set()
         self._failed = False
 
     def now(self) -> float:
         return time.monotonic()
+
+    async def connect(self) -> socket.socket:
+        """Return a socket that is connected to the server. Raises OSError."""
+        return await start_connection(self.addresses, happy_eyeballs_delay=_STAGGER)
 
     async def flush_regularly(self) -> None:
         """Give rows to the file until cancelled; log once if recording has failed."""
@@ -155,80 +156,38 @@ class Recorder:
 
     def finish(self) -> None:
         """Close all connections and end the recording."""
-        for link in list(self.links):
-            link.close()
+        for connection in list(self.open):
+            connection.close()
         self.rows.add(self.now(), -1, "END")
         self.flush()
         self.file.close()
         self.log.flush()
 
 
-class Link:
+class RecordedConnection(ForwardedConnection):
     """A client's connection, and that to the server which belongs to it."""
 
     def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder.connect)
         self.recorder = recorder
-        self.client = _Side(self, True)
-        self.server = _Side(self, False)
-        self.client.other, self.server.other = self.server, self.client
-        self.early: list[bytes] | None = []
-        """What the client sent before there was a connection to the server; None since."""
-        self._early_bytes = 0
-        self._connecting: asyncio.Task[None] | None = None
-        self._failures = 0
-        """Failed attempts to connect to the server."""
         self._observer: Observer | None = None
         self._ended = False
 
     def accepted(self, address: str) -> None:
         recorder = self.recorder
-        recorder.links.add(self)
+        recorder.open.add(self)
         self._observer = Observer(recorder.rows, recorder.connections, address, recorder.processes, recorder.now())
         recorder.connections += 1
-        self._connecting = asyncio.get_running_loop().create_task(self._connect(address))
+        super().accepted(address)
 
-    async def _connect(self, address: str) -> None:
-        """Connect to the server, as often as it takes: a client that has enough of that closes its connection.
-
-        One that has sent all it has before the first attempt ended is no such client.
-        """
+    def failed(self, address: str, error: OSError) -> None:
         recorder = self.recorder
-        while True:
-            try:
-                connected = await start_connection(recorder.addresses, happy_eyeballs_delay=_STAGGER)
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                keep_alive(connected)
-                await asyncio.get_running_loop().create_connection(lambda: self.server, sock=connected)
-                break
-            except OSError as error:
-                self._failures += 1
-                where = format_address(recorder.host, recorder.port)
-                recorder.log.add(
-                    "upstream", f"cannot connect {address} to {where}, retrying: {error.strerror or error}"
-                )
-                if self.client.finished:
-                    self.close()
-                    return
-                await asyncio.sleep(backoff(self._failures))
-        early, self.early = self.early, None
-        self.client.resume()  # before writing, which may pause it
-        self.server.write(b"".join(early or ()))
-        if self.client.finished:
-            self.server.write_eof()
-
-    def awaits_server(self) -> bool:
-        """Whether the first attempt to connect to the server is under way."""
-        return self.early is not None and self._failures == 0
+        where = format_address(recorder.host, recorder.port)
+        recorder.log.add("upstream", f"cannot connect {address} to {where}, retrying: {error.strerror or error}")
 
     def passed(self, by_client: bool, data: bytes) -> None:
         """Forward bytes, and record them after that."""
-        if by_client and self.early is not None:
-            self.early.append(data)
-            self._early_bytes += len(data)
-            if self._early_bytes > _MOST_EARLY:
-                self.client.pause()
-        else:
-            (self.server if by_client else self.client).write(data)
+        super().passed(by_client, data)
         observer = self._observer
         if observer is None:
             return
@@ -250,80 +209,8 @@ class Link:
             observer.closed("client" if by_client else "server", self.recorder.now())
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
-        """Close the other side too."""
-        self.ended(by_client)
-        self.recorder.links.discard(self)
-        if self._connecting is not None:
-            self._connecting.cancel()
-        (self.server if by_client else self.client).close(reset=error is not None)
-
-    def close(self) -> None:
-        self.lost(True, None)
-        self.client.close(reset=False)
-
-
-class _Side(asyncio.Protocol):
-    """One of the two connections of a link."""
-
-    other: "_Side"
-
-    def __init__(self, link: Link, is_client: bool) -> None:
-        self._link = link
-        self._is_client = is_client
-        self._transport: asyncio.Transport | None = None
-        self.finished = False
-        """Whether the peer sends no more."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        if self._is_client:
-            self._link.accepted(str((transport.get_extra_info("peername") or ("unknown",))[0]))
-
-    def data_received(self, data: bytes) -> None:
-        self._link.passed(self._is_client, data)
-
-    def eof_received(self) -> bool:
-        """Pass on that the peer sends no more; keep the connection open for what it still receives."""
-        self.finished = True
-        self._link.ended(self._is_client)
-        if self.other.finished:
-            return False
-        if self._link.early is not None:
-            return self._link.awaits_server()
-        self.other.write_eof()
-        return True
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._link.lost(self._is_client, error)
-
-    def pause_writing(self) -> None:
-        self.other.pause()
-
-    def resume_writing(self) -> None:
-        self.other.resume()
-
-    def write(self, data: bytes) -> None:
-        if data and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
-
-    def write_eof(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
-
-    def pause(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def close(self, reset: bool) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            if reset:
-                self._transport.abort()
-            else:
-                self._transport.close()
+        super().lost(by_client, error)
+        self.recorder.open.discard(self)
 
 
 async def record(
@@ -382,7 +269,7 @@ async def _forward(recorder: Recorder, listener: socket.socket, ready: Callable[
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     loop.set_exception_handler(lambda _, context: _log_failure(recorder, context))
-    server = await loop.create_server(lambda: Link(recorder).client, sock=listener, backlog=BACKLOG)
+    server = await loop.create_server(lambda: RecordedConnection(recorder).client, sock=listener, backlog=BACKLOG)
     ready(*listener.getsockname()[:2])
     recorder.file.start()
     flushing = loop.create_task(recorder.flush_regularly())

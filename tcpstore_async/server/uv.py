@@ -17,7 +17,7 @@ from ..session.server import Transport
 from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
-from .listen_socket import CONNECTION_ERRORS, format_address
+from .accepting import Acceptor
 from .poller import READ, WRITE, WatchWith, make_poller
 
 _read = os.read
@@ -43,12 +43,6 @@ _RESUMED_SECONDS: Final = 0.002
 
 _JOINED: Final = 256 * 1024
 """Replies up to this size are joined for one write; larger ones are written without a copy."""
-
-_ACCEPTS_PER_TURN: Final = 128
-"""Connections accepted in one turn: with one per turn, new ones would wait while old ones are busy."""
-
-_ACCEPT_PAUSE: Final = 0.1
-"""Seconds without accepting after the system refused a descriptor or memory."""
 
 
 class Connection(Transport):
@@ -258,15 +252,14 @@ class UvServer(base.Server):
         """Connections that have more to read."""
         self._to_write: dict[Connection, None] = {}
         """Connections that have been written to as much as one turn of the loop allows."""
-        self._accepting = False
+        self.acceptor = Acceptor(self.loop, listener, self._serve, self._served, self.log_limited)
 
     def start(self) -> None:
         self.reserve()
-        self._resume_accepting()
+        self.acceptor.resume()
 
     def stop_accepting(self) -> None:
-        self._pause_accepting()
-        self.listener.close()
+        self.acceptor.close()
 
     def open_connections(self) -> list[Transport]:
         return [connection for connection in self.connections if connection is not None]
@@ -380,31 +373,6 @@ class UvServer(base.Server):
 
     # Accepting
 
-    def _accept(self) -> None:
-        # socket.accept() wraps each descriptor in a socket object: 2.5 µs of the 17 that the start of a rank costs.
-        accept = self.listener._accept  # type: ignore[attr-defined]
-        for _ in range(_ACCEPTS_PER_TURN):
-            try:
-                fd, address = accept()
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:
-                if error.errno in CONNECTION_ERRORS:
-                    continue
-                self.log_limited("accept", f"cannot accept connections for now: {error.strerror}")
-                self._pause_accepting()
-                self.loop.call_later(_ACCEPT_PAUSE, self._resume_accepting)
-                break
-            try:
-                self._serve(fd, address[0], address[1])
-            except Exception as error:
-                self.poller.forget(fd)
-                os.close(fd)
-                self.log_limited("accept", f"rejected {format_address(address[0], address[1])}: {error!r}")
-        if self.engine.pending_flush:
-            self.flush_pending()
-        self.expect_validation()
-
     def _serve(self, fd: int, host: str, port: int) -> None:
         """Serve a new connection, or close it if there are too many."""
         if not self.admits(host, port):
@@ -412,21 +380,20 @@ class UvServer(base.Server):
             return
         os.set_blocking(fd, False)
         self.poller.watch(fd)
-        host = sys.intern(host)  # a host has many ranks
-        while fd >= len(self.connections):
-            self.connections.extend([None] * (len(self.connections) + 64))
-        self.connections[fd] = Connection(self, fd, host, port)
+        try:
+            host = sys.intern(host)  # a host has many ranks
+            while fd >= len(self.connections):
+                self.connections.extend([None] * (len(self.connections) + 64))
+            self.connections[fd] = Connection(self, fd, host, port)
+        except BaseException:
+            self.poller.forget(fd)
+            raise
         self.opened()
 
-    def _resume_accepting(self) -> None:
-        if self.listener.fileno() >= 0 and not self._accepting:
-            self._accepting = True
-            self.loop.add_reader(self.listener.fileno(), self._accept)
-
-    def _pause_accepting(self) -> None:
-        if self._accepting:
-            self._accepting = False
-            self.loop.remove_reader(self.listener.fileno())
+    def _served(self) -> None:
+        if self.engine.pending_flush:
+            self.flush_pending()
+        self.expect_validation()
 
 
 def _first_bytes(pieces: list[Any], most: int) -> list[Any]:

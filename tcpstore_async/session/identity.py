@@ -11,11 +11,14 @@ import msgspec
 from .. import values
 from ..version import VERSION
 
-EXTENSION: Final = 3
+EXTENSION: Final = 4
 """The version of the extension: which of its commands the server has."""
 
 ROUNDS: Final = 3
 """The version from which on it has MEET and ATTEND."""
+
+LINKS: Final = 4
+"""The version from which on it has LINK."""
 
 _LEAST: Final = 2
 """The version with what every client of this package relies on."""

@@ -89,8 +89,8 @@ class ClientLink(Link):
 
     # The connection
 
-    def request(self) -> bytes:
-        """Return what a new connection has to send first: VALIDATE and LINK."""
+    def request(self, validate: bool = True) -> bytes:
+        """Return what a connection has to send: LINK, and VALIDATE before that if it is new."""
         items: dict[str, bytes] = {
             "version": b"%d" % VERSION,
             "id": self.identity,
@@ -101,9 +101,12 @@ class ClientLink(Link):
             items.update(instance=self.instance.encode(), taken=b"%d" % self.taken, told=b"%d" % self.peer_taken())
         items.update({name: text.encode() for name, text in self.description.items()})
         link = BY_METHOD["link"]
-        validate = BY_METHOD["validate"]
         fields = [(name.encode(), pack(value)) for name, value in items.items()]
-        return validate.prefix + validate.request.encode((MAGIC,)) + link.prefix + link.request.encode((fields,))
+        request = link.prefix + link.request.encode((fields,))
+        if validate:
+            first = BY_METHOD["validate"]
+            request = first.prefix + first.request.encode((MAGIC,)) + request
+        return request
 
     def answered(self, raw: bytes) -> LinkReply:
         """Take the server's reply to LINK, without its length. Raises ProtocolError if it is none.

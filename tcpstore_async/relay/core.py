@@ -1,0 +1,648 @@
+"""Bytes between the ranks' connections and the link: what a relay spends its time on.
+
+Knows descriptors, credit, and when to read, write and close. Must not know what the bytes mean, nor how the upstream
+connection is made: `upstream` does.
+
+Invariants: nothing here blocks. One turn of the loop writes upstream once, whatever ranks have sent. Of a rank no more
+is kept than the link's credit. Whatever a rank does, only its own connection closes.
+"""
+
+import asyncio
+import logging
+import os
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from ..errors import ProtocolError
+from ..server.accepting import Acceptor
+from ..server.listen_socket import format_address, reserve_connections
+from ..server.poller import READ, WRITE, WatchWith, make_poller
+from ..server.rate_limited_log import RateLimitedLog
+from ..session.link_client import ClientLink, Stream
+
+_read = os.read
+_write = os.write
+
+_FIRST_READ: Final = 960
+"""Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
+
+_READ: Final = 16 * 1024
+
+_READS_PER_TURN: Final = 2
+"""Further reads, after which a rank that keeps sending waits for the others."""
+
+_UPSTREAM_READ: Final = 64 * 1024
+
+_UPSTREAM_READS_PER_TURN: Final = 4
+
+_RESUMED_SECONDS: Final = 0.002
+"""Time per turn of the loop for ranks that were put off; the rest of them go on in the next turn."""
+
+_GONE: Final = 0x018
+"""EPOLLERR and EPOLLHUP: neither direction of the connection works any more."""
+
+_HANG_UP: Final[int] = getattr(select, "POLLRDHUP", 0) | select.POLLHUP
+
+_CLOSING_SECONDS: Final = 10.0
+"""Seconds without progress after which a rank that does not read the last replies is closed."""
+
+WAITING: Final = 0
+"""It is not known yet what the server can do: connections are kept, and nothing is read."""
+LINKED: Final = 1
+"""The ranks' bytes go over the link, whether or not it has a connection now."""
+DIRECT: Final = 2
+"""The server has no links: each rank gets a connection of its own."""
+
+log = logging.getLogger("tcpstore_async.server")
+
+
+class Rank(Stream):
+    """A rank's connection."""
+
+    def __init__(self, relay: "Relay", fd: int, host: str, port: int) -> None:
+        super().__init__()
+        self.relay = relay
+        self.fd = fd
+        """-1 once it is closed."""
+        self.host = host
+        self.port = port
+        self.queued = False
+        """Whether it will be read from when the relay comes to it; until then nothing else may read."""
+        self.starved = False
+        """Whether it waits for credit."""
+        self.hung_up = False
+        """The rank will send no more: read to the end, as no further event will be reported."""
+        self.ended = False
+        """The end has been read."""
+        self.leaving = False
+        """The server has closed: the connection lasts until the rank has read its last replies."""
+        self.unsent: list[bytes] | None = None
+        """Replies that the kernel has not taken, if there are any."""
+        self.moved_at: float = 0.0
+        """When the kernel last took bytes of those, once it is leaving."""
+
+    # The rank's side
+
+    def attend(self, events: int) -> None:
+        """Handle events of the descriptor."""
+        if events & WRITE:
+            self.writable()
+        if events != WRITE and self.fd >= 0:
+            if events & ~(READ | WRITE):
+                self.hung_up = True
+                if events & _GONE and (self.queued or self.starved or self.leaving or self.ended):
+                    self.lose()
+                    return
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Read what there is, as far as there is credit, up to the share of one turn of the loop."""
+        if self.queued or self.ended or self.leaving:
+            return
+        relay = self.relay
+        link = relay.link
+        for _ in range(_READS_PER_TURN):
+            if not link.has_room():
+                break
+            if self.number == 0:
+                link.open(self, self.host, self.port)
+            size = min(self.credit, _READ)
+            if size <= 0:
+                self.starved = True
+                relay.poller.pause(self.fd)
+                return
+            try:
+                chunk = _read(self.fd, size)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.lose()
+                return
+            if not chunk:
+                self.end()
+                return
+            link.send(self, chunk)
+            if len(chunk) < size and not self.hung_up:
+                return
+        relay.put_off(self)
+
+    def end(self) -> None:
+        """Pass on that the rank sends no more."""
+        self.ended = True
+        relay = self.relay
+        relay.poller.pause(self.fd)
+        relay.link.end(self)
+
+    def lose(self) -> None:
+        """Close, and end the session: the connection is lost."""
+        if self.fd >= 0:
+            self.relay.link.close(self)
+            self.close()
+
+    def close(self) -> None:
+        fd = self.fd
+        if fd < 0:
+            return
+        self.fd = -1
+        self.unsent = None
+        relay = self.relay
+        relay.ranks[fd] = None
+        if self.leaving:
+            relay.leaving.pop(self, None)
+        relay.poller.forget(fd)
+        os.close(fd)
+        relay.left()
+
+    # The server's side
+
+    def received(self, data: bytes) -> None:
+        if self.unsent is not None:
+            self.unsent.append(data)
+            return
+        try:
+            count = _write(self.fd, data)
+        except BlockingIOError:
+            count = 0
+        except OSError:
+            self.lose()
+            return
+        if count < len(data):
+            self.unsent = [data[count:]]
+            self.relay.poller.watch_writing(self.fd, True)
+        self.relay.link.consume(self, count)
+
+    def writable(self) -> None:
+        """Write what was kept."""
+        unsent = self.unsent
+        if unsent is None:
+            return
+        data = unsent[0] if len(unsent) == 1 else b"".join(unsent)
+        try:
+            count = _write(self.fd, data)
+        except BlockingIOError:
+            self.unsent = [data]
+            return
+        except OSError:
+            self.lose()
+            return
+        if self.leaving:
+            self.moved_at = time.monotonic()
+        else:
+            self.relay.link.consume(self, count)
+        if count < len(data):
+            self.unsent = [data[count:]]
+            return
+        self.unsent = None
+        if self.leaving:
+            self.close()
+        else:
+            self.relay.poller.watch_writing(self.fd, False)
+
+    def credited(self) -> None:
+        if self.starved:
+            self.starved = False
+            self.relay.put_off(self)
+
+    def closed(self) -> None:
+        if self.unsent is None:
+            self.close()
+        else:
+            self.leaving = True
+            self.moved_at = time.monotonic()
+            relay = self.relay
+            relay.leaving[self] = None
+            relay.poller.pause(self.fd)
+
+
+class Relay:
+    """The ranks' connections and the link, on one loop. Not to be shared between threads."""
+
+    def __init__(
+        self, listener: socket.socket, make_link: Callable[[], ClientLink], watch_with: WatchWith = make_poller
+    ) -> None:
+        """`make_link` makes a link with a new identity. `listener` is closed when the relay stops accepting."""
+        self.listener = listener
+        self.host: str = listener.getsockname()[0]
+        self.port: int = listener.getsockname()[1]
+        self.loop = asyncio.get_running_loop()
+        self.make_link = make_link
+        self.link: ClientLink = make_link()
+        self.state = WAITING
+        self.ranks: list[Rank | None] = []
+        """By file descriptor."""
+        self.leaving: dict[Rank, None] = {}
+        """Ranks that have not read their last replies."""
+        self.max_files: int = 0
+        """Connections that it can hold; known once it has started."""
+        self.count: int = 0
+        """Connections of ranks that are open."""
+        self.empty = asyncio.Event()
+        """Set while no connection of a rank is open."""
+        self.empty.set()
+        self.stopped = False
+        self.heard = False
+        """Whether anything has come from upstream since `tick`."""
+        self.on_lost: Callable[[str], object] | None = None
+        """Called when the upstream connection is lost, with the reason; the link is disconnected then."""
+        self.on_broken: Callable[[str], object] | None = None
+        """Called when the link itself cannot go on, with the reason."""
+        self.on_direct: Callable[[int, str, int], object] | None = None
+        """Takes over a rank's connection while the state is DIRECT."""
+        self.poller = watch_with(self.loop, self.ready)
+        self.rate_limited = RateLimitedLog()
+        self._acceptor = Acceptor(self.loop, listener, self._serve, self._note, self.log_limited)
+        self._waiting: list[tuple[int, str, int]] = []
+        """Connections accepted while the state is WAITING: descriptor, host, port."""
+        self._upstream = -1
+        """The descriptor of the link's connection."""
+        self._unsent: bytes = b""
+        """Bytes for it that the kernel has not taken."""
+        self._to_read: deque[Rank] = deque()
+        """Ranks that have more to read."""
+        self._resuming = False
+        """Whether `_resume` will be called."""
+        self._flushing = False
+        """Whether `_flush_soon` will be called."""
+
+    # Called by whoever runs it
+
+    def start(self) -> None:
+        """Accept connections from now on."""
+        self.max_files = reserve_connections(self.listener, self.host, self.port, 0)
+        self._acceptor.resume()
+
+    def stop_accepting(self) -> None:
+        """Free the port; open connections stay. Idempotent."""
+        self._acceptor.close()
+
+    def stop(self) -> None:
+        """Stop at once: the port is free, and every connection of a rank on a link closed, on return. Idempotent."""
+        if self.stopped:
+            return
+        self.stop_accepting()
+        self.close_ranks()
+        if self._upstream >= 0:
+            self.link.close_link()
+            self.flush()
+            self.disconnect()
+        self.stopped = True
+        self.poller.close()
+        self.rate_limited.flush()
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the descriptors, without touching the parent's connections."""
+        for rank in self.ranks:
+            if rank is not None and rank.fd >= 0:
+                os.close(rank.fd)
+        for fd, _, _ in self._waiting:
+            os.close(fd)
+        if self._upstream >= 0:
+            os.close(self._upstream)
+
+    def log_limited(self, kind: str, text: str) -> None:
+        self.rate_limited.add(kind, text)
+
+    # Called by `upstream`
+
+    def connect(self, fd: int) -> None:
+        """Go on with a connection, which the server has accepted as the link's."""
+        self._upstream = fd
+        self._unsent = b""
+        self.heard = True
+        self._extend(fd)  # events of it may be reported when it is no longer ours
+        self.poller.watch(fd)
+        self._set_state(LINKED)
+        self.flush()
+        self._resume_soon()
+
+    def disconnect(self) -> None:
+        """Do without the connection; whoever made it closes it."""
+        fd = self._upstream
+        if fd >= 0:
+            self._upstream = -1
+            self._unsent = b""
+            self.poller.forget(fd)
+            self.link.disconnect()
+
+    def go_direct(self) -> None:
+        """Give ranks connections of their own from now on."""
+        self._set_state(DIRECT)
+
+    def wait_if_direct(self) -> None:
+        """Keep new connections until it is known again whether the server has links, if it had none."""
+        if self.state == DIRECT:
+            self.state = WAITING
+
+    def abandon_link(self) -> None:
+        """Close all ranks on the link, as if the server had died, and be ready for another one."""
+        self.disconnect()
+        self.state = WAITING
+        self.close_ranks()
+        self.link = self.make_link()
+
+    def close_ranks(self) -> None:
+        """Close all ranks but those with connections of their own."""
+        for rank in self.ranks:
+            if rank is not None:
+                rank.close()
+        self._to_read.clear()
+        self.close_waiting(False)
+
+    def close_waiting(self, hung_up_only: bool) -> None:
+        """Close the connections that wait, or those of them whose ranks have given up."""
+        waiting = self._waiting
+        self._waiting = []
+        for fd, host, port in waiting:
+            if hung_up_only and not _has_hung_up(fd):
+                self._waiting.append((fd, host, port))
+            else:
+                os.close(fd)
+                self.left()
+
+    def end_link(self) -> None:
+        """End a link that has no ranks: a server that is about to stop waits for its connections to end."""
+        self.link.close_link()
+        self.flush()
+        self._break("the server is about to stop")
+
+    def tick(self) -> None:
+        """Do what is due once in a while: close ranks that do not read their last replies."""
+        if self.link.going_away and not self.link.streams and self._upstream >= 0:
+            self.end_link()
+        if self.leaving:
+            late = time.monotonic() - _CLOSING_SECONDS
+            for rank in list(self.leaving):
+                if rank.moved_at < late:
+                    self.log_limited(
+                        "leaving",
+                        f"closed the connection from {format_address(rank.host, rank.port)}, which did not read its "
+                        f"last replies for {_CLOSING_SECONDS:g} s",
+                    )
+                    rank.close()
+
+    def acknowledge(self) -> None:
+        """Show the server that the relay is alive, and what it has taken."""
+        self.link.acknowledge()
+        self.flush()
+
+    def left(self) -> None:
+        """Stop counting a connection."""
+        self.count -= 1
+        if not self.count:
+            self.empty.set()
+
+    # Called by the poller
+
+    def ready(self, reported: list[tuple[int, int]]) -> None:
+        """Serve the descriptors that the poller reports, each with its events, and then write upstream once."""
+        ranks = self.ranks
+        link = self.link
+        for fd, events in reported:
+            if fd == self._upstream:
+                self._attend_upstream(events)
+                link = self.link
+                continue
+            rank = ranks[fd]
+            if rank is None:
+                continue
+            try:
+                if (
+                    events != READ
+                    or rank.queued
+                    or rank.credit < _FIRST_READ
+                    or rank.ended
+                    or rank.leaving
+                    or not link.has_room()
+                ):
+                    rank.attend(events)
+                    continue
+                chunk = _read(fd, _FIRST_READ)
+                if chunk:
+                    link.send(rank, chunk)
+                    if len(chunk) == _FIRST_READ:
+                        rank.go_on()
+                else:
+                    rank.end()
+            except BlockingIOError:
+                pass
+            except OSError:
+                rank.lose()
+            except Exception:
+                self._give_up(rank)
+        if not self._flushing:
+            self.flush()
+
+    # Called by ranks
+
+    def put_off(self, rank: Rank) -> None:
+        """Go on reading from a rank in a later turn of the loop, when the link takes more."""
+        if not rank.queued and not rank.ended and not rank.leaving:
+            rank.queued = True
+            self._to_read.append(rank)
+            self.poller.pause(rank.fd)
+            self._resume_soon()
+
+    # Internal
+
+    def _resume_soon(self) -> None:
+        if self._to_read and not self._resuming and self.link.has_room():
+            self._resuming = True
+            self.loop.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        """Read from ranks that were put off."""
+        self._resuming = False
+        to_read = self._to_read
+        end = time.perf_counter() + _RESUMED_SECONDS
+        for _ in range(len(to_read)):
+            if time.perf_counter() > end or not self.link.has_room():
+                break
+            rank = to_read.popleft()
+            rank.queued = False
+            if rank.fd < 0:
+                continue
+            self.poller.resume(rank.fd)
+            try:
+                rank.go_on()
+            except Exception:
+                self._give_up(rank)
+        self.flush()
+        self._resume_soon()
+
+    def _give_up(self, rank: Rank) -> None:
+        """Close a connection after an exception that is no rank's fault, so that the others are served on."""
+        address = format_address(rank.host, rank.port)
+        log.exception("closing the connection from %s after an internal error", address)
+        rank.lose()
+
+    def _note(self) -> None:
+        """Write upstream once everything that this turn of the loop brings has been handled."""
+        if not self._flushing:
+            self._flushing = True
+            self.loop.call_soon(self._flush_soon)
+
+    def _flush_soon(self) -> None:
+        self._flushing = False
+        if not self.stopped:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write upstream what ranks have sent."""
+        link = self.link
+        link.close_batch()
+        out = link.out
+        if out and not self._unsent:
+            link.out = []
+            self._write_upstream(out[0] if len(out) == 1 else b"".join(out))
+
+    def _write_upstream(self, data: bytes) -> None:
+        fd = self._upstream
+        try:
+            count = _write(fd, data)
+        except BlockingIOError:
+            count = 0
+        except OSError as error:
+            self._lose_upstream(error.strerror or str(error))
+            return
+        if count < len(data):
+            if not self._unsent:
+                self.poller.watch_writing(fd, True)
+            self._unsent = data[count:]
+        elif self._unsent:
+            self._unsent = b""
+            self.poller.watch_writing(fd, False)
+
+    def _attend_upstream(self, events: int) -> None:
+        if events & WRITE and self._unsent:
+            self._write_upstream(self._unsent)
+            if not self._unsent and self._upstream >= 0:
+                self.flush()
+        if events != WRITE:
+            self._read_upstream()
+
+    def _read_upstream(self) -> None:
+        """Take what the server has sent, up to the share of one turn of the loop."""
+        fd = self._upstream
+        self.heard = True
+        for _ in range(_UPSTREAM_READS_PER_TURN):
+            if self._upstream != fd or fd < 0:
+                return
+            try:
+                chunk = _read(fd, _UPSTREAM_READ)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._lose_upstream(error.strerror or str(error))
+                return
+            if not chunk:
+                self._lose_upstream("the server closed it")
+                return
+            if not self._take(chunk):
+                return
+            if len(chunk) < _UPSTREAM_READ:
+                break
+        else:
+            self.loop.call_soon(self._read_on, fd)
+        if self._to_read:
+            self._resume_soon()
+
+    def _read_on(self, fd: int) -> None:
+        if fd == self._upstream:
+            self._read_upstream()
+            self.flush()
+
+    def _take(self, chunk: bytes) -> bool:
+        """Hand bytes to the link; return whether it goes on."""
+        link = self.link
+        try:
+            link.receive(chunk)
+        except ProtocolError as error:
+            self._break(f"the server violated the protocol of links: {error}")
+            return False
+        except Exception as error:
+            log.exception("an internal error ends the link")
+            self._break(f"internal error: {error!r}")
+            return False
+        if link.is_over:
+            self._break("the server has stopped")
+            return False
+        if link.going_away and not link.streams:
+            self.end_link()
+            return False
+        return True
+
+    def _lose_upstream(self, reason: str) -> None:
+        self.disconnect()
+        if self.on_lost is not None:
+            self.on_lost(reason)
+
+    def _break(self, reason: str) -> None:
+        self.disconnect()
+        if self.on_broken is not None:
+            self.on_broken(reason)
+
+    # Accepting
+
+    def _set_state(self, state: int) -> None:
+        self.state = state
+        waiting = self._waiting
+        self._waiting = []
+        for fd, host, port in waiting:
+            try:
+                self._admit(fd, host, port)
+            except Exception as error:
+                os.close(fd)
+                self.left()
+                self.log_limited("accept", f"closed {format_address(host, port)}: {error!r}")
+
+    def _serve(self, fd: int, host: str, port: int) -> None:
+        """Serve a new connection, or close it if there are too many."""
+        needed = self.count + 1 if self.state != DIRECT else 2 * self.count + 2
+        if needed > self.max_files:
+            self.log_limited(
+                "connections",
+                f"rejected {format_address(host, port)}: connection limit {self.count} reached; raise ulimit -n",
+            )
+            os.close(fd)
+        elif self.link.going_away:
+            os.close(fd)
+        else:
+            os.set_blocking(fd, False)
+            self._admit(fd, sys.intern(host), port)
+            self.count += 1
+            self.empty.clear()
+
+    def _admit(self, fd: int, host: str, port: int) -> None:
+        if self.state == WAITING:
+            self._waiting.append((fd, host, port))
+        elif self.state == LINKED:
+            self._admit_to_link(fd, host, port)
+        elif self.on_direct is not None:
+            self.on_direct(fd, host, port)
+
+    def _admit_to_link(self, fd: int, host: str, port: int) -> None:
+        rank = Rank(self, fd, host, port)
+        self._extend(fd)
+        self.poller.watch(fd)
+        self.ranks[fd] = rank
+        if self.link.has_room():
+            self.link.open(rank, host, port)
+        else:
+            self.put_off(rank)
+
+    def _extend(self, fd: int) -> None:
+        ranks = self.ranks
+        while fd >= len(ranks):
+            ranks.extend([None] * (len(ranks) + 64))
+
+
+def _has_hung_up(fd: int) -> bool:
+    """Return whether the peer sends no more."""
+    poll = select.poll()
+    poll.register(fd, _HANG_UP)
+    return bool(poll.poll(0))

@@ -1,0 +1,114 @@
+"""Assembling a relay on a running loop, and running one in a process of its own.
+
+Knows which parts make a relay, and what names this one. Must not know the command line.
+Invariant: when `relay` or `run` ends, in whatever way, the port is free and nothing is left behind.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from ..errors import DistNetworkError
+from ..server.fork_safety import close_on_fork, closed_in_children
+from ..server.listen_socket import adopt, format_address, listen, log_short_backlog, raise_file_limit
+from ..serving import drain_when_told, tune_gc, watch_signals
+from ..session.link_client import ClientLink
+from .core import Relay
+from .upstream import Upstream
+
+log = logging.getLogger("tcpstore_async.server")
+
+_BOOT: str = "/proc/sys/kernel/random/boot_id"
+_NETWORK: str = "/proc/self/ns/net"
+
+
+@asynccontextmanager
+async def relay(
+    servers: list[tuple[str, int]], host: str = "127.0.0.1", port: int = 0, *, listener: socket.socket | None = None
+) -> AsyncIterator[Relay]:
+    """Run a relay on the running loop for as long as the context lasts; `.port` is its port.
+
+    `servers`, hosts and ports, are tried in order. `listener`, a TCP socket that is listening, takes the place of
+    `host` and `port`; it is closed at the end. Raises DistNetworkError if the address cannot be had.
+    """
+    listening = listener if listener is not None else listen(host, port)
+    with close_on_fork(listening), ExitStack() as inherited:
+        where = listening.getsockname()[:2]
+        if where in servers:
+            raise DistNetworkError(f"{format_address(*where)} is the relay's own address, not a server's")
+        running = Relay(listening, partial(ClientLink, _place(*where), _description()))
+        upstream = Upstream(running, servers)
+        connecting: asyncio.Task[None] | None = None
+        try:
+            running.start()
+            inherited.enter_context(closed_in_children(running))
+            connecting = asyncio.get_running_loop().create_task(upstream.run())
+            connecting.add_done_callback(_report)
+            yield running
+        finally:
+            running.stop()
+            upstream.close()
+            if connecting is not None:
+                connecting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await connecting
+
+
+async def run(
+    servers: list[tuple[str, int]],
+    host: str,
+    port: int,
+    fd: int | None,
+    *,
+    grace: float,
+    ready: Callable[[Relay], None],
+) -> None:
+    """Relay until SIGTERM, after which ranks get up to `grace` seconds to leave, or SIGINT. For a process of its own.
+
+    `ready` is called once connections are accepted. Raises DistNetworkError if the address, or the socket `fd`, cannot
+    be had.
+    """
+    raise_file_limit()
+    listener = listen(host, port) if fd is None else adopt(fd)
+    log_short_backlog()
+    signals = watch_signals()
+    async with relay(servers, listener=listener) as running:
+        tune_gc()
+        ready(running)
+        await drain_when_told(signals, _drain(running, grace))
+
+
+async def _drain(running: Relay, grace: float) -> None:
+    """Stop accepting, and wait up to `grace` seconds for the ranks to leave."""
+    running.stop_accepting()
+    try:
+        await asyncio.wait_for(running.empty.wait(), grace)
+    except asyncio.TimeoutError:
+        log.info("closing %d connections that are still open after %g s", running.count, grace)
+
+
+def _report(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("internal error: the relay does not connect to its server any more", exc_info=task.exception())
+
+
+def _place(host: str, port: int) -> str:
+    """Return a name of what listens at this address of this host, the same for the relay that comes after this one."""
+    try:
+        boot = Path(_BOOT).read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    try:
+        network = str(os.stat(_NETWORK).st_ino)
+    except OSError:
+        network = ""
+    return f"{boot}/{network}/{format_address(host, port)}"
+
+
+def _description() -> dict[str, str]:
+    return {"host": socket.gethostname()[:64], "pid": str(os.getpid())}

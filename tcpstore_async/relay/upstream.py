@@ -1,0 +1,349 @@
+"""The relay's connection to its server: which one, what it can do, and what happens when the connection breaks.
+
+It knows LINK and the two commands that ask a server who it is. It must not know how ranks' bytes travel.
+
+Invariants: LINK is sent only to a server that has it. A link goes on after its connection broke for as long as the
+server keeps it, and no longer; then its ranks are closed, as if the server had died.
+"""
+
+import asyncio
+import logging
+import socket
+from contextlib import closing
+from struct import Struct
+from typing import Final
+
+from ..client import requests
+from ..client.connect import open_connection
+from ..client.forwarding import ForwardedConnection
+from ..client.requests import Request
+from ..deadline import backoff
+from ..errors import ProtocolError
+from ..server.listen_socket import format_address
+from ..session.identity import LINKS, read_identity
+from ..session.link import LINK_REFUSED, UNKNOWN, LinkReply
+from ..wire.commands import BY_METHOD, MAGIC
+from .core import DIRECT, LINKED, Relay
+
+_ATTEMPT_SECONDS: Final = 10.0
+"""Time to connect to one server and be answered."""
+
+_STABLE_SECONDS: Final = 1.0
+"""A connection that lasts less counts as a failure, so that the next one waits."""
+
+_TICK_SECONDS: Final = 1.0
+
+_MISSED: Final = 3
+"""Keep-alive intervals without a byte after which the connection is dead."""
+
+_MOST_REPLY: Final = 64 * 1024
+"""Bytes of the longest identity, or reply to LINK."""
+
+_READY: Final = b"\x00"
+
+_U64: Final = Struct("<Q")
+
+log = logging.getLogger("tcpstore_async.server")
+
+
+class _RefusedError(Exception):
+    """The server does not accept the link."""
+
+
+class Upstream:
+    """Keeps a relay connected to the first of its servers that can be reached."""
+
+    def __init__(self, relay: Relay, servers: list[tuple[str, int]]) -> None:
+        """`servers` are hosts and ports."""
+        self.relay = relay
+        self.servers = servers
+        self.direct: set[_DirectConnection] = set()
+        """The connections of ranks without a link."""
+        self._server = servers[0]
+        """The one that was reached last."""
+        self._reconsider = asyncio.Event()
+        """Set when a server without links may have been replaced."""
+        self._over = asyncio.Event()
+        """Set when the link's connection is lost."""
+        self._reason = ""
+        self._grace = 0.0
+        self._keep_alive = 0.0
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._announced = ""
+        """The last message about what was reached, which is not repeated."""
+        relay.on_lost = self._lost
+        relay.on_broken = self._broken
+        relay.on_direct = self._forward
+
+    async def run(self) -> None:
+        """Connect, and connect again, until cancelled."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        try:
+            while True:
+                began = loop.time()
+                if not await self._connect_and_hold():
+                    failures += 1
+                    self.relay.close_waiting(True)
+                elif self.relay.state == DIRECT or loop.time() - began >= _STABLE_SECONDS:
+                    failures = 0
+                else:
+                    failures += 1
+                self.relay.wait_if_direct()
+                if failures > 0:
+                    await asyncio.sleep(backoff(failures))
+        finally:
+            self._cancel_giving_up()
+
+    def close(self) -> None:
+        """Close the connections of ranks without a link."""
+        for connection in list(self.direct):
+            connection.close()
+
+    async def _connect_and_hold(self) -> bool:
+        """Connect to one of the servers, and return once that connection is over; False if none can be reached."""
+        causes: list[str] = []
+        for server in self.servers:
+            try:
+                peer, link = await asyncio.wait_for(self._reach(server), _ATTEMPT_SECONDS)
+            except (OSError, ProtocolError, asyncio.TimeoutError, _RefusedError) as error:
+                causes.append(f"{format_address(*server)}: {_cause(error)}")
+                continue
+            with closing(peer):
+                self._server = server
+                if link is None:
+                    peer.close()
+                    await self._go_without_links()
+                else:
+                    await self._hold(peer, link)
+            return True
+        self.relay.log_limited("upstream", f"cannot connect to {'; '.join(causes)}; trying again")
+        return False
+
+    # Reaching a server
+
+    async def _reach(self, server: tuple[str, int]) -> tuple[socket.socket, LinkReply | None]:
+        """Connect to a server; the reply to LINK, or None if it has no links.
+
+        Raises OSError, ProtocolError and _RefusedError.
+        """
+        peer = await open_connection(*server)
+        try:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if await _has_links(peer):
+                return peer, await self._open_link(peer)
+            return peer, None
+        except BaseException:
+            peer.close()
+            raise
+
+    async def _open_link(self, peer: socket.socket) -> LinkReply:
+        """Make the connection that of the link, or of a new one if the server does not know it any more."""
+        relay = self.relay
+        loop = asyncio.get_running_loop()
+        for _ in range(2):
+            link = relay.link
+            await loop.sock_sendall(peer, link.request(validate=False))
+            raw = await _read_value(peer)
+            if relay.link is not link:
+                raise _RefusedError("the link was given up meanwhile")
+            reply = link.answered(raw)
+            if link.connected:
+                return reply
+            if reply.status == LINK_REFUSED:
+                relay.abandon_link()
+                raise _RefusedError(f"it refused the link: {reply.reason}")
+            if reply.status != UNKNOWN:
+                break
+            self._give_up("the server has started anew, or has ended the link")
+        raise ProtocolError(f"reply to LINK with status {reply.status!r}")
+
+    # A link
+
+    async def _hold(self, peer: socket.socket, reply: LinkReply) -> None:
+        """Serve the link until its connection is over."""
+        relay = self.relay
+        self._cancel_giving_up()
+        self._grace = reply.grace
+        self._over.clear()
+        if relay.state != LINKED or self._announced == "":
+            self._announce(f"linked to {format_address(*self._server)}")
+        else:
+            log.info("the link to %s goes on", format_address(*self._server))
+        relay.connect(peer.fileno())
+        keep_alive = reply.keep_alive or _TICK_SECONDS
+        interval = min(_TICK_SECONDS, keep_alive / 2)
+        loop = asyncio.get_running_loop()
+        heard = sent = loop.time()
+        numbers = relay.link.number
+        while not self._over.is_set():
+            try:
+                await asyncio.wait_for(self._over.wait(), interval)
+                break
+            except asyncio.TimeoutError:
+                relay.tick()
+            now = loop.time()
+            link = relay.link
+            if relay.heard:
+                heard, relay.heard = now, False
+            if link.number != numbers:
+                sent, numbers = now, link.number
+            if now - heard >= _MISSED * keep_alive:
+                relay.disconnect()
+                self._lost(f"nothing received for {now - heard:.0f} s")
+            elif not link.is_acknowledged() or now - sent >= keep_alive:
+                sent = now
+                relay.acknowledge()
+        relay.disconnect()
+
+    def _lost(self, reason: str) -> None:
+        """The connection is lost: the link goes on if there is another one in time."""
+        if self.relay.link.streams:
+            log.warning(
+                "lost the link to %s: %s; trying to resume it for %g s",
+                format_address(*self._server),
+                reason,
+                self._grace,
+            )
+            self._cancel_giving_up()
+            loop = asyncio.get_running_loop()
+            self._giving_up = loop.call_later(self._grace, self._give_up, f"not resumed within {self._grace:g} s")
+        else:
+            self._give_up(reason)
+        self._over.set()
+
+    def _broken(self, reason: str) -> None:
+        self._give_up(reason)
+        self._over.set()
+
+    def _give_up(self, reason: str) -> None:
+        """Close all ranks, as if the server had died."""
+        self._cancel_giving_up()
+        relay = self.relay
+        log.warning(
+            "the link to %s is over: %s; closing %d connections",
+            format_address(*self._server),
+            reason,
+            len(relay.link.streams),
+        )
+        self._announced = ""
+        relay.abandon_link()
+
+    def _cancel_giving_up(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
+    # Without links
+
+    async def _go_without_links(self) -> None:
+        """Give each rank a connection of its own, until the server may have been replaced."""
+        relay = self.relay
+        if relay.state == LINKED:
+            self._give_up("the server has been replaced by one without links")
+        where = format_address(*self._server)
+        self._announce(f"{where} has no links: each rank gets a connection of its own")
+        self._reconsider.clear()
+        relay.go_direct()
+        await self._reconsider.wait()
+
+    def _forward(self, fd: int, host: str, port: int) -> None:
+        """Take over the connection of a rank."""
+        if not self.direct:
+            self._reconsider.set()  # it costs little to ask again when nobody depends on the answer
+        connection = _DirectConnection(self)
+        self.direct.add(connection)
+        connection.start(fd)
+
+    def reconsider(self) -> None:
+        """Find out again what the server can do: a rank has lost it, or could not be connected to it."""
+        self._reconsider.set()
+
+    async def connect(self) -> socket.socket:
+        """Return a socket that is connected to the server that was reached last. Raises OSError."""
+        return await open_connection(*self._server)
+
+    def server_address(self) -> str:
+        return format_address(*self._server)
+
+    def _announce(self, text: str) -> None:
+        if text != self._announced:
+            self._announced = text
+            log.info("%s", text)
+
+
+class _DirectConnection(ForwardedConnection):
+    """A rank's connection in front of a server without links."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        super().__init__(upstream.connect)
+        self.upstream = upstream
+        self._starting: asyncio.Task[None] | None = None
+
+    def start(self, fd: int) -> None:
+        self._starting = asyncio.get_running_loop().create_task(self._start(socket.socket(fileno=fd)))
+
+    async def _start(self, accepted: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: self.client, accepted)
+        except OSError:
+            accepted.close()
+            self._leave()
+
+    def failed(self, address: str, error: OSError) -> None:
+        upstream = self.upstream
+        upstream.relay.log_limited(
+            "direct", f"cannot connect {address} to {upstream.server_address()}, trying again: {_cause(error)}"
+        )
+        upstream.reconsider()
+
+    def lost(self, by_client: bool, error: Exception | None) -> None:
+        if not by_client:
+            self.upstream.reconsider()
+        super().lost(by_client, error)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self in self.upstream.direct:
+            self.upstream.direct.discard(self)
+            self.upstream.relay.left()
+
+
+async def _has_links(peer: socket.socket) -> bool:
+    """Ask a server, on a new connection, whether it has links. Raises OSError and ProtocolError."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(peer, _encode((BY_METHOD["validate"], (MAGIC,))) + _encode(requests.HAS_EXTENSION))
+    if await _read_exactly(peer, 1) != _READY:
+        return False
+    await loop.sock_sendall(peer, _encode(requests.WHO_ARE_YOU))
+    identity = read_identity(await _read_value(peer))
+    return identity is not None and identity.extension >= LINKS
+
+
+def _encode(request: Request) -> bytes:
+    command, fields = request
+    return command.prefix + command.request.encode(fields)
+
+
+async def _read_value(peer: socket.socket) -> bytes:
+    size: int = _U64.unpack(await _read_exactly(peer, 8))[0]
+    if size > _MOST_REPLY:
+        raise ProtocolError(f"reply of {size} bytes")
+    return await _read_exactly(peer, size)
+
+
+async def _read_exactly(peer: socket.socket, count: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < count:
+        chunk = await loop.sock_recv(peer, count - len(data))
+        if not chunk:
+            raise ConnectionError("the server closed the connection")
+        data += chunk
+    return data
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, asyncio.TimeoutError):
+        return f"no answer within {_ATTEMPT_SECONDS:g} s"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
