@@ -89,9 +89,11 @@ def tcpstore_server(*options: str, env: dict[str, str] | None = None) -> Iterato
 
 
 @contextmanager
-def tcpstore_relay(upstream: int, *options: str, port: int = 0, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """`tcpstore relay` in front of the server at the port `upstream`; killed at the end if it has not been stopped."""
-    url = f"tcp://127.0.0.1:{upstream}"
+def tcpstore_relay(
+    upstream: int | str, *options: str, port: int = 0, env: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """`tcpstore relay` in front of a server, by its port or URL; killed at the end if the test has not stopped it."""
+    url = f"tcp://127.0.0.1:{upstream}" if isinstance(upstream, int) else upstream
     with _listening(["relay", "--upstream", url, "--port", str(port), *options], env) as relay:
         yield relay
 

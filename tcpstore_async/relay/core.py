@@ -496,7 +496,7 @@ class Relay:
         link = self.link
         link.close_batch()
         out = link.out
-        if out and not self._unsent:
+        if out and self._upstream >= 0 and not self._unsent:
             link.out = []
             self._write_upstream(out[0] if len(out) == 1 else b"".join(out))
 

@@ -21,15 +21,12 @@ from ..deadline import backoff
 from ..errors import ProtocolError
 from ..server.listen_socket import format_address
 from ..session.identity import LINKS, read_identity
-from ..session.link import LINK_REFUSED, UNKNOWN, LinkReply
+from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..wire.commands import BY_METHOD, MAGIC
-from .core import DIRECT, LINKED, Relay
+from .core import LINKED, Relay
 
 _ATTEMPT_SECONDS: Final = 10.0
 """Time to connect to one server and be answered."""
-
-_STABLE_SECONDS: Final = 1.0
-"""A connection that lasts less counts as a failure, so that the next one waits."""
 
 _TICK_SECONDS: Final = 1.0
 
@@ -77,18 +74,14 @@ class Upstream:
 
     async def run(self) -> None:
         """Connect, and connect again, until cancelled."""
-        loop = asyncio.get_running_loop()
         failures = 0
         try:
             while True:
-                began = loop.time()
-                if not await self._connect_and_hold():
-                    failures += 1
-                    self.relay.close_waiting(True)
-                elif self.relay.state == DIRECT or loop.time() - began >= _STABLE_SECONDS:
+                if await self._connect_and_hold():
                     failures = 0
                 else:
                     failures += 1
+                    self.relay.close_waiting(True)
                 self.relay.wait_if_direct()
                 if failures > 0:
                     await asyncio.sleep(backoff(failures))
@@ -101,24 +94,32 @@ class Upstream:
             connection.close()
 
     async def _connect_and_hold(self) -> bool:
-        """Connect to one of the servers, and return once that connection is over; False if none can be reached."""
+        """Connect to one of the servers, and return once that connection is over.
+
+        Returns whether it was of use: another one is tried at once.
+        """
         causes: list[str] = []
-        for server in self.servers:
+        for server in self._candidates():
             try:
-                peer, link = await asyncio.wait_for(self._reach(server), _ATTEMPT_SECONDS)
+                peer, reply = await asyncio.wait_for(self._reach(server), _ATTEMPT_SECONDS)
             except (OSError, ProtocolError, asyncio.TimeoutError, _RefusedError) as error:
                 causes.append(f"{format_address(*server)}: {_cause(error)}")
                 continue
             with closing(peer):
-                self._server = server
-                if link is None:
+                if reply is None:
                     peer.close()
+                    self._server = server
                     await self._go_without_links()
-                else:
-                    await self._hold(peer, link)
-            return True
+                    return True
+                return await self._hold(reply)
         self.relay.log_limited("upstream", f"cannot connect to {'; '.join(causes)}; trying again")
         return False
+
+    def _candidates(self) -> list[tuple[str, int]]:
+        """Return the servers in the order in which they are tried: first the one that has the link."""
+        if self._giving_up is None:
+            return self.servers
+        return [self._server, *(server for server in self.servers if server != self._server)]
 
     # Reaching a server
 
@@ -131,13 +132,14 @@ class Upstream:
         try:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if await _has_links(peer):
-                return peer, await self._open_link(peer)
+                return peer, await self._open_link(peer, server)
+            self._check_that_link_may_end(server)
             return peer, None
         except BaseException:
             peer.close()
             raise
 
-    async def _open_link(self, peer: socket.socket) -> LinkReply:
+    async def _open_link(self, peer: socket.socket, server: tuple[str, int]) -> LinkReply:
         """Make the connection that of the link, or of a new one if the server does not know it any more."""
         relay = self.relay
         loop = asyncio.get_running_loop()
@@ -149,33 +151,46 @@ class Upstream:
                 raise _RefusedError("the link was given up meanwhile")
             reply = link.answered(raw)
             if link.connected:
+                self._go_on(peer, server, reply)
                 return reply
             if reply.status == LINK_REFUSED:
                 relay.abandon_link()
                 raise _RefusedError(f"it refused the link: {reply.reason}")
             if reply.status != UNKNOWN:
                 break
+            self._check_that_link_may_end(server)
             self._give_up("the server has started anew, or has ended the link")
         raise ProtocolError(f"reply to LINK with status {reply.status!r}")
 
+    def _check_that_link_may_end(self, server: tuple[str, int]) -> None:
+        """Raise _RefusedError if this server lacks the link because another one has it, which may come back."""
+        if self._giving_up is not None and server != self._server:
+            raise _RefusedError(f"it does not know the link to {format_address(*self._server)}")
+
     # A link
 
-    async def _hold(self, peer: socket.socket, reply: LinkReply) -> None:
-        """Serve the link until its connection is over."""
-        relay = self.relay
+    def _go_on(self, peer: socket.socket, server: tuple[str, int], reply: LinkReply) -> None:
+        """Have the relay use a connection that the server has accepted as the link's."""
+        self._server = server
         self._cancel_giving_up()
         self._grace = reply.grace
         self._over.clear()
-        if relay.state != LINKED or self._announced == "":
-            self._announce(f"linked to {format_address(*self._server)}")
+        if reply.status == RESUMED:
+            self.relay.log_limited("resumed", f"the link to {format_address(*server)} goes on")
         else:
-            log.info("the link to %s goes on", format_address(*self._server))
-        relay.connect(peer.fileno())
+            self._announce(f"linked to {format_address(*server)}")
+        self.relay.connect(peer.fileno())
+
+    async def _hold(self, reply: LinkReply) -> bool:
+        """Serve the link until its connection is over; return whether anything was taken from it."""
+        relay = self.relay
+        link = relay.link
+        taken = link.taken
         keep_alive = reply.keep_alive or _TICK_SECONDS
         interval = min(_TICK_SECONDS, keep_alive / 2)
         loop = asyncio.get_running_loop()
         heard = sent = loop.time()
-        numbers = relay.link.number
+        number = link.number
         while not self._over.is_set():
             try:
                 await asyncio.wait_for(self._over.wait(), interval)
@@ -183,11 +198,10 @@ class Upstream:
             except asyncio.TimeoutError:
                 relay.tick()
             now = loop.time()
-            link = relay.link
             if relay.heard:
                 heard, relay.heard = now, False
-            if link.number != numbers:
-                sent, numbers = now, link.number
+            if link.number != number:
+                sent, number = now, link.number
             if now - heard >= _MISSED * keep_alive:
                 relay.disconnect()
                 self._lost(f"nothing received for {now - heard:.0f} s")
@@ -195,16 +209,14 @@ class Upstream:
                 sent = now
                 relay.acknowledge()
         relay.disconnect()
+        return link.taken > taken
 
     def _lost(self, reason: str) -> None:
         """The connection is lost: the link goes on if there is another one in time."""
         if self.relay.link.streams:
-            log.warning(
-                "lost the link to %s: %s; trying to resume it for %g s",
-                format_address(*self._server),
-                reason,
-                self._grace,
-            )
+            where = format_address(*self._server)
+            text = f"lost the link to {where}: {reason}; trying to resume it for {self._grace:g} s"
+            self.relay.log_limited("lost", text)
             self._cancel_giving_up()
             loop = asyncio.get_running_loop()
             self._giving_up = loop.call_later(self._grace, self._give_up, f"not resumed within {self._grace:g} s")
@@ -220,12 +232,8 @@ class Upstream:
         """Close all ranks, as if the server had died."""
         self._cancel_giving_up()
         relay = self.relay
-        log.warning(
-            "the link to %s is over: %s; closing %d connections",
-            format_address(*self._server),
-            reason,
-            len(relay.link.streams),
-        )
+        count = len(relay.link.streams)
+        log.warning("the link to %s is over: %s; closing %d connections", format_address(*self._server), reason, count)
         self._announced = ""
         relay.abandon_link()
 
