@@ -77,8 +77,11 @@ class Waiter:
         self.group = None
         self.remaining = 0
 
-    def is_suspended(self) -> bool:
-        """Return whether nobody may come back for what this is offered."""
+    def pass_over(self, queue: bytes) -> bool:
+        """Return whether no item of a queue must be offered now: nobody may come back for it.
+
+        If so, the waiter has it offered later, with `WaiterRegistry.offer`, unless it leaves.
+        """
         return False
 
     def fire(self, value: Value | None) -> None:
@@ -235,9 +238,9 @@ class SharedWait(Group):
         del self.members[waiter]
         return not self.members
 
-    def first_present(self) -> Waiter | None:
-        """Return the first member that is not suspended."""
+    def first_present(self, queue: bytes) -> Waiter | None:
+        """Return the first member that is not passed over when an item of a queue is offered."""
         for waiter in self.members:
-            if not waiter.is_suspended():
+            if not waiter.pass_over(queue):
                 return waiter
         return None

@@ -15,8 +15,8 @@ Terms:
   something else, or the waiter leaves, the next waiter is woken.
 
 Invariants: a waiter fires once, when the registrations that it awaits are used up, and no registration is left that
-nothing can use up. If waiters (except those in a barrier of the same name) are parked on a queue that holds items, each
-of these items is covered by a hand-off. `size` includes every registration.
+nothing can use up. If waiters (except those in a barrier of the same name, and those that were passed over) are parked
+on a queue that holds items, each of these items is covered by a hand-off. `size` includes every registration.
 """
 
 from collections import deque
@@ -362,7 +362,7 @@ class WaiterRegistry:
         """Count an item down for the waiters under its queue, up to and including the first that it wakes to take it.
 
         Of a group that is the first member only; the others stay registered. A FETCH ends without taking the item. An
-        item that is handed on skips waiters in a barrier of that name. Suspended waiters are passed over.
+        item that is handed on skips waiters in a barrier of that name. See also `Waiter.pass_over`.
         """
         registered = self.waiters[key]
         stale = []
@@ -379,11 +379,11 @@ class WaiterRegistry:
             elif not (handed_on and waiter.barrier == key):
                 if waiter.remaining <= count and waiter.state != AWAITING_VALUE:
                     if isinstance(waiter, SharedWait):
-                        member = waiter.first_present()
+                        member = waiter.first_present(key)
                         if member is None:
                             continue
                         group = waiter
-                    elif waiter.is_suspended():
+                    elif waiter.pass_over(key):
                         continue
                     else:
                         taker = waiter
@@ -542,13 +542,13 @@ class WaiterRegistry:
         if key in self.waiters and self.queue_len(key) > others:
             self._wake_next(key, handed_on=True)
 
-    def come_back(self, waiter: Waiter) -> None:
-        """Offer a waiter that is no longer suspended the items for which it was passed over."""
-        group = waiter.group
-        parked = group.parked if isinstance(group, SharedWait) else waiter.parked
-        for key in list(parked or ()):
-            if key in self.waiters and self.queue_len(key) > self.handoffs.get(key, 0):
-                self._wake_next(key)
+    def offer(self, key: bytes) -> bool:
+        """Offer an item of a queue for which waiters were passed over, if there is one; True if that woke somebody."""
+        length, handoffs = self.queue_len(key), self.handoffs.get(key, 0)
+        if key not in self.waiters or length <= handoffs:
+            return False
+        self._wake_next(key, handed_on=True)
+        return self.queue_len(key) != length or self.handoffs.get(key, 0) != handoffs
 
     # Waiters for a number
 

@@ -23,7 +23,7 @@ from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
-from ..session.link_server import LinkRegistry
+from ..session.link_server import LinkRegistry, ServerLink
 from ..session.server import Engine, ServerSession, Transport, latecomers
 from .listen_socket import format_address, reserve_connections
 from .rate_limited_log import RateLimitedLog
@@ -68,6 +68,9 @@ class Server:
         self.links: LinkRegistry = LinkRegistry(self.engine, instance)
         self.links.on_work = self._schedule_links
         self.links.on_link = self._schedule_tick
+        self.links.on_end = self._report_end
+        self.links.on_failure = self.give_up
+        self.links.clock = time.monotonic
         self.engine.keyspace.on_work = self._schedule_work
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
@@ -169,11 +172,14 @@ class Server:
         They belong to the next round and will join its server.
         """
         with self.lock:
-            sessions = [connection.session for connection in self.open_connections()] + self.links.all_sessions()
-            for session in latecomers(sessions, complete):
+            sessions = [connection.session for connection in self.open_connections()]
+            sessions = [session for session in sessions if not self.links.is_carrier(session)]
+            for session in latecomers(sessions + self.links.all_sessions(), complete):
                 owner = session.owner
                 if isinstance(owner, Transport):
                     owner.close()
+            if self.engine.pending_flush:
+                self.flush_pending()
 
     # Called with the lock by connections and by what accepts them
 
@@ -288,6 +294,9 @@ class Server:
 
     def _schedule_links(self) -> None:
         self.call_soon(self._serve_links)
+
+    def _report_end(self, link: ServerLink, reason: str) -> None:
+        self.log_limited("links", f"ended {link}: {reason}")
 
     def _schedule_tick(self) -> None:
         self.links.now = time.monotonic()

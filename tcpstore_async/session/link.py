@@ -42,6 +42,8 @@ _U32: Final = Struct("<I")
 
 _FLAGS_SHIFT: Final = 32
 
+_COST_SHIFT: Final = 6
+"""A delivery costs one unit, and one for each 64 bytes: as many of the shortest commands take as long."""
 
 NEW: Final = "new"
 RESUMED: Final = "resumed"
@@ -80,8 +82,8 @@ class Link:
         self.kept: deque[bytes] = deque()
         """The batches that the peer has not acknowledged, up to `number`."""
         self.kept_bytes: int = 0
-        self.deliveries: int = 0
-        """Frames handled, SAME as often as it has sessions. Reset by whoever limits them."""
+        self._spent: int = 0
+        """The cost of what the present call of `take` has delivered."""
         self._frames: list[bytes] = []
         """Frames of the next batch."""
         self._frames_bytes: int = 0
@@ -98,7 +100,9 @@ class Link:
         self._left: int = 0
         """Bytes of it that are left; a batch is handled only when it is there whole."""
         self._handled: int = 0
-        """Frames of batch `taken + 1` that have been handled."""
+        """Deliveries of batch `taken + 1` that have been made: one for a frame, or for each session of a SAME."""
+        self._same_done: int = 0
+        """How many of these are of the SAME frame that comes next."""
         self._to_skip: int = 0
         """The same when the connection broke: the peer sends that batch again."""
 
@@ -160,6 +164,17 @@ class Link:
             self.out.append(BATCH_HEAD.pack(0, UNNUMBERED, 0, self.taken))
             self._note_told()
 
+    def held_bytes(self) -> int:
+        """Return the bytes of frames that the peer has not acknowledged."""
+        return self.kept_bytes + self._frames_bytes
+
+    def forget(self) -> None:
+        """Drop all frames: the link is over."""
+        self.kept.clear()
+        self._frames = []
+        self._same = []
+        self.kept_bytes = self._frames_bytes = 0
+
     def is_acknowledged(self) -> bool:
         """Return whether the peer has been told of every batch that was taken."""
         return self._told == self.taken
@@ -199,12 +214,12 @@ class Link:
     # Receiving
 
     def take(self, data: bytes, at: int, end: int, most: int) -> tuple[int, int]:
-        """Handle the frames of complete batches in data[at:end], and stop after `most` deliveries.
+        """Handle the frames of complete batches in data[at:end], and stop when they have cost `most`.
 
         Returns where it stopped, and the length that `data` must have to get further: the same number if it stopped
-        early. Raises ProtocolError.
+        early. It also stops when handling a frame has disconnected the link. Raises ProtocolError.
         """
-        self.deliveries = 0
+        self._spent = 0
         while True:
             if not self._left:
                 stop = at + BATCH_HEAD_BYTES
@@ -224,23 +239,25 @@ class Link:
                     continue
                 if flags or not size:
                     raise ProtocolError(f"batch with flags {flags:#x} and {size} bytes")
-                if number <= self.taken:
+                if 0 < number <= self.taken:
                     at += size
                     continue
                 if number != self.taken + 1:
                     raise ProtocolError(f"batch {number} after batch {self.taken}")
                 self._incoming = number
                 self._incoming_bytes = self._left = size
-            if self.deliveries >= most:
+            if self._spent >= most:
                 return at, at
-            at = self._take_frame(data, at)
+            at = self._take_frame(data, at, most)
+            if not self.connected:
+                return at, at
 
     def handle(self, kind: int, session: int, payload: bytes) -> None:
         """Handle one frame. Must not raise anything but ProtocolError, for a frame that must not be."""
         raise NotImplementedError
 
-    def _take_frame(self, data: bytes, at: int) -> int:
-        """Handle the frame that starts at `at`; return where it stops."""
+    def _take_frame(self, data: bytes, at: int, most: int) -> int:
+        """Handle the frame that starts at `at`; return where it stops, or `at` if more of it is to be handled."""
         if self._left < FRAME_HEAD_BYTES:
             raise ProtocolError("frame that exceeds its batch")
         head = read_i64_le(data, at)
@@ -248,33 +265,45 @@ class Link:
         kind = head >> KIND_SHIFT
         start = at + FRAME_HEAD_BYTES
         left = self._left - FRAME_HEAD_BYTES - size
-        if left < 0:
-            raise ProtocolError("frame that exceeds its batch")
-        self._left = left
-        self._handled += 1
+        if left < 0 or size > PIECE_BYTES:
+            raise ProtocolError(f"frame of {size} bytes exceeds its batch, or {PIECE_BYTES} bytes")
         stop = start + size
-        if self._handled > self._to_skip:
-            payload = data[start:stop]
-            if kind == SAME:
-                self._handle_same(payload)
-            else:
-                self.deliveries += 1
-                self.handle(kind, head & SESSION_MASK, payload)
+        payload = data[start:stop]
+        if kind == SAME:
+            if not self._take_same(payload, most):
+                return at
+        else:
+            self._deliver(kind, head & SESSION_MASK, payload)
         if not left:
             self.taken = self._incoming
             self._untold_bytes += self._incoming_bytes
-            self._handled = self._to_skip = 0
+            self._left = self._handled = self._to_skip = 0
+        elif self.connected:
+            self._left = left
         return stop
 
-    def _handle_same(self, payload: bytes) -> None:
+    def _take_same(self, payload: bytes, most: int) -> bool:
+        """Deliver a payload to many sessions. Returns whether that is done; it stops as `take` does."""
         count = _U32.unpack_from(payload)[0] if len(payload) >= 4 else 0
         start = 4 + 4 * count
-        if not 0 < count <= SAME_SESSIONS or start > len(payload):
-            raise ProtocolError(f"SAME for {count} sessions in {len(payload)} bytes (max {SAME_SESSIONS} sessions)")
+        if not 0 < count <= SAME_SESSIONS or not start <= len(payload) <= start + SAME_BYTES:
+            raise ProtocolError(
+                f"SAME for {count} sessions in {len(payload)} bytes (max {SAME_SESSIONS} sessions, {SAME_BYTES} bytes)"
+            )
         same = payload[start:]
-        self.deliveries += count
-        for at in range(4, start, 4):
-            self.handle(DATA, _U32.unpack_from(payload, at)[0], same)
+        for at in range(4 + 4 * self._same_done, start, 4):
+            if self._spent >= most or not self.connected:
+                return False
+            self._same_done += 1
+            self._deliver(DATA, _U32.unpack_from(payload, at)[0], same)
+        self._same_done = 0
+        return True
+
+    def _deliver(self, kind: int, session: int, payload: bytes) -> None:
+        self._handled += 1
+        if self._handled > self._to_skip:
+            self._spent += 1 + (len(payload) >> _COST_SHIFT)
+            self.handle(kind, session, payload)
 
     def _acknowledged(self, number: int) -> None:
         """Drop the batches that the peer has taken."""
@@ -298,4 +327,4 @@ class Link:
         self.connected = False
         self.out = []
         self._to_skip = max(self._to_skip, self._handled)
-        self._handled = self._left = 0
+        self._handled = self._same_done = self._left = 0

@@ -27,6 +27,7 @@ from ..wire.link import (
     LINK,
     LOST,
     OPEN,
+    SESSION_MASK,
     VERSION,
 )
 from .link import NEW, RESUMED, Link, LinkReply
@@ -83,8 +84,9 @@ class ClientLink(Link):
         self.is_over = False
         """Whether the server has ended the link."""
         self._last: int = 0
-        self._rest: bytes = b""
+        self._rest: list[bytes] = []
         """The beginning of a batch."""
+        self._rest_bytes: int = 0
         self._need: int = 0
 
     # The connection
@@ -117,8 +119,10 @@ class ClientLink(Link):
             reply = msgspec.json.decode(raw, type=LinkReply)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise ProtocolError(f"reply to LINK: {raw[:100]!r}") from None
-        self._rest = b""
-        self._need = 0
+        self._rest = []
+        self._rest_bytes = self._need = 0
+        if reply.status == RESUMED and reply.instance != self.instance:
+            raise ProtocolError(f"server {reply.instance} resumes a link of server {self.instance}")
         if reply.status == (RESUMED if self.instance else NEW):
             self.instance = reply.instance
             self.connect(reply.taken)
@@ -128,6 +132,8 @@ class ClientLink(Link):
 
     def open(self, stream: Stream, host: str, port: int) -> None:
         """Open a stream for a peer at this address."""
+        if self._last == SESSION_MASK:
+            raise ProtocolError(f"a link has no more than {SESSION_MASK} streams")
         self._last += 1
         stream.number = self._last
         self.streams[self._last] = stream
@@ -163,14 +169,16 @@ class ClientLink(Link):
 
     def receive(self, chunk: bytes) -> None:
         """Take bytes of the connection. Raises ProtocolError."""
-        if self._rest:
-            chunk = self._rest + chunk
-        if len(chunk) < self._need:
-            self._rest = chunk
-            return
-        at, self._need = self.take(chunk, 0, len(chunk), _ALL)
-        self._rest = chunk[at:]
-        self._need -= at
+        if self._rest_bytes:
+            self._rest.append(chunk)
+            self._rest_bytes += len(chunk)
+            if self._rest_bytes < self._need:
+                return
+            chunk = b"".join(self._rest)
+        at, need = self.take(chunk, 0, len(chunk), _ALL)
+        self._rest = [chunk[at:]]
+        self._rest_bytes = len(chunk) - at
+        self._need = need - at
 
     def handle(self, kind: int, session: int, payload: bytes) -> None:
         stream = self.streams.get(session)

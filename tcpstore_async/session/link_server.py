@@ -6,7 +6,8 @@ calls `LinkRegistry.tick` with the time, and `work` whenever `on_work` asked for
 
 Invariants: a session on a link behaves as one on a connection of its own. What one of them does wrong, or does not
 read, concerns no other; a frame that must not be ends the link. The sessions of a link whose connection broke stay for
-the grace period, during which no item of a queue is offered to them.
+the grace period, during which no item of a queue is offered to them. Everything that a link holds is counted in the
+budget, as the session's whose it is or as the link's own. Nothing here takes longer than a few milliseconds.
 """
 
 from collections import deque
@@ -17,9 +18,10 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import PeerError, ProtocolError
+from ..errors import BudgetError, PeerError, ProtocolError
 from ..limits import Limits
-from ..values import Framed, pack, unpack
+from ..values import Framed, length, pack, unpack
+from ..waiter_types import IDLE
 from ..wire.codecs import Handler, PartialRequest
 from ..wire.link import (
     CLOSE,
@@ -30,11 +32,13 @@ from ..wire.link import (
     GOING_AWAY,
     LINK,
     LOST,
+    MAX_CREDIT,
     OPEN,
     PIECE_BYTES,
     REFUSED,
     VERSION,
 )
+from .budget import SESSION_BYTES, Holder
 from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, Link, LinkReply
 from .server import Engine, ServerSession, Transport, printable
 
@@ -44,10 +48,16 @@ _U32: Final = Struct("<I")
 _REASONS: Final = [bytes([reason]) for reason in (END_OF_FILE, LOST, REFUSED)]
 
 _DELIVERIES: Final = 1000
-"""Frames handled before other peers are served: a millisecond or two, compiled."""
+"""Frames handled, sessions closed or items offered before other peers are served: a millisecond or two, compiled."""
+
+_STEP_COST: Final = 250
+"""What a step of a long command costs, compared with a frame."""
 
 _LINKS: Final = 256
 """Links written to before other peers are served."""
+
+LINK_BYTES: Final = 3 * SESSION_BYTES
+"""Bytes counted for a link without sessions."""
 
 _ID_BYTES: Final = 16
 _MAX_TEXT: Final = 256
@@ -64,16 +74,32 @@ class LinkRegistry:
         self.keep_alive = keep_alive
         self.links: dict[bytes, ServerLink] = {}
         """By id."""
+        self.places: dict[bytes, ServerLink] = {}
+        """By place, for links that named one."""
         self.sessions: int = 0
         """Of all links."""
         self.now: float = 0.0
         """The time of the last `tick`, in seconds of the server's clock."""
+        self.clock: Callable[[], float] | None = None
+        """Returns the time, where a second matters."""
         self.on_work: Callable[[], object] | None = None
         """Called when there is work after none: have `work` called soon."""
         self.on_link: Callable[[], object] | None = None
         """Called when there is a link after none: have `tick` called from now on, once a second."""
+        self.on_end: Callable[[ServerLink, str], object] | None = None
+        """Called when a link that still had sessions ends, with the reason."""
+        self.on_failure: Callable[[Transport], object] | None = None
+        """Called in an exception's handler for a session that failed: close it. Without it, the exception is raised."""
         self.stopping = False
-        self._to_close: deque[ServerLink] = deque()
+        self._scheduled = False
+        """Whether `work` will be called."""
+        self._to_end: deque[ServerLink] = deque()
+        """Links that are over and have sessions left."""
+        self._to_close: list[ServerSession] = []
+        """Connections whose links have been closed by their clients."""
+        self._to_offer: deque[ServerLink] = deque()
+        """Links that are back, and whose sessions were passed over."""
+        self._to_send: deque[ServerLink] = deque()
         """Links with frames that belong to no batch yet."""
         self._to_go_on: deque[LinkedSession] = deque()
         """Sessions whose requests were held back."""
@@ -85,42 +111,43 @@ class LinkRegistry:
         """Make the connection of a session a link, as its LINK demands; return the reply."""
         said = {name: unpack(value) for name, value in items}
         identity, secret = said.get(b"id", b""), said.get(b"secret", b"")
-        if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or isinstance(carrier.partial, _LinkInput):
-            raise ProtocolError("LINK without id and secret, or twice")
+        if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or carrier.state != IDLE:
+            raise ProtocolError("LINK without id and secret, or from a connection that waits")
+        if isinstance(carrier.owner, LinkedSession):
+            return self._reply(LINK_REFUSED, 0, "this connection is a session of a link")
         if said.get(b"version", b"") != b"%d" % VERSION:
             return self._reply(LINK_REFUSED, 0, f"this server has version {VERSION} of links")
-        instance = said.get(b"instance", b"")
         link = self.links.get(identity)
         if link is not None and not compare_digest(link.secret, secret):
             return self._reply(LINK_REFUSED, 0, "wrong secret")
-        if instance:
-            return self._resume(carrier, link, instance, said)
+        if said.get(b"instance"):
+            return self._resume(carrier, link, said)
         if link is not None:
-            link.end()  # it never heard that it exists
-        limits = self.engine.limits
+            link.end("its client has begun anew")  # it never heard that the link exists
         if self.stopping:
             return self._reply(LINK_REFUSED, 0, "the server is stopping")
-        if len(self.links) >= limits.links:
-            return self._reply(LINK_REFUSED, 0, f"there are {len(self.links)} links (limit links)")
         place = said.get(b"place", b"")[:_MAX_TEXT]
+        other = self.places.get(place)
+        if other is not None:
+            other.end("another link has taken its place")
+        if len(self.links) >= self.engine.limits.links:
+            return self._reply(LINK_REFUSED, 0, f"there are {len(self.links)} links (limit links)")
+        link = self.links[identity] = ServerLink(self, identity, secret, place)
         if place:
-            for other in [other for other in self.links.values() if other.place == place]:
-                other.end()
-        link = self.links[identity] = ServerLink(self, secret, place)
-        link.identity = identity
+            self.places[place] = link
         if len(self.links) == 1 and self.on_link is not None:
             self.on_link()
         link.attach(carrier, 0)
         return self._reply(NEW, 0)
 
-    def _resume(
-        self, carrier: ServerSession, link: "ServerLink | None", instance: bytes, said: dict[bytes, bytes]
-    ) -> bytes:
+    def _resume(self, carrier: ServerSession, link: "ServerLink | None", said: dict[bytes, bytes]) -> bytes:
         taken, told = _number(said, b"taken"), _number(said, b"told")
-        if link is None or instance != self.instance.encode() or told > link.taken:
+        if link is None:
             return self._reply(UNKNOWN, 0)
-        if link.carrier is not None:
-            link.drop_carrier(ProtocolError("its link goes on with another connection"))
+        if said[b"instance"] != self.instance.encode() or not link.can_resume(taken, told):
+            link.end("its client has lost its state, or knows another server")
+            return self._reply(UNKNOWN, 0)
+        link.drop_carrier(ProtocolError("its link goes on with another connection"))
         link.attach(carrier, taken)
         return self._reply(RESUMED, link.taken)
 
@@ -130,34 +157,75 @@ class LinkRegistry:
 
     # Work
 
-    def note_frames(self, link: "ServerLink") -> None:
+    def send_later(self, link: "ServerLink") -> None:
         """Close the link's batch soon."""
-        self._to_close.append(link)
-        self._note_work()
+        self._to_send.append(link)
+        self._schedule()
+
+    def offer_later(self, link: "ServerLink") -> None:
+        """Offer a link's sessions soon what they were passed over for."""
+        self._to_offer.append(link)
+        self._schedule()
+
+    def end_later(self, link: "ServerLink") -> None:
+        """End the sessions of a link soon."""
+        self._to_end.append(link)
+        self._schedule()
+
+    def close_later(self, carrier: ServerSession) -> None:
+        """Close a connection soon."""
+        self._to_close.append(carrier)
+        self._schedule()
 
     def go_on_later(self, linked: "LinkedSession") -> None:
         """Go on soon with requests that a session holds back."""
-        self._to_go_on.append(linked)
-        self._note_work()
+        if not linked.queued:
+            linked.queued = True
+            self._to_go_on.append(linked)
+            self._schedule()
 
-    def _note_work(self) -> None:
-        if len(self._to_close) + len(self._to_go_on) == 1 and self.on_work is not None:
-            self.on_work()
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            if self.on_work is not None:
+                self.on_work()
 
     def work(self) -> bool:
-        """Send what sessions have added, and go on with some held-back requests. Returns whether there is more.
+        """Do a portion of what was left for later. Returns whether there is more: then call it again, soon.
 
         Sessions that this gave output to are in `Engine.pending_flush`.
         """
-        for _ in range(min(len(self._to_go_on), _DELIVERIES)):
-            linked = self._to_go_on.popleft()
-            linked.queued = False
-            linked.go_on()
-        for _ in range(min(len(self._to_close), _LINKS)):
-            link = self._to_close.popleft()
+        while self._to_close:
+            owner = self._to_close.pop().owner
+            if isinstance(owner, Transport):
+                owner.close()
+        if self._to_end and self._to_end[0].close_some(_DELIVERIES):
+            self._to_end.popleft()
+        if self._to_offer and self._to_offer[0].offer_some(_DELIVERIES):
+            self._to_offer.popleft()
+        self._go_on()
+        for _ in range(min(len(self._to_send), _LINKS)):
+            link = self._to_send.popleft()
             link.noted = False
             link.send()
-        return len(self._to_go_on) > 0 or len(self._to_close) > 0
+        self._scheduled = bool(self._to_close or self._to_end or self._to_offer or self._to_go_on or self._to_send)
+        return self._scheduled
+
+    def _go_on(self) -> None:
+        """Go on with requests that some sessions hold back, those first that have waited longest."""
+        spent = 0
+        for _ in range(len(self._to_go_on)):
+            if spent >= _DELIVERIES:
+                break
+            linked = self._to_go_on.popleft()
+            linked.queued = False
+            spent += linked.go_on()
+
+    def fail(self, transport: Transport, error: Exception) -> None:
+        """Close a session after an exception that is no peer's fault. To be called in its handler."""
+        if self.on_failure is None:
+            raise error
+        self.on_failure(transport)
 
     def tick(self, now: float) -> bool:
         """Acknowledge, keep alive, and end what is overdue. Returns whether there are links."""
@@ -169,12 +237,16 @@ class LinkRegistry:
     def all_sessions(self) -> list[ServerSession]:
         return [linked.session for link in self.links.values() for linked in link.sessions.values()]
 
+    def is_carrier(self, session: ServerSession) -> bool:
+        """Return whether a session's connection is a link's."""
+        return isinstance(session.partial, _LinkInput)
+
     def go_away(self) -> None:
         """Admit no new sessions and links, and give up links without a connection."""
         self.stopping = True
         for link in list(self.links.values()):
             if link.carrier is None:
-                link.end()
+                link.end("the server is stopping")
             else:
                 link.add(GOING_AWAY, LINK)
                 link.note()
@@ -184,6 +256,9 @@ class LinkRegistry:
         self.stopping = True
         for link in list(self.links.values()):
             link.say_end()
+        while self._to_end:
+            if self._to_end[0].close_some(_DELIVERIES):
+                self._to_end.popleft()
 
 
 def _number(said: dict[bytes, bytes], name: bytes) -> int:
@@ -209,9 +284,14 @@ class _LinkInput(PartialRequest):
             raise ProtocolError("frames after the end of the link")
         try:
             self.at, need = link.take_some(data, at, end)
-        except PeerError:
-            link.end()
+        except PeerError as error:
+            link.end(str(error))
             raise
+        evicted = self.carrier.engine.evicted
+        if evicted:
+            refusal = evicted.get(self.carrier)
+            if refusal is not None:  # by what one of its sessions did
+                raise refusal
         return self, -need
 
     def held(self) -> int:
@@ -224,13 +304,28 @@ class _LinkInput(PartialRequest):
             link.detach()
 
 
+class _LinkMemory(Holder):
+    """A link as the budget sees it: `held` are the bytes of its frames that its client has not acknowledged."""
+
+    def __init__(self, link: "ServerLink") -> None:
+        super().__init__()
+        self.link = link
+
+    def introduction_bytes(self) -> int:
+        return 0
+
+    def evict(self, error: BudgetError) -> None:
+        self.link.drop_carrier(error)
+        self.link.end(str(error))
+
+
 class ServerLink(Link):
     """The server's end of one link."""
 
-    def __init__(self, registry: LinkRegistry, secret: bytes, place: bytes) -> None:
+    def __init__(self, registry: LinkRegistry, identity: bytes, secret: bytes, place: bytes) -> None:
         super().__init__()
         self.registry = registry
-        self.identity: bytes = b""
+        self.identity = identity
         self.secret = secret
         self.place = place
         """Which relay this is: a link of the same place takes the place of this one."""
@@ -238,88 +333,124 @@ class ServerLink(Link):
         """The session of the connection, if there is one."""
         self.sessions: dict[int, LinkedSession] = {}
         """By number."""
+        self.over = False
+        """Whether it has ended, though some of its sessions may still have to be closed."""
         self.noted = False
         """Whether the registry will close the next batch."""
+        self.host: str = ""
+        """Of the connection, the last one if there is none."""
         self._last_opened: int = 0
         self._waiting: deque[LinkedSession] = deque()
-        """Sessions with replies that did not fit; each sends a piece when it is its turn."""
+        """Sessions with replies that did not fit; in rotation each sends a piece."""
+        self._passed: dict[bytes, None] = {}
+        """Queues for which its sessions were passed over while there was no connection."""
         self._taking = False
         self._heard: float = registry.now
         self._sent: float = registry.now
         self._lost: float = registry.now
         self._hosts: dict[bytes, str] = {}
         """By address of a rank, its host for the log."""
-        self._counted: int = 0
-        """Bytes of `kept` that are counted in the budget."""
+        self._memory = _LinkMemory(self)
+        registry.engine.budget.enter(self._memory, LINK_BYTES)
+
+    def __str__(self) -> str:
+        place = f" of {printable(self.place)}" if self.place else ""
+        return f"the link{place} from {self.host} with {len(self.sessions)} sessions"
 
     # The connection
 
+    def can_resume(self, taken: int, told: int) -> bool:
+        """Return whether both ends still have what the other has not taken."""
+        return self.peer_taken() <= taken <= self.number and told <= self.taken
+
     def attach(self, carrier: ServerSession, taken: int) -> None:
-        """Go on with a connection. Raises ProtocolError."""
+        """Go on with a connection."""
         self.connect(taken)
         self.carrier = carrier
+        self.host = carrier.host
         carrier.partial = _LinkInput(self, carrier)
-        now = self.registry.now
-        self._heard = self._sent = now
-        self._move_on()
-        if self.sessions:
-            keyspace = self.registry.engine.keyspace
-            for linked in self.sessions.values():
-                keyspace.come_back(linked.session)
-
-    def is_open(self) -> bool:
-        return self.registry.links.get(self.identity) is self
+        self._heard = self._sent = self.registry.now
+        self.note()
+        if self._passed:
+            self.registry.offer_later(self)
 
     def detach(self) -> None:
         """Do without the connection, which is gone: wait for the next for as long as the grace period is."""
         self.carrier = None
         self.disconnect()
         self._lost = self.registry.now
-        if not self.sessions or self.registry.stopping:
-            self._leave()
+        if self.registry.stopping:
+            self.end("the server is stopping")
 
     def drop_carrier(self, error: PeerError) -> None:
-        """Have the connection closed; the link goes on without."""
+        """Have the connection closed, if there is one; the link goes on without."""
+        carrier = self._release_carrier()
+        if carrier is not None:
+            carrier.evict(error)
+
+    def _release_carrier(self) -> ServerSession | None:
+        """Do without the connection, which stays; return its session, if there is one."""
         carrier = self.carrier
         if carrier is not None:
             partial = carrier.partial
             assert isinstance(partial, _LinkInput)
             partial.link = None
-            self.carrier = None
-            self.disconnect()
-            carrier.evict(error)
+            self.detach()
+        return carrier
 
-    def end(self) -> None:
-        """End the link and all its sessions, and have its connection closed."""
-        self.drop_carrier(ProtocolError("its link has ended"))
-        self._leave()
+    def pass_over(self, queue: bytes) -> bool:
+        """Return whether no item of a queue must be offered to a session; if so, that is done once the link is back."""
+        if self.carrier is not None:
+            return False
+        self._passed[queue] = None
+        return True
 
-    def _leave(self) -> None:
-        """End all sessions, and be no link of the server any more."""
-        registry = self.registry
-        if not self.is_open():
+    def offer_some(self, most: int) -> bool:
+        """Offer items for which sessions were passed over, at most so many. Returns whether that is done."""
+        keyspace = self.registry.engine.keyspace
+        while self._passed and self.carrier is not None:
+            queue = next(iter(self._passed))
+            while keyspace.offer(queue):
+                most -= 1
+                if most <= 0:
+                    return False
+            del self._passed[queue]
+        return True
+
+    def end(self, reason: str) -> None:
+        """End the link, have its connection closed, and end its sessions soon."""
+        if self.over:
             return
+        self.over = True
+        self.drop_carrier(ProtocolError("its link has ended"))
+        registry = self.registry
         del registry.links[self.identity]
-        for linked in list(self.sessions.values()):
-            linked.close()
+        if registry.places.get(self.place) is self:
+            del registry.places[self.place]
+        registry.engine.budget.forget(self._memory, LINK_BYTES)
+        self.forget()
         self._waiting.clear()
-        self.kept.clear()
-        self.kept_bytes = 0
-        self._count()
+        if self.sessions:
+            if registry.on_end is not None:
+                registry.on_end(self, reason)
+            registry.end_later(self)
+
+    def close_some(self, most: int) -> bool:
+        """Close sessions of a link that is over, at most so many. Returns whether that is done."""
+        sessions = self.sessions
+        for _ in range(min(most, len(sessions))):
+            next(iter(sessions.values())).close()
+        return not sessions
 
     def say_end(self) -> None:
-        """Send CLOSE for the link, and end it."""
+        """Send CLOSE for the link, and end it; its connection stays."""
         carrier = self.carrier
         if carrier is not None:
             self.add(CLOSE, LINK, _REASONS[LOST])
             self._move_out(carrier)
-            registry = self.registry
-            partial = carrier.partial
-            assert isinstance(partial, _LinkInput)
-            partial.link = None
-            self.carrier = None
-            registry.engine.pending_flush.append(carrier)
-        self.end()
+            if self._release_carrier() is not None:
+                self.registry.engine.pending_flush.append(carrier)
+        self.end("the server is stopping")
 
     # In
 
@@ -334,9 +465,11 @@ class ServerLink(Link):
             at, need = self.take(data, at, end, most)
         finally:
             self._taking = False
-        self._move_on()
         if self.carrier is carrier:
+            self._move_on()
             self._move_out(carrier)
+        else:
+            self._count()
         return at, need
 
     def handle(self, kind: int, session: int, payload: bytes) -> None:
@@ -349,6 +482,8 @@ class ServerLink(Link):
                 linked.receive(payload)
             elif len(payload) == 4:
                 linked.credit += _U32.unpack(payload)[0]
+                if linked.credit > MAX_CREDIT:
+                    raise ProtocolError(f"credit of {linked.credit} bytes (max {MAX_CREDIT})")
                 if linked.waiting:
                     self._wait(linked)
             else:
@@ -361,7 +496,7 @@ class ServerLink(Link):
             raise ProtocolError(f"frame of kind {kind}")
 
     def _open(self, session: int, payload: bytes) -> None:
-        if session <= self._last_opened or not 2 < len(payload) <= _MAX_TEXT or not self.is_open():
+        if session <= self._last_opened or not 2 < len(payload) <= _MAX_TEXT:
             raise ProtocolError(f"OPEN of session {session} after session {self._last_opened}")
         self._last_opened = session
         registry = self.registry
@@ -373,12 +508,14 @@ class ServerLink(Link):
         host = self._hosts.get(payload[2:])
         if host is None:
             host = self._host(payload[2:])
-        self.sessions[session] = LinkedSession(engine, self, session, host, _U16.unpack_from(payload)[0])
+        now = registry.now if registry.clock is None else registry.clock()
+        self.sessions[session] = LinkedSession(engine, self, session, host, _U16.unpack_from(payload)[0], now)
+        if self.over:  # the session was one too many for the budget
+            registry.end_later(self)
 
     def _host(self, address: bytes) -> str:
         """Return the host of a rank with this address there: the peer's host, unless the relay serves other hosts."""
-        carrier = self.carrier
-        host = "" if carrier is None else carrier.host
+        host = self.host
         if not address.startswith((b"127.", b"::1")):
             host = printable(address)
         if len(self._hosts) < _MAX_HOSTS:
@@ -386,8 +523,13 @@ class ServerLink(Link):
         return host
 
     def _close(self, session: int, payload: bytes) -> None:
+        if session > self._last_opened or payload not in _REASONS:
+            raise ProtocolError(f"CLOSE of session {session} with reason {payload!r}")
         if session == LINK:
-            self._leave()
+            carrier = self._release_carrier()
+            if carrier is not None:
+                self.registry.close_later(carrier)
+            self.end("its client has closed it")
             return
         linked = self.sessions.get(session)
         if linked is not None:
@@ -401,12 +543,14 @@ class ServerLink(Link):
 
     def note(self) -> None:
         """Have the frames sent that were added outside of `take_some`."""
-        if not self.noted and not self._taking:
+        if not self.noted and not self._taking and not self.over:
             self.noted = True
-            self.registry.note_frames(self)
+            self.registry.send_later(self)
 
     def send(self) -> None:
         """Put what was added into the output of the connection's session."""
+        if self.over:
+            return
         self._move_on()
         carrier = self.carrier
         if carrier is None:
@@ -418,26 +562,32 @@ class ServerLink(Link):
     def _move_out(self, carrier: ServerSession) -> bool:
         """Close the batch and move it to the connection's session. Returns whether there is anything to send."""
         self.close_batch()
-        self._count()
         out = self.out
-        if not out:
-            return False
-        self.out = []
-        for batch in out:
-            carrier.out.append(batch)
-            carrier.unsent += len(batch)
-        self._sent = self.registry.now
-        return True
+        if out:
+            self.out = []
+            for batch in out:
+                carrier.out.append(batch)
+                carrier.unsent += len(batch)
+            self._sent = self.registry.now
+        self._count()
+        return len(out) > 0
 
     def _count(self) -> None:
-        """Count what is kept in the budget."""
-        growth = self.kept_bytes - self._counted
+        """Count in the budget what the link holds, and have it evict a peer, perhaps this one, if that is too much."""
+        memory = self._memory
+        growth = 0 if self.over else self.held_bytes() - memory.held
         if growth:
-            self._counted += growth
-            self.registry.engine.budget.charge(growth)
+            budget = self.registry.engine.budget
+            memory.held += growth
+            budget.charge(growth)
+            if growth > 0:
+                try:
+                    budget.relieve(memory)
+                except BudgetError as error:
+                    memory.evict(error)
 
     def wait(self, linked: "LinkedSession") -> None:
-        """Let a session send what did not fit, when there is credit and room, after the others that wait."""
+        """Let a session send what did not fit, when there is credit and space, after the others that wait."""
         if not linked.waiting:
             linked.waiting = True
             if linked.credit > 0:
@@ -450,7 +600,7 @@ class ServerLink(Link):
             self.note()
 
     def _move_on(self) -> None:
-        """Let the sessions that wait send a piece each, in turn, while there is room."""
+        """Let the sessions that wait send a piece each, in turn, while there is space."""
         waiting = self._waiting
         while waiting and self.has_room():
             linked = waiting.popleft()
@@ -465,12 +615,9 @@ class ServerLink(Link):
         registry = self.registry
         if self.carrier is None:
             if now - self._lost >= registry.grace:
-                self.end()
+                self.end(f"it was without a connection for {now - self._lost:.0f} s")
         elif now - self._heard >= 3 * registry.keep_alive:
             self.drop_carrier(ProtocolError(f"nothing received on a link for {now - self._heard:.0f} s"))
-            self._lost = now
-            if not self.sessions:
-                self.end()
         elif not self.is_acknowledged() or now - self._sent >= registry.keep_alive:
             self.acknowledge()
             self.send()
@@ -479,8 +626,7 @@ class ServerLink(Link):
 class LinkedSession(Transport):
     """Moves the bytes of one session on a link, as far as there is credit for them."""
 
-    def __init__(self, engine: Engine, link: ServerLink, number: int, host: str, port: int) -> None:
-        super().__init__(engine, host, port, link.registry.now)
+    def __init__(self, engine: Engine, link: ServerLink, number: int, host: str, port: int, now: float) -> None:
         self.link = link
         self.number = number
         self.credit: int = CREDIT_BYTES
@@ -490,53 +636,74 @@ class LinkedSession(Transport):
         self.waiting = False
         """Whether replies did not fit: they are in the session's backlog."""
         self.in_turn = False
-        """Whether the link will have it send a piece."""
+        """Whether the link will have it send a piece: if it waits, and has credit."""
         self.queued = False
         """Whether the registry will have it go on."""
         self.ended = False
         """Whether the rank sends no more."""
         self.closed = False
+        super().__init__(engine, host, port, now)
 
-    def is_suspended(self) -> bool:
-        return self.link.carrier is None
+    def pass_over(self, queue: bytes) -> bool:
+        return self.link.pass_over(queue)
+
+    def shares_connection(self) -> bool:
+        return True
 
     # In
 
     def receive(self, payload: bytes) -> None:
-        """Execute what has arrived."""
+        """Execute what has arrived, or hold it back if requests before it are."""
         session = self.session
         self.received += len(payload)
         if self.received > CREDIT_BYTES:
             raise ProtocolError(f"DATA of session {self.number} without credit")
         if self.ended or session.table is session.engine.no_commands:
             return
-        self._execute(payload)
+        try:
+            if session.stalled():
+                session.hold_back(payload)
+            else:
+                self._execute(payload)
+        except PeerError as error:
+            self._fail(error)
+        except Exception as error:
+            self.link.registry.fail(self, error)
 
-    def go_on(self) -> None:
-        """Execute what was held back."""
-        if not self.closed and self.session.stalled():
+    def go_on(self) -> int:
+        """Execute what was held back. Returns what that cost, compared with a frame."""
+        session = self.session
+        if self.closed or not session.stalled() or session.table is session.engine.no_commands:
+            return 1
+        buffer = session.input_buffer
+        cost = 1 + (0 if buffer is None else len(buffer) >> 6)
+        if session.incremental is not None:
+            cost = _STEP_COST
+        try:
             self._execute(b"")
+        except PeerError as error:
+            self._fail(error)
+        except Exception as error:
+            self.link.registry.fail(self, error)
+        return cost
 
     def _execute(self, payload: bytes) -> None:
         session = self.session
-        engine = session.engine
-        try:
-            session.receive(payload)
-        except PeerError as error:
-            engine.evicted[session] = error
-            session.table = engine.no_commands
-            engine.pending_flush.append(session)
-            return
+        session.receive(payload)
         if session.out:
             self.flush()
-        if session.stalled():
-            if not self.queued and (
-                session.incremental is not None or session.unsent <= engine.limits.unsent_high_water
-            ):
-                self.queued = True
-                self.link.registry.go_on_later(self)
-        else:
+        if not session.stalled():
             self._settle()
+        elif session.incremental is not None or session.unsent <= session.engine.limits.unsent_high_water:
+            self.link.registry.go_on_later(self)
+
+    def _fail(self, error: PeerError) -> None:
+        """Send the replies to earlier requests, let go of everything, and have the session closed."""
+        session = self.session
+        session.engine.evicted[session] = error
+        if session.out:
+            self.flush()
+        session.evict(error)
 
     def _settle(self) -> None:
         """Allow the rank to send more, or close what it has ended."""
@@ -550,6 +717,8 @@ class LinkedSession(Transport):
     def close_if_done(self) -> None:
         """Close, unless requests or replies are still under way."""
         session = self.session
+        if session.out:
+            self.flush()
         if not session.stalled() and session.backlog is None:
             self.close()
 
@@ -558,15 +727,25 @@ class LinkedSession(Transport):
     def flush(self) -> None:
         session = self.session
         out = session.out
+        if not out:
+            return
         size = session.unsent
-        if session.backlog is None and size <= self.credit and size <= PIECE_BYTES and self.link.has_room():
+        link = self.link
+        if link.over:
+            session.unsent -= length(out)
+        elif session.backlog is not None:
+            session.keep_unsent(out, 0)
+        elif size <= self.credit and size <= PIECE_BYTES and link.has_room():
             self.credit -= size
             session.unsent = 0
-            self.link.add_data(self.number, bytes(out[0]) if len(out) == 1 else b"".join(out))
-            self.link.note()
+            link.add_data(self.number, bytes(out[0]) if len(out) == 1 else b"".join(out))
+            link.note()
+        elif session in session.engine.evicted:  # nothing is kept: what there is credit for has to go now
+            link.add_data(self.number, _first_bytes(out, self.credit))
+            link.note()
         else:
             session.keep_unsent(out, 0)
-            self.link.wait(self)
+            link.wait(self)
         out.clear()
 
     def send_piece(self) -> bool:
@@ -585,9 +764,7 @@ class LinkedSession(Transport):
         session.backlog = None
         self.waiting = False
         if session.stalled():
-            if not self.queued:
-                self.queued = True
-                self.link.registry.go_on_later(self)
+            self.link.registry.go_on_later(self)
         else:
             self._settle()
         return False
@@ -600,8 +777,9 @@ class LinkedSession(Transport):
         del link.sessions[self.number]
         link.registry.sessions -= 1
         self.session.leave()
-        link.add(CLOSE, self.number, _REASONS[LOST])
-        link.note()
+        if not link.over:
+            link.add(CLOSE, self.number, _REASONS[LOST])
+            link.note()
 
 
 def _first_bytes(pieces: list[Any], most: int) -> bytes:

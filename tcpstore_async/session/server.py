@@ -129,12 +129,16 @@ class Engine:
         return (joined if isinstance(joined, int) else 0) >= self.joins
 
     def oldest_unvalidated(self) -> "ServerSession | None":
-        """Return the session that has been connected longest without sending VALIDATE."""
-        return next(iter(self.unvalidated), None)
+        """Return the session that has been connected longest without sending VALIDATE, on a connection of its own."""
+        for session in self.unvalidated:
+            owner = session.owner
+            if not isinstance(owner, Transport) or not owner.shares_connection():
+                return session
+        return None
 
     def overdue(self, now: float) -> "ServerSession | None":
         """Return a session that has exceeded `Limits.validate_seconds`; `now` is a time of the server's clock."""
-        oldest = self.oldest_unvalidated()
+        oldest = next(iter(self.unvalidated), None)
         most = self.limits.validate_seconds
         return oldest if oldest is not None and most and now - oldest.connected_at >= most else None
 
@@ -203,8 +207,12 @@ class Transport:
         """Close the connection and take back what its session was offered. Idempotent."""
         raise NotImplementedError
 
-    def is_suspended(self) -> bool:
-        """Return whether the peer is away, and may come back or not."""
+    def pass_over(self, queue: bytes) -> bool:
+        """See `Waiter.pass_over`."""
+        return False
+
+    def shares_connection(self) -> bool:
+        """Return whether there are other sessions on the same connection, and closing this one leaves it open."""
         return False
 
 
@@ -241,7 +249,7 @@ class ServerSession(Holder):
         self.need: int = 0
         """The length of `input_buffer` from which decoding can go on; 0 if it waits for something else."""
         engine.unvalidated[self] = None
-        engine.budget.enter(self, engine.session_bytes)
+        engine.budget.enter(self, self._base_bytes())
         self._relieve()
 
     def __str__(self) -> str:
@@ -354,6 +362,13 @@ class ServerSession(Holder):
         """
         return self.input_buffer is not None and self.need == 0
 
+    def hold_back(self, chunk: bytes) -> None:
+        """Keep bytes that arrive while this is `stalled`. Raises BudgetError."""
+        kept = self.input_buffer
+        assert kept is not None
+        kept += chunk
+        self._account()
+
     def leave(self) -> None:
         """Release everything: the connection is gone. Sessions that this wakes are in `Engine.pending_flush`."""
         self.engine.keyspace.leave(self)
@@ -383,7 +398,7 @@ class ServerSession(Holder):
         if engine.unvalidated:
             engine.unvalidated.pop(self, None)
         engine.unfinished -= self.held
-        engine.budget.forget(self, engine.session_bytes)
+        engine.budget.forget(self, self._base_bytes())
         if self.partial is not None:
             engine.keyspace.free_later(self.partial.items)
             self.partial.abandon()
@@ -394,6 +409,12 @@ class ServerSession(Holder):
         if self.incremental is not None:
             self.incremental.abandon()
             self.incremental = None
+
+    def _base_bytes(self) -> int:
+        """Return the bytes counted for the session and its connection."""
+        owner = self.owner
+        shared = isinstance(owner, Transport) and owner.shares_connection()
+        return SESSION_BYTES if shared else self.engine.session_bytes
 
     def _relieve(self) -> None:
         """Have the budget evict a peer, perhaps this one, if too much is held now."""
@@ -548,9 +569,9 @@ class ServerSession(Holder):
 
     # Output
 
-    def is_suspended(self) -> bool:
+    def pass_over(self, queue: bytes) -> bool:
         owner = self.owner
-        return isinstance(owner, Transport) and owner.is_suspended()
+        return isinstance(owner, Transport) and owner.pass_over(queue)
 
     def fire(self, value: Value | None) -> None:
         """Send the end of a wait, whatever is unsent: one value at most, which must not fail another's command."""

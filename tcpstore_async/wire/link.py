@@ -22,15 +22,16 @@ BATCH_BYTES: Final = 64 * 1024
 """A batch is closed when its frames are this long."""
 
 PIECE_BYTES: Final = 32 * 1024
-"""Longest payload of a DATA frame, so that a long reply does not hold up others."""
-
-MAX_BATCH_BYTES: Final = BATCH_BYTES + PIECE_BYTES + 64 * 1024
-"""Longest batch that a receiver accepts."""
+"""Longest payload of a frame, so that a long reply does not hold up others."""
 
 FRAME_HEAD: Final = Struct("<Q")
-"""Before the payload of a frame: bits 0-31 are the session, 32-55 the payload's length, 56-61 the kind."""
+"""Before the payload of a frame: bits 0-31 are the session, 32-55 the payload's length, 56-63 the kind."""
 
 FRAME_HEAD_BYTES: Final = 8
+
+MAX_BATCH_BYTES: Final = BATCH_BYTES + FRAME_HEAD_BYTES + PIECE_BYTES
+"""Longest batch that a receiver accepts: one that its last frame made long enough."""
+
 LENGTH_SHIFT: Final = 32
 KIND_SHIFT: Final = 56
 SESSION_MASK: Final = 0xFFFFFFFF
@@ -72,4 +73,7 @@ SAME_SESSIONS: Final = 1024
 """Most sessions of one SAME frame."""
 
 SAME_BYTES: Final = 4 * 1024
-"""Longest payload that is compared with the one before."""
+"""Longest payload of a SAME frame, without the numbers of the sessions."""
+
+MAX_CREDIT: Final = 2**31 - 1
+"""Most bytes that may be sent for a session at any time; a CREDIT that exceeds it must not be."""
