@@ -699,11 +699,21 @@ class LinkedSession(Transport):
 
     def _fail(self, error: PeerError) -> None:
         """Send the replies to earlier requests, let go of everything, and have the session closed."""
+        self._send_rest()
+        self.session.evict(error)
+
+    def _send_rest(self) -> None:
+        """Send what there is credit for, of a session that will be closed."""
         session = self.session
-        session.engine.evicted[session] = error
-        if session.out:
-            self.flush()
-        session.evict(error)
+        backlog = session.backlog
+        while backlog is not None and self.credit > 0:
+            piece = _first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit))
+            self.credit -= len(piece)
+            self.link.add_data(self.number, piece)
+            if backlog.took(len(piece)):
+                backlog = session.backlog = None
+        if backlog is None and session.out:
+            self.link.add_data(self.number, _first_bytes(session.out, self.credit))
 
     def _settle(self) -> None:
         """Allow the rank to send more, or close what it has ended."""
@@ -731,7 +741,8 @@ class LinkedSession(Transport):
             return
         size = session.unsent
         link = self.link
-        if link.over:
+        evicted = session.engine.evicted
+        if link.over or (evicted and session in evicted):
             session.unsent -= length(out)
         elif session.backlog is not None:
             session.keep_unsent(out, 0)
@@ -739,9 +750,6 @@ class LinkedSession(Transport):
             self.credit -= size
             session.unsent = 0
             link.add_data(self.number, bytes(out[0]) if len(out) == 1 else b"".join(out))
-            link.note()
-        elif session in session.engine.evicted:  # nothing is kept: what there is credit for has to go now
-            link.add_data(self.number, _first_bytes(out, self.credit))
             link.note()
         else:
             session.keep_unsent(out, 0)

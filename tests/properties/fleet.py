@@ -333,7 +333,8 @@ class Fleet:
             [connection.peer.handoff for connection in connections],
             [s.handoff and s.handoff.queue for s in sessions],
         )
-        _same("unfinished", engine.unfinished, sum(session.held for session in sessions))
+        carriers = self.carriers()
+        _same("unfinished", engine.unfinished, sum(session.held for session in [*sessions, *carriers]))
         recount = sum(len(key) + ENTRY_BYTES + cost(value) for key, value in keyspace.values.items())
         recount += sum(len(key) + QUEUE_BYTES for key in keyspace.queues)
         recount += sum(ENTRY_BYTES + len(item) for items in keyspace.queues.values() for item in items)
@@ -363,8 +364,10 @@ class Fleet:
         weights += sum(counter.weight for counter in keyspace.counters.values())
         weights += sum(group.weight for group in groups)
         _same("weights", weights, keyspace.parked)
-        others = sum(engine.session_bytes + session.held + session.introduction_bytes() for session in sessions)
-        others += self._check_key_lists()
+        others = sum(
+            engine.session_bytes + session.held + session.introduction_bytes() for session in [*sessions, *carriers]
+        )
+        others += self._check_key_lists() + self.counted_for_links()
         _same("counted beside the store", engine.budget.others, others)
         self._check_counters()
         parked = {id(session): set[bytes]() for session in sessions}
@@ -376,7 +379,9 @@ class Fleet:
                 if id(waiter) not in parked:
                     raise Difference(f"a waiter that has left is registered under {key!r}")
                 parked[id(waiter)].add(key)
-            waiting = any(not place.leftover and not place.barrier for place in model.waiting.get(key, ()))
+            waiting = any(
+                not place.leftover and not place.barrier and not place.peer.away for place in model.waiting.get(key, ())
+            )
             if waiting and len(keyspace.queues.get(key, ())) > keyspace.handoffs.get(key, 0):
                 raise Difference(f"a lost wake-up: {key!r} holds items promised to nobody, and somebody waits")
         for connection in connections:
@@ -386,7 +391,7 @@ class Fleet:
             if group is not None and (session.parked is not None or session.remaining > 0):
                 raise Difference("a member of a group has registrations of its own")
             _same("parked", holder.parked or set(), parked[id(session)])
-            _same("output", (b"".join(session.out) == b"", session.unsent), (peer.unsent == 0, peer.unsent))
+            self.check_output(connection)
             own = {key: waiters[session] for key, waiters in standing.items() if session in waiters}
             if session in keyspace.unmarked:
                 own = {key: -abs(count) for key, count in own.items()}
@@ -412,6 +417,18 @@ class Fleet:
             rest = 0 if session.partial is None else session.partial.held()
             _same("held", session.held, kept + rest)
             _same("validated", session not in engine.unvalidated, session.table is engine.commands)
+
+    def check_output(self, connection: Connection) -> None:
+        session, peer = connection.session, connection.peer
+        _same("output", (b"".join(session.out) == b"", session.unsent), (peer.unsent == 0, peer.unsent))
+
+    def carriers(self) -> list[ServerSession]:
+        """Return the sessions of connections that are links."""
+        return []
+
+    def counted_for_links(self) -> int:
+        """Return the bytes that are to be counted for links, and for replies that wait there."""
+        return 0
 
     def _check_groups(self) -> list[SharedWait]:
         """Check the groups that are registered, and return them."""

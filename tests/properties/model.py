@@ -55,6 +55,8 @@ class Peer:
         """The agent for whose rank it waits."""
         self.introduced: dict[str, str] = {}
         """The contents of its INTRODUCE."""
+        self.away = False
+        """Its link has no connection: no item of a queue is offered to it."""
         self.sent: list[bytes] = []
         """Replies that it was sent and has not read."""
         self.unsent = 0
@@ -119,6 +121,8 @@ class Model:
         """By key: where the agents of an elastic job meet."""
         self.peers: list[Peer] = []
         self.woken: list[Peer] = []
+        self.passed: dict[Peer, dict[bytes, None]] = {}
+        """The queues for which peers were passed over since they are away."""
         self.methods: dict[str, Method] = {
             name: getattr(self, name)
             for name in (
@@ -526,11 +530,26 @@ class Model:
         places = self.waiting.get(key, [])
         for place in places[:]:
             if not place.leftover and not (handed_on and place.peer.barrier == key):
+                if place.peer.away and place.peer.fetching is None and place.peer.remaining <= place.count:
+                    self.passed.setdefault(place.peer, {})[key] = None
+                    continue
                 places.remove(place)
                 takes, popping = place.peer.fetching is None, place.peer.popping
                 if self.count_down(place) and takes:
                     place.peer.handoff = key if popping is None else None
                     return
+
+    def come_back(self, peers: list[Peer]) -> None:
+        """Offer peers of one link what they were passed over for."""
+        passed = [key for peer in peers for key in self.passed.pop(peer, {})]
+        for key in dict.fromkeys(passed):
+            before = -1
+            while (left := self.unpromised(key)) > 0 and left != before:
+                before = left
+                self.wake_next(key, handed_on=True)
+
+    def unpromised(self, queue: bytes) -> int:
+        return len(self.queues.get(queue, [])) - sum(peer.handoff == queue for peer in self.peers)
 
     def count_down(self, place: Place) -> bool:
         """Use up a registration that has been removed; True if that ended the wait."""
