@@ -40,11 +40,16 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from .. import errors
+from ..relay.process import RelayProcess
 from ..rendezvous_url import ROUND_VARIABLE
+from ..server.listen_socket import format_address
 from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, is_closed
 from .stores import PrefixStore, Store, TCPStore
 
 BACKEND: Final = "tcpstore"
+RELAY: Final = "TCPSTORE_RELAY"
+"""The environment variable that lets each agent run a relay for its workers."""
+
 DEFAULT_PORT: Final = 29400
 """The default port of torchrun's own backend."""
 
@@ -67,8 +72,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Create the rendezvous handler of one agent. The endpoint's host hosts the server unless one runs there already.
 
     Options in `--rdzv-conf`, times in seconds: is_host, read_timeout (60), join_timeout (600), last_call_timeout (30),
-    close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). Raises ValueError if
-    one of them is not positive, RendezvousConnectionError if the server cannot be reached or is not ours.
+    close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). With relay=1, or
+    TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. Raises ValueError if one of the times is
+    not positive, RendezvousConnectionError if the server cannot be reached or is not ours.
     """
     if not params.run_id:
         raise ValueError("The run id must be a non-empty string.")
@@ -83,10 +89,11 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         keep_alive_interval=_positive(params, "keep_alive_interval", 5),
         keep_alive_max_attempt=_positive(params, "keep_alive_max_attempt", 3),
     )
+    relay = params.get_as_bool("relay", os.environ.get(RELAY) == "1")
     store = _open_store(params, read_timeout)
     try:
         key = _enter(store, params.run_id)
-        return _Handler(params.run_id, store, key, options, params.local_addr or socket.getfqdn())
+        return _Handler(params.run_id, store, key, options, params.local_addr or socket.getfqdn(), bool(relay))
     except (errors.DistError, NotImplementedError) as error:
         store.close()
         raise RendezvousConnectionError(str(error)) from error
@@ -95,8 +102,10 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 class _Handler(RendezvousHandler):
     """The rendezvous of one agent. Each round has a server of its own for its workers."""
 
-    def __init__(self, run_id: str, store: Store, key: str, options: Options, address: str) -> None:
+    def __init__(self, run_id: str, store: Store, key: str, options: Options, address: str, relay: bool) -> None:
         self._run_id = run_id
+        self._wants_relay = relay
+        self._relay: RelayProcess | None = None
         self._store = store
         self._key = key
         self._address = address
@@ -179,7 +188,21 @@ class _Handler(RendezvousHandler):
             port = self._server.port if self._server is not None else _free_port()
             store.set(_ROUND_KEY, json.dumps([self._address, port, secrets.token_hex(8)]))
         address, port, name = json.loads(store.get(_ROUND_KEY))
+        if self._wants_relay:
+            address, port = self._start_relay(address, port)
         return RendezvousStoreInfo(address, port), name
+
+    def _start_relay(self, address: str, port: int) -> tuple[str, int]:
+        """Start a relay for this agent's workers, and return where it listens; without one, where the server does."""
+        if not self.use_agent_store:
+            log.warning("no relay: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 lets a worker host the server")
+            return address, port
+        try:
+            self._relay = RelayProcess(f"tcp://{format_address(address, port)}")
+        except (OSError, errors.DistError) as error:
+            log.warning("no relay, the workers connect to the server at %s: %s", format_address(address, port), error)
+            return address, port
+        return "127.0.0.1", self._relay.port
 
     def _look(self) -> State:
         """Return the state of the rounds, as it was at most a second ago."""
@@ -210,6 +233,10 @@ class _Handler(RendezvousHandler):
             beats.stop()
 
     def _close_server(self) -> None:
+        """Close what was started for the workers of the last round."""
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
         server, self._server = self._server, None
         if server is not None:
             server.close()

@@ -39,6 +39,7 @@ def main(folder: Path, what: str) -> None:
         "stale": stale,
         "agent": os.getppid(),
         "pid": os.getpid(),
+        "host": os.environ["MASTER_ADDR"],
         "port": os.environ["MASTER_PORT"],
     }
     path = folder / "seen"

@@ -139,6 +139,19 @@ def test_a_killed_worker_restarts_the_round(job: Job, env: dict[str, str]) -> No
     assert groups(job.seen()) == [(world, list(range(world)))] * 2
 
 
+@pytest.mark.parametrize("env", [{"TCPSTORE_RELAY": "1"}, {"TCPSTORE_RELAY": "1", "TCPSTORE_INSTALL": "1"}])
+def test_each_agent_runs_a_relay_for_its_workers(job: Job, env: dict[str, str]) -> None:
+    job.end(*[job.agent("fail", **env) for _ in range(2)])
+    seen = job.seen()
+    assert not any(one["stale"] for one in seen)
+    for restarts in range(2):
+        world = [one for one in seen if one["restarts"] == restarts]
+        assert sorted(one["rank"] for one in world) == [0, 1, 2, 3]
+        assert {one["sum"] for one in world} == {4.0}
+        assert len({(one["agent"], one["port"]) for one in world}) == 2
+        assert {one["host"] for one in world} == {"127.0.0.1"}
+
+
 def hosting(job: Job) -> Program:
     """The agent that hosts the server, started first."""
     first = job.agent("hold")

@@ -1,0 +1,79 @@
+"""A relay in a process of its own, for an agent that starts one for its workers.
+
+Knows the command line of `tcpstore relay` and its ready line. Must not know links.
+Invariant: the process ends when its owner closes it, is garbage, or ends in whatever way.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from typing import Final
+
+from ..errors import DistNetworkError
+
+_START_SECONDS: Final = 60.0
+_STOP_SECONDS: Final = 5.0
+
+
+class RelayProcess:
+    """A running relay on a port of 127.0.0.1."""
+
+    def __init__(self, upstream: str, timeout: float = _START_SECONDS) -> None:
+        """Start a relay in front of the server at the URL `upstream`, and wait up to `timeout` seconds for it to listen.
+
+        It does not wait for the server. Raises DistNetworkError if the relay does not start.
+        """
+        command = [sys.executable, "-m", "tcpstore_async", "relay", "--upstream", upstream, "--port", "0"]
+        # The relay ends when its standard input does: when this process has closed it, or has ended.
+        process = subprocess.Popen([*command, "--owner-fd", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = process
+        self._finalize = weakref.finalize(self, _stop, process, os.getpid())
+        try:
+            self.port: int = _ready(process, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the relay, and with it the connections of its ranks. Idempotent."""
+        self._finalize()
+
+
+def _ready(process: "subprocess.Popen[bytes]", timeout: float) -> int:
+    """Read the ready line and return the port."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if not selector.select(timeout):
+            raise DistNetworkError(f"the relay did not start within {timeout:g} s")
+    line = process.stdout.readline()
+    if not line:
+        raise DistNetworkError(f"the relay exited with status {process.wait(_STOP_SECONDS)}; see its standard error")
+    port = json.loads(line)["port"]
+    assert isinstance(port, int)
+    return port
+
+
+def _stop(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
