@@ -60,6 +60,7 @@ class Style(NamedTuple):
 _STYLES = {
     ("uvloop", "sockets"): Style("#0072B2", "o", "-"),
     ("uvloop", "memory"): Style("#009E73", "P", (0, (8, 2))),
+    ("relay", "sockets"): Style("#000000", "h", (0, (3, 1, 1, 1))),
     ("threaded", "sockets"): Style("#56B4E9", "s", (0, (4, 1, 1, 1))),
     ("threaded", "memory"): Style("#CC79A7", "X", (0, (6, 1, 1, 1, 1, 1))),
     ("libuv", "sockets"): Style("#D55E00", "^", (0, (5, 2))),

@@ -13,6 +13,7 @@ from bench.stats import Ratio
 
 SERVERS = {
     "uvloop": "ours on uvloop",
+    "relay": "ours behind relays of 8 ranks",
     "threaded": "ours with threads",
     "libuv": "PyTorch libuv",
     "legacy": "PyTorch legacy",

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import analysis, formatting, run_file, stats
 from bench.analysis import Result, Series
 from bench.run_file import SATURATED, Ending, Machine, Run
-from bench.scenarios import COPYING, MEMORY, P50, P95, P99, PARKED, Metric
+from bench.scenarios import COPYING, MEMORY, P50, P95, P99, PARKED, RELAY_CPU, Metric
 
 REPORT = "report.md"
 _SHOWN = {"seconds": formatting.seconds, "bytes": formatting.num_bytes, "ranks": "{:,.0f}".format}
@@ -197,7 +197,7 @@ def _numbers(result: Result, series: Sequence[Series]) -> str:
     points = [(one, size) for size in sorted({size for one in series for size in one.sizes}) for one in series]
     points = [(one, size) for one, size in points if size in one.points]
     latencies = any(one.values(size, P50) for one, size in points)
-    others = [metric for metric in (MEMORY, PARKED, COPYING) if metric is not result.scenario.metric]
+    others = [metric for metric in (MEMORY, PARKED, COPYING, RELAY_CPU) if metric is not result.scenario.metric]
     more = [metric for metric in others if any(one.values(size, metric) for one, size in points)]
     head = [
         result.scenario.sizes_are, "server", result.scenario.metric.axis, "× reference", result.scenario.cpu.axis,

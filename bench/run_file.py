@@ -62,7 +62,7 @@ class Sample(msgspec.Struct, frozen=True):
     scenario: str
     """A name of `bench/scenarios.py`, or that and an operation: `operations-set`."""
     server: str
-    """`uvloop`, `threaded`, `libuv`, `legacy`, or `control` (the reference a second time)."""
+    """`uvloop`, `relay`, `threaded`, `libuv`, `legacy`, or `control` (the reference a second time)."""
     transport: Transport
     size: Annotated[int, msgspec.Meta(ge=1)]
     """Usually the number of ranks; `Scenario.sizes_are` says what."""
@@ -86,6 +86,8 @@ class Sample(msgspec.Struct, frozen=True):
     copy_cpu_seconds: float | None = None
     """CPU for copying requests and replies once, as receiving and sending do; in memory, where it is not in the
     server's."""
+    relay_cpu_seconds: float | None = None
+    """CPU of the relays, where there are any; it is not in the server's."""
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -53,6 +53,11 @@ COPYING = Metric(
     "CPU for copying", "CPU for copying requests and replies per rank", "seconds",
     lambda sample: sample.copy_cpu_seconds / sample.size if sample.copy_cpu_seconds else None,
 )  # fmt: skip
+RELAY_CPU = Metric(
+    "relays' CPU", "relays' CPU per operation", "seconds",
+    lambda sample: sample.relay_cpu_seconds / sample.operations
+    if sample.relay_cpu_seconds is not None and sample.operations else None,
+)  # fmt: skip
 P50 = Metric("p50 latency", "p50 latency", "seconds", lambda sample: sample.p50_seconds)
 P95 = Metric("p95 latency", "p95 latency", "seconds", lambda sample: sample.p95_seconds)
 P99 = Metric("p99 latency", "p99 latency", "seconds", lambda sample: sample.p99_seconds)

@@ -27,7 +27,12 @@ from tcpstore_async.load.generator import Late, LoadError, Unreachable
 from tcpstore_async.load.scripts import join
 from tcpstore_async.load.workers import ClosedLoop, process_clock, worker_pool
 
-SERVERS = ("uvloop", "threaded", "libuv", "legacy", "control")
+SERVERS = ("uvloop", "relay", "threaded", "libuv", "legacy", "control")
+RELAY = "relay"
+"""Our server behind relays, with a link for every eight ranks, as hosts with eight GPUs have it."""
+RANKS_PER_LINK = 8
+RANKS_PER_RELAY = 12_288
+"""Most ranks of one relay process, which has many links here: it opens a file for each rank and two for each link."""
 PYTORCH = ("libuv", "legacy")
 REFERENCES = ("libuv", "legacy", "threaded")
 """The first of these that a run has is what the others are compared with."""
@@ -56,10 +61,11 @@ class Died(LoadError):
 class Server:
     """A running server, on 127.0.0.1."""
 
-    def __init__(self, port: int, pid: int, in_trainer: bool = False) -> None:
-        """`in_trainer`: the process has a main thread that computes."""
-        self.port = port
+    def __init__(self, port: int, pid: int, in_trainer: bool = False, relays: Sequence[Server] = ()) -> None:
+        """`in_trainer`: the process has a main thread that computes. `relays`: the ranks connect to these instead."""
+        self.port: int = relays[0].port if relays else port
         self.pid = pid
+        self.relays = relays
         self._in_trainer = in_trainer
 
     def cpu(self) -> float:
@@ -71,6 +77,10 @@ class Server:
             return total - int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0]) / 1e9
         except (OSError, ValueError):
             raise Died("the server has exited") from None
+
+    def relay_cpu(self) -> float | None:
+        """Return the CPU seconds of the relays so far; None without any."""
+        return sum(relay.cpu() for relay in self.relays) if self.relays else None
 
     def memory(self) -> int:
         """Return resident bytes."""
@@ -129,14 +139,20 @@ class Host:
 
     @contextmanager
     def running(
-        self, server: str, *, busy: bool = False, silent_resolver: bool = False, new: bool = False
+        self, server: str, *, ranks: int = 0, busy: bool = False, silent_resolver: bool = False, new: bool = False
     ) -> Iterator[Server]:
-        """Start a new server.
+        """Start a new server, for so many ranks.
 
         `busy`: in a trainer that computes; `silent_resolver`: with a name server that has stopped answering; `new`: in
         a new process, even if that takes long. Raises LoadError if it does not start.
         """
         kind = self.kind_of(server)
+        if kind == RELAY:
+            began = time.monotonic()
+            with self._new("uvloop", busy, silent_resolver) as found, relayed(found, ranks) as behind:
+                self.starts += time.monotonic() - began
+                yield behind
+            return
         if kind in PYTORCH and not (busy or silent_resolver or new):
             with self._reused(server) as found:
                 yield found
@@ -174,7 +190,7 @@ class Host:
         kind = self.kind_of(server)
         if server not in self._torch:
             began = time.monotonic()
-            self._torch[server] = _popen(self._without_dns([*_PYTHON, "--pytorch"]), pinned=True)
+            self._torch[server] = _popen(self._without_dns([*_PYTHON, "--pytorch"]), cores=server_cores())
             _warm_up(_replace(self._torch[server], kind))
             self.imports += time.monotonic() - began
         process = self._torch[server]
@@ -247,7 +263,7 @@ def command_of(kind: str, busy: bool) -> list[str]:
 @contextmanager
 def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
     # A trainer and its server share all cores: neither is pinned.
-    process = _popen(command, pinned=not trainer)
+    process = _popen(command, cores=None if trainer else server_cores())
     try:
         line = _announcement(process)
         if not line:
@@ -258,6 +274,24 @@ def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
         raise _why(error, process) from None
     finally:
         _stop(process)
+
+
+@contextmanager
+def relayed(server: Server, ranks: int, ranks_per_link: int = RANKS_PER_LINK) -> Iterator[Server]:
+    """Start relay processes in front of a server, on the generators' cores; `ranks_per_link` of 0: one link each."""
+    count = max(1, -(-ranks // RANKS_PER_RELAY))
+    command = [sys.executable, "-W", "ignore", "-m", "bench.relay_process", str(server.port), str(ranks_per_link)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            processes.append(_popen(command, cores=load_cores()))
+        relays = [Server(*_ready(_announcement(process))) for process in processes]
+        yield Server(server.port, server.pid, relays=relays)
+    except ValueError:
+        raise Died("a relay did not start") from None
+    finally:
+        for process in processes:
+            _stop(process)
 
 
 def _replace(process: subprocess.Popen[bytes], kind: str) -> Server:
@@ -303,11 +337,11 @@ def _ready(line: bytes) -> tuple[int, int]:
     return int(port), int(pid)
 
 
-def _popen(command: list[str], *, pinned: bool) -> subprocess.Popen[bytes]:
-    """Start a process on the server's core, in a session of its own: Ctrl-C is for the benchmark."""
+def _popen(command: list[str], *, cores: set[int] | None) -> subprocess.Popen[bytes]:
+    """Start a process on these cores, in a session of its own: Ctrl-C is for the benchmark."""
     mine = os.sched_getaffinity(0)
-    if pinned:
-        os.sched_setaffinity(0, server_cores())
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
     try:
         return subprocess.Popen(
             command,

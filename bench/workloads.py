@@ -21,7 +21,7 @@ from typing import NamedTuple
 from bench.builds import environment
 from bench.in_memory import BARRIERS
 from bench.loadgen.player import playing
-from bench.servers import FOREIGN, Host, Impossible, Server, load_cores
+from bench.servers import FOREIGN, RANKS_PER_RELAY, RELAY, Host, Impossible, Server, load_cores
 from bench.start import NCCL2, Pattern, Traffic, traffic
 from tcpstore_async.load.generator import Late, LoadError, Step, Unreachable, late
 from tcpstore_async.load.scripts import (
@@ -78,6 +78,7 @@ class Measured(NamedTuple):
     """The operation, if the scenario has several."""
     parked: int | None = None
     copy_cpu: float | None = None
+    relay_cpu: float | None = None
 
 
 class Connection:
@@ -159,22 +160,28 @@ class TestBed:
         background: int = 0,
         background_steps: list[Step] | None = None,
     ) -> Measured:
-        before = self.server.cpu()
+        before, relays = self.server.cpu(), self.server.relay_cpu()
         order = ClosedLoop(
             steps, self.limit, repeat=repeat, window=window, background=background, background_steps=background_steps
         )
-        return measured(self.load.run(order), self.server.cpu() - before)
+        found = measured(self.load.run(order), self.server.cpu() - before)
+        return found._replace(relay_cpu=self.relay_cpu_since(relays))
+
+    def relay_cpu_since(self, before: float | None) -> float | None:
+        now = self.server.relay_cpu()
+        return None if now is None or before is None else now - before
 
     def join(self, ranks: int, window: int, source: str = "") -> Measured:
         """Let rank 0 join, then the others, until rank 0 has seen all; operations are ranks."""
-        cpu, began = self.server.cpu(), time.perf_counter()
+        cpu, relays, began = self.server.cpu(), self.server.relay_cpu(), time.perf_counter()
         with self.connect(name="rank 0's connection", source=source) as rank0:
             for step in join():
                 rank0.call(step.request, step.reply)
             self.load.send(ClosedLoop(join(), self.limit, window=window))
             ended = wait_for_ranks(rank0, ranks, self.limit)
             took = self.load.collect()
-        return measured(took, self.server.cpu() - cpu)._replace(wall=ended - began, operations=ranks)
+        found = measured(took, self.server.cpu() - cpu)
+        return found._replace(wall=ended - began, operations=ranks, relay_cpu=self.relay_cpu_since(relays))
 
 
 def measured(took: Took, cpu: float) -> Measured:
@@ -198,10 +205,12 @@ class Point(NamedTuple):
         """Start the server and the generators; the options are those of `Host.running`."""
         cores = load_cores()
         with (
-            self.host.running(self.server, busy=busy, silent_resolver=silent_resolver, new=new) as server,
+            self.host.running(
+                self.server, ranks=connections, busy=busy, silent_resolver=silent_resolver, new=new
+            ) as server,
             worker_pool(
                 "127.0.0.1", server.port, connections, generators=min(4, len(cores)), source=source,
-                cores=None if busy else cores,
+                ports=[relay.port for relay in server.relays], cores=None if busy else cores,
             ) as load,
         ):  # fmt: skip
             yield TestBed(server, load, self.limit)
@@ -362,6 +371,8 @@ def start(point: Point, pattern: Pattern = NCCL2, seconds: float = 0.0) -> list[
     LoadError.
     """
     others = point.others
+    if point.server == RELAY and others > RANKS_PER_RELAY:
+        raise Impossible(f"one process plays all ranks, and one relay holds {RANKS_PER_RELAY:,}")
     plan, limit = _plan(pattern, point.size, point.limit + seconds)
     with (
         point.host.running(point.server, new=True) as server,

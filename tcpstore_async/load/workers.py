@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
@@ -174,17 +174,25 @@ class WorkerPool:
 
 @contextmanager
 def worker_pool(
-    host: str, port: int, count: int, *, generators: int = 1, source: str = "", cores: set[int] | None = None
+    host: str,
+    port: int,
+    count: int,
+    *,
+    generators: int = 1,
+    ports: Sequence[int] = (),
+    source: str = "",
+    cores: set[int] | None = None,
 ) -> Iterator[WorkerPool]:
     """Open `count` connections to a server from worker processes on these cores; close and end them with the context.
 
+    With `ports`, for instance of relays, each has a worker of its own; `port` and `generators` do not matter then.
     Raises LoadError.
     """
     if not hasattr(select, "epoll"):
         raise LoadError("the load generator requires Linux (epoll)")
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(min(generators, count)):
+        for number in range(min(len(ports) or generators, count)):
             # In a session of its own: Ctrl-C is for the parent, which ends the worker.
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, _ROOT],
@@ -195,7 +203,7 @@ def worker_pool(
             processes.append(process)
             if cores:
                 os.sched_setaffinity(process.pid, cores)
-            _send_line(process.stdin, msgspec.json.encode([host, port, source]))
+            _send_line(process.stdin, msgspec.json.encode([host, ports[number] if ports else port, source]))
         pool = WorkerPool(processes)
         pool.open(count)
         yield pool

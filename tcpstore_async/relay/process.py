@@ -24,9 +24,9 @@ class RelayProcess:
     """A running relay on a port of 127.0.0.1."""
 
     def __init__(self, upstream: str, timeout: float = _START_SECONDS) -> None:
-        """Start a relay in front of the server at the URL `upstream`, and wait up to `timeout` seconds for it to listen.
+        """Start a relay in front of the server at the URL `upstream`, and wait for it to listen, up to `timeout` seconds.
 
-        It does not wait for the server. Raises DistNetworkError if the relay does not start.
+        The server may start later. Raises DistNetworkError if the relay does not start.
         """
         command = [sys.executable, "-m", "tcpstore_async", "relay", "--upstream", upstream, "--port", "0"]
         # The relay ends when its standard input does: when this process has closed it, or has ended.

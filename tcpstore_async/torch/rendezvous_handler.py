@@ -73,8 +73,8 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
     Options in `--rdzv-conf`, times in seconds: is_host, read_timeout (60), join_timeout (600), last_call_timeout (30),
     close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). With relay=1, or
-    TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. Raises ValueError if one of the times is
-    not positive, RendezvousConnectionError if the server cannot be reached or is not ours.
+    TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. Raises ValueError if one of the times
+    is not positive, RendezvousConnectionError if the server cannot be reached or is not ours.
     """
     if not params.run_id:
         raise ValueError("The run id must be a non-empty string.")
