@@ -270,7 +270,7 @@ class Meeting(NamedTuple):
 def measure_time(agents: int) -> Meeting:
     with hosting("libuv") as host, host.running("uvloop") as server, identity_size(server.port) as (size, store):
         steps = [step._replace(reply=size) if step.request[0] == 3 else step for step in replayed(agents)]
-        generator = Generator("127.0.0.1", server.port)
+        generator = Generator("127.0.0.1", [server.port])
         generator.open(agents, 0)
         cpu = server.cpu()
         try:

@@ -190,7 +190,7 @@ class Host:
         kind = self.kind_of(server)
         if server not in self._torch:
             began = time.monotonic()
-            self._torch[server] = _popen(self._without_dns([*_PYTHON, "--pytorch"]), cores=server_cores())
+            self._torch[server] = _popen(self._without_dns([*_PYTHON, "--pytorch"]), server_cores())
             _warm_up(_replace(self._torch[server], kind))
             self.imports += time.monotonic() - began
         process = self._torch[server]
@@ -263,7 +263,7 @@ def command_of(kind: str, busy: bool) -> list[str]:
 @contextmanager
 def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
     # A trainer and its server share all cores: neither is pinned.
-    process = _popen(command, cores=None if trainer else server_cores())
+    process = _popen(command, None if trainer else server_cores())
     try:
         line = _announcement(process)
         if not line:
@@ -277,14 +277,23 @@ def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
 
 
 @contextmanager
-def relayed(server: Server, ranks: int, ranks_per_link: int = RANKS_PER_LINK) -> Iterator[Server]:
-    """Start relay processes in front of a server, on the generators' cores; `ranks_per_link` of 0: one link each."""
-    count = max(1, -(-ranks // RANKS_PER_RELAY))
-    command = [sys.executable, "-W", "ignore", "-m", "bench.relay_process", str(server.port), str(ranks_per_link)]
+def relayed(
+    server: Server, ranks: int, ranks_per_link: int = RANKS_PER_LINK, processes_for: int = RANKS_PER_RELAY
+) -> Iterator[Server]:
+    """Start relays in front of a server, on the generators' cores, each process for at most `processes_for` ranks.
+
+    `ranks_per_link` of 0: each process has one link.
+    """
+    count = max(1, -(-ranks // processes_for))
+    share = -(-max(1, ranks + 1) // count)  # rank 0 connects to the first one, beside its share of the others
+    words = [str(server.port), str(ranks_per_link), str(share)]
+    command = [sys.executable, "-W", "ignore", "-m", "bench.relay_process", *words]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            processes.append(_popen(command, cores=load_cores()))
+            processes.append(
+                _popen([sys.executable, "-W", "ignore", "-m", "bench.relay_process", *words], load_cores())
+            )
         relays = [Server(*_ready(_announcement(process))) for process in processes]
         yield Server(server.port, server.pid, relays=relays)
     except ValueError:
@@ -337,7 +346,7 @@ def _ready(line: bytes) -> tuple[int, int]:
     return int(port), int(pid)
 
 
-def _popen(command: list[str], *, cores: set[int] | None) -> subprocess.Popen[bytes]:
+def _popen(command: list[str], cores: set[int] | None) -> subprocess.Popen[bytes]:
     """Start a process on these cores, in a session of its own: Ctrl-C is for the benchmark."""
     mine = os.sched_getaffinity(0)
     if cores is not None:

@@ -58,6 +58,8 @@ REQUESTS = 10_000
 REQUESTS_OF_ONE = 2_000
 """Of each operation, for one client at most: it takes about as long."""
 VALUE_BYTES = 64
+_CONNECTIONS_PER_GENERATOR = 19_200
+"""A process may have 20,000 files open here. Only relays allow more in all."""
 EXCHANGED_BYTES = 1024
 POLL_SECONDS = 0.01
 """Between two looks at the number of ranks, as in PyTorch's `waitForWorkers`."""
@@ -189,6 +191,11 @@ def measured(took: Took, cpu: float) -> Measured:
     return Measured(took.wall, took.operations + took.background_operations, cpu, took.cpu, took.share, quantiles)
 
 
+def generators(connections: int, cores: int) -> int:
+    """Return how many processes make the load: one for each core, and enough for their limits on open files."""
+    return max(min(4, cores), -(-connections // _CONNECTIONS_PER_GENERATOR))
+
+
 class Point(NamedTuple):
     """What to measure: a server at a size, within a limit of seconds for each step."""
 
@@ -209,7 +216,7 @@ class Point(NamedTuple):
                 self.server, ranks=connections, busy=busy, silent_resolver=silent_resolver, new=new
             ) as server,
             worker_pool(
-                "127.0.0.1", server.port, connections, generators=min(4, len(cores)), source=source,
+                "127.0.0.1", server.port, connections, generators=generators(connections, len(cores)), source=source,
                 ports=[relay.port for relay in server.relays], cores=None if busy else cores,
             ) as load,
         ):  # fmt: skip

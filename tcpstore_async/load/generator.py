@@ -118,9 +118,10 @@ class Generator:
     A connection is a slot: an index into the lists below.
     """
 
-    def __init__(self, host: str, port: int, source: str = "") -> None:
+    def __init__(self, host: str, ports: list[int], source: str = "") -> None:
         self.host = host
-        self.port = port
+        self.ports = ports
+        """Rank r connects to the port `ports[r % len(ports)]`: that of the server, or those of relays."""
         self.source = source
         self.rank: list[int] = []
         self.epoll = select.epoll()
@@ -162,6 +163,9 @@ class Generator:
             self.unsent.append(b"")
             self.connected.append(False)
             self.retries_left.append(_RETRIES)
+
+    def _port(self, slot: int) -> int:
+        return self.ports[self.rank[slot] % len(self.ports)]
 
     def _socket(self, rank: int) -> socket.socket:
         made: socket.socket | None = None
@@ -297,9 +301,9 @@ class Generator:
             self._send_next(slot)
             return
         sock = self.sockets[slot]
-        code = sock.connect_ex((self.host, self.port))
+        code = sock.connect_ex((self.host, self._port(slot)))
         if code not in (0, errno.EINPROGRESS):
-            raise Unreachable(f"cannot connect to {self.host}:{self.port}: {os.strerror(code)}")
+            raise Unreachable(f"cannot connect to {self.host}:{self._port(slot)}: {os.strerror(code)}")
         self.sent_at[slot] = time.perf_counter()
         self.epoll.register(sock.fileno(), _OUT)
 
@@ -317,7 +321,7 @@ class Generator:
     def _connected(self, slot: int) -> None:
         code: int = self.sockets[slot].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            raise Unreachable(f"cannot connect to {self.host}:{self.port}: {os.strerror(code)}")
+            raise Unreachable(f"cannot connect to {self.host}:{self._port(slot)}: {os.strerror(code)}")
         self.connected[slot] = True
         self.epoll.modify(self.sockets[slot].fileno(), _IN)
         self._send_next(slot)
@@ -448,4 +452,4 @@ class Generator:
 
     def _connection_lost(self, reason: str) -> Unreachable:
         done = self.result.operations
-        return Unreachable(f"a connection to {self.host}:{self.port} was lost after {done} requests: {reason}")
+        return Unreachable(f"a connection to {self.host}:{self.ports[0]} was lost after {done} requests: {reason}")

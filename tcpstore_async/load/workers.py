@@ -185,14 +185,13 @@ def worker_pool(
 ) -> Iterator[WorkerPool]:
     """Open `count` connections to a server from worker processes on these cores; close and end them with the context.
 
-    With `ports`, for instance of relays, each has a worker of its own; `port` and `generators` do not matter then.
-    Raises LoadError.
+    `ports`, those of relays, take the place of `port`: each gets as many connections. Raises LoadError.
     """
     if not hasattr(select, "epoll"):
         raise LoadError("the load generator requires Linux (epoll)")
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for number in range(min(len(ports) or generators, count)):
+        for _ in range(min(generators, count)):
             # In a session of its own: Ctrl-C is for the parent, which ends the worker.
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, _ROOT],
@@ -203,7 +202,7 @@ def worker_pool(
             processes.append(process)
             if cores:
                 os.sched_setaffinity(process.pid, cores)
-            _send_line(process.stdin, msgspec.json.encode([host, ports[number] if ports else port, source]))
+            _send_line(process.stdin, msgspec.json.encode([host, list(ports) or [port], source]))
         pool = WorkerPool(processes)
         pool.open(count)
         yield pool
@@ -240,8 +239,8 @@ def work() -> None:
     first = sys.stdin.buffer.readline()
     if not first:
         return  # the parent was interrupted while it started this
-    host, port, source = msgspec.json.decode(first, type=tuple[str, int, str])
-    generator = Generator(host, port, source)
+    host, ports, source = msgspec.json.decode(first, type=tuple[str, list[int], str])
+    generator = Generator(host, ports, source)
     try:
         for line in sys.stdin.buffer:
             done = _execute(generator, msgspec.json.decode(line, type=Order))

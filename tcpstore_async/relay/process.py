@@ -24,7 +24,7 @@ class RelayProcess:
     """A running relay on a port of 127.0.0.1."""
 
     def __init__(self, upstream: str, timeout: float = _START_SECONDS) -> None:
-        """Start a relay in front of the server at the URL `upstream`, and wait for it to listen, up to `timeout` seconds.
+        """Start a relay in front of the server at the URL `upstream`; wait up to `timeout` seconds until it listens.
 
         The server may start later. Raises DistNetworkError if the relay does not start.
         """

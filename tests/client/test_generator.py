@@ -72,7 +72,7 @@ def test_all_connect_before_the_first_is_served(window: int, least: int, most: i
         listener.settimeout(LIMIT)
         thread = threading.Thread(target=count, args=[listener])
         thread.start()
-        generator = Generator("127.0.0.1", listener.getsockname()[1])
+        generator = Generator("127.0.0.1", [listener.getsockname()[1]])
         generator.open(100, 0)
         with pytest.raises(LoadError):
             generator.closed_loop(join(), 1.0, window=window)
@@ -103,7 +103,7 @@ def load_on(resets: int) -> Iterator[Generator]:
         listener.settimeout(LIMIT)
         thread = threading.Thread(target=resetting, args=[listener, resets, 2], daemon=True)
         thread.start()
-        generator = Generator("127.0.0.1", listener.getsockname()[1])
+        generator = Generator("127.0.0.1", [listener.getsockname()[1]])
         generator.open(2, 0)
         try:
             yield generator

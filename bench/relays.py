@@ -1,0 +1,213 @@
+"""What relays save and cost: `python -m bench.relays [--ranks 98304] [--rounds 2] [PART …]`.
+
+Parts: `many`, all ranks over real sockets, held at once, behind six links and behind links of eight ranks, beside
+PyTorch's libuv server at the most ranks that it can hold; `ratios`, our server with and without links of eight ranks;
+`processes`, real relay processes of 64 and of 8 ranks, one request of each rank outstanding; `latency`, one client.
+Must not know how a relay works.
+Invariant: what is compared alternates in one run; CPU is the server's alone, the relays' is told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from bench.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
+from bench.workloads import BARRIERS, WINDOW, Measured, TestBed, generators
+from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
+from tcpstore_async.load.workers import worker_pool
+
+LIMIT = 600.0
+LARGEST_DIRECT = 19_000
+"""What 20,000 open files allow."""
+ONE_LINK = 16_384
+"""Ranks of one relay process with a single link."""
+PARTS = ("many", "ratios", "processes", "latency")
+
+
+class Way(NamedTuple):
+    """A way from the ranks to a server."""
+
+    name: str
+    server: str
+    ranks_per_link: int = -1
+    """-1: no relays; 0: one link for each relay process."""
+    ranks_per_process: int = RANKS_PER_RELAY
+
+
+@contextmanager
+def bed(host: Host, way: Way, ranks: int) -> Iterator[TestBed]:
+    with ExitStack() as stack:
+        server = stack.enter_context(host.running(way.server, new=True))
+        if way.ranks_per_link >= 0:
+            server = stack.enter_context(relayed(server, ranks, way.ranks_per_link, way.ranks_per_process))
+        cores = load_cores()
+        ports = [relay.port for relay in server.relays]
+        load = stack.enter_context(
+            worker_pool(
+                "127.0.0.1", server.port, ranks - 1, generators=generators(ranks, len(cores)), ports=ports, cores=cores
+            )
+        )
+        yield TestBed(server, load, LIMIT)
+
+
+def start_and_barriers(host: Host, way: Way, ranks: int) -> dict[str, Measured]:
+    """Let all ranks join, then pass ten store-based barriers and ten BARRIERs, on the same connections."""
+    with bed(host, way, ranks) as test:
+        idle = test.server.memory()
+        found = {"init": test.join(ranks, WINDOW)}
+        others = ranks - 1  # rank 0, of `join`, has gone
+        steps = [step for number in range(BARRIERS) for step in store_based_barrier(b"/store:%d" % number, others)]
+        found["store_based_barrier"] = test.play(steps)
+        steps = [step for number in range(BARRIERS) for step in one_message_barrier(b"/barrier:%d" % number, others)]
+        found["BARRIER"] = test.play(steps)
+        memory = test.server.memory() - idle
+        _note(f"{way.name}: {connections(test.server)} connections, {memory / ranks:.0f} B resident per rank")
+        return {part: one._replace(memory=memory) for part, one in found.items()}
+
+
+def connections(server: Server) -> int:
+    """Return the open files of the server's process, nearly all of them connections."""
+    import os
+
+    return len(os.listdir(f"/proc/{server.pid}/fd"))
+
+
+def per_rank(part: str, found: Measured, ranks: int) -> float:
+    """Return the server's CPU seconds for each rank, and for each barrier."""
+    return found.server_cpu / ranks / (1 if part == "init" else BARRIERS)
+
+
+def many(host: Host, ranks: int, rounds: int) -> None:
+    print(f"\n# {ranks:,} ranks over real sockets, held at once; libuv with {LARGEST_DIRECT:,}\n")
+    six = Way(f"{-(-ranks // ONE_LINK)} links", "uvloop", 0, ONE_LINK)
+    eight = Way(f"{ranks // RANKS_PER_LINK:,} links of {RANKS_PER_LINK}", "uvloop", RANKS_PER_LINK)
+    libuv, ours = Way("libuv, direct", "libuv"), Way("ours, direct", "uvloop")
+    print("| round | | ranks | | wall | server CPU per rank | × libuv | relays' CPU per rank | resident per rank |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for number in range(rounds):
+        reference: dict[str, float] = {}
+        for way in (libuv, ours, six, eight):
+            size = ranks if way.ranks_per_link >= 0 else min(ranks, LARGEST_DIRECT)
+            for part, one in start_and_barriers(host, way, size).items():
+                cpu = per_rank(part, one, size)
+                if way is libuv:
+                    reference[part] = cpu
+                relays = one.relay_cpu
+                times = 1 if part == "init" else BARRIERS
+                shown = "–" if relays is None else f"{relays / size / times * 1e6:.1f} µs"
+                print(
+                    f"| {number + 1} | {way.name} | {size:,} | {part} | {one.wall:.1f} s | {cpu * 1e6:.2f} µs "
+                    f"| {cpu / reference[part]:.2f} | {shown} | {(one.memory or 0) / size:.0f} B |",
+                    flush=True,
+                )
+
+
+def ratios(host: Host, ranks: int, rounds: int) -> None:
+    direct, eight = Way("direct", "uvloop"), Way("links of 8", "uvloop", RANKS_PER_LINK)
+    _compare(f"{ranks:,} ranks", direct, (eight,), rounds, lambda way: start_and_barriers(host, way, ranks), ranks)
+
+
+def processes(host: Host, ranks: int, rounds: int) -> None:
+    """Real relay processes: each wakes, and wakes the server, by itself."""
+    ways = [Way(f"relay processes of {each}", "uvloop", 0, each) for each in (64, 8)]
+
+    def run(way: Way) -> dict[str, Measured]:
+        with bed(host, way, ranks) as test:
+            test.prepare(hello())
+            steps = [make_step(encode_request("add", b"/sum", 1), 8)]
+            test.play(steps, repeat=5)
+            return {"ADD": test.play(steps, repeat=40)}
+
+    _compare(f"{ranks:,} ranks, one ADD outstanding", Way("direct", "uvloop"), ways, rounds, run, 1)
+
+
+def _compare(
+    title: str,
+    direct: Way,
+    ways: Sequence[Way],
+    rounds: int,
+    run: Callable[[Way], dict[str, Measured]],
+    ranks: int,
+) -> None:
+    print(f"\n# {title}: {rounds} interleaved repetitions\n")
+    cpu: dict[tuple[str, str], list[float]] = {}
+    relays: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for way in (direct, *ways):
+            for part, one in run(way).items():
+                cpu.setdefault((way.name, part), []).append(one.server_cpu / one.operations)
+                if one.relay_cpu is not None:
+                    relays.setdefault((way.name, part), []).append(one.relay_cpu / one.operations)
+    print("| | | server CPU per operation | × direct | relays' CPU × direct's server |\n|---|---|---|---|---|")
+    for (name, part), found in cpu.items():
+        base = cpu[direct.name, part]
+        ratio = _spread([one / other for one, other in zip(found, base, strict=True)])
+        outside = relays.get((name, part))
+        beside = _spread([one / other for one, other in zip(outside, base, strict=True)]) if outside else "–"
+        print(f"| {name} | {part} | {statistics.median(found) * 1e6:.2f} µs | {ratio} | {beside} |", flush=True)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def latency(host: Host, rounds: int, requests: int = 4000) -> None:
+    """One client, one ADD after the other, nothing else to do."""
+    print(f"\n# One client: {requests:,} ADDs, {rounds} interleaved repetitions\n")
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(rounds):
+        for way in (Way("direct", "uvloop"), Way("through a relay", "uvloop", 0, 64)):
+            with bed(host, way, 2) as test:
+                test.prepare(hello())
+                times = one_by_one(test, requests)
+                found.setdefault(way.name, []).append((times[len(times) // 2], times[len(times) * 99 // 100]))
+    print("| | p50 | p99 |\n|---|---|---|")
+    for name, quantiles in found.items():
+        p50, p99 = (_spread([one[at] * 1e6 for one in quantiles]) for at in (0, 1))
+        print(f"| {name} | {p50} µs | {p99} µs |", flush=True)
+
+
+def one_by_one(test: TestBed, requests: int) -> list[float]:
+    """Return the sorted latencies of ADDs of a blocking client of this process."""
+    with test.connect() as client:
+        for step in hello():
+            client.call(step.request, step.reply)
+        add = encode_request("add", b"/one", 1)
+        times = []
+        for _ in range(requests):
+            began = time.perf_counter()
+            client.call(add, 8)
+            times.append(time.perf_counter() - began)
+    return sorted(times)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.relays", description=__doc__)
+    parser.add_argument("part", nargs="*", choices=[[], *PARTS], help="all, if none is named")
+    parser.add_argument("--ranks", type=int, default=98_304, help="of `many`")
+    parser.add_argument("--rounds", type=int, default=2, help="of `many`; the others have at least five")
+    parsed = parser.parse_args(arguments)
+    parts = parsed.part or PARTS
+    with hosting("libuv") as host:
+        if "many" in parts:
+            many(host, parsed.ranks, parsed.rounds)
+        if "ratios" in parts:
+            ratios(host, min(parsed.ranks, 16_384), max(5, parsed.rounds))
+        if "processes" in parts:
+            processes(host, 1024, max(5, parsed.rounds))
+        if "latency" in parts:
+            latency(host, max(5, parsed.rounds))
+
+
+if __name__ == "__main__":
+    main()
