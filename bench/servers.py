@@ -291,9 +291,7 @@ def relayed(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            processes.append(
-                _popen([sys.executable, "-W", "ignore", "-m", "bench.relay_process", *words], load_cores())
-            )
+            processes.append(_popen(command, load_cores()))
         relays = [Server(*_ready(_announcement(process))) for process in processes]
         yield Server(server.port, server.pid, relays=relays)
     except ValueError:
