@@ -32,6 +32,8 @@ async def main(server_port: int, ranks_per_link: int, ranks: int) -> None:
     listener = listen("127.0.0.1", 0)
     count = -(-ranks // ranks_per_link) if ranks_per_link else 1
     relays = [Relay(listener, partial(ClientLink, f"bench/{os.getpid()}/{number}")) for number in range(count)]
+    for relay in relays:
+        relay.max_files = ranks + 1
     tasks = []
     for number in range(0, count, _WINDOW):
         some = relays[number : number + _WINDOW]
