@@ -15,10 +15,9 @@ import os
 import sys
 from functools import partial
 
+from bench.server_process import die_with_parent
 from tcpstore_async.relay.core import LINKED, Relay
 from tcpstore_async.relay.upstream import Upstream
-
-from bench.server_process import die_with_parent
 from tcpstore_async.server.listen_socket import CONNECTION_ERRORS, listen, raise_file_limit
 from tcpstore_async.serving import run_loop, tune_gc
 from tcpstore_async.session.link_client import ClientLink

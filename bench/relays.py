@@ -10,6 +10,7 @@ Invariant: what is compared alternates in one run; CPU is the server's alone, th
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -17,10 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+from bench import builds
+
+if __name__ == "__main__":
+    builds.use()  # before the package is imported
+
 from bench.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
 from bench.workloads import BARRIERS, WINDOW, Measured, TestBed, generators
 from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
 from tcpstore_async.load.workers import worker_pool
+from tcpstore_async.serving import build
 
 LIMIT = 600.0
 LARGEST_DIRECT = 19_000
@@ -73,8 +80,6 @@ def start_and_barriers(host: Host, way: Way, ranks: int) -> dict[str, Measured]:
 
 def connections(server: Server) -> int:
     """Return the open files of the server's process, nearly all of them connections."""
-    import os
-
     return len(os.listdir(f"/proc/{server.pid}/fd"))
 
 
@@ -198,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of `many`; the others have at least five")
     parsed = parser.parse_args(arguments)
     parts = parsed.part or PARTS
+    print(f"{build()} build")
     with hosting("libuv") as host:
         if "many" in parts:
             many(host, parsed.ranks, parsed.rounds)

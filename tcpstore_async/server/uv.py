@@ -106,7 +106,8 @@ class Connection(Transport):
             return True
         value = session.large_value()
         if value is None:
-            size = _READ if session.partial is None else _READ_ON
+            partial = session.partial
+            size = _READ if partial is None or partial.endless else _READ_ON
             chunk = _read(self.fd, size)
             if chunk:
                 session.receive(chunk)

@@ -274,6 +274,7 @@ class _LinkInput(PartialRequest):
     def __init__(self, link: "ServerLink", carrier: ServerSession) -> None:
         self.at = 0
         self.items = []
+        self.endless = True
         self.link: ServerLink | None = link
         """None once the link goes on elsewhere, or has ended."""
         self.carrier = carrier

@@ -53,6 +53,8 @@ class PartialRequest:
     """Where the unused bytes begin in the data that was last decoded."""
     items: list[Any]
     """The fields, or items of the list, that have been decoded."""
+    endless: bool = False
+    """Whether it has no end: what arrives next may be short."""
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         """As `RequestCodec.decode`, going on from here."""
