@@ -23,8 +23,9 @@ from bench import builds
 if __name__ == "__main__":
     builds.use()  # before the package is imported
 
+from bench.in_memory import BARRIERS
 from bench.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
-from bench.workloads import BARRIERS, WINDOW, Measured, TestBed, generators
+from bench.workloads import WINDOW, Measured, TestBed, generators
 from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
 from tcpstore_async.load.workers import worker_pool
 from tcpstore_async.serving import build
