@@ -34,6 +34,12 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[t
 )
 @listen_options
 @grace_option
+@click.option(
+    "--owner-fd",
+    type=click.IntRange(0),
+    metavar="FD",
+    help="Exit when the other end of this inherited pipe is closed (internal).",
+)
 def relay_command(
     upstream: list[tuple[str, int]],
     host: str,
@@ -41,6 +47,7 @@ def relay_command(
     listen_fd: int | None,
     port_file: Path | None,
     grace: float,
+    owner_fd: int | None,
 ) -> None:
     """Serve the ranks of this host over one connection to the server.
 
@@ -67,6 +74,6 @@ def relay_command(
             print_json({**event, "upstream": ",".join(servers), "build": build()})
 
     try:
-        run_loop(run(upstream, host, port, listen_fd, grace=grace, ready=announce))
+        run_loop(run(upstream, host, port, listen_fd, grace=grace, owner_fd=owner_fd, ready=announce))
     except DistError as error:
         raise click.ClickException(str(error)) from None

@@ -7,6 +7,7 @@ Invariant: when `relay` or `run` ends, in whatever way, the port is free and not
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -66,21 +67,34 @@ async def run(
     fd: int | None,
     *,
     grace: float,
+    owner_fd: int | None = None,
     ready: Callable[[Relay], None],
 ) -> None:
     """Relay until SIGTERM, after which ranks get up to `grace` seconds to leave, or SIGINT. For a process of its own.
 
-    `ready` is called once connections are accepted. Raises DistNetworkError if the address, or the socket `fd`, cannot
-    be had.
+    The end of the pipe `owner_fd` ends it, too: the process that started it holds the other end. `ready` is called once
+    connections are accepted. Raises DistNetworkError if the address, or the socket `fd`, cannot be had.
     """
     raise_file_limit()
     listener = listen(host, port) if fd is None else adopt(fd)
     log_short_backlog()
     signals = watch_signals()
+    if owner_fd is not None:
+        _end_with_owner(owner_fd, signals)
     async with relay(servers, listener=listener) as running:
         tune_gc()
         ready(running)
         await drain_when_told(signals, _drain(running, grace))
+
+
+def _end_with_owner(fd: int, signals: "asyncio.Queue[signal.Signals]") -> None:
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        loop.remove_reader(fd)
+        signals.put_nowait(signal.SIGINT)
+
+    loop.add_reader(fd, end)
 
 
 async def _drain(running: Relay, grace: float) -> None:
