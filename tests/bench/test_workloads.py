@@ -30,7 +30,7 @@ def host() -> Iterator[Host]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["uvloop", "libuv"])
+@pytest.mark.parametrize("server", ["uvloop", "libuv", pytest.param("relay", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_measures(host: Host, name: str, server: str) -> None:
     if server == "libuv":
