@@ -382,7 +382,7 @@ def start(point: Point, pattern: Pattern = NCCL2, seconds: float = 0.0) -> list[
         raise Impossible(f"one process plays all ranks, and one relay holds {RANKS_PER_RELAY:,}")
     plan, limit = _plan(pattern, point.size, point.limit + seconds)
     with (
-        point.host.running(point.server, new=True) as server,
+        point.host.running(point.server, ranks=others, new=True) as server,
         Connection(server.port, limit, name="rank 0's connection") as rank0,
     ):
         for action in (*plan.joining, *plan.first):
