@@ -36,6 +36,7 @@ from conformance.frames import (
     join,
     lease,
     lease_later,
+    link,
     meet,
     met,
     multi_set,
@@ -680,6 +681,19 @@ for _name, _before, _most in (
     _length(_name, _before, _most)
 
 
+# LINK: what follows it is in tests/properties/test_links.py
+
+
+@case()
+def link_needs_an_id_and_a_secret(s: Script) -> None:
+    version, name = (b"version", b"1"), (b"id", bytes(16))
+    s.peer("a").asks(link(version), CLOSED)
+    s.peer("b").asks(link(version, name), CLOSED)
+    s.peer("c").asks(link(version, name, (b"secret", bytes(15))), CLOSED)
+    s.peer("d").asks(wait(b"k") + link(version, name, (b"secret", bytes(16))), CLOSED)
+    s.peer("e", greet=False).asks(link(version, name, (b"secret", bytes(16))), CLOSED)
+
+
 # What PyTorch's server says to it, and what a stock client sees
 
 
@@ -695,6 +709,7 @@ def opcodes_close_on_pytorchs(s: Script) -> None:
     s.peer("h").asks(join(b"n", b"x"), i64(1), CLOSED)
     s.peer("i").asks(meet(b"r", b"x", 2, 2), NO_REPLY, CLOSED)
     s.peer("j").asks(attend(b"q", b"x"), state(*[0] * 6), CLOSED)
+    s.peer("k").asks(link(), CLOSED, CLOSED)
 
 
 @control()

@@ -19,6 +19,10 @@ def i64(number: int) -> bytes:
     return struct.pack("<q", number)
 
 
+def link(*items: tuple[bytes, bytes]) -> bytes:
+    return b"\x4c" + u64(len(items)) + b"".join(blob(name) + blob(value) for name, value in items)
+
+
 def set_(key: bytes, value: bytes) -> bytes:
     return b"\x01" + blob(key) + blob(value)
 

@@ -7,6 +7,7 @@ fails. What the extension does is not said to PyTorch's server; the control of i
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from conformance.cases import own_cases
 from conformance.divergences import MENDED
 from conformance.extension import control_cases, extension_cases
 from conformance.frames import CANCEL_FETCH, NOT_READY, check, fetch, get, introduce, wait_count
+from conformance.link_target import LinkTarget
 from conformance.nccl import nccl_cases
 from conformance.script import Script
 from conformance.targets import (
@@ -85,6 +87,22 @@ def test_engine_byte_by_byte(script: Script) -> None:
 def test_engine_in_random_pieces(script: Script) -> None:
     for number in range(6):
         target = EngineTarget(at_random(f"{script.name} {number}"), bulk=number % 2 == 1)
+        play(script, target)
+        target.finish()
+
+
+@every_on_the_engine
+def test_link(script: Script) -> None:
+    target = LinkTarget()
+    play(script, target)
+    target.finish()
+
+
+@every_on_the_engine
+def test_link_in_random_pieces_that_breaks(script: Script) -> None:
+    for number in range(2):
+        name = f"{script.name} {number}"
+        target = LinkTarget(at_random(name), random.Random(name))
         play(script, target)
         target.finish()
 

@@ -1,0 +1,629 @@
+"""The server's end of links."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from conformance.frames import (
+    CANCEL_WAIT,
+    add,
+    check,
+    get,
+    i64,
+    link,
+    multi_get,
+    multi_set,
+    ping,
+    pop,
+    push,
+    set_,
+    wait,
+)
+from conformance.link_target import LinkPeer, LinkTarget
+from conformance.script import Answer
+from support import HANDSHAKE, blob
+from tcpstore_async.errors import BudgetError, PeerError, ProtocolError
+from tcpstore_async.limits import MIB, Limits
+from tcpstore_async.session.budget import SESSION_BYTES
+from tcpstore_async.session.link_client import ClientLink
+from tcpstore_async.session.link_server import LINK_BYTES, LinkRegistry, ServerLink
+from tcpstore_async.session.server import Engine, ServerSession, Transport
+from tcpstore_async.wire.link import CREDIT_BYTES, WINDOW_BYTES
+
+ID, SECRET = bytes(range(16)), bytes(16)
+
+
+class Reply:
+    """The reply to a LINK, and the connection that sent it."""
+
+    def __init__(self, registry: LinkRegistry, frame: bytes) -> None:
+        self.session = ServerSession(registry.engine, None, "10.0.0.7", 1, 0.0)
+        self.session.receive(HANDSHAKE + frame)
+        out = b"".join(self.session.out)
+        self.session.out.clear()
+        self.session.unsent = 0
+        assert len(out) >= 8
+        size = int.from_bytes(out[:8], "little")
+        members = json.loads(out[8 : 8 + size])
+        self.status, self.taken, self.reason = members["status"], members["taken"], members["reason"]
+
+
+def ask(registry: LinkRegistry, **items: bytes) -> Reply:
+    given = {"version": b"1", "id": ID, "secret": SECRET, **items}
+    return Reply(registry, link(*[(name.encode(), value) for name, value in given.items()]))
+
+
+@pytest.fixture
+def registry() -> LinkRegistry:
+    return LinkRegistry(Engine(Limits(links=2, sessions=2)), "this server")
+
+
+@pytest.fixture
+def target() -> LinkTarget:
+    return LinkTarget()
+
+
+def greeted(target: LinkTarget, *names: str) -> None:
+    for name in names:
+        target.connect(name)
+        target.say(name, HANDSHAKE)
+
+
+def heard(target: LinkTarget, peer: str) -> bytes:
+    answer = target.hear(peer, Answer())
+    assert not answer.closed
+    return answer.data
+
+
+def server_end(target: LinkTarget) -> ServerLink:
+    return target.registry.links[target.link.identity]
+
+
+def batch(number: int, *frames: tuple[int, int, bytes]) -> bytes:
+    body = b"".join(struct.pack("<II", one, len(data) | kind << 24) + data for kind, one, data in frames)
+    return struct.pack("<IIQQ", len(body), 0, number, 0) + body
+
+
+OPEN = struct.pack("<H", 4711) + b"127.0.0.1"
+
+
+# LINK
+
+
+def test_more_links_than_allowed_are_refused(registry: LinkRegistry) -> None:
+    for number in range(2):
+        assert ask(registry, id=bytes([number] * 16)).status == "new"
+    reply = ask(registry, id=bytes([2] * 16))
+    assert (reply.status, "limit links" in reply.reason) == ("refused", True)
+    reply.session.receive(ping(b"pong"))
+    assert reply.session.out == [b"pong"]
+
+
+def test_more_sessions_than_allowed_are_refused(registry: LinkRegistry) -> None:
+    carrier = ask(registry).session
+    carrier.receive(batch(1, *[(1, number, OPEN) for number in range(1, 1001)]))
+    out = b"".join(carrier.out)
+    assert (registry.sessions, out.count(b"\1\0\0\2\2")) == (2, 998)
+    carrier.receive(batch(2, (0, 500, HANDSHAKE), (2, 1, b"\1"), (1, 2000, OPEN)))
+    assert registry.sessions == 2
+
+
+def test_a_version_that_the_server_does_not_know(registry: LinkRegistry) -> None:
+    assert ask(registry, version=b"2").status == "refused"
+    assert not registry.links
+
+
+def test_a_wrong_secret_changes_nothing(registry: LinkRegistry) -> None:
+    first = ask(registry)
+    assert ask(registry, secret=b"x" * 16).status == "refused"
+    assert ask(registry, secret=b"x" * 16, instance=b"this server", taken=b"0", told=b"0").status == "refused"
+    assert registry.links[ID].carrier is first.session
+
+
+@pytest.mark.parametrize(
+    ("instance", "taken", "told"),
+    [("another server", 0, 0), ("this server", 0, 2), ("this server", 2, 1), ("this server", 10**18 - 1, 1)],
+)
+def test_a_link_whose_ends_have_lost_what_they_took_is_not_resumed(
+    registry: LinkRegistry, instance: str, taken: int, told: int
+) -> None:
+    """And ends, with its sessions."""
+    carrier = ask(registry).session
+    carrier.receive(batch(1, (1, 1, OPEN)))
+    assert ask(registry, instance=instance.encode(), taken=b"%d" % taken, told=b"%d" % told).status == "unknown"
+    while registry.work():
+        pass
+    assert (registry.links, registry.sessions) == ({}, 0)
+    assert carrier in registry.engine.evicted
+
+
+def test_a_link_whose_client_has_forgotten_replies_is_not_resumed(registry: LinkRegistry) -> None:
+    carrier = ask(registry).session
+    carrier.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
+    carrier.receive(struct.pack("<IIQQ", 0, 1, 0, 1))  # batch 1 of the server has been taken
+    assert ask(registry, instance=b"this server", taken=b"0", told=b"1").status == "unknown"
+
+
+def test_a_link_that_is_unknown(registry: LinkRegistry) -> None:
+    assert ask(registry, instance=b"this server", taken=b"0", told=b"0").status == "unknown"
+
+
+@pytest.mark.parametrize("number", [b"", b"x", b"-1", b"1" * 19])
+def test_numbers_of_batches_that_are_none(registry: LinkRegistry, number: bytes) -> None:
+    ask(registry)
+    with pytest.raises(ProtocolError, match="wrong number"):
+        ask(registry, instance=b"this server", taken=number, told=b"0")
+    assert ID in registry.links
+
+
+def test_a_client_that_never_heard_of_its_link_begins_anew(registry: LinkRegistry) -> None:
+    first = ask(registry)
+    assert ask(registry).status == "new"
+    assert first.session in registry.engine.evicted
+    assert len(registry.links) == 1
+
+
+def test_a_link_takes_the_place_of_the_one_before(registry: LinkRegistry) -> None:
+    """Even if there are as many as allowed."""
+    ended: list[tuple[str, str]] = []
+    registry.on_end = lambda link, reason: ended.append((str(link), reason))
+    ask(registry, id=bytes([1] * 16))
+    ask(registry, place=b"node7:29400").session.receive(batch(1, (1, 1, OPEN)))
+    assert ask(registry, id=bytes([2] * 16), place=b"node7:29400").status == "new"
+    assert [*registry.links] == [bytes([1] * 16), bytes([2] * 16)]
+    assert ended == [("the link of node7:29400 from 10.0.0.7 with 1 sessions", "another link has taken its place")]
+    assert ask(registry, id=bytes([3] * 16), place=b"node7:29401").status == "refused"
+
+
+def test_a_link_within_a_link_is_refused(target: LinkTarget) -> None:
+    greeted(target, "a")
+    target.say("a", link((b"version", b"1"), (b"id", ID), (b"secret", SECRET)))
+    assert b"refused" in heard(target, "a")
+    target.say("a", ping(b"pong"))
+    assert heard(target, "a") == b"pong"
+
+
+def test_a_link_without_sessions_is_resumed() -> None:
+    """What its client has sent meanwhile is not lost."""
+    target = LinkTarget()
+    target.cut_off()
+    assert server_end(target).carrier is None
+    target.dial()
+    greeted(target, "a")
+    assert heard(target, "a") == b""
+
+
+# What must not be
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [(0, 2, b"x")],
+        [(0, 0, b"x")],
+        [(3, 2, bytes(4))],
+        [(3, 1, bytes(3))],
+        [(3, 1, b"\xff\xff\xff\xff")],
+        [(3, 1, b"\xff\xff\xff\x7f")],
+        [(3, 1, struct.pack("<I", 2**31 - CREDIT_BYTES))],
+        [(2, 2, b"\1")],
+        [(2, 1, b"")],
+        [(2, 1, b"\7")],
+        [(1, 1, OPEN)],
+        [(1, 0, OPEN)],
+        [(1, 2, b"\0\0")],
+        [(1, 2, bytes(257))],
+        [(4, 0, b"")],
+        [(6, 0, b"")],
+    ],
+    ids=str,
+)
+def test_frames_that_must_not_be_end_the_link(target: LinkTarget, frames: list[tuple[int, int, bytes]]) -> None:
+    """And nothing else."""
+    greeted(target, "a")
+    other = ask(target.registry).session
+    before = len(target.engine.budget.holders)
+    with pytest.raises(ProtocolError):
+        target.carrier.session.receive(batch(server_end(target).taken + 1, *frames))
+    target.carrier.close()
+    target.serve()
+    assert (list(target.registry.links), target.registry.sessions) == ([ID], 0)
+    assert len(target.engine.budget.holders) == before - 3
+    other.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
+    assert b"pong" in b"".join(other.out)
+
+
+def test_more_data_than_there_is_credit_for(target: LinkTarget) -> None:
+    greeted(target, "a")
+    target.say("a", set_(b"k", b"v" * 300_000) + get(b"k"))
+    heard(target, "a")
+    session = target.session("a")
+    session.receive(set_(b"k", b"v" * 300_000)[: CREDIT_BYTES - session.received])
+    with pytest.raises(ProtocolError, match="without credit"):
+        session.receive(bytes(CREDIT_BYTES + 1))
+
+
+def test_frames_after_the_end_of_the_link(target: LinkTarget) -> None:
+    target.link.close_link()
+    target.link.close_batch()
+    session = target.carrier.session
+    session.receive(target.link.out.pop())
+    with pytest.raises(ProtocolError, match="after the end"):
+        session.receive(batch(2, (1, 1, OPEN)))
+
+
+def test_what_is_opened_and_refused_is_counted() -> None:
+    """A peer that opens without end, and takes nothing, is one of those that the budget evicts."""
+    registry = LinkRegistry(Engine(Limits(sessions=0, budget_bytes=16 * MIB)), "this server")
+    carrier = ask(registry).session
+    memory = server_bytes = 0
+    with pytest.raises(PeerError):
+        for number in range(100_000):
+            first = 1000 * number
+            carrier.receive(batch(number + 1, *[(1, first + one, OPEN) for one in range(1, 1001)]))
+            carrier.out.clear()
+            carrier.unsent = 0
+            memory = max(memory, registry.links[ID].held_bytes())
+            server_bytes = registry.engine.budget.used()
+    assert 17 * memory > server_bytes - LINK_BYTES > 2 * MIB
+    assert registry.engine.budget.used() < MIB
+
+
+# Flow
+
+
+def test_a_rank_that_reads_nothing_stops_itself_only() -> None:
+    target = LinkTarget(reads=False)
+    greeted(target, "a", "b")
+    target.say("a", set_(b"k", b"v" * 100_000) + get(b"k") * 100)
+    assert len(heard(target, "a")) == CREDIT_BYTES
+    linked = target.session("a")
+    assert linked.session.stalled()
+    assert linked.session.unsent <= MIB + 100_008
+    assert server_end(target).held_bytes() == 0
+    target.say("a", add(b"n", 1))
+    target.say("b", add(b"n", 10))
+    assert heard(target, "b") == i64(10)
+    got = CREDIT_BYTES
+    target.reads = True
+    target.read("a")
+    got += len(heard(target, "a"))
+    assert got == 100 * 100_008 + 8
+    assert target.engine.keyspace.values[b"n"] == 11
+
+
+def test_bytes_for_a_session_that_is_held_back_are_appended() -> None:
+    """In single frames too: what waits is not copied for each."""
+    target = LinkTarget(reads=False)
+    greeted(target, "a")
+    target.say("a", set_(b"k", b"v" * 100_000) + get(b"k") * 20)
+    linked = target.session("a")
+    buffer = linked.session.input_buffer
+    assert linked.session.stalled()
+    for byte in ping(b"pong") * 1000:
+        linked.receive(bytes([byte]))
+    assert linked.session.input_buffer is buffer
+    assert target.engine.unfinished == linked.session.held > 5000
+    target.reads = True
+    target.read("a")
+    assert heard(target, "a").endswith(b"pong" * 1000)
+    assert target.engine.unfinished == 0
+
+
+def test_a_rank_that_ends_still_gets_its_replies() -> None:
+    target = LinkTarget(reads=False)
+    greeted(target, "a")
+    target.say("a", set_(b"k", b"v" * 100_000) + get(b"k") * 30 + add(b"n", 1))
+    target.half_close("a")
+    got = target.hear("a", Answer()).data
+    assert not target.peers["a"].is_closed
+    target.reads = True
+    target.read("a")
+    answer = target.hear("a", Answer())
+    assert answer.closed
+    assert len(got + answer.data) == 30 * 100_008 + 8
+    assert answer.data.endswith(i64(1))
+
+
+def test_an_error_lets_earlier_replies_out() -> None:
+    target = LinkTarget()
+    greeted(target, "a")
+    target.say("a", set_(b"k", b"v" * 100_000) + get(b"k") * 2 + ping(b"pong") + b"\xff")
+    assert target.hear("a", Answer()) == Answer(blob(b"v" * 100_000) * 2 + b"pong", closed=True)
+
+
+def test_a_window_that_is_full_of_one_rank_is_shared() -> None:
+    """Sessions send a piece each in rotation, when the link is free again."""
+    target = LinkTarget()
+    greeted(target, *"abcdefgh")
+    target.say("a", set_(b"k", b"v" * 250_000))
+    for name in "abcdefgh":
+        target.link.send(target.peers[name], get(b"k"))
+    target.link.close_batch()
+    carrier = target.carrier.session
+    carrier.receive(b"".join(target.link.out))
+    target.link.out.clear()
+    held = server_end(target).held_bytes()
+    assert WINDOW_BYTES <= held < WINDOW_BYTES + 70_000
+    credits = sorted(target.session(name).credit for name in "abcdefgh")
+    assert credits[-1] - credits[0] <= 32 * 1024
+    target.exchange()
+    assert all(heard(target, name) == blob(b"v" * 250_000) for name in "abcdefgh")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_commands_with_as_many_keys_as_allowed(breaks: bool) -> None:
+    names = [b"%06d" % number for number in range(131_072)]
+    data = multi_set(*[(name, name) for name in names]) + check(*names) + multi_get(*names) + wait(*names[1:], b"x")
+    direct = Engine(Limits())
+    alone = ServerSession(direct, None, "h", 1, 0.0)
+    alone.receive(HANDSHAKE)
+    alone.receive(data)
+    while alone.stalled():
+        alone.unsent = 0
+        alone.receive(b"")
+    target = LinkTarget()
+    greeted(target, "a", "b")
+    if breaks:
+        credit = target.peers["a"].credit
+        target.link.send(target.peers["a"], data[:credit])
+        data = data[credit:]
+        target.link.close_batch()
+        target.cut_off()
+        target.dial()
+        target.exchange()
+    target.say("a", data)
+    same = heard(target, "a") == b"".join(alone.out)
+    assert same
+    target.say("b", set_(b"x", b""))
+    assert heard(target, "a") == b"\0"
+
+
+def test_work_is_asked_for_once(registry: LinkRegistry) -> None:
+    asked: list[None] = []
+    registry.on_work = lambda: asked.append(None)
+    carrier = ask(registry).session
+    assert len(asked) == 1
+    while registry.work():
+        pass
+    pairs = [(b"%06d" % number, b"") for number in range(1400)]
+    carrier.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + multi_set(*pairs))))
+    assert len(asked) == 2
+    assert registry.work()
+    assert len(asked) == 2
+
+
+# Breaking
+
+
+def test_an_item_is_not_offered_to_a_session_without_a_connection() -> None:
+    target = LinkTarget()
+    greeted(target, "a", "b")
+    target.say("a", wait(b"q"))
+    target.say("b", wait(b"q"))
+    target.cut_off()
+    other = ServerSession(target.engine, None, "h", 1, 0.0)
+    other.receive(HANDSHAKE + push(b"q", b"1") + push(b"q", b"2") + push(b"q", b"3"))
+    assert target.engine.keyspace.handoffs == {}
+    later = ServerSession(target.engine, None, "h", 1, 0.0)
+    later.receive(HANDSHAKE + pop(b"q"))
+    assert later.out
+    target.dial()
+    target.exchange()
+    assert target.engine.keyspace.handoffs == {b"q": 2}
+    assert heard(target, "a") == heard(target, "b") == b"\0"
+
+
+def test_offers_are_made_in_portions() -> None:
+    target = LinkTarget()
+    names = [str(number) for number in range(1500)]
+    for name in names:
+        target.link.open(target.peers.setdefault(name, LinkPeer(target)), "127.0.0.1", 1)
+        target.link.send(target.peers[name], HANDSHAKE + wait(b"q"))
+    target.exchange()
+    target.cut_off()
+    other = ServerSession(target.engine, None, "h", 1, 0.0)
+    other.receive(HANDSHAKE + push(b"q", b"") * 1500)
+    target.dial()
+    assert target.registry.work()
+    assert target.engine.keyspace.handoffs == {b"q": 1000}
+    target.exchange()
+    assert target.engine.keyspace.handoffs == {b"q": 1500}
+
+
+def test_a_suspended_link_ends_in_portions_after_the_grace_period() -> None:
+    target = LinkTarget()
+    for name in range(2500):
+        target.link.open(target.peers.setdefault(str(name), LinkPeer(target)), "127.0.0.1", 1)
+    target.exchange()
+    ended: list[str] = []
+    target.registry.on_end = lambda link, reason: ended.append(reason)
+    target.cut_off()
+    target.registry.tick(29.0)
+    assert target.registry.links
+    assert not target.registry.tick(30.0)
+    assert (target.registry.sessions, ended) == (2500, ["it was without a connection for 30 s"])
+    assert target.registry.work()
+    assert target.registry.sessions == 1500
+    target.serve()
+    assert target.registry.sessions == 0
+    assert target.engine.budget.others == 0
+    with pytest.raises(AssertionError):
+        target.dial()
+
+
+def test_keep_alive() -> None:
+    target = LinkTarget()
+    greeted(target, "a")
+    session = target.carrier.session
+    alive = struct.pack("<IIQQ", 0, 1, 0, server_end(target).taken)
+    for now, sent in ((1.0, alive), (2.0, b""), (5.0, b""), (6.0, alive), (7.0, b"")):
+        target.registry.tick(now)
+        assert b"".join(session.out) == sent
+        session.out.clear()
+        session.unsent = 0
+    target.link.acknowledge()
+    session.receive(target.link.out.pop())
+    target.registry.tick(21.0)
+    assert session not in target.engine.evicted
+    target.registry.tick(22.0)
+    assert "nothing received on a link for 15 s" in str(target.engine.evicted[session])
+    assert server_end(target).carrier is None
+    target.registry.tick(51.0)
+    assert target.registry.links
+    target.registry.tick(52.0)
+    assert not target.registry.links
+
+
+def test_what_a_suspended_link_is_given_is_kept_and_counted() -> None:
+    target = LinkTarget()
+    greeted(target, "a", "b")
+    target.say("a", wait(b"k"))
+    before = target.engine.budget.others
+    target.cut_off()
+    other = ServerSession(target.engine, None, "h", 1, 0.0)
+    other.receive(HANDSHAKE + set_(b"k", b""))
+    target.serve()
+    kept = server_end(target).held_bytes()
+    assert kept > 0
+    other.leave()
+    target.dial()
+    target.exchange()
+    assert heard(target, "a") == b"\0"
+    target.link.acknowledge()
+    target.exchange()
+    assert target.engine.budget.others == before
+
+
+# The budget
+
+
+def _fill(target: LinkTarget, name: str, count: int) -> None:
+    """Have a peer send so many bytes of a request that is not complete."""
+    target.say(name, set_(b"k" * 8, bytes(count))[:-1])
+
+
+def test_a_session_is_evicted_and_its_link_goes_on() -> None:
+    target = LinkTarget(engine=Engine(Limits(budget_bytes=40 * MIB)))
+    greeted(target, *"abcdef")
+    before = target.engine.budget.used()
+    target.say("a", multi_set(*[(b"%d" % number, bytes(8 * MIB)) for number in range(2)])[:-1])
+    for name in "bcd":
+        _fill(target, name, 7 * MIB)
+    assert target.peers["a"].is_closed
+    assert target.registry.sessions == 5
+    target.say("e", ping(b"pong"))
+    assert heard(target, "e") == b"pong"
+    for name in "bcd":
+        target.close(name)
+    target.connect("g")
+    target.link.acknowledge()
+    target.exchange()
+    assert target.engine.budget.used() == before - 3 * SESSION_BYTES
+    assert target.engine.unfinished == 0
+
+
+def test_a_session_that_is_evicted_in_the_middle_of_its_own_request() -> None:
+    target = LinkTarget(engine=Engine(Limits(budget_bytes=20 * MIB)))
+    greeted(target, "a", "b")
+    before = target.engine.budget.used()
+    target.say("a", multi_set(*[(b"%d" % number, bytes(8 * MIB)) for number in range(3)])[:-1])
+    assert target.peers["a"].is_closed
+    target.connect("c")
+    target.link.acknowledge()
+    target.exchange()
+    assert target.engine.budget.used() == before
+
+
+@pytest.mark.parametrize("whose", ["connection", "link"])
+def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) -> None:
+    """In the middle of a batch: it ends behind the frame that did it, and what is counted is what there is."""
+    target = LinkTarget(engine=Engine(Limits(budget_bytes=16 * MIB)))
+    greeted(target, "a", "b")
+    before = target.engine.budget.used()
+    link = server_end(target)
+    carrier = target.carrier.session
+    if whose == "connection":
+        carrier.keep_unsent([bytes(8 * MIB)], 0)
+    else:
+        link.kept.append(bytes(8 * MIB))
+        link.kept_bytes += 8 * MIB
+        link.number += 1
+        link._count()
+    target.link.send(target.peers["a"], set_(b"k", bytes(200_000)))
+    target.link.send(target.peers["b"], add(b"n", 1) + ping(b"pong"))
+    target.link.close_batch()
+    data = b"".join(target.link.out)
+    limit = target.engine.budget
+    limit.resize(limit.used() + 100_000)
+    with pytest.raises(BudgetError):
+        carrier.receive(data)
+        while carrier.stalled():
+            carrier.receive(b"")
+    limit.resize(16 * MIB)
+    assert link.carrier is None
+    target.carrier.close()
+    target.serve()
+    target.link.disconnect()
+    if whose == "link":
+        assert (target.registry.links, target.registry.sessions) == ({}, 0)
+        assert target.engine.budget.others == 0
+        return
+    target.dial()
+    target.exchange()
+    assert heard(target, "b") == i64(1) + b"pong"
+    assert len(target.engine.keyspace.values[b"k"]) == 200_008  # type: ignore[arg-type]
+    target.link.acknowledge()
+    target.exchange()
+    assert target.engine.budget.others == before
+
+
+# The end
+
+
+def test_a_server_that_is_about_to_stop(registry: LinkRegistry) -> None:
+    carrier = ask(registry).session
+    carrier.receive(batch(1, (1, 1, OPEN)))
+    suspended = ask(registry, id=bytes([1] * 16)).session
+    suspended.leave()
+    registry.go_away()
+    while registry.work():
+        pass
+    assert list(registry.links) == [ID]
+    assert b"".join(carrier.out).endswith(struct.pack("<II", 0, 4 << 24))
+    carrier.out.clear()
+    carrier.receive(batch(2, (1, 2, OPEN)))
+    assert struct.pack("<II", 2, 1 | 2 << 24) + b"\2" in b"".join(carrier.out)
+    assert ask(registry, id=bytes([2] * 16)).status == "refused"
+    carrier.out.clear()
+    registry.close_all()
+    assert b"".join(carrier.out).endswith(struct.pack("<II", 0, 1 | 2 << 24) + b"\1")
+    assert (registry.links, registry.sessions) == ({}, 0)
+
+
+def test_a_session_that_fails_is_the_only_one_to_go(target: LinkTarget) -> None:
+    greeted(target, "a", "b")
+    slot = target.engine.commands[12]
+    assert slot is not None
+
+    def fail() -> bool:
+        raise ZeroDivisionError
+
+    slot.call = fail
+    failed: list[Transport] = []
+    target.registry.on_failure = failed.append
+    target.say("a", CANCEL_WAIT)
+    assert failed == [target.session("a")]
+    failed[0].close()
+    target.say("b", ping(b"pong"))
+    assert heard(target, "b") == b"pong"
+    assert target.peers["a"].is_closed
+
+
+def test_a_client_that_does_not_know_the_replys_version() -> None:
+    client = ClientLink()
+    assert client.answered(b'{"status":"refused","reason":"no","more":[1]}').status == "refused"
+    assert not client.connected
