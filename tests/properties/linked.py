@@ -32,8 +32,9 @@ from tcpstore_async.session.link import LinkReply
 from tcpstore_async.session.link_client import ClientLink, Stream
 from tcpstore_async.session.link_server import LINK_BYTES, LinkRegistry, ServerLink
 from tcpstore_async.session.server import Engine, ServerSession, Transport
+from tcpstore_async.wire.link import CREDIT_BYTES
 
-from .fleet import HANDSHAKE, NAMES, WEIGHTS, Command, Connection, Difference, Fleet, Step, random_command
+from .fleet import HANDSHAKE, LARGE, NAMES, WEIGHTS, Command, Connection, Difference, Fleet, Step, random_command
 from .model import Closed
 
 INSTANCE = "the server"
@@ -106,6 +107,8 @@ class LinkedRank(Stream):
             raise Difference(f"a rank received {data[:100]!r} after {bytes(self.got[-100 - len(data) : -len(data)])!r}")
         if self.dozing:
             self.owed += len(data)
+            if self.owed > CREDIT_BYTES:
+                raise Difference(f"a rank was sent {self.owed} bytes that it had given no credit for")
         else:
             self.link.consume(self, len(data))
 
@@ -115,7 +118,9 @@ class LinkedRank(Stream):
     def closed(self) -> None:
         self.over = True
         connection = self.connection
-        if not self.leaving and connection is not None and connection.expected != self.got:
+        if self.leaving or connection is None or connection.expected == self.got:
+            return
+        if not connection.failed or len(self.got) < CREDIT_BYTES:  # there was no credit for the rest
             raise Difference(f"a rank received {self.got[-99:]!r} of {connection.expected[-99:]!r}")
 
     def read(self) -> None:
@@ -538,6 +543,8 @@ class LinkedFleet(Fleet):
                     self._do_resume(client, 0)
         for client in self.clients:
             for number, connection in client.connections.items():
+                if connection.rank.credit <= CREDIT_BYTES // 2 - 1 and not connection.rank.ended:
+                    raise Difference(f"rank {number} may send only {connection.rank.credit} bytes")
                 if connection.rank.got != connection.expected:
                     raise Difference(f"rank {number}: {connection.rank.got[-99:]!r} of {connection.expected[-99:]!r}")
 
@@ -579,38 +586,39 @@ STEPS = {
 }
 
 
-class Chosen:
-    """A run that a seed chooses."""
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        self.links = rng.choice([1, 1, 2, 3])
-        names = rng.sample(NAMES, rng.choice([1, 2, 3]))
-        weights = [weight * rng.choice([0, 0.1, 1, 3]) for weight in WEIGHTS.values()]
-        if rng.random() < 0.5:  # mostly about queues, whose items must not be lost
-            queues = {"wait": 30, "queue_push": 30, "queue_pop": 20, "lease_later": 20, "confirm": 5, "give_back": 3}
-            weights = [queues.get(kind, 0.5) for kind in WEIGHTS]
-        pool = [random_command(rng, names, kind) for kind in rng.choices(list(WEIGHTS), weights, k=120)]
-        troubles = [weight * rng.choice([0, 1, 1, 3]) for weight in STEPS.values()]
-        troubles[0], troubles[7], troubles[8] = 40, 20, 20
-        bytes_ = rng.choice([8, 60, 1000])
-        self.steps: list[Step] = []
-        for kind in rng.choices(list(STEPS), troubles, k=rng.choice([60, 150, 400])):
-            ranks = kind in ("send", "drip", "leave", "end", "doze", "read")
-            number = rng.randrange(self.links * (RANKS if ranks else 1))
-            commands: tuple[Command, ...] = ()
-            if kind in ("send", "drip", "chorus"):
-                commands = tuple(rng.choices(pool, k=rng.choice([1, 1, 1, 2, 4])))
-                if rng.random() < 0.01:
-                    commands = (*commands, Command("unknown"))
-            count = 0
-            if kind in ("up", "down"):
-                count = -1 if rng.random() < 0.5 else rng.randrange(1, bytes_)
-            elif kind == "send" and rng.random() < 0.2:
-                count = rng.randrange(30)
-            elif kind == "intrude":
-                count = rng.randrange(3)
-            self.steps.append((kind, number, commands, count))
+def chosen(seed: int) -> tuple[int, list[Step]]:
+    """Return the run that a seed chooses: the number of links, and the steps."""
+    rng = random.Random(seed)
+    links = rng.choice([1, 1, 2, 3])
+    names = rng.sample(NAMES, rng.choice([1, 2, 3]))
+    weights = [weight * rng.choice([0, 0.1, 1, 3]) for weight in WEIGHTS.values()]
+    if rng.random() < 0.5:  # mostly about queues, whose items must not be lost
+        queues = {"wait": 30, "queue_push": 30, "queue_pop": 20, "lease_later": 20, "confirm": 5, "give_back": 3}
+        weights = [queues.get(kind, 0.5) for kind in WEIGHTS]
+    pool = [random_command(rng, names, kind) for kind in rng.choices(list(WEIGHTS), weights, k=120)]
+    if rng.random() < 0.1:  # much to send, in both directions
+        pool[:30] = [Command("set", names[0], LARGE), Command("get", names[0]), Command("get", names[-1])] * 10
+    troubles = [weight * rng.choice([0, 1, 1, 3]) for weight in STEPS.values()]
+    troubles[0], troubles[7], troubles[8] = 40, 20, 20
+    bytes_ = rng.choice([8, 60, 1000])
+    steps: list[Step] = []
+    for kind in rng.choices(list(STEPS), troubles, k=rng.choice([60, 150, 400])):
+        ranks = kind in ("send", "drip", "leave", "end", "doze", "read")
+        number = rng.randrange(links * (RANKS if ranks else 1))
+        commands: tuple[Command, ...] = ()
+        if kind in ("send", "drip", "chorus"):
+            commands = tuple(rng.choices(pool, k=rng.choice([1, 1, 1, 2, 4])))
+            if rng.random() < 0.01:
+                commands = (*commands, Command("unknown"))
+        count = 0
+        if kind in ("up", "down"):
+            count = -1 if rng.random() < 0.5 else rng.randrange(1, bytes_)
+        elif kind == "send" and rng.random() < 0.2:
+            count = rng.randrange(30)
+        elif kind == "intrude":
+            count = rng.randrange(3)
+        steps.append((kind, number, commands, count))
+    return links, steps
 
 
 def run(links: int, steps: Sequence[Step], every: int = 20) -> LinkedFleet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from properties.fleet import Command, Difference, Step
-from properties.linked import RANKS, Chosen, LinkedFleet, fault, frames_of, run, shrink
+from properties.linked import RANKS, LinkedFleet, chosen, frames_of, run, shrink
 
 PORTION = 50
 
@@ -13,9 +13,12 @@ PORTION = 50
 @pytest.mark.parametrize("first", range(0, 6 * PORTION, PORTION))
 def test_chosen_runs_equal_the_model(first: int) -> None:
     for seed in range(first, first + PORTION):
-        chosen = Chosen(seed)
-        if (error := fault(chosen.links, chosen.steps)) is not None:
-            pytest.fail(f"seed {seed}: {error!r}\n{shrink(chosen.links, chosen.steps)}")
+        try:
+            run(*chosen(seed))
+        except Exception as error:
+            pytest.fail(
+                f"python tests/simulation/run.py --kind links --seed {seed}: {error!r}\n{shrink(*chosen(seed))}"
+            )
 
 
 PROGRAM: list[Step] = [
@@ -149,6 +152,6 @@ def test_the_fleet_notices_a_wrong_reply() -> None:
 
 def test_a_run_does_what_it_is_to_do() -> None:
     """Connections break and are resumed, in these runs, hundreds of times."""
-    fleets = [run(chosen.links, chosen.steps) for chosen in map(Chosen, range(50))]
+    fleets = [run(*chosen(seed)) for seed in range(50)]
     assert sum(fleet.done for fleet in fleets) > 3000
     assert sum(fleet.resumed for fleet in fleets) > 300

@@ -19,8 +19,11 @@ from tcpstore_async.keys import stored_key
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
 from tcpstore_async.rounds import Agent, Rounds
+from tcpstore_async.session import link_server
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
+from tcpstore_async.session.link import Link
+from tcpstore_async.session.link_server import LinkedSession, LinkRegistry, ServerLink
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.stores.tcp import TCPStore
@@ -28,7 +31,7 @@ from tcpstore_async.values import unpack
 from tcpstore_async.waiter_types import AWAITING_VALUE, IDLE, Counter, Handoff, SharedWait, Waiter
 
 Method = Callable[..., Any]
-Plant = tuple[type, str, Callable[[Method], Method]]
+Plant = tuple[Any, str, Callable[[Method], Method]]
 
 
 def _before(extra: Method) -> Callable[[Method], Method]:
@@ -334,10 +337,53 @@ HOGGED: dict[str, Plant] = {
 }
 
 
+# What links are for, for `links`
+
+
+def _forgets_last(link: ServerLink, carrier: ServerSession, taken: int) -> None:
+    link.taken = max(0, link.taken - 1)
+
+
+def _forgets_offers(link: ServerLink, most: int) -> bool:
+    link._passed.clear()
+    return True
+
+
+def _keeps_credit(linked: LinkedSession) -> None:
+    if linked.ended:
+        linked.close_if_done()
+
+
+def _needs_no_credit(linked: LinkedSession) -> None:
+    linked.credit = max(linked.credit, 1 << 20)
+
+
+LINKED: dict[str, Plant] = {
+    "a batch is taken twice": (ServerLink, "attach", _before(_forgets_last)),
+    "a batch is lost": (
+        ServerLink,
+        "attach",
+        _before(lambda link, carrier, taken: setattr(link, "taken", link.taken + 1)),
+    ),
+    "batches are not sent again": (Link, "connect", _after(lambda link, taken: link.out.clear())),
+    "an item is given to a session without a connection": (
+        ServerLink,
+        "pass_over",
+        _instead(lambda link, queue: False),
+    ),
+    "what a session was passed over for is not offered": (ServerLink, "offer_some", _instead(_forgets_offers)),
+    "credit is not returned": (LinkedSession, "_settle", _instead(_keeps_credit)),
+    "replies need no credit": (LinkedSession, "flush", _before(_needs_no_credit)),
+    "sessions outlive their link": (LinkRegistry, "end_later", _instead(lambda registry, link: None)),
+    "frames are not counted": (ServerLink, "_count", _instead(lambda link: None)),
+    "any secret will do": (link_server, "compare_digest", _instead(lambda known, given: True)),
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The package with this defect."""
-    owner, method, plant = (PLANTED.get(name) or HOGGED.get(name) or REAL[name])[:3]
+    owner, method, plant = (PLANTED.get(name) or HOGGED.get(name) or LINKED.get(name) or REAL[name])[:3]
     real = getattr(owner, method)
     setattr(owner, method, plant(real))
     try:

@@ -4,6 +4,7 @@
     python tests/simulation/run.py --kind real --schedules 10000    the real clients on a stage
     python tests/simulation/run.py --kind hogs --schedules 1000     peers that want all the memory there is
     python tests/simulation/run.py --kind proxied --schedules 1000  and real servers, through a proxy
+    python tests/simulation/run.py --kind links --schedules 10000   sessions on links that break
     python tests/simulation/run.py --kind real --seed 4711          one of them: what happens, and what is wrong
     python tests/simulation/run.py --plant "a waiter is not fired"  with a defect, to see how soon it is found
 
@@ -22,9 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from properties import linked
 from simulation import real
 from simulation.hogs import perform as perform_hogs
-from simulation.planted import PLANTED, REAL, planted
+from simulation.planted import LINKED, PLANTED, REAL, planted
 from simulation.proxied import perform as perform_proxied
 from simulation.schedule import chosen, fault, run, shrink
 from simulation.stage import Choices
@@ -32,7 +34,7 @@ from support import tcpstore_server
 from tcpstore_async.serving import build
 
 Failure = tuple[int, str]
-PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20}
+PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20, "links": 100}
 """Seeds that a process runs before it reports."""
 
 
@@ -50,6 +52,8 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
                     moves += perform_hogs(seed)
                 elif kind == "real":
                     moves += real.perform(Choices([], seed)).moved
+                elif kind == "links":
+                    moves += linked.run(*linked.chosen(seed)).broken
                 else:
                     moves += run(chosen(seed)).done
             except Exception as error:  # the package's own, too
@@ -64,6 +68,8 @@ def explain(kind: str, seed: int) -> int:
         return 0
     if kind == "real":
         return explain_real(seed)
+    if kind == "links":
+        return explain_links(seed)
     schedule = chosen(seed)
     wrong = fault(schedule)
     if wrong is None:
@@ -73,6 +79,19 @@ def explain(kind: str, seed: int) -> int:
         print(f"seed {seed}: {wrong!r}\ncut down: {fault(schedule)!r}")
     print(f"{schedule.clients} clients, soft limit {schedule.soft}, pipelines {schedule.pipelines:b}")
     for step in schedule.steps:
+        print(f"    {step!r},")
+    return wrong is not None
+
+
+def explain_links(seed: int) -> int:
+    links, steps = linked.chosen(seed)
+    wrong = linked.fault(links, steps)
+    print(f"seed {seed}: {'nothing is wrong' if wrong is None else repr(wrong)}")
+    if wrong is not None:
+        steps = linked.shrink(links, steps)
+        print(f"cut down: {linked.fault(links, steps)!r}")
+    print(f"{links} links")
+    for step in steps:
         print(f"    {step!r},")
     return wrong is not None
 
@@ -113,7 +132,9 @@ def many(kind: str, first: int, count: int, jobs: int, most: int) -> int:
             if len(failures) >= most:
                 break
     seconds = time.monotonic() - began
-    what = {"sessions": "commands", "real": "moves", "hogs": "peers removed", "proxied": "connections cut"}[kind]
+    what = {"sessions": "commands", "real": "moves", "hogs": "peers removed", "proxied": "connections cut"}.get(
+        kind, "links broken"
+    )
     print(
         f"{done:,} schedules, {moves:,} {what}, {len(failures)} findings; "
         f"{build()} build, {jobs} processes, {seconds:,.0f} s"
@@ -131,9 +152,13 @@ def find(name: str, most: int) -> int:
     """How soon a planted defect is found; the status to exit with."""
     with planted(name):
         for seed in range(most):
-            wrong = real.fault([], seed) if name in REAL else fault(chosen(seed))
+            if name in LINKED:
+                wrong = linked.fault(*linked.chosen(seed))
+            else:
+                wrong = real.fault([], seed) if name in REAL else fault(chosen(seed))
             if wrong is not None and (name not in REAL or REAL[name].finding in str(wrong)):
-                return 0 * explain("real" if name in REAL else "sessions", seed)
+                kind = "real" if name in REAL else "links" if name in LINKED else "sessions"
+                return 0 * explain(kind, seed)
     print(f"not found in {most:,} schedules")
     return 1
 
@@ -146,7 +171,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--most", type=int, default=10, help="findings after which it ends")
     parser.add_argument("--seed", type=int, help="this one only, in full")
-    parser.add_argument("--plant", choices=[*PLANTED, *REAL], help="put in a defect, and look how soon it is found")
+    parser.add_argument(
+        "--plant", choices=[*PLANTED, *REAL, *LINKED], help="put in a defect, and look how soon it is found"
+    )
     given = parser.parse_args()
     if given.plant:
         return find(given.plant, given.schedules)
