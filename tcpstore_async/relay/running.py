@@ -10,9 +10,10 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from ..errors import DistNetworkError
 from ..server.fork_safety import close_on_fork, closed_in_children
@@ -24,8 +25,10 @@ from .upstream import Upstream
 
 log = logging.getLogger("tcpstore_async.server")
 
-_BOOT: str = "/proc/sys/kernel/random/boot_id"
-_NETWORK: str = "/proc/self/ns/net"
+_CANCEL_SECONDS: Final = 0.05
+
+_BOOT: Final = "/proc/sys/kernel/random/boot_id"
+_NETWORK: Final = "/proc/self/ns/net"
 
 
 @asynccontextmanager
@@ -54,10 +57,9 @@ async def relay(
         finally:
             running.stop()
             upstream.close()
-            if connecting is not None:
-                connecting.cancel()
-                with suppress(asyncio.CancelledError):
-                    await connecting
+            while connecting is not None and not connecting.done():
+                connecting.cancel()  # `asyncio.wait_for` may miss it when an attempt fails just then
+                await asyncio.wait([connecting], timeout=_CANCEL_SECONDS)
 
 
 async def run(
