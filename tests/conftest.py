@@ -36,7 +36,7 @@ def pytest_configure() -> None:
 QUICK = ("unit", "conformance", "properties", "fuzz", "contract")
 """Folders that come first: bytes and meaning, mostly in memory."""
 
-LONGEST = ("pytorch", "interop", "faults", "client", "server", "bench")
+LONGEST = ("pytorch", "interop", "faults", "client", "relay", "server", "bench")
 """Folders that come next, those with the longest files first: at the end one of them would keep one processor busy."""
 
 SLOW = (
@@ -44,6 +44,7 @@ SLOW = (
     *("unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
     *("client/test_joins.py", "client/test_load.py", "client/test_load_replay.py", "client/test_master.py"),
     "client/test_signals.py",
+    *("relay/test_conformance.py", "relay/test_without_links.py"),
     *("server/test_server_process.py", "server/test_server_forks.py", "server/test_server_master.py"),
     *("server/test_server_log.py", "server/test_server_threaded.py", "simulation/test_proxied.py"),
     *("test_builds.py", "test_demo.py", "test_examples.py", "test_install.py", "test_tutorial.py"),
@@ -61,7 +62,18 @@ the same code.
 TORCH_SERVERS = {"libuv", "legacy", "torch-libuv"}
 """Parameters that stand for PyTorch's servers."""
 
-COMPILED = ("unit", "conformance", "properties", "fuzz", "contract", "client", "server", "simulation", "faults")
+COMPILED = (
+    "unit",
+    "conformance",
+    "properties",
+    "fuzz",
+    "contract",
+    "client",
+    "server",
+    "relay",
+    "simulation",
+    "faults",
+)
 """Folders of what compiling can change."""
 
 NOT_COMPILED = (
@@ -69,6 +81,7 @@ NOT_COMPILED = (
     *("contract/test_table.py", "faults/test_fault_file_store.py", "faults/test_fault_owner.py"),
     *("faults/test_fault_process.py", "client/test_connecting.py", "client/test_master.py"),
     *("server/test_server_process.py", "server/test_server_master.py", "simulation/test_proxied.py"),
+    "relay/test_without_links.py",
 )
 """Of these folders, what tries code that is never compiled, or processes."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support import Server, tcpstore_server, torch_server
+from support import Server, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async.server.backends import BACKENDS
 from versions import VERSION, methods, needs, timeout_message
 
@@ -26,15 +26,23 @@ NAMES += ["\u00fc", "key \u00fc\U0001f600", *(f"key {i}" for i in range(3000))]
 """What the tests write, for a client that cannot list it."""
 
 
-@pytest.fixture(scope="module", params=[*BACKENDS, "PyTorch's"])
+@pytest.fixture(scope="module", params=[*BACKENDS, "PyTorch's", "relay", "relay to PyTorch's"])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    if request.param in BACKENDS:
-        with tcpstore_server("--backend", request.param) as server:
-            yield server.port
-            assert "closed the connection" not in server.log()
-    else:
+    if request.param == "PyTorch's":
         with torch_server() as found:
             yield found
+    elif request.param == "relay to PyTorch's":
+        with torch_server() as found, tcpstore_relay(found) as relay:
+            yield relay.port
+    else:
+        relayed = request.param == "relay"
+        with tcpstore_server("--backend", "uv" if relayed else request.param) as server:
+            if relayed:
+                with tcpstore_relay(server.port) as relay:
+                    yield relay.port
+            else:
+                yield server.port
+            assert "closed the connection" not in server.log()
 
 
 @pytest.fixture(params=BACKENDS)
