@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 CLIENT = [
     *(ROOT / "tcpstore_async" / "client").glob("*.py"),
     ROOT / "tcpstore_async" / "session" / "client.py",
+    ROOT / "tcpstore_async" / "session" / "link_client.py",
 ]
 """Where requests are made."""
 

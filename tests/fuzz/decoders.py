@@ -46,7 +46,12 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
 def _fields(command: Command, count: int) -> tuple[Any, ...]:
     keys, values = [b"/k"] * count, [(b"/k", pack(b"v"))] * count
     by_method: dict[str, tuple[Any, ...]] = {"check": (keys,), "wait": (keys,), "multi_get": (keys,)}
-    by_method |= {"multi_set": (values,), "introduce": (values,), "compare_set": (b"/k", pack(b""), pack(b"v"))}
+    by_method |= {
+        "multi_set": (values,),
+        "introduce": (values,),
+        "link": (values,),
+        "compare_set": (b"/k", pack(b""), pack(b"v")),
+    }
     by_method |= dict.fromkeys(("set", "append", "queue_push", "join"), (b"/k", pack(b"v")))
     by_method |= {"meet": (b"/k", pack(b"a"), 1, 2, -1), "attend": (b"/k", pack(b"a"), 1, 5)}
     return by_method.get(command.method) or _FIELDS[type(command.request).__name__]
