@@ -204,8 +204,8 @@ COMMANDS: Final = (
             "the connection for other numbers."),
     Command(0x4C, "LINK",         ITEMS,           VALUE,           "link",      SESSION | EXTENSION,
             "Makes the connection a link, or goes on with a link whose connection broke. The items and the reply, which"
-            " is JSON, are specified in [links.md](links.md), as is everything that follows if the reply says `new` or `resumed`."
-            " After any other reply the connection is as before."),
+            " is JSON, are specified in [links.md](links.md), as is everything that follows if the reply says `new` or"
+            " `resumed`. After any other reply the connection is as before."),
 )  # fmt: skip
 
 
