@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,11 +59,11 @@ class Server:
 
 
 @contextmanager
-def _listening(arguments: list[str], env: dict[str, str] | None) -> Iterator[Server]:
-    """Run a command that prints its port when it is ready."""
+def _listening(arguments: list[str], env: dict[str, str] | None, prefix: Sequence[str] = ()) -> Iterator[Server]:
+    """Run a command, perhaps by another one such as prlimit, that prints its port when it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        command = [sys.executable, "-m", "tcpstore_async", *arguments]
+        command = [*prefix, sys.executable, "-m", "tcpstore_async", *arguments]
         with log.open("wb") as errors:
             # The working directory must not be the checkout, whose plain sources would hide a compiled build.
             process = subprocess.Popen(
@@ -90,11 +90,15 @@ def tcpstore_server(*options: str, env: dict[str, str] | None = None) -> Iterato
 
 @contextmanager
 def tcpstore_relay(
-    upstream: int | str, *options: str, port: int = 0, env: dict[str, str] | None = None
+    upstream: int | str,
+    *options: str,
+    port: int = 0,
+    env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[Server]:
     """`tcpstore relay` in front of a server, by its port or URL; killed at the end if the test has not stopped it."""
     url = f"tcp://127.0.0.1:{upstream}" if isinstance(upstream, int) else upstream
-    with _listening(["relay", "--upstream", url, "--port", str(port), *options], env) as relay:
+    with _listening(["relay", "--upstream", url, "--port", str(port), *options], env, prefix) as relay:
         yield relay
 
 

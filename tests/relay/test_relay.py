@@ -192,3 +192,31 @@ def test_the_port_file(server: Server, tmp_path: Path) -> None:
         assert (tmp_path / "port").read_text() == f"{relay.port}\n"
         relay.stop()
     assert gone(relay.process.pid)
+
+
+def test_ranks_beyond_the_limit_of_files_are_rejected(server: Server) -> None:
+    """And others are served on; when one leaves, there is a place for another."""
+    with tcpstore_relay(server.port, prefix=("prlimit", "--nofile=120:120")) as relay:
+        ranks = []
+        while True:
+            rank = RawPeer(relay.port)
+            ranks.append(rank)
+            try:
+                rank.ping()
+            except (EOFError, ConnectionError):
+                break
+        assert 10 < len(ranks) < 120
+        until(lambda: "rejected 127.0.0.1" in relay.log(), "the relay has logged it")
+        for rank in ranks[:-1]:
+            rank.ping()
+        ranks[0].close()
+
+        def admitted() -> bool:
+            with RawPeer(relay.port) as another, suppress(EOFError, ConnectionError):
+                another.ping()
+                return True
+            return False
+
+        until(admitted, "there is a place for another")
+        for rank in ranks:
+            rank.close()
