@@ -287,6 +287,7 @@ class _DirectConnection(ForwardedConnection):
         super().__init__(upstream.connect)
         self.upstream = upstream
         self._starting: asyncio.Task[None] | None = None
+        self._over = False
 
     def start(self, fd: int) -> None:
         self._starting = asyncio.get_running_loop().create_task(self._start(socket.socket(fileno=fd)))
@@ -306,8 +307,9 @@ class _DirectConnection(ForwardedConnection):
         upstream.reconsider()
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
-        if not by_client:
+        if not by_client and not self.client.finished and not self._over:
             self.upstream.reconsider()
+        self._over = True
         super().lost(by_client, error)
         self._leave()
 
