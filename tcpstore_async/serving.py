@@ -72,12 +72,13 @@ async def run(
     backend: str,
     limits: Limits,
     grace: float,
+    link_grace: float,
     ready: "Callable[[Server], None]",
 ) -> None:
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 
-    `ready` is called once the server accepts connections. Raises DistNetworkError if the address, or the socket `fd`,
-    cannot be had.
+    The sessions of a link whose connection breaks are kept for `link_grace` seconds. `ready` is called once the server
+    accepts connections. Raises DistNetworkError if the address, or the socket `fd`, cannot be had.
     """
     raise_file_limit()
     listener = listen(host, port) if fd is None else adopt(fd)
@@ -85,6 +86,7 @@ async def run(
     signals = watch_signals()
     async with serve(listener=listener, limits=limits, backend=backend) as server:
         tune_gc()
+        server.links.grace = link_grace
         ready(server)
         await drain_when_told(signals, server.drain(grace))
 

@@ -12,12 +12,12 @@ import click
 
 from ..errors import DistError
 from ..limits import Limits
-from ..server.backends import BACKENDS, DEFAULT_BACKEND
+from ..server.backends import BACKENDS, DEFAULT_BACKEND, LINK_GRACE
 from ..serving import build, run, run_loop, serve_owner
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
-from .listen import grace_option, listen_options, write_atomically
+from .listen import grace_option, listen_options, parse_seconds, write_atomically
 from .output import print_json, stdout_is_closed
 from .record import record_command, replay
 from .relay import relay_command
@@ -77,6 +77,14 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
 )
 @grace_option
 @click.option(
+    "--link-grace",
+    default=LINK_GRACE,
+    show_default=True,
+    type=click.FloatRange(0, 1e9),
+    callback=parse_seconds,
+    help="Seconds for which the sessions of a link, such as a relay's, are kept when its connection breaks.",
+)
+@click.option(
     "--owner-pid",
     type=click.IntRange(1),
     metavar="PID",
@@ -103,6 +111,7 @@ def serve(
     listen_fd: int | None,
     port_file: Path | None,
     grace: float,
+    link_grace: float,
     owner_pid: int | None,
     control_fd: int | None,
     limits: Limits,
@@ -130,7 +139,10 @@ def serve(
         if owner_pid is not None and control_fd is not None and listen_fd is not None:
             serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
-        run_loop(run(host, port, listen_fd, backend=backend, limits=limits, grace=grace, ready=announce))
+        running = run(
+            host, port, listen_fd, backend=backend, limits=limits, grace=grace, link_grace=link_grace, ready=announce
+        )
+        run_loop(running)
     except DistError as error:
         raise click.ClickException(str(error)) from None
 

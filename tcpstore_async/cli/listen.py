@@ -11,7 +11,7 @@ import click
 from ..server.backends import DEFAULT_GRACE
 
 
-def _grace(ctx: click.Context, param: click.Parameter, number: float) -> float:
+def parse_seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
     if math.isnan(number):
         raise click.BadParameter("nan is not a number of seconds", ctx, param)
     return number
@@ -49,7 +49,7 @@ grace_option = click.option(
     default=DEFAULT_GRACE,
     show_default=True,
     type=click.FloatRange(0, 1e9),
-    callback=_grace,
+    callback=parse_seconds,
     help="Seconds that open connections get to finish after SIGTERM.",
 )
 

@@ -25,6 +25,7 @@ from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
 from ..session.link_server import LinkRegistry, ServerLink
 from ..session.server import Engine, ServerSession, Transport, latecomers
+from .backends import LINK_GRACE
 from .listen_socket import format_address, reserve_connections
 from .rate_limited_log import RateLimitedLog
 
@@ -65,7 +66,7 @@ class Server:
         self.engine: Engine = Engine(limits, session_bytes=session_bytes)
         instance = secrets.token_hex(8)
         self.engine.identify(identity(instance, backend))
-        self.links: LinkRegistry = LinkRegistry(self.engine, instance)
+        self.links: LinkRegistry = LinkRegistry(self.engine, instance, LINK_GRACE)
         self.links.on_work = self._schedule_links
         self.links.on_link = self._schedule_tick
         self.links.on_end = self._report_end

@@ -67,7 +67,7 @@ _MAX_HOSTS: Final = 64
 class LinkRegistry:
     """All links of one server."""
 
-    def __init__(self, engine: Engine, instance: str, grace: float = 30.0, keep_alive: float = 5.0) -> None:
+    def __init__(self, engine: Engine, instance: str, grace: float, keep_alive: float = 5.0) -> None:
         self.engine = engine
         self.instance = instance
         self.grace = grace

@@ -59,7 +59,7 @@ class LinkTarget:
     ) -> None:
         self.engine = engine or Engine(Limits())
         self.engine.identify(identity("an engine", "none"))
-        self.registry = LinkRegistry(self.engine, "an engine")
+        self.registry = LinkRegistry(self.engine, "an engine", 30.0)
         self.link = ClientLink()
         self.cut = cut
         self.breaks = breaks

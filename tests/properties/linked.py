@@ -187,7 +187,7 @@ class LinkedFleet(Fleet):
 
     def __init__(self, links: int, high_water: int = GIB) -> None:
         super().__init__(0, high_water)
-        self.registry = LinkRegistry(self.engine, INSTANCE)
+        self.registry = LinkRegistry(self.engine, INSTANCE, 30.0)
         self.clients = [Client(number) for number in range(links)]
         self.resumed = self.broken = 0
         self.former: list[dict[int, LinkedConnection]] = []

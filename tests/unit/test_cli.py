@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from support import LIMIT, RawPeer, blob, tcpstore_server
 from tcpstore_async.cli import main
 from tcpstore_async.cli.listen import write_atomically
 from tcpstore_async.serving import build
+from tcpstore_async.session.link_client import ClientLink
 
 COMMAND = [sys.executable, "-m", "tcpstore_async", "serve"]
 
@@ -251,6 +253,13 @@ def test_grace_period_expires() -> None:
         assert server.stop(signal.SIGTERM) == 0
         assert peer.closed()
         assert "that are still open after 0.2 s" in server.log()
+
+
+def test_sessions_of_a_broken_link_last_for_the_grace_period() -> None:
+    with tcpstore_server("--link-grace", "7.5") as server, RawPeer(server.port) as peer:
+        peer.send(ClientLink().request())
+        (size,) = struct.unpack("<Q", peer.read(8))
+        assert json.loads(peer.read(size))["grace"] == 7.5
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -58,7 +58,7 @@ def ask(registry: LinkRegistry, **items: bytes) -> Reply:
 
 @pytest.fixture
 def registry() -> LinkRegistry:
-    return LinkRegistry(Engine(Limits(links=2, sessions=2)), "this server")
+    return LinkRegistry(Engine(Limits(links=2, sessions=2)), "this server", 30.0)
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def test_frames_after_the_end_of_the_link(target: LinkTarget) -> None:
 
 def test_what_is_opened_and_refused_is_counted() -> None:
     """A peer that opens without end, and takes nothing, is one of those that the budget evicts."""
-    registry = LinkRegistry(Engine(Limits(sessions=0, budget_bytes=16 * MIB)), "this server")
+    registry = LinkRegistry(Engine(Limits(sessions=0, budget_bytes=16 * MIB)), "this server", 30.0)
     carrier = ask(registry).session
     memory = server_bytes = 0
     with pytest.raises(PeerError):
