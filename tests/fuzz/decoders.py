@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,16 @@ from typing import Any
 
 import msgspec
 
-from tcpstore_async.errors import DistStoreError, ProtocolError
+from tcpstore_async.errors import DistStoreError, PeerError, ProtocolError
+from tcpstore_async.limits import Limits
 from tcpstore_async.server.process import protocol
 from tcpstore_async.server.process.child import Owner
 from tcpstore_async.server.process.protocol import Event, LineReader
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import Identity, read_identity
+from tcpstore_async.session.link_client import ClientLink, Stream
+from tcpstore_async.session.link_server import LinkRegistry
+from tcpstore_async.session.server import Engine, ServerSession, Transport
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica
 from tcpstore_async.stores.file.store import FileStore
@@ -53,7 +58,7 @@ def _fields(command: Command, count: int) -> tuple[Any, ...]:
         "compare_set": (b"/k", pack(b""), pack(b"v")),
     }
     by_method |= dict.fromkeys(("set", "append", "queue_push", "join"), (b"/k", pack(b"v")))
-    by_method |= {"meet": (b"/k", pack(b"a"), 1, 2, -1), "attend": (b"/k", pack(b"a"), 1, 5)}
+    by_method |= {"link": (values,), "meet": (b"/k", pack(b"a"), 1, 2, -1), "attend": (b"/k", pack(b"a"), 1, 5)}
     return by_method.get(command.method) or _FIELDS[type(command.request).__name__]
 
 
@@ -208,11 +213,95 @@ def identity(raw: bytes) -> None:
         raise Broken("it is something else")
 
 
+# Batches, at both ends of a link
+
+
+class _Fuzzed(Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[object] = []
+
+    def received(self, data: bytes) -> None:
+        self.log.append(data)
+
+    def credited(self) -> None:
+        self.log.append(self.credit)
+
+    def closed(self) -> None:
+        self.log.append("closed")
+
+
+def link_client(data: bytes) -> None:
+    """However the bytes are cut, the same is delivered, or the same ProtocolError is raised."""
+    outcomes = []
+    for size in (max(1, len(data)), 1, 7):
+        link = ClientLink()
+        streams = [_Fuzzed() for _ in range(3)]
+        for stream in streams:
+            link.open(stream, "h", 1)
+        link.close_batch()
+        link.answered(b'{"status":"new","instance":"one"}')
+        error = ""
+        try:
+            for at in range(0, len(data), size):
+                link.receive(data[at : at + size])
+        except ProtocolError as refusal:
+            error = str(refusal)
+        outcomes.append((error, [stream.log for stream in streams], link.taken, link.kept_bytes, link.is_over))
+    if outcomes[1:] != outcomes[:-1]:
+        raise Broken(f"{outcomes}")
+
+
+def link_server(data: bytes) -> None:
+    """However the bytes are cut, the same is executed and sent; in the end nothing is held."""
+    outcomes = []
+    for size in (max(1, len(data)), 1, 11):
+        engine = Engine(Limits(sessions=3))
+        registry = LinkRegistry(engine, "one")
+        carrier = ServerSession(engine, None, "h", 1, 0.0)
+        items = {b"version": b"1", b"id": bytes(16), b"secret": bytes(16)}
+        registry.open(carrier, [(name, pack(text)) for name, text in items.items()])
+        link = registry.links[bytes(16)]
+        error = ""
+        try:
+            for at in range(0, len(data), size):
+                carrier.receive(data[at : at + size])
+                while carrier.stalled():
+                    carrier.receive(b"")
+        except PeerError as refusal:
+            error = str(refusal)
+        _flush(engine, registry)
+        carrier.leave()
+        sessions = sorted(link.sessions)
+        stored = sorted(engine.keyspace.values)
+        registry.tick(100.0)
+        _flush(engine, registry)
+        outcomes.append((error, link.taken, sessions, stored))
+        if engine.budget.others or engine.unfinished or registry.sessions or engine.keyspace.waiters:
+            raise Broken(f"{engine.budget.others} bytes are counted for nobody")
+    if outcomes[1:] != outcomes[:-1]:
+        raise Broken(f"{outcomes}")
+
+
+def _flush(engine: Engine, registry: LinkRegistry) -> None:
+    more = True
+    while more or engine.pending_flush:
+        while engine.pending_flush:
+            session = engine.pending_flush.pop()
+            if isinstance(session.owner, Transport):
+                session.owner.flush()
+                if session in engine.evicted:
+                    session.owner.close()
+        more = registry.work()
+
+
 DECODERS: dict[str, Callable[[bytes], None]] = {
     "client_session": client_session,
     "file_records": file_records,
     "control_messages": control_messages,
     "identity": identity,
+    "link_client": link_client,
+    "link_server": link_server,
 }
 
 
@@ -297,11 +386,45 @@ def _identity_seeds() -> dict[str, bytes]:
     }
 
 
+def _batch(number: int, *frames: tuple[int, int, bytes], acknowledged: int = 0) -> bytes:
+    body = b"".join(struct.pack("<II", session, len(one) | kind << 24) + one for kind, session, one in frames)
+    return struct.pack("<IIQQ", len(body), 0 if frames else 1, number, acknowledged) + body
+
+
+def _link_seeds() -> dict[str, bytes]:
+    same = struct.pack("<III", 2, 1, 2)
+    address = b"\7\0127.0.0.1"
+    hello = bytes.fromhex("00cef7853c")
+    opened = _batch(1, (1, 1, address), (1, 2, address), (5, 0, same + hello))
+    return {
+        "empty": b"",
+        "data": _batch(1, (0, 1, b"one"), (0, 2, b"two")) + _batch(2, (0, 3, b"three"), acknowledged=1),
+        "same": _batch(1, (5, 0, same + b"both")),
+        "same-of-none": _batch(1, (5, 0, bytes(4))),
+        "credit": _batch(1, (3, 1, b"\1\0\0\0"), (3, 2, b"\xff" * 4)),
+        "close": _batch(1, (2, 1, b"\1"), (0, 1, b"late"), (2, 0, b"\1")),
+        "away": _batch(1, (4, 0, b"")),
+        "unnumbered": _batch(0) + _batch(0, acknowledged=1),
+        "gap": _batch(2, (0, 1, b"x")),
+        "twice": _batch(1, (0, 1, b"x")) * 2,
+        "long": b"\xff" * 24,
+        "opened": opened,
+        "ping": opened + _batch(2, (0, 1, b"\x0dpong"), (0, 2, b"\x0dpo"), (0, 2, b"ng")),
+        "waiting": opened + _batch(2, (5, 0, same + b"\x06" + struct.pack("<QQ", 1, 1) + b"k"), (2, 1, b"\0")),
+        "set": opened + _batch(2, (0, 1, b"\x01" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 1) + b"v")),
+        "wrong": opened + _batch(2, (0, 1, b"\xff"), (0, 1, b"more"), (2, 1, b"\0")),
+        "many": _batch(1, *[(1, number, address) for number in range(1, 9)]) + _batch(2, (2, 0, b"\1")),
+        "unopened": opened + _batch(2, (0, 7, b"x")),
+    }
+
+
 SEEDS: dict[str, dict[str, bytes]] = {
     "client_session": _session_seeds(),
     "file_records": _file_seeds(),
     "control_messages": _line_seeds(),
     "identity": _identity_seeds(),
+    "link_client": _link_seeds(),
+    "link_server": _link_seeds(),
 }
 
 assert set(SEEDS) == set(DECODERS)
