@@ -257,7 +257,7 @@ def link_server(data: bytes) -> None:
     outcomes = []
     for size in (max(1, len(data)), 1, 11):
         engine = Engine(Limits(sessions=3))
-        registry = LinkRegistry(engine, "one")
+        registry = LinkRegistry(engine, "one", 30.0)
         carrier = ServerSession(engine, None, "h", 1, 0.0)
         items = {b"version": b"1", b"id": bytes(16), b"secret": bytes(16)}
         registry.open(carrier, [(name, pack(text)) for name, text in items.items()])
