@@ -13,6 +13,7 @@ budget, as the session's whose it is or as the link's own. Nothing here takes lo
 from collections import deque
 from collections.abc import Callable
 from hmac import compare_digest
+from itertools import islice
 from struct import Struct
 from typing import Any, Final
 
@@ -409,14 +410,15 @@ class ServerLink(Link):
     def offer_some(self, most: int) -> bool:
         """Offer items for which sessions were passed over, at most so many. Returns whether that is done."""
         keyspace = self.registry.engine.keyspace
-        while self._passed and self.carrier is not None:
-            queue = next(iter(self._passed))
+        for queue in list(islice(self._passed, most)):
+            if self.carrier is None:
+                return True
             while keyspace.offer(queue):
                 most -= 1
                 if most <= 0:
                     return False
             del self._passed[queue]
-        return True
+        return not self._passed
 
     def end(self, reason: str) -> None:
         """End the link, have its connection closed, and end its sessions soon."""
@@ -438,10 +440,9 @@ class ServerLink(Link):
 
     def close_some(self, most: int) -> bool:
         """Close sessions of a link that is over, at most so many. Returns whether that is done."""
-        sessions = self.sessions
-        for _ in range(min(most, len(sessions))):
-            next(iter(sessions.values())).close()
-        return not sessions
+        for linked in list(islice(self.sessions.values(), most)):
+            linked.close()
+        return not self.sessions
 
     def say_end(self) -> None:
         """Send CLOSE for the link, and end it; its connection stays."""

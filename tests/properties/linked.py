@@ -387,6 +387,7 @@ class LinkedFleet(Fleet):
         try:
             session.receive(chunk)
             while session.stalled():
+                carrier.flush()
                 session.receive(b"")
         except PeerError as error:
             raise Difference(f"a link was refused: {error!r}") from error

@@ -155,3 +155,15 @@ def test_a_run_does_what_it_is_to_do() -> None:
     fleets = [run(*chosen(seed)) for seed in range(50)]
     assert sum(fleet.done for fleet in fleets) > 3000
     assert sum(fleet.resumed for fleet in fleets) > 300
+
+
+@pytest.mark.parametrize("high_water", [0, 9, 300, 100_000])
+def test_a_rank_whose_requests_are_held_back(high_water: int) -> None:
+    """With one rank, what is held back is executed in the same order as if it were not."""
+    allowed = ("send", "drip", "end", "doze", "read", "up", "down", "break", "resume", "silence")
+    for seed in range(60):
+        fleet = LinkedFleet(1, high_water)
+        for kind, number, commands, count in chosen(seed)[1]:
+            if kind in allowed and number == 0:
+                fleet.apply((kind, number, commands, count))
+        fleet.finish()
