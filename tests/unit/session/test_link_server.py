@@ -627,3 +627,20 @@ def test_a_client_that_does_not_know_the_replys_version() -> None:
     client = ClientLink()
     assert client.answered(b'{"status":"refused","reason":"no","more":[1]}').status == "refused"
     assert not client.connected
+
+
+def test_closing_a_session_frees_no_connection() -> None:
+    """So it does not give way to one, though it has to send VALIDATE in time."""
+    target = LinkTarget(engine=Engine(Limits(), session_bytes=65 * 1024))
+    before = target.engine.budget.used()
+    target.registry.clock = lambda: 7.0
+    target.connect("a")
+    session = target.session("a").session
+    assert session.connected_at == 7.0
+    assert target.engine.oldest_unvalidated() is None
+    assert target.engine.overdue(36.0) is None
+    assert target.engine.overdue(37.0) is session
+    assert target.engine.budget.used() == before + SESSION_BYTES
+    assert target.registry.is_carrier(target.carrier.session)
+    assert not target.registry.is_carrier(session)
+    assert target.registry.all_sessions() == [session]
