@@ -30,7 +30,7 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[t
     required=True,
     metavar="URL[,URL...]",
     callback=_parse_urls,
-    help="Address of the server; of several, the first that can be reached is used.",
+    help="Address of the server; if several are given, the first reachable one is used.",
 )
 @listen_options
 @grace_option
@@ -52,11 +52,12 @@ def relay_command(
     """Serve the ranks of this host over one connection to the server.
 
     Ranks connect here as to any server. All of them share one connection to the server at --upstream, a link, which
-    may break and be resumed without their noticing; the relay itself keeps no keys. In front of a server that has no
-    links, PyTorch's for instance, each rank gets a connection of its own.
+    may break and be resumed without their noticing; the relay itself keeps no keys. In front of a server that does
+    not support links, such as PyTorch's, each rank gets a connection of its own.
 
-    The relay may start before its server: ranks wait until the server can be reached. When the server is lost for
-    longer than it keeps the link, or starts anew, the ranks' connections are closed.
+    The relay may start before its server: ranks wait until the server can be reached. If the relay loses its
+    connection for longer than the server keeps the link, or if the server restarts, the ranks' connections are
+    closed.
 
     Prints one line of JSON once it accepts connections. On SIGTERM, open connections get up to --grace seconds to
     finish; SIGINT stops at once.

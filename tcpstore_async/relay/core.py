@@ -380,8 +380,8 @@ class Relay:
                 if rank.moved_at < late:
                     self.log_limited(
                         "leaving",
-                        f"closed the connection from {format_address(rank.host, rank.port)}, which did not read its "
-                        f"last replies for {_CLOSING_SECONDS:g} s",
+                        f"closed the connection from {format_address(rank.host, rank.port)}, which made no progress "
+                        f"reading its last replies for {_CLOSING_SECONDS:g} s",
                     )
                     rank.close()
 
@@ -562,10 +562,10 @@ class Relay:
         try:
             link.receive(chunk)
         except ProtocolError as error:
-            self._break(f"the server violated the protocol of links: {error}")
+            self._break(f"the server violated the link protocol: {error}")
             return False
         except Exception as error:
-            log.exception("an internal error ends the link")
+            log.exception("ending the link after an internal error")
             self._break(f"internal error: {error!r}")
             return False
         if link.is_over:

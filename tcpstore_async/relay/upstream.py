@@ -112,7 +112,7 @@ class Upstream:
                     await self._go_without_links()
                     return True
                 return await self._hold(reply)
-        self.relay.log_limited("upstream", f"cannot connect to {'; '.join(causes)}; trying again")
+        self.relay.log_limited("upstream", f"cannot connect to {'; '.join(causes)}; retrying")
         return False
 
     def _candidates(self) -> list[tuple[str, int]]:
@@ -148,7 +148,7 @@ class Upstream:
             await loop.sock_sendall(peer, link.request(validate=False))
             raw = await _read_value(peer)
             if relay.link is not link:
-                raise _RefusedError("the link was given up meanwhile")
+                raise _RefusedError("the link was abandoned in the meantime")
             reply = link.answered(raw)
             if link.connected:
                 self._go_on(peer, server, reply)
@@ -159,13 +159,13 @@ class Upstream:
             if reply.status != UNKNOWN:
                 break
             self._check_that_link_may_end(server)
-            self._give_up("the server has started anew, or has ended the link")
-        raise ProtocolError(f"reply to LINK with status {reply.status!r}")
+            self._give_up("the server has restarted, or has ended the link")
+        raise ProtocolError(f"unexpected status {reply.status!r} in the reply to LINK")
 
     def _check_that_link_may_end(self, server: tuple[str, int]) -> None:
         """Raise _RefusedError if this server lacks the link because another one has it, which may come back."""
         if self._giving_up is not None and server != self._server:
-            raise _RefusedError(f"it does not know the link to {format_address(*self._server)}")
+            raise _RefusedError(f"it does not know the link established with {format_address(*self._server)}")
 
     # A link
 
@@ -176,7 +176,7 @@ class Upstream:
         self._grace = reply.grace
         self._over.clear()
         if reply.status == RESUMED:
-            self.relay.log_limited("resumed", f"the link to {format_address(*server)} goes on")
+            self.relay.log_limited("resumed", f"resumed the link to {format_address(*server)}")
         else:
             self._announce(f"linked to {format_address(*server)}")
         self.relay.connect(peer.fileno())
@@ -233,7 +233,9 @@ class Upstream:
         self._cancel_giving_up()
         relay = self.relay
         count = len(relay.link.streams)
-        log.warning("the link to %s is over: %s; closing %d connections", format_address(*self._server), reason, count)
+        log.warning(
+            "the link to %s has ended: %s; closing %d connections", format_address(*self._server), reason, count
+        )
         self._announced = ""
         relay.abandon_link()
 
@@ -248,9 +250,9 @@ class Upstream:
         """Give each rank a connection of its own, until the server may have been replaced."""
         relay = self.relay
         if relay.state == LINKED:
-            self._give_up("the server has been replaced by one without links")
+            self._give_up("the server has been replaced by one that does not support links")
         where = format_address(*self._server)
-        self._announce(f"{where} has no links: each rank gets a connection of its own")
+        self._announce(f"{where} does not support links: each rank gets a connection of its own")
         self._reconsider.clear()
         relay.go_direct()
         await self._reconsider.wait()
@@ -302,7 +304,7 @@ class _DirectConnection(ForwardedConnection):
     def failed(self, address: str, error: OSError) -> None:
         upstream = self.upstream
         upstream.relay.log_limited(
-            "direct", f"cannot connect {address} to {upstream.server_address()}, trying again: {_cause(error)}"
+            "direct", f"cannot connect {address} to {upstream.server_address()}, retrying: {_cause(error)}"
         )
         upstream.reconsider()
 
@@ -338,7 +340,7 @@ def _encode(request: Request) -> bytes:
 async def _read_value(peer: socket.socket) -> bytes:
     size: int = _U64.unpack(await _read_exactly(peer, 8))[0]
     if size > _MOST_REPLY:
-        raise ProtocolError(f"reply of {size} bytes")
+        raise ProtocolError(f"reply too long: {size} bytes")
     return await _read_exactly(peer, size)
 
 

@@ -266,7 +266,7 @@ class Link:
         start = at + FRAME_HEAD_BYTES
         left = self._left - FRAME_HEAD_BYTES - size
         if left < 0 or size > PIECE_BYTES:
-            raise ProtocolError(f"frame of {size} bytes exceeds its batch, or {PIECE_BYTES} bytes")
+            raise ProtocolError(f"frame of {size} bytes exceeds its batch or the maximum of {PIECE_BYTES} bytes")
         stop = start + size
         payload = data[start:stop]
         if kind == SAME:

@@ -118,7 +118,7 @@ class ClientLink(Link):
         try:
             reply = msgspec.json.decode(raw, type=LinkReply)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise ProtocolError(f"reply to LINK: {raw[:100]!r}") from None
+            raise ProtocolError(f"invalid reply to LINK: {raw[:100]!r}") from None
         self._rest = []
         self._rest_bytes = self._need = 0
         if reply.status == RESUMED and reply.instance != self.instance:
@@ -133,7 +133,7 @@ class ClientLink(Link):
     def open(self, stream: Stream, host: str, port: int) -> None:
         """Open a stream for a peer at this address."""
         if self._last == SESSION_MASK:
-            raise ProtocolError(f"a link has no more than {SESSION_MASK} streams")
+            raise ProtocolError(f"a link can open at most {SESSION_MASK} streams")
         self._last += 1
         stream.number = self._last
         self.streams[self._last] = stream

@@ -113,18 +113,18 @@ class LinkRegistry:
         said = {name: unpack(value) for name, value in items}
         identity, secret = said.get(b"id", b""), said.get(b"secret", b"")
         if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or carrier.state != IDLE:
-            raise ProtocolError("LINK without id and secret, or from a connection that waits")
+            raise ProtocolError("LINK without a valid id and secret, or from a connection with a pending wait")
         if isinstance(carrier.owner, LinkedSession):
             return self._reply(LINK_REFUSED, 0, "this connection is a session of a link")
         if said.get(b"version", b"") != b"%d" % VERSION:
-            return self._reply(LINK_REFUSED, 0, f"this server has version {VERSION} of links")
+            return self._reply(LINK_REFUSED, 0, f"this server speaks version {VERSION} of the link protocol")
         link = self.links.get(identity)
         if link is not None and not compare_digest(link.secret, secret):
             return self._reply(LINK_REFUSED, 0, "wrong secret")
         if said.get(b"instance"):
             return self._resume(carrier, link, said)
         if link is not None:
-            link.end("its client has begun anew")  # it never heard that the link exists
+            link.end("its client has started over")  # it never heard that the link exists
         if self.stopping:
             return self._reply(LINK_REFUSED, 0, "the server is stopping")
         place = said.get(b"place", b"")[:_MAX_TEXT]
@@ -132,7 +132,7 @@ class LinkRegistry:
         if other is not None:
             other.end("another link has taken its place")
         if len(self.links) >= self.engine.limits.links:
-            return self._reply(LINK_REFUSED, 0, f"there are {len(self.links)} links (limit links)")
+            return self._reply(LINK_REFUSED, 0, f"there are already {len(self.links)} links, the maximum (limit links)")
         link = self.links[identity] = ServerLink(self, identity, secret, place)
         if place:
             self.places[place] = link
@@ -146,9 +146,9 @@ class LinkRegistry:
         if link is None:
             return self._reply(UNKNOWN, 0)
         if said[b"instance"] != self.instance.encode() or not link.can_resume(taken, told):
-            link.end("its client has lost its state, or knows another server")
+            link.end("its client has lost its state, or refers to a different server")
             return self._reply(UNKNOWN, 0)
-        link.drop_carrier(ProtocolError("its link goes on with another connection"))
+        link.drop_carrier(ProtocolError("its link continues on another connection"))
         link.attach(carrier, taken)
         return self._reply(RESUMED, link.taken)
 
@@ -265,7 +265,7 @@ class LinkRegistry:
 def _number(said: dict[bytes, bytes], name: bytes) -> int:
     text = said.get(name, b"")
     if not text.isdigit() or len(text) > 18:
-        raise ProtocolError(f"LINK with a wrong number of batches {name!r}")
+        raise ProtocolError(f"LINK with an invalid batch count {name!r}")
     return int(text)
 
 

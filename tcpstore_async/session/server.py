@@ -564,7 +564,7 @@ class ServerSession(Holder):
         """Make the connection a link; see `session/link_server.py`."""
         open_link = self.engine.open_link
         if open_link is None:
-            raise ProtocolError("LINK to a server without links")
+            raise ProtocolError("LINK to a server that does not support links")
         return open_link(self, items)
 
     # Output

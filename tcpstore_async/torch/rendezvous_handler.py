@@ -200,7 +200,8 @@ class _Handler(RendezvousHandler):
         try:
             self._relay = RelayProcess(f"tcp://{format_address(address, port)}")
         except (OSError, errors.DistError) as error:
-            log.warning("no relay, the workers connect to the server at %s: %s", format_address(address, port), error)
+            where = format_address(address, port)
+            log.warning("could not start a relay (%s); the workers connect to the server at %s", error, where)
             return address, port
         return "127.0.0.1", self._relay.port
 
