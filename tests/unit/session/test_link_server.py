@@ -154,7 +154,7 @@ def test_a_link_that_is_unknown(registry: LinkRegistry) -> None:
 @pytest.mark.parametrize("number", [b"", b"x", b"-1", b"1" * 19])
 def test_numbers_of_batches_that_are_none(registry: LinkRegistry, number: bytes) -> None:
     ask(registry)
-    with pytest.raises(ProtocolError, match="wrong number"):
+    with pytest.raises(ProtocolError, match="invalid batch count"):
         ask(registry, instance=b"this server", taken=number, told=b"0")
     assert ID in registry.links
 
