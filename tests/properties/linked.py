@@ -190,6 +190,8 @@ class LinkedFleet(Fleet):
         self.registry = LinkRegistry(self.engine, INSTANCE, 30.0)
         self.clients = [Client(number) for number in range(links)]
         self.resumed = self.broken = 0
+        self.has_large = False
+        """Whether there may be replies that are sent in pieces."""
         self.former: list[dict[int, LinkedConnection]] = []
         """The sessions of links whose clients have begun anew."""
         for client in self.clients:
@@ -222,7 +224,8 @@ class LinkedFleet(Fleet):
             rank.leaving = True
             client.link.close(rank)
         elif kind == "end":
-            if not rank.ended:
+            # Behind a reply that does not fit, a session closes some frames later: the model cannot know when.
+            if not rank.ended and not self.has_large:
                 rank.ended = True
                 client.link.end(rank)
         elif kind == "doze":
@@ -241,6 +244,7 @@ class LinkedFleet(Fleet):
         for command in commands:
             rank.wire += command.frame
             rank.sent.append(command)
+            self.has_large = self.has_large or command.size > 30_000
         count = max(0, size - keep)
         chunk = bytes(rank.wire[:count])
         del rank.wire[:count]
