@@ -121,6 +121,7 @@ def test_a_quick_run_has_a_control_everywhere() -> None:
     runner = run(plan_of(servers=[], quick=True))
     assert sorted(one.server for one in runner.samples) == ["control", "threaded", "uvloop"]
     assert {(server, reason) for server, _, reason in endings(runner)} <= {
+        ("relay", "not part of a quick run"),
         ("libuv", "not part of a quick run"), ("legacy", "not part of a quick run"),
         ("libuv", "PyTorch is not installed"), ("legacy", "PyTorch is not installed"),
     }  # fmt: skip

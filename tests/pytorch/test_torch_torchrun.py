@@ -141,7 +141,7 @@ def test_a_killed_worker_restarts_the_round(job: Job, env: dict[str, str]) -> No
 
 @pytest.mark.parametrize("env", [{"TCPSTORE_RELAY": "1"}, {"TCPSTORE_RELAY": "1", "TCPSTORE_INSTALL": "1"}])
 def test_each_agent_runs_a_relay_for_its_workers(job: Job, env: dict[str, str]) -> None:
-    job.end(*[job.agent("fail", **env) for _ in range(2)])
+    job.end(*[job.agent("fail", workers="2", **env) for _ in range(2)])
     seen = job.seen()
     assert not any(one["stale"] for one in seen)
     assert len(seen) == 8

@@ -12,10 +12,9 @@ from conformance.targets import TORCH_SERVERS, Servers, SocketTarget, play, serv
 from conformance.test_vectors import SCRIPTS, STOCK
 from faults.fault_helpers import program
 from relay.relayed import OUR_SERVERS_BEHIND_RELAYS, RELAYS, RelayedTarget, Relays
-from tcpstore_async.server.backends import BACKENDS
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=["uv", pytest.param("threaded", marks=pytest.mark.exhaustive)])
 def backend(request: pytest.FixtureRequest) -> str:
     which: str = request.param
     if which == "threaded" and sys.platform != "linux":
