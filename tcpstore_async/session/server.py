@@ -308,8 +308,11 @@ class ServerSession(Holder):
                 if held:
                     self._count_held(0)  # executing the command may move what it holds to the store
                 result, stop = partial.decode(slot.call, chunk, at, end, limits)
-                if self.partial is partial:  # LINK replaces it
+                if self.partial is partial and not partial.endless:  # LINK replaces it
                     self.partial = None
+                if stop == 0 and result is partial:  # a link stopped early, within its first frame
+                    self._stall(chunk, 0)
+                    return
             if stop < 0:
                 self._suspend(result, chunk, at, -stop)
                 return

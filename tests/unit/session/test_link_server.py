@@ -644,3 +644,25 @@ def test_closing_a_session_frees_no_connection() -> None:
     assert target.registry.is_carrier(target.carrier.session)
     assert not target.registry.is_carrier(session)
     assert target.registry.all_sessions() == [session]
+
+
+def test_a_frame_for_many_sessions_is_handled_in_several_portions() -> None:
+    """More than two: the second one ends where it began, at the start of what is held back."""
+    registry = LinkRegistry(Engine(Limits()), "this server", 30.0)
+    carrier = ask(registry).session
+    count = 1024
+    numbers = range(1, count + 1)
+    carrier.receive(batch(1, *[(1, number, OPEN) for number in numbers]))
+    while carrier.stalled():
+        carrier.receive(b"")
+    request = HANDSHAKE + add(b"/" + b"k" * 500, 1)
+    sessions = struct.pack(f"<{count + 1}I", count, *numbers)
+    carrier.receive(batch(2, (5, 0, sessions + request)))
+    portions = 1
+    while carrier.stalled():
+        carrier.receive(b"")
+        portions += 1
+    assert portions > 3
+    assert registry.engine.keyspace.values[b"/" + b"k" * 500] == count
+    (link,) = registry.links.values()
+    assert link.taken == 2
