@@ -58,7 +58,12 @@ def bed(host: Host, way: Way, ranks: int) -> Iterator[TestBed]:
         ports = [relay.port for relay in server.relays]
         load = stack.enter_context(
             worker_pool(
-                "127.0.0.1", server.port, ranks - 1, generators=generators(ranks, len(cores)), ports=ports, cores=cores
+                "127.0.0.1",
+                server.port,
+                ranks - 1,
+                generators=generators(ranks, len(cores), len(ports)),
+                ports=ports,
+                cores=cores,
             )
         )
         yield TestBed(server, load, LIMIT)

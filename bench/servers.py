@@ -31,7 +31,7 @@ SERVERS = ("uvloop", "relay", "threaded", "libuv", "legacy", "control")
 RELAY = "relay"
 """Our server behind relays, with a link for every eight ranks, as hosts with eight GPUs have it."""
 RANKS_PER_LINK = 8
-RANKS_PER_RELAY = 12_288
+RANKS_PER_RELAY = 14_336
 """Most ranks of one relay process, which has many links here: it opens a file for each rank and two for each link."""
 PYTORCH = ("libuv", "legacy")
 REFERENCES = ("libuv", "legacy", "threaded")

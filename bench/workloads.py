@@ -191,9 +191,14 @@ def measured(took: Took, cpu: float) -> Measured:
     return Measured(took.wall, took.operations + took.background_operations, cpu, took.cpu, took.share, quantiles)
 
 
-def generators(connections: int, cores: int) -> int:
-    """Return how many processes make the load: one for each core, and enough for their limits on open files."""
-    return max(min(4, cores), -(-connections // _CONNECTIONS_PER_GENERATOR))
+def generators(connections: int, cores: int, relays: int = 0) -> int:
+    """Return how many processes make the load: one for each core, and enough for their limits on open files.
+
+    Several relays for many ranks have one each, so that ranks that share a link are active at the same time, as those
+    of a host are.
+    """
+    needed = -(-connections // _CONNECTIONS_PER_GENERATOR)
+    return max(min(4, cores), relays if needed > 1 else 1, needed)
 
 
 class Point(NamedTuple):
@@ -216,7 +221,8 @@ class Point(NamedTuple):
                 self.server, ranks=connections, busy=busy, silent_resolver=silent_resolver, new=new
             ) as server,
             worker_pool(
-                "127.0.0.1", server.port, connections, generators=generators(connections, len(cores)), source=source,
+                "127.0.0.1", server.port, connections, source=source,
+                generators=generators(connections, len(cores), len(server.relays)),
                 ports=[relay.port for relay in server.relays], cores=None if busy else cores,
             ) as load,
         ):  # fmt: skip

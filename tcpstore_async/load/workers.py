@@ -185,13 +185,13 @@ def worker_pool(
 ) -> Iterator[WorkerPool]:
     """Open `count` connections to a server from worker processes on these cores; close and end them with the context.
 
-    `ports`, those of relays, take the place of `port`: each gets as many connections. Raises LoadError.
+    `ports`, those of relays, take the place of `port`: each worker connects to some of them. Raises LoadError.
     """
     if not hasattr(select, "epoll"):
         raise LoadError("the load generator requires Linux (epoll)")
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(min(generators, count)):
+        for number in range(min(generators, count)):
             # In a session of its own: Ctrl-C is for the parent, which ends the worker.
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, _ROOT],
@@ -202,7 +202,7 @@ def worker_pool(
             processes.append(process)
             if cores:
                 os.sched_setaffinity(process.pid, cores)
-            _send_line(process.stdin, msgspec.json.encode([host, list(ports) or [port], source]))
+            _send_line(process.stdin, msgspec.json.encode([host, list(ports[number::generators]) or [port], source]))
         pool = WorkerPool(processes)
         pool.open(count)
         yield pool

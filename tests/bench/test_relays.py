@@ -33,7 +33,7 @@ def test_relays_are_a_way_of_the_scale_benchmark(host: Host, name: str) -> None:
 
 
 def test_one_process_plays_a_start(host: Host) -> None:
-    with pytest.raises(Impossible, match=r"one process plays all ranks, and one relay holds 12,288"):
+    with pytest.raises(Impossible, match=r"one process plays all ranks, and one relay holds 14,336"):
         SCENARIOS["start"].measure(Point(host, "relay", RANKS_PER_RELAY + 2, LIMIT))
 
 
