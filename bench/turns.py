@@ -32,7 +32,10 @@ if __name__ != "__mp_main__":  # a child process has the path of its parent
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import MAX_LEASES
 from tcpstore_async.limits import Limits
+from tcpstore_async.server.backends import LINK_GRACE
 from tcpstore_async.session.identity import build
+from tcpstore_async.session.link_client import ClientLink, Stream
+from tcpstore_async.session.link_server import LinkRegistry
 from tcpstore_async.session.server import PORTION, Engine, ServerSession
 from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
@@ -343,6 +346,42 @@ def silent_agents(loop: Loop) -> None:
     loop.send(frame("attend", b"/r", pack(b"000000"), 1, 1), peers[0])
 
 
+class _Stream(Stream):
+    """A rank that ignores its replies."""
+
+    def received(self, data: bytes) -> None:
+        pass
+
+    def credited(self) -> None:
+        pass
+
+    def closed(self) -> None:
+        pass
+
+
+def link_sessions(alike: bool) -> Case:
+    """Have 16,384 sessions on a link add, with the same request or with one of their own."""
+
+    def case(loop: Loop) -> None:
+        LinkRegistry(loop.engine, "", LINK_GRACE)
+        client = ClientLink()
+        loop.prepare(client.request(validate=False))
+        client.connect(0)
+        streams = [_Stream() for _ in range(16_384)]
+        for number, stream in enumerate(streams):
+            client.open(stream, "127.0.0.1", number)
+            client.send(stream, frame("validate", MAGIC))
+        client.close_batch()
+        loop.prepare(b"".join(client.out))
+        client.out.clear()
+        for number, stream in enumerate(streams):
+            client.send(stream, frame("add", b"/all" if alike else b"/%d" % number, 1))
+        client.close_batch()
+        loop.send(b"".join(client.out))
+
+    return case
+
+
 WAIT, FETCH, COUNT = frame("wait", [b"/k"]), frame("fetch", b"/k"), frame("wait_count", b"/k", 1)
 LATER = frame("lease_later", b"/k", 1)
 V = pack(b"7")
@@ -437,6 +476,7 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "CONFIRM": {"one of 4,096": leased(frame("confirm", 1))},
     "RETURN": {"one of 4,096": leased(frame("give_back", 1))},
+    "LINK": {"16,384 sessions add, each for itself": link_sessions(False), "the same at once": link_sessions(True)},
     "JOIN": {"100,000, and their counter is deleted": delete_joined},
     "LEAVE": {"": sending(frame("join", b"init/", pack(b"t")) + frame("depart"))},
     "MEET": {
