@@ -12,12 +12,12 @@ import click
 
 from ..errors import DistError
 from ..limits import Limits
-from ..server.backends import BACKENDS, DEFAULT_BACKEND, LINK_GRACE
+from ..server.backends import BACKENDS, DEFAULT_BACKEND
 from ..serving import build, run, run_loop, serve_owner
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
-from .listen import grace_option, listen_options, parse_seconds, write_atomically
+from .listen import grace_option, link_grace_option, listen_options, write_atomically
 from .output import print_json, stdout_is_closed
 from .record import record_command, replay
 from .relay import relay_command
@@ -76,14 +76,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     help="'uv' is event-driven; 'threaded', the legacy one, uses a thread per connection.",
 )
 @grace_option
-@click.option(
-    "--link-grace",
-    default=LINK_GRACE,
-    show_default=True,
-    type=click.FloatRange(0, 1e9),
-    callback=parse_seconds,
-    help="Seconds for which the sessions of a link, such as a relay's, are kept when its connection breaks.",
-)
+@link_grace_option
 @click.option(
     "--owner-pid",
     type=click.IntRange(1),

@@ -1,4 +1,4 @@
-"""The options of commands that listen: where, and the file that tells scripts the port."""
+"""The options of commands that listen: where, for how long after a signal, and the file that tells scripts the port."""
 
 import math
 import secrets
@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import click
 
-from ..server.backends import DEFAULT_GRACE
+from ..server.backends import DEFAULT_GRACE, LINK_GRACE
 
 
-def parse_seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
+def _seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
     if math.isnan(number):
         raise click.BadParameter("nan is not a number of seconds", ctx, param)
     return number
@@ -44,13 +44,17 @@ def listen_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-grace_option = click.option(
-    "--grace",
-    default=DEFAULT_GRACE,
-    show_default=True,
-    type=click.FloatRange(0, 1e9),
-    callback=parse_seconds,
-    help="Seconds that open connections get to finish after SIGTERM.",
+def _seconds_option(name: str, default: float, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(
+        name, default=default, show_default=True, type=click.FloatRange(0, 1e9), callback=_seconds, help=text
+    )
+
+
+grace_option = _seconds_option("--grace", DEFAULT_GRACE, "Seconds that open connections get to finish after SIGTERM.")
+link_grace_option = _seconds_option(
+    "--link-grace",
+    LINK_GRACE,
+    "Seconds for which the sessions of a link, such as a relay's, are kept when its connection breaks.",
 )
 
 
