@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import pytest
+
 from conformance.script import Answer, Deed, Script, in_order
 from support import LIMIT, RawPeer, resting
 from tcpstore_async.errors import PeerError
@@ -349,3 +351,17 @@ class SocketTarget:
             resting(self.threads_of)
         self.control.ping()
         self.executed = True
+
+
+def playable(backend: str) -> str:
+    """Return the backend, or skip the test where it cannot be told when such a server is done."""
+    if backend == "threaded" and sys.platform != "linux":
+        pytest.skip("when a server with threads is done is seen in /proc")
+    return backend
+
+
+def play_to_a_new_server(script: Script, running: Servers, *, torch: bool = False, threads: bool = False) -> None:
+    """Play a script to a server of its own, which has a thread for each connection if `threads`."""
+    port = running.start()
+    with SocketTarget(port, lambda: running.stop(port), running.process.pid if threads else None) as target:
+        play(script, target, torch=torch)

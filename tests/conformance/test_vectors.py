@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -25,10 +24,11 @@ from conformance.targets import (
     TORCH_SERVERS,
     EngineTarget,
     Servers,
-    SocketTarget,
     at_random,
     byte_by_byte,
     play,
+    play_to_a_new_server,
+    playable,
     servers,
 )
 from conformance.vectors import LISTS, STATES, libuv_vectors
@@ -51,10 +51,7 @@ every_on_the_engine = pytest.mark.parametrize("script", ENGINE_SCRIPTS, ids=lamb
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    which: str = request.param
-    if which == "threaded" and sys.platform != "linux":
-        pytest.skip("when a server with threads is done is seen in /proc")
-    return which
+    return playable(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -107,20 +104,14 @@ def test_link_in_random_pieces_that_breaks(script: Script) -> None:
         target.finish()
 
 
-def _play_to_a_new_server(script: Script, running: Servers, *, torch: bool = False, threads: bool = False) -> None:
-    port = running.start()
-    with SocketTarget(port, lambda: running.stop(port), running.process.pid if threads else None) as target:
-        play(script, target, torch=torch)
-
-
 @every
 def test_our_server(script: Script, our_servers: Servers, backend: str) -> None:
-    _play_to_a_new_server(script, our_servers, threads=backend == "threaded")
+    play_to_a_new_server(script, our_servers, threads=backend == "threaded")
 
 
 @every_stock
 def test_torch_server(script: Script, torch_servers: Servers) -> None:
-    _play_to_a_new_server(script, torch_servers, torch=True)
+    play_to_a_new_server(script, torch_servers, torch=True)
 
 
 @pytest.mark.parametrize("script", [script for script in STOCK if script.mended], ids=lambda script: script.name)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from conformance.script import Script
-from conformance.targets import TORCH_SERVERS, Servers, SocketTarget, play, servers
+from conformance.targets import TORCH_SERVERS, Servers, play, play_to_a_new_server, playable, servers
 from conformance.test_vectors import SCRIPTS, STOCK
 from faults.fault_helpers import program
 from relay.relayed import OUR_SERVERS_BEHIND_RELAYS, RELAYS, RelayedTarget, Relays
@@ -16,10 +15,7 @@ from relay.relayed import OUR_SERVERS_BEHIND_RELAYS, RELAYS, RelayedTarget, Rela
 
 @pytest.fixture(scope="module", params=["uv", pytest.param("threaded", marks=pytest.mark.exhaustive)])
 def backend(request: pytest.FixtureRequest) -> str:
-    which: str = request.param
-    if which == "threaded" and sys.platform != "linux":
-        pytest.skip("when a server with threads is done is seen in /proc")
-    return which
+    return playable(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +32,7 @@ def torch_servers() -> Iterator[Relays]:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_our_server(script: Script, our_servers: Servers, backend: str) -> None:
-    port = our_servers.start()
-    threads_of = our_servers.process.pid if backend == "threaded" else None
-    with SocketTarget(port, lambda: our_servers.stop(port), threads_of) as target:
-        play(script, target)
+    play_to_a_new_server(script, our_servers, threads=backend == "threaded")
 
 
 @pytest.mark.parametrize("script", STOCK, ids=lambda script: script.name)
