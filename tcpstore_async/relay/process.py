@@ -1,13 +1,13 @@
 """A relay in a process of its own, for an agent that starts one for its workers.
 
 Knows the command line of `tcpstore relay` and its ready line. Must not know links.
-Invariant: the process ends when its owner closes it, is garbage, or ends in whatever way.
+Invariant: the process ends when its owner closes it, is garbage, or ends in whatever way, and not before: what a job
+manager or a terminal sends to every process of a job does not reach it, as its ranks may need the store to finish.
 """
 
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import weakref
@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..errors import DistNetworkError
+from ..server.fork_safety import close_on_fork
 
 _START_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 5.0
@@ -30,7 +31,11 @@ class RelayProcess:
         """
         command = [sys.executable, "-m", "tcpstore_async", "relay", "--upstream", upstream, "--port", "0"]
         # The relay ends when its standard input does: when this process has closed it, or has ended.
-        process = subprocess.Popen([*command, "--owner-fd", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [*command, "--owner-fd", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert process.stdin is not None
+        close_on_fork(process.stdin)  # a child that outlives this process would keep the relay running
         self._process = process
         self._finalize = weakref.finalize(self, _stop, process, os.getpid())
         try:
@@ -66,12 +71,13 @@ def _ready(process: "subprocess.Popen[bytes]", timeout: float) -> int:
 def _stop(process: "subprocess.Popen[bytes]", owner: int) -> None:
     if os.getpid() != owner:
         return
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(OSError):
+        process.stdin.write(b"\n")  # tells it to end, even if somebody else holds a copy of the pipe
+    with suppress(OSError):
+        process.stdin.close()
+    process.stdout.close()
     try:
         process.wait(_STOP_SECONDS)
     except subprocess.TimeoutExpired:

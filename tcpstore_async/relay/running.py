@@ -18,6 +18,7 @@ from typing import Final
 from ..errors import DistNetworkError
 from ..server.fork_safety import close_on_fork, closed_in_children
 from ..server.listen_socket import adopt, format_address, listen, log_short_backlog, raise_file_limit
+from ..server.process.child import ignore_signals
 from ..serving import drain_when_told, tune_gc, watch_signals
 from ..session.link_client import ClientLink
 from .core import Relay
@@ -74,29 +75,32 @@ async def run(
 ) -> None:
     """Relay until SIGTERM, after which ranks get up to `grace` seconds to leave, or SIGINT. For a process of its own.
 
-    The end of the pipe `owner_fd` ends it, too: the process that started it holds the other end. `ready` is called once
-    connections are accepted. Raises DistNetworkError if the address, or the socket `fd`, cannot be had.
+    With the pipe `owner_fd` signals are ignored: a byte in it, or its end, ends the relay. The process that started it
+    holds the other end. `ready` is called once connections are accepted. Raises DistNetworkError if the address, or the
+    socket `fd`, cannot be had.
     """
+    signals = watch_signals() if owner_fd is None else _watch_owner(owner_fd)
     raise_file_limit()
     listener = listen(host, port) if fd is None else adopt(fd)
     log_short_backlog()
-    signals = watch_signals()
-    if owner_fd is not None:
-        _end_with_owner(owner_fd, signals)
     async with relay(servers, listener=listener) as running:
         tune_gc()
         ready(running)
         await drain_when_told(signals, _drain(running, grace))
 
 
-def _end_with_owner(fd: int, signals: "asyncio.Queue[signal.Signals]") -> None:
+def _watch_owner(fd: int) -> "asyncio.Queue[signal.Signals]":
+    """Ignore signals; return a queue that gets a SIGINT from the owner's pipe."""
+    ignore_signals()
     loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
 
     def end() -> None:
         loop.remove_reader(fd)
         signals.put_nowait(signal.SIGINT)
 
     loop.add_reader(fd, end)
+    return signals
 
 
 async def _drain(running: Relay, grace: float) -> None:
