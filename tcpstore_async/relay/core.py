@@ -9,6 +9,7 @@ is kept than the link's credit. Whatever a rank does, only its own connection cl
 
 import asyncio
 import logging
+import math
 import os
 import select
 import socket
@@ -50,6 +51,10 @@ _HANG_UP: Final[int] = getattr(select, "POLLRDHUP", 0) | select.POLLHUP
 
 _CLOSING_SECONDS: Final = 10.0
 """Seconds without progress after which a rank that does not read the last replies is closed."""
+
+WAITING_SECONDS: Final = 30.0
+"""Seconds after which a rank for which there is no server has to connect again. PyTorch's client retries until its
+timeout, but waits without one once it is connected."""
 
 WAITING: Final = 0
 """It is not known yet what the server can do: connections are kept, and nothing is read."""
@@ -256,8 +261,8 @@ class Relay:
         self.poller = watch_with(self.loop, self.ready)
         self.rate_limited = RateLimitedLog()
         self._acceptor = Acceptor(self.loop, listener, self._serve, self._note, self.log_limited)
-        self._waiting: list[tuple[int, str, int]] = []
-        """Connections accepted while the state is WAITING: descriptor, host, port."""
+        self._waiting: list[tuple[int, str, int, float]] = []
+        """Connections accepted while the state is WAITING: descriptor, host, port, and when."""
         self._upstream = -1
         """The descriptor of the link's connection."""
         self._unsent: bytes = b""
@@ -299,7 +304,7 @@ class Relay:
         for rank in self.ranks:
             if rank is not None and rank.fd >= 0:
                 os.close(rank.fd)
-        for fd, _, _ in self._waiting:
+        for fd, _, _, _ in self._waiting:
             os.close(fd)
         if self._upstream >= 0:
             os.close(self._upstream)
@@ -351,18 +356,26 @@ class Relay:
             if rank is not None:
                 rank.close()
         self._to_read.clear()
-        self.close_waiting(False)
+        self._close_waiting_since(math.inf)
 
-    def close_waiting(self, hung_up_only: bool) -> None:
-        """Close the connections that wait, or those of them whose ranks have given up."""
+    def close_waiting(self) -> None:
+        """Close the connections that have waited for too long, or whose ranks have given up."""
+        self._close_waiting_since(time.monotonic() - WAITING_SECONDS)
+
+    def _close_waiting_since(self, latest: float) -> None:
         waiting = self._waiting
         self._waiting = []
-        for fd, host, port in waiting:
-            if hung_up_only and not _has_hung_up(fd):
-                self._waiting.append((fd, host, port))
-            else:
-                os.close(fd)
-                self.left()
+        for entry in waiting:
+            fd, host, port, since = entry
+            if since > latest and not _has_hung_up(fd):
+                self._waiting.append(entry)
+                continue
+            os.close(fd)
+            self.left()
+            if since <= latest < math.inf:
+                self.log_limited(
+                    "waiting", f"closed {format_address(host, port)}: no server for {WAITING_SECONDS:g} s; it may retry"
+                )
 
     def end_link(self) -> None:
         """End a link that has no ranks: a server that is about to stop waits for its connections to end."""
@@ -592,7 +605,7 @@ class Relay:
         self.state = state
         waiting = self._waiting
         self._waiting = []
-        for fd, host, port in waiting:
+        for fd, host, port, _ in waiting:
             try:
                 self._admit(fd, host, port)
             except Exception as error:
@@ -619,7 +632,7 @@ class Relay:
 
     def _admit(self, fd: int, host: str, port: int) -> None:
         if self.state == WAITING:
-            self._waiting.append((fd, host, port))
+            self._waiting.append((fd, host, port, time.monotonic()))
         elif self.state == LINKED:
             self._admit_to_link(fd, host, port)
         elif self.on_direct is not None:

@@ -9,6 +9,7 @@ server keeps it, and no longer; then its ranks are closed, as if the server had 
 import asyncio
 import logging
 import socket
+import time
 from contextlib import closing
 from struct import Struct
 from typing import Final
@@ -23,6 +24,7 @@ from ..server.listen_socket import format_address
 from ..session.identity import LINKS, read_identity
 from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..wire.commands import BY_METHOD, MAGIC
+from . import core
 from .core import LINKED, Relay
 
 _ATTEMPT_SECONDS: Final = 10.0
@@ -81,7 +83,7 @@ class Upstream:
                     failures = 0
                 else:
                     failures += 1
-                    self.relay.close_waiting(True)
+                    self.relay.close_waiting()
                 self.relay.wait_if_direct()
                 if failures > 0:
                     await asyncio.sleep(backoff(failures))
@@ -289,6 +291,7 @@ class _DirectConnection(ForwardedConnection):
         super().__init__(upstream.connect)
         self.upstream = upstream
         self._starting: asyncio.Task[None] | None = None
+        self._since = time.monotonic()
         self._over = False
 
     def start(self, fd: int) -> None:
@@ -307,6 +310,8 @@ class _DirectConnection(ForwardedConnection):
             "direct", f"cannot connect {address} to {upstream.server_address()}, retrying: {_cause(error)}"
         )
         upstream.reconsider()
+        if time.monotonic() - self._since >= core.WAITING_SECONDS:
+            self.close()
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
         if not by_client and not self.client.finished and not self._over:
