@@ -520,7 +520,9 @@ class Relay:
         except BlockingIOError:
             count = 0
         except OSError as error:
-            self._lose_upstream(error.strerror or str(error))
+            self._take_rest(fd)
+            if self._upstream == fd:
+                self._lose_upstream(error.strerror or str(error))
             return
         if count < len(data):
             if not self._unsent:
@@ -563,6 +565,16 @@ class Relay:
             self.loop.call_soon(self._read_on, fd)
         if self._to_read:
             self._resume_soon()
+
+    def _take_rest(self, fd: int) -> None:
+        """Take what the server sent before it closed the connection: the last replies, and whether it has stopped."""
+        while self._upstream == fd:
+            try:
+                chunk = _read(fd, _UPSTREAM_READ)
+            except OSError:
+                return
+            if not chunk or not self._take(chunk):
+                return
 
     def _read_on(self, fd: int) -> None:
         if fd == self._upstream:
