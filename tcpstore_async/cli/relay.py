@@ -38,7 +38,7 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[t
     "--owner-fd",
     type=click.IntRange(0),
     metavar="FD",
-    help="Ignore signals, and exit when the other end of this inherited pipe is closed (internal).",
+    help="Ignore signals, and exit when the other end of this pipe or socket is closed (internal).",
 )
 def relay_command(
     upstream: list[tuple[str, int]],

@@ -8,6 +8,7 @@ manager or a terminal sends to every process of a job does not reach it, as its 
 import json
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import weakref
@@ -31,13 +32,18 @@ class RelayProcess:
         """
         command = [sys.executable, "-m", "tcpstore_async", "relay", "--upstream", upstream, "--port", "0"]
         # The relay ends when its standard input does: when this process has closed it, or has ended.
-        process = subprocess.Popen(
-            [*command, "--owner-fd", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert process.stdin is not None
-        close_on_fork(process.stdin)  # a child that outlives this process would keep the relay running
+        end, stdin = socket.socketpair()
+        close_on_fork(end)  # a child that outlives this process would keep the relay running
+        try:
+            with stdin:
+                process = subprocess.Popen(
+                    [*command, "--owner-fd", "0"], stdin=stdin.fileno(), stdout=subprocess.PIPE, start_new_session=True
+                )
+        except BaseException:
+            end.close()
+            raise
         self._process = process
-        self._finalize = weakref.finalize(self, _stop, process, os.getpid())
+        self._finalize = weakref.finalize(self, _stop, process, end, os.getpid())
         try:
             self.port: int = _ready(process, timeout)
         except BaseException:
@@ -68,15 +74,12 @@ def _ready(process: "subprocess.Popen[bytes]", timeout: float) -> int:
     return port
 
 
-def _stop(process: "subprocess.Popen[bytes]", owner: int) -> None:
+def _stop(process: "subprocess.Popen[bytes]", end: socket.socket, owner: int) -> None:
     if os.getpid() != owner:
         return
-    assert process.stdin is not None
+    with end, suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)  # works even if somebody else holds a copy
     assert process.stdout is not None
-    with suppress(OSError):
-        process.stdin.write(b"\n")  # tells it to end, even if somebody else holds a copy of the pipe
-    with suppress(OSError):
-        process.stdin.close()
     process.stdout.close()
     try:
         process.wait(_STOP_SECONDS)

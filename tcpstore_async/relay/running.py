@@ -75,7 +75,7 @@ async def run(
 ) -> None:
     """Relay until SIGTERM, after which ranks get up to `grace` seconds to leave, or SIGINT. For a process of its own.
 
-    With the pipe `owner_fd` signals are ignored: a byte in it, or its end, ends the relay. The process that started it
+    With the pipe or socket `owner_fd` signals are ignored, and its end ends the relay: the process that started it
     holds the other end. `ready` is called once connections are accepted. Raises DistNetworkError if the address, or the
     socket `fd`, cannot be had.
     """
@@ -90,7 +90,7 @@ async def run(
 
 
 def _watch_owner(fd: int) -> "asyncio.Queue[signal.Signals]":
-    """Ignore signals; return a queue that gets a SIGINT from the owner's pipe."""
+    """Ignore signals; return a queue that gets a SIGINT when `fd` ends."""
     ignore_signals()
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()

@@ -8,11 +8,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from faults.fault_helpers import gone, program, until
 from support import RawPeer, tcpstore_server
 
 _OWNER = """
 import os, signal, sys
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 from tcpstore_async.relay.process import RelayProcess
 
 relay = RelayProcess(f"tcp://127.0.0.1:{sys.argv[1]}")
@@ -47,9 +50,14 @@ def test_it_ends_with_its_owner_though_a_child_of_that_lives_on() -> None:
         until(lambda: gone(pid), "the relay has ended")
 
 
-def test_it_ends_when_its_owner_closes_it() -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_it_ends_when_its_owner_closes_it(killed: bool) -> None:
+    """Who may do so when it has ended already."""
     with tcpstore_server() as server, owner(server.port) as (process, pid, port), RawPeer(port) as rank:
         rank.ping()
+        if killed:
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: gone(pid), "the relay has ended")
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write("\n")
