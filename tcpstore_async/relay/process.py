@@ -69,9 +69,10 @@ def _ready(process: "subprocess.Popen[bytes]", timeout: float) -> int:
     line = process.stdout.readline()
     if not line:
         raise DistNetworkError(f"the relay exited with status {process.wait(_STOP_SECONDS)}; see its standard error")
-    port = json.loads(line)["port"]
-    assert isinstance(port, int)
-    return port
+    try:
+        return int(json.loads(line)["port"])
+    except (ValueError, TypeError, KeyError):  # what else starts with Python, a sitecustomize for one, may print
+        raise DistNetworkError(f"the relay did not begin with its ready line, but with {line[:100]!r}") from None
 
 
 def _stop(process: "subprocess.Popen[bytes]", end: socket.socket, owner: int) -> None:
