@@ -52,10 +52,6 @@ _HANG_UP: Final[int] = getattr(select, "POLLRDHUP", 0) | select.POLLHUP
 _CLOSING_SECONDS: Final = 10.0
 """Seconds without progress after which a rank that does not read the last replies is closed."""
 
-WAITING_SECONDS: Final = 30.0
-"""Seconds after which a rank for which there is no server has to connect again. PyTorch's client retries until its
-timeout, but waits without one once it is connected."""
-
 WAITING: Final = 0
 """It is not known yet what the server can do: connections are kept, and nothing is read."""
 LINKED: Final = 1
@@ -358,9 +354,9 @@ class Relay:
         self._to_read.clear()
         self._close_waiting_since(math.inf)
 
-    def close_waiting(self) -> None:
-        """Close the connections that have waited for too long, or whose ranks have given up."""
-        self._close_waiting_since(time.monotonic() - WAITING_SECONDS)
+    def close_waiting(self, seconds: float) -> None:
+        """Close the connections that have waited for so long, or whose ranks have given up."""
+        self._close_waiting_since(time.monotonic() - seconds)
 
     def _close_waiting_since(self, latest: float) -> None:
         waiting = self._waiting
@@ -374,7 +370,7 @@ class Relay:
             self.left()
             if since <= latest < math.inf:
                 self.log_limited(
-                    "waiting", f"closed {format_address(host, port)}: no server for {WAITING_SECONDS:g} s; it may retry"
+                    "waiting", f"closed {format_address(host, port)}: there is no server yet; it may retry"
                 )
 
     def end_link(self) -> None:

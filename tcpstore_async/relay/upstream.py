@@ -24,11 +24,14 @@ from ..server.listen_socket import format_address
 from ..session.identity import LINKS, read_identity
 from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..wire.commands import BY_METHOD, MAGIC
-from . import core
 from .core import LINKED, Relay
 
 _ATTEMPT_SECONDS: Final = 10.0
 """Time to connect to one server and be answered."""
+
+_WAITING_SECONDS: Final = 30.0
+"""Seconds after which a rank for which there is no server has to connect again. PyTorch's client retries until its
+timeout, but waits without one once it is connected."""
 
 _TICK_SECONDS: Final = 1.0
 
@@ -83,7 +86,7 @@ class Upstream:
                     failures = 0
                 else:
                     failures += 1
-                    self.relay.close_waiting()
+                    self.relay.close_waiting(_WAITING_SECONDS)
                 self.relay.wait_if_direct()
                 if failures > 0:
                     await asyncio.sleep(backoff(failures))
@@ -310,7 +313,7 @@ class _DirectConnection(ForwardedConnection):
             "direct", f"cannot connect {address} to {upstream.server_address()}, retrying: {_cause(error)}"
         )
         upstream.reconsider()
-        if time.monotonic() - self._since >= core.WAITING_SECONDS:
+        if time.monotonic() - self._since >= _WAITING_SECONDS:
             self.close()
 
     def lost(self, by_client: bool, error: Exception | None) -> None:

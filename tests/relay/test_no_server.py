@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from support import LIMIT, free_port
-from tcpstore_async.relay import core
+from tcpstore_async.relay import core, upstream
 from tcpstore_async.relay.running import relay
 
 
@@ -25,14 +25,14 @@ async def is_closed(port: int) -> bool:
 
 
 async def test_they_have_to_connect_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(upstream, "_WAITING_SECONDS", 0.0)
     async with relay([("127.0.0.1", free_port())]) as front:
         assert await is_closed(front.port)
         await asyncio.wait_for(front.empty.wait(), LIMIT)
 
 
 async def test_so_do_they_when_the_server_had_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(upstream, "_WAITING_SECONDS", 0.0)
 
     async def have_no_links(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
