@@ -15,14 +15,6 @@ from tcpstore_async.session.link_client import ClientLink
 from tcpstore_async.wire.link import CLOSE, LINK, LOST
 
 
-class Peer(ClientLink):
-    """What sends frames as a server does."""
-
-    def sent(self) -> bytes:
-        self.close_batch()
-        return b"".join(self.kept)
-
-
 async def test_they_are_taken_from_a_connection_that_cannot_be_written_any_more() -> None:
     """The server stopped while a request was under way, so that its kernel reset the connection."""
     relay = Relay(listen("127.0.0.1", 0), ClientLink)
@@ -42,10 +34,11 @@ async def test_they_are_taken_from_a_connection_that_cannot_be_written_any_more(
         writer.write(b"request")
         while not relay.link.kept:
             await asyncio.sleep(0)
-        peer = Peer()
+        peer = ClientLink()  # frames are the same in both directions
         peer.add_data(1, b"reply")
         peer.add(CLOSE, LINK, bytes([LOST]))
-        server.sendall(peer.sent())
+        peer.close_batch()
+        server.sendall(b"".join(peer.kept))
         server.close()  # with the request unread
         relay.acknowledge()
         assert (await asyncio.wait_for(reader.readexactly(5), LIMIT)) == b"reply"
