@@ -41,15 +41,12 @@ from ..wire.link import (
 )
 from .budget import SESSION_BYTES, Holder
 from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, Link, LinkReply
-from .server import Engine, ServerSession, Transport, printable
+from .server import PORTION, Engine, ServerSession, Transport, printable
 
 _U16: Final = Struct("<H")
 _U32: Final = Struct("<I")
 
 _REASONS: Final = [bytes([reason]) for reason in (END_OF_FILE, LOST, REFUSED)]
-
-_DELIVERIES: Final = 1000
-"""Frames handled, sessions closed or items offered before other peers are served: a millisecond or two, compiled."""
 
 _STEP_COST: Final = 250
 """What a step of a long command costs, compared with a frame."""
@@ -68,8 +65,12 @@ _MAX_HOSTS: Final = 64
 class LinkRegistry:
     """All links of one server."""
 
-    def __init__(self, engine: Engine, instance: str, grace: float, keep_alive: float = 5.0) -> None:
+    def __init__(
+        self, engine: Engine, instance: str, grace: float, keep_alive: float = 5.0, portion: int = PORTION
+    ) -> None:
+        """`portion` is how many frames are handled, sessions closed or items offered before other peers are served."""
         self.engine = engine
+        self.portion = portion
         self.instance = instance
         self.grace = grace
         self.keep_alive = keep_alive
@@ -200,9 +201,9 @@ class LinkRegistry:
             owner = self._to_close.pop().owner
             if isinstance(owner, Transport):
                 owner.close()
-        if self._to_end and self._to_end[0].close_some(_DELIVERIES):
+        if self._to_end and self._to_end[0].close_some(self.portion):
             self._to_end.popleft()
-        if self._to_offer and self._to_offer[0].offer_some(_DELIVERIES):
+        if self._to_offer and self._to_offer[0].offer_some(self.portion):
             self._to_offer.popleft()
         self._go_on()
         for _ in range(min(len(self._to_send), _LINKS)):
@@ -216,7 +217,7 @@ class LinkRegistry:
         """Go on with requests that some sessions hold back, those first that have waited longest."""
         spent = 0
         for _ in range(len(self._to_go_on)):
-            if spent >= _DELIVERIES:
+            if spent >= self.portion:
                 break
             linked = self._to_go_on.popleft()
             linked.queued = False
@@ -258,7 +259,7 @@ class LinkRegistry:
         for link in list(self.links.values()):
             link.say_end()
         while self._to_end:
-            if self._to_end[0].close_some(_DELIVERIES):
+            if self._to_end[0].close_some(self.portion):
                 self._to_end.popleft()
 
 
@@ -463,7 +464,7 @@ class ServerLink(Link):
         self._heard = self.registry.now
         self._taking = True
         try:
-            most = 0 if carrier.unsent > carrier.engine.limits.unsent_high_water else _DELIVERIES
+            most = 0 if carrier.unsent > carrier.engine.limits.unsent_high_water else self.registry.portion
             at, need = self.take(data, at, end, most)
         finally:
             self._taking = False

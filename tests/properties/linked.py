@@ -11,6 +11,7 @@ A step is a plain tuple, so a run can be recorded, replayed and shrunk:
 * `("leave", rank, (), 0)`: its connection is lost. `("end", rank, (), 0)`: it sends no more, but receives.
 * `("doze", rank, (), 0)` and `("read", rank, (), 0)`: it stops to read; it reads.
 * `("up", link, (), n)` and `("down", link, (), n)`: n bytes arrive, all for -1.
+* `("part", link, (), n)`: n bytes arrive, and the server handles one portion of what has arrived; others may go first.
 * `("break", link, (), 0)`: the connection is lost with what was on its way. `("resume", link, (), 0)`: a new one.
 * `("expire", 0, (), 0)`: so much time passes that links without a connection end; the others stay alive.
 * `("silence", 0, (), 0)`: nothing is heard of anybody for so long that the server closes all connections.
@@ -161,7 +162,11 @@ class Client:
         self.up = b""
         self.down = b""
         self.batches: dict[int, bytes] = {}
-        """By number, those that the server has not taken."""
+        """By number, those that the model has not executed whole."""
+        self.executed = 0
+        """How many it has executed whole."""
+        self.partly = 0
+        """How many deliveries of the next one it has executed."""
         self.sent = 0
         """How many have been closed."""
         self.ranks: list[LinkedRank | None] = [None] * RANKS
@@ -185,9 +190,9 @@ class Client:
 class LinkedFleet(Fleet):
     """Run steps on an engine with links and on the model at once. Raises Difference."""
 
-    def __init__(self, links: int, high_water: int = GIB) -> None:
+    def __init__(self, links: int, high_water: int = GIB, portion: int = 1000) -> None:
         super().__init__(0, high_water)
-        self.registry = LinkRegistry(self.engine, INSTANCE, 30.0)
+        self.registry = LinkRegistry(self.engine, INSTANCE, 30.0, portion=portion)
         self.clients = [Client(number) for number in range(links)]
         self.resumed = self.broken = 0
         self.has_large = False
@@ -254,15 +259,18 @@ class LinkedFleet(Fleet):
         elif chunk:
             client.link.send(rank, chunk)
 
-    def _do_up(self, client: Client, count: int) -> None:
+    def _do_up(self, client: Client, count: int, part: bool = False) -> None:
         client.collect()
         carrier = client.carrier
         if carrier is None or not carrier.open:
             return
         count = len(client.up) if count < 0 else count
         chunk, client.up = client.up[:count], client.up[count:]
-        if chunk:
-            self._deliver(client, carrier, chunk)
+        if chunk or carrier.session.stalled():
+            self._deliver(client, carrier, chunk, part)
+
+    def _do_part(self, client: Client, count: int) -> None:
+        self._do_up(client, count, True)
 
     def _do_down(self, client: Client, count: int) -> None:
         count = len(client.down) if count < 0 else count
@@ -383,23 +391,32 @@ class LinkedFleet(Fleet):
 
     # The server
 
-    def _deliver(self, client: Client, carrier: Carrier, chunk: bytes) -> None:
+    def _deliver(self, client: Client, carrier: Carrier, chunk: bytes, part: bool) -> None:
         session = carrier.session
-        link = client.server
-        assert link is not None
-        before = link.taken
         try:
             session.receive(chunk)
-            while session.stalled():
+            self._follow(client)
+            while session.stalled() and not part:
                 carrier.flush()
                 session.receive(b"")
+                self._follow(client)
         except PeerError as error:
             raise Difference(f"a link was refused: {error!r}") from error
-        for number in range(before + 1, link.taken + 1):
-            self._execute(client, frames_of(client.batches.pop(number)))
         if session.out:
             carrier.flush()
         self.quiesce()
+
+    def _follow(self, client: Client) -> None:
+        """Have the model execute what the server has handled."""
+        link = client.server
+        assert link is not None
+        for number in range(client.executed + 1, link.taken + 1):
+            self._execute(client, frames_of(client.batches.pop(number))[client.partly :])
+            client.executed, client.partly = number, 0
+        handled = max(link._handled, link._to_skip)
+        if handled > client.partly:
+            self._execute(client, frames_of(client.batches[link.taken + 1])[client.partly : handled])
+            client.partly = handled
 
     def quiesce(self) -> None:
         """Flush and work as a server does, until nothing is left to do."""
@@ -581,6 +598,7 @@ STEPS = {
     "read": 2,
     "up": 20,
     "down": 20,
+    "part": 10,
     "break": 3,
     "resume": 5,
     "expire": 0.4,
@@ -591,8 +609,8 @@ STEPS = {
 }
 
 
-def chosen(seed: int) -> tuple[int, list[Step]]:
-    """Return the run that a seed chooses: the number of links, and the steps."""
+def chosen(seed: int) -> tuple[int, list[Step], int]:
+    """Return the run that a seed chooses: the number of links, the steps, and the portion of the server's work."""
     rng = random.Random(seed)
     links = rng.choice([1, 1, 2, 3])
     names = rng.sample(NAMES, rng.choice([1, 2, 3]))
@@ -601,34 +619,39 @@ def chosen(seed: int) -> tuple[int, list[Step]]:
         queues = {"wait": 30, "queue_push": 30, "queue_pop": 20, "lease_later": 20, "confirm": 5, "give_back": 3}
         weights = [queues.get(kind, 0.5) for kind in WEIGHTS]
     pool = [random_command(rng, names, kind) for kind in rng.choices(list(WEIGHTS), weights, k=120)]
-    if rng.random() < 0.1:  # much to send, in both directions
+    large = rng.random() < 0.1
+    if large:  # much to send, in both directions
         pool[:30] = [Command("set", names[0], LARGE), Command("get", names[0]), Command("get", names[-1])] * 10
     troubles = [weight * rng.choice([0, 1, 1, 3]) for weight in STEPS.values()]
     troubles[0], troubles[7], troubles[8] = 40, 20, 20
+    greedy = large and rng.random() < 0.5  # one rank requests much, until there is no credit
+    if greedy:
+        pool = pool[:30]
+        troubles[5], troubles[6] = 5, 0.5
     bytes_ = rng.choice([8, 60, 1000])
     steps: list[Step] = []
     for kind in rng.choices(list(STEPS), troubles, k=rng.choice([60, 150, 400])):
         ranks = kind in ("send", "drip", "leave", "end", "doze", "read")
-        number = rng.randrange(links * (RANKS if ranks else 1))
+        number = 0 if greedy else rng.randrange(links * (RANKS if ranks else 1))
         commands: tuple[Command, ...] = ()
         if kind in ("send", "drip", "chorus"):
             commands = tuple(rng.choices(pool, k=rng.choice([1, 1, 1, 2, 4])))
             if rng.random() < 0.01:
                 commands = (*commands, Command("unknown"))
         count = 0
-        if kind in ("up", "down"):
+        if kind in ("up", "down", "part"):
             count = -1 if rng.random() < 0.5 else rng.randrange(1, bytes_)
         elif kind == "send" and rng.random() < 0.2:
             count = rng.randrange(30)
         elif kind == "intrude":
             count = rng.randrange(3)
         steps.append((kind, number, commands, count))
-    return links, steps
+    return links, steps, rng.choice([1, 2, 3, 1000])
 
 
-def run(links: int, steps: Sequence[Step], every: int = 20) -> LinkedFleet:
+def run(links: int, steps: Sequence[Step], portion: int, every: int = 20) -> LinkedFleet:
     """Run steps, and check all invariants after every so many. Raises what is wrong."""
-    fleet = LinkedFleet(links)
+    fleet = LinkedFleet(links, portion=portion)
     for at, step in enumerate(steps):
         fleet.apply(step)
         if at % every == every - 1:
@@ -637,23 +660,23 @@ def run(links: int, steps: Sequence[Step], every: int = 20) -> LinkedFleet:
     return fleet
 
 
-def fault(links: int, steps: Sequence[Step]) -> Exception | None:
+def fault(links: int, steps: Sequence[Step], portion: int) -> Exception | None:
     """Return what is wrong, if anything, with a look after every step."""
     try:
-        run(links, steps, 1)
+        run(links, steps, portion, 1)
     except Exception as error:  # the package's own, too
         return error
     return None
 
 
-def shrink(links: int, steps: list[Step]) -> list[Step]:
+def shrink(links: int, steps: list[Step], portion: int) -> list[Step]:
     """Return a short sequence of steps that still fails."""
     size = max(1, len(steps) // 2)
-    while fault(links, steps) is not None:
+    while fault(links, steps, portion) is not None:
         at, before = 0, len(steps)
         while at < len(steps):
             shorter = steps[:at] + steps[at + size :]
-            if fault(links, shorter) is not None:
+            if fault(links, shorter, portion) is not None:
                 steps = shorter
             else:
                 at += size

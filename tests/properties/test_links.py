@@ -7,12 +7,12 @@ import pytest
 from properties.fleet import Command, Difference, Step
 from properties.linked import RANKS, LinkedFleet, chosen, frames_of, run, shrink
 
-PORTION = 50
+SEEDS = 50
 
 
-@pytest.mark.parametrize("first", range(0, 6 * PORTION, PORTION))
+@pytest.mark.parametrize("first", range(0, 6 * SEEDS, SEEDS))
 def test_chosen_runs_equal_the_model(first: int) -> None:
-    for seed in range(first, first + PORTION):
+    for seed in range(first, first + SEEDS):
         try:
             run(*chosen(seed))
         except Exception as error:
@@ -47,11 +47,11 @@ PROGRAM: list[Step] = [
 class _Cutting(LinkedFleet):
     """Break the connection of each link once, after so many bytes in one direction, and resume it."""
 
-    def __init__(self, up: bool, at: int) -> None:
+    def __init__(self, up: bool, at: int, portion: int) -> None:
         self.left = [at, at]
         self.up = up
         self.carried = [0, 0]
-        super().__init__(2)
+        super().__init__(2, portion=portion)
 
     def apply(self, step: Step) -> None:
         kind, number, _, __ = step
@@ -60,7 +60,7 @@ class _Cutting(LinkedFleet):
             client.collect()
             size = len(client.up if self.up else client.down)
             if 0 <= self.left[number] < size:
-                super().apply((kind, number, (), self.left[number]))
+                super().apply(("part" if self.up else kind, number, (), self.left[number]))
                 self.left[number] = -1
                 super().apply(("break", number, (), 0))
                 self.check()
@@ -81,8 +81,8 @@ class _Cutting(LinkedFleet):
         return dict(self.model.store), {key: list(items) for key, items in self.model.queues.items()}, got
 
 
-def _replay(up: bool, at: int) -> tuple[_Cutting, object]:
-    fleet = _Cutting(up, at)
+def _replay(up: bool, at: int, portion: int) -> tuple[_Cutting, object]:
+    fleet = _Cutting(up, at, portion)
     for step in PROGRAM:
         fleet.apply(step)
     everything = fleet.everything()
@@ -90,14 +90,15 @@ def _replay(up: bool, at: int) -> tuple[_Cutting, object]:
     return fleet, everything
 
 
+@pytest.mark.parametrize("portion", [1, 2, 3, 1000])
 @pytest.mark.parametrize("up", [True, False], ids=["from the ranks", "to the ranks"])
-def test_a_recorded_run_that_breaks_at_any_byte(up: bool) -> None:
+def test_a_recorded_run_that_breaks_at_any_byte(up: bool, portion: int) -> None:
     """The two links alternate in the same order as without a break, so that nothing at all may differ."""
-    whole, expected = _replay(up, 2**40)
+    whole, expected = _replay(up, 2**40, portion)
     most = max(whole.carried)
     assert most > 300
     for at in range(most):
-        fleet, found = _replay(up, at)
+        fleet, found = _replay(up, at, portion)
         assert fleet.broken > 0
         assert found == expected, f"broken after {at} bytes"
 
@@ -160,10 +161,11 @@ def test_a_run_does_what_it_is_to_do() -> None:
 @pytest.mark.parametrize("high_water", [0, 9, 300, 100_000])
 def test_a_rank_whose_requests_are_held_back(high_water: int) -> None:
     """With one rank, what is held back is executed in the same order as if it were not."""
-    allowed = ("send", "drip", "end", "doze", "read", "up", "down", "break", "resume", "silence")
+    allowed = ("send", "drip", "end", "doze", "read", "up", "part", "down", "break", "resume", "silence")
     for seed in range(60):
-        fleet = LinkedFleet(1, high_water)
-        for kind, number, commands, count in chosen(seed)[1]:
+        _, steps, portion = chosen(seed)
+        fleet = LinkedFleet(1, high_water, portion)
+        for kind, number, commands, count in steps:
             if kind in allowed and number == 0:
                 fleet.apply((kind, number, commands, count))
         fleet.finish()

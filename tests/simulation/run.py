@@ -84,13 +84,13 @@ def explain(kind: str, seed: int) -> int:
 
 
 def explain_links(seed: int) -> int:
-    links, steps = linked.chosen(seed)
-    wrong = linked.fault(links, steps)
+    links, steps, part = linked.chosen(seed)
+    wrong = linked.fault(links, steps, part)
     print(f"seed {seed}: {'nothing is wrong' if wrong is None else repr(wrong)}")
     if wrong is not None:
-        steps = linked.shrink(links, steps)
-        print(f"cut down: {linked.fault(links, steps)!r}")
-    print(f"{links} links")
+        steps = linked.shrink(links, steps, part)
+        print(f"cut down: {linked.fault(links, steps, part)!r}")
+    print(f"{links} links, portions of {part}")
     for step in steps:
         print(f"    {step!r},")
     return wrong is not None

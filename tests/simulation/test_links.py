@@ -18,9 +18,9 @@ def test_a_planted_defect_of_links_is_found(name: str) -> None:
     with planted(name):
         failing = next((one for one in map(chosen, range(MOST)) if fault(*one) is not None), None)
         assert failing is not None, f"{MOST} schedules do not notice that {name}"
-        links, steps = failing
-        short = shrink(links, steps)
-        assert fault(links, short) is not None
+        links, steps, portion = failing
+        short = shrink(links, steps, portion)
+        assert fault(links, short, portion) is not None
         assert len(short) <= len(steps)
-    assert fault(links, steps) is None
-    assert fault(links, short) is None
+    assert fault(links, steps, portion) is None
+    assert fault(links, short, portion) is None
