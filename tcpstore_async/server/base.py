@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Final
 
 from ..errors import LimitError, PeerError, ProtocolError
@@ -89,7 +90,7 @@ class Server:
         """Whether the number of suppressed messages will be logged."""
         self._suppressed_timer: asyncio.TimerHandle | None = None
         self._validating: bool = False
-        """Whether overdue connections will be looked for."""
+        """Whether overdue sessions will be looked for."""
         self._validate_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
         """Runs while there are links."""
@@ -259,7 +260,7 @@ class Server:
             self.call_soon(self._schedule_suppressed)
 
     def expect_validation(self) -> None:
-        """From now on close connections that do not send VALIDATE in time."""
+        """From now on close sessions that do not send VALIDATE in time."""
         if self.limits.validate_seconds and not self._validating:
             self._validating = True
             self.call_soon(self._schedule_expiry)
@@ -372,22 +373,21 @@ class Server:
             self.rate_limited.flush()
 
     def _schedule_expiry(self) -> None:
-        """Come back when the oldest connection without VALIDATE is overdue."""
+        """Come back when the next session without VALIDATE is overdue."""
         with self.lock:
-            oldest = self.engine.oldest_unvalidated()
-            if oldest is None or self.stopped:
+            overdue = self.engine.next_overdue()
+            if overdue == inf or self.stopped:
                 self._validating = False
                 return
-            seconds = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
+            seconds = overdue - time.monotonic()
         self._validate_timer = self.loop.call_later(max(seconds, _MIN_EXPIRY_SECONDS), self._close_overdue)
 
     def _close_overdue(self) -> None:
         now = time.monotonic()
         allowed = self.limits.validate_seconds
         with self.lock:
-            while (session := self.engine.overdue(now)) is not None:
+            for session in self.engine.overdue(now):
                 owner = session.owner
-                if not isinstance(owner, Transport):
-                    break
-                self.close_for(owner, ProtocolError(f"no VALIDATE within {allowed} s (limit validate_seconds)"))
+                if isinstance(owner, Transport):
+                    self.close_for(owner, ProtocolError(f"no VALIDATE within {allowed} s (limit validate_seconds)"))
         self._schedule_expiry()

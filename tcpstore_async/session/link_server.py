@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from hmac import compare_digest
 from itertools import islice
+from math import inf
 from struct import Struct
 from typing import Any, Final
 
@@ -223,6 +224,10 @@ class LinkRegistry:
             linked.queued = False
             spent += linked.go_on()
 
+    def time(self) -> float:
+        """Return the time, in seconds of the server's clock."""
+        return self.now if self.clock is None else self.clock()
+
     def fail(self, transport: Transport, error: Exception) -> None:
         """Close a session after an exception that is no peer's fault. To be called in its handler."""
         if self.on_failure is None:
@@ -342,6 +347,8 @@ class ServerLink(Link):
         """Whether the registry will close the next batch."""
         self.host: str = ""
         """Of the connection, the last one if there is none."""
+        self.attached_at: float = 0.0
+        """Since when there is a connection, in seconds of the server's clock."""
         self._last_opened: int = 0
         self._waiting: deque[LinkedSession] = deque()
         """Sessions with replies that did not fit; in rotation each sends a piece."""
@@ -372,6 +379,7 @@ class ServerLink(Link):
         self.carrier = carrier
         self.host = carrier.host
         carrier.partial = _LinkInput(self, carrier)
+        self.attached_at = self.registry.time()
         self._heard = self._sent = self.registry.now
         self.note()
         if self._passed:
@@ -511,8 +519,8 @@ class ServerLink(Link):
         host = self._hosts.get(payload[2:])
         if host is None:
             host = self._host(payload[2:])
-        now = registry.now if registry.clock is None else registry.clock()
-        self.sessions[session] = LinkedSession(engine, self, session, host, _U16.unpack_from(payload)[0], now)
+        port = _U16.unpack_from(payload)[0]
+        self.sessions[session] = LinkedSession(engine, self, session, host, port, registry.time())
         if self.over:  # the session was one too many for the budget
             registry.end_later(self)
 
@@ -649,6 +657,10 @@ class LinkedSession(Transport):
 
     def pass_over(self, queue: bytes) -> bool:
         return self.link.pass_over(queue)
+
+    def awaited_since(self) -> float:
+        link = self.link
+        return inf if link.carrier is None else max(self.session.connected_at, link.attached_at)
 
     def shares_connection(self) -> bool:
         return True

@@ -9,6 +9,7 @@ complete. Whatever arrives, a session replies or raises PeerError; after an erro
 
 from collections import OrderedDict
 from collections.abc import Callable
+from math import inf
 from sys import getsizeof
 from typing import Final
 
@@ -136,11 +137,15 @@ class Engine:
                 return session
         return None
 
-    def overdue(self, now: float) -> "ServerSession | None":
-        """Return a session that has exceeded `Limits.validate_seconds`; `now` is a time of the server's clock."""
-        oldest = next(iter(self.unvalidated), None)
+    def next_overdue(self) -> float:
+        """Return when a session will exceed `Limits.validate_seconds`, in seconds of the server's clock."""
         most = self.limits.validate_seconds
-        return oldest if oldest is not None and most and now - oldest.connected_at >= most else None
+        return min(map(_awaited_since, self.unvalidated), default=inf) + most if most else inf
+
+    def overdue(self, now: float) -> "list[ServerSession]":
+        """Return the sessions that have exceeded `Limits.validate_seconds`; `now` is a time of the server's clock."""
+        most = self.limits.validate_seconds
+        return [session for session in self.unvalidated if now - _awaited_since(session) >= most] if most else []
 
     def _method(self, command: Command, name: str) -> Handler:
         """Return the function that executes a command, given its fields, by the method of this name."""
@@ -210,6 +215,10 @@ class Transport:
     def pass_over(self, queue: bytes) -> bool:
         """See `Waiter.pass_over`."""
         return False
+
+    def awaited_since(self) -> float:
+        """Return since when the peer could send VALIDATE, in seconds of the server's clock; infinite if it cannot."""
+        return self.session.connected_at
 
     def shares_connection(self) -> bool:
         """Return whether there are other sessions on the same connection, and closing this one leaves it open."""
@@ -602,6 +611,11 @@ class ServerSession(Holder):
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))
         self.engine.pending_flush.append(self)
+
+
+def _awaited_since(session: ServerSession) -> float:
+    owner = session.owner
+    return owner.awaited_since() if isinstance(owner, Transport) else session.connected_at
 
 
 def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSession]:

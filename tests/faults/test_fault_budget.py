@@ -20,6 +20,7 @@ from tcpstore_async.server import uv
 from tcpstore_async.server.poller import READ
 from tcpstore_async.server.uv import UvServer
 from tcpstore_async.serving import build
+from tcpstore_async.session.link_client import ClientLink, Stream
 
 MIB = 1 << 20
 
@@ -76,6 +77,36 @@ async def test_a_connection_that_stays_silent_ends(backend: str) -> None:
         assert await good.readexactly(4) == b"pong"
         for one in (writer, talking):
             one.close()
+
+
+async def test_a_session_on_a_link_that_stays_silent_ends(backend: str) -> None:
+    """Also if there is nobody else who has not sent VALIDATE."""
+    async with serve(limits=Limits(validate_seconds=1), backend=backend) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        peer = ClientLink()
+        closed = asyncio.Event()
+
+        class Silent(Stream):
+            def received(self, data: bytes) -> None:
+                raise AssertionError(data)
+
+            def credited(self) -> None:
+                raise AssertionError
+
+            def closed(self) -> None:
+                closed.set()
+
+        writer.write(peer.request())
+        peer.answered(await reader.readexactly(int.from_bytes(await reader.readexactly(8), "little")))
+        for _ in range(2):  # the first may be noticed because the connection was new
+            closed.clear()
+            peer.open(Silent(), "127.0.0.1", 1)
+            peer.close_batch()
+            writer.write(b"".join(peer.out))
+            peer.out.clear()
+            while not closed.is_set():
+                peer.receive(await reader.read(1000))
+        writer.close()
 
 
 async def test_silent_connections_give_way(backend: str, caplog: pytest.LogCaptureFixture) -> None:
