@@ -49,6 +49,12 @@ _U32: Final = Struct("<I")
 
 _REASONS: Final = [bytes([reason]) for reason in (END_OF_FILE, LOST, REFUSED)]
 
+_CLOSING: Final = 8
+"""A session is closed in the time in which so many frames are handled."""
+
+_PASSED_SHIFT: Final = 4
+"""Sixteen sessions are passed over in the time in which one is offered an item."""
+
 _STEP_COST: Final = 250
 """What a step of a long command costs, compared with a frame."""
 
@@ -81,6 +87,8 @@ class LinkRegistry:
         """By place, for links that named one."""
         self.sessions: int = 0
         """Of all links."""
+        self.passed_over: int = 0
+        """How often a session was, so far."""
         self.now: float = 0.0
         """The time of the last `tick`, in seconds of the server's clock."""
         self.clock: Callable[[], float] | None = None
@@ -202,15 +210,18 @@ class LinkRegistry:
             owner = self._to_close.pop().owner
             if isinstance(owner, Transport):
                 owner.close()
-        if self._to_end and self._to_end[0].close_some(self.portion):
+        if self._to_end and self._to_end[0].close_some(max(1, self.portion // _CLOSING)):
             self._to_end.popleft()
         if self._to_offer and self._to_offer[0].offer_some(self.portion):
             self._to_offer.popleft()
         self._go_on()
+        spent = 0
         for _ in range(min(len(self._to_send), _LINKS)):
+            if spent >= self.portion:
+                break
             link = self._to_send.popleft()
             link.noted = False
-            link.send()
+            spent += link.send()
         self._scheduled = bool(self._to_close or self._to_end or self._to_offer or self._to_go_on or self._to_send)
         return self._scheduled
 
@@ -414,19 +425,27 @@ class ServerLink(Link):
         if self.carrier is not None:
             return False
         self._passed[queue] = None
+        self.registry.passed_over += 1
         return True
 
     def offer_some(self, most: int) -> bool:
-        """Offer items for which sessions were passed over, at most so many. Returns whether that is done."""
-        keyspace = self.registry.engine.keyspace
-        for queue in list(islice(self._passed, most)):
+        """Offer items for which sessions were passed over, at most so many. Returns whether that is done.
+
+        The sessions of other links, which these items pass over in turn, cost time too.
+        """
+        registry = self.registry
+        keyspace = registry.engine.keyspace
+        most += registry.passed_over >> _PASSED_SHIFT
+        for queue in list(islice(self._passed, registry.portion)):
             if self.carrier is None:
                 return True
             while keyspace.offer(queue):
                 most -= 1
-                if most <= 0:
+                if most <= registry.passed_over >> _PASSED_SHIFT:
                     return False
             del self._passed[queue]
+            if most <= registry.passed_over >> _PASSED_SHIFT:
+                break
         return not self._passed
 
     def end(self, reason: str) -> None:
@@ -558,17 +577,18 @@ class ServerLink(Link):
             self.noted = True
             self.registry.send_later(self)
 
-    def send(self) -> None:
-        """Put what was added into the output of the connection's session."""
+    def send(self) -> int:
+        """Put what was added into the output of the connection's session. Return how many sessions had waited."""
         if self.over:
-            return
-        self._move_on()
+            return 0
+        count = self._move_on()
         carrier = self.carrier
         if carrier is None:
             self.close_batch()
             self._count()
         elif self._move_out(carrier):
             self.registry.engine.pending_flush.append(carrier)
+        return count
 
     def _move_out(self, carrier: ServerSession) -> bool:
         """Close the batch and move it to the connection's session. Returns whether there is anything to send."""
@@ -610,15 +630,24 @@ class ServerLink(Link):
             self._waiting.append(linked)
             self.note()
 
-    def _move_on(self) -> None:
-        """Let the sessions that wait send a piece each, in turn, while there is space."""
+    def _move_on(self) -> int:
+        """Let sessions that wait send a piece each, in rotation, while there is space; return how many.
+
+        What exceeds a portion is left for later.
+        """
         waiting = self._waiting
+        count = 0
         while waiting and self.has_room():
+            if count >= self.registry.portion:
+                self.note()
+                break
+            count += 1
             linked = waiting.popleft()
             linked.in_turn = False
             if linked.send_piece():
                 linked.in_turn = True
                 waiting.append(linked)
+        return count
 
     # Time
 

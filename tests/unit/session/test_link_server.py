@@ -87,6 +87,16 @@ def batch(number: int, *frames: tuple[int, int, bytes]) -> bytes:
     return struct.pack("<IIQQ", len(body), 0, number, 0) + body
 
 
+def take_all(carrier: ServerSession) -> None:
+    """Let a connection take what it holds back, as its replies leave."""
+    while True:
+        carrier.out.clear()
+        carrier.unsent = 0
+        if not carrier.stalled():
+            return
+        carrier.receive(b"")
+
+
 OPEN = struct.pack("<H", 4711) + b"127.0.0.1"
 
 
@@ -434,6 +444,66 @@ def test_offers_are_made_in_portions() -> None:
     assert target.engine.keyspace.handoffs == {b"q": 1500}
 
 
+def test_offers_that_pass_over_many_are_made_in_smaller_portions() -> None:
+    """A second link is back; the sessions of the first, which is not, come first in the queue."""
+    engine = Engine(Limits())
+    registry = LinkRegistry(engine, "this server", 30.0)
+    for number in range(2):
+        carrier = ask(registry, id=bytes([number] * 16)).session
+        carrier.receive(batch(1, *[(1, one, OPEN) for one in range(1, 1001)]))
+        for one in range(1, 1001, 100):
+            frames = [(0, rank, HANDSHAKE + wait(b"q")) for rank in range(one, one + 100)]
+            carrier.receive(batch(2 + one // 100, *frames))
+            while carrier.stalled():
+                carrier.receive(b"")
+        carrier.leave()
+    other = ServerSession(engine, None, "h", 1, 0.0)
+    other.receive(HANDSHAKE + push(b"q", b"") * 200)
+    assert engine.keyspace.handoffs == {}
+    ask(registry, id=bytes([1] * 16), instance=b"this server", taken=b"0", told=b"0")
+    assert registry.work()
+    assert 0 < engine.keyspace.handoffs[b"q"] < 20
+    while registry.work():
+        pass
+    assert engine.keyspace.handoffs == {b"q": 200}
+
+
+def test_replies_that_waited_are_sent_in_portions() -> None:
+    """All at once when the window opens would take long with many sessions."""
+    engine = Engine(Limits())
+    registry = LinkRegistry(engine, "this server", 30.0)
+    carrier = ask(registry).session
+    count = 3000
+    (link,) = registry.links.values()
+    for first in range(1, count + 1, 1000):
+        carrier.receive(batch(link.taken + 1, *[(1, one, OPEN) for one in range(first, first + 1000)]))
+        carrier.receive(batch(link.taken + 1, *[(0, one, HANDSHAKE) for one in range(first, first + 1000)]))
+        take_all(carrier)
+    carrier.leave()
+    value = bytes(WINDOW_BYTES)
+    other = ServerSession(engine, None, "h", 1, 0.0)
+    other.receive(HANDSHAKE + set_(b"v", value))
+    carrier = ask(registry, instance=b"this server", taken=b"0", told=b"%d" % link.taken).session
+    for rank in range(1, 6):
+        carrier.receive(batch(link.taken + 1, (0, rank, get(b"v"))))
+        registry.work()
+        take_all(carrier)
+    assert not link.has_room()
+    for first in range(6, count, 1000):
+        numbers = range(first, min(first + 1000, count + 1))
+        carrier.receive(batch(link.taken + 1, *[(0, one, add(b"n", 1)) for one in numbers]))
+        take_all(carrier)
+    waiting = len(link._waiting)
+    assert waiting > 2900
+    assert link.number > 1
+    carrier.receive(struct.pack("<IIQQ", 0, 1, 0, link.number))
+    assert waiting - 1000 <= len(link._waiting) < waiting
+    assert registry.work()
+    while registry.work():
+        pass
+    assert [linked.number for linked in link._waiting] == []
+
+
 def test_a_suspended_link_ends_in_portions_after_the_grace_period() -> None:
     target = LinkTarget()
     for name in range(2500):
@@ -447,7 +517,7 @@ def test_a_suspended_link_ends_in_portions_after_the_grace_period() -> None:
     assert not target.registry.tick(30.0)
     assert (target.registry.sessions, ended) == (2500, ["it was without a connection for 30 s"])
     assert target.registry.work()
-    assert target.registry.sessions == 1500
+    assert target.registry.sessions == 2375
     target.serve()
     assert target.registry.sessions == 0
     assert target.engine.budget.others == 0
