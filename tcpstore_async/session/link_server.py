@@ -158,6 +158,9 @@ class LinkRegistry:
         if said[b"instance"] != self.instance.encode() or not link.can_resume(taken, told):
             link.end("its client has lost its state, or refers to a different server")
             return self._reply(UNKNOWN, 0)
+        if self.stopping:  # it would end with the connection that it has
+            link.end("the server is stopping")
+            return self._reply(UNKNOWN, 0)
         link.drop_carrier(ProtocolError("its link continues on another connection"))
         link.attach(carrier, taken)
         return self._reply(RESUMED, link.taken)

@@ -427,6 +427,20 @@ def test_an_item_is_not_offered_to_a_session_without_a_connection() -> None:
     assert heard(target, "a") == heard(target, "b") == b"\0"
 
 
+def test_a_link_is_not_resumed_when_the_server_is_about_to_stop(registry: LinkRegistry) -> None:
+    """Its old connection is still there, but breaks: that ends it."""
+    carrier = ask(registry).session
+    carrier.receive(batch(1, (1, 1, OPEN)))
+    registry.go_away()
+    reply = ask(registry, instance=b"this server", taken=b"0", told=b"0")
+    assert reply.status == "unknown"
+    assert not registry.is_carrier(reply.session)
+    assert carrier in registry.engine.evicted
+    while registry.work():
+        pass
+    assert (registry.links, registry.sessions) == ({}, 0)
+
+
 def test_offers_are_made_in_portions() -> None:
     target = LinkTarget()
     names = [str(number) for number in range(1500)]
