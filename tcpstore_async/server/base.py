@@ -220,7 +220,7 @@ class Server:
         try:
             pending_flush = self.engine.pending_flush
             evicted = self.engine.evicted
-            if len(pending_flush) > _FLUSHES_PER_TURN:
+            if len(pending_flush) > _FLUSHES_PER_TURN and not self.stopped:
                 self._flush_in_turns(pending_flush)
             while pending_flush:
                 session = pending_flush.pop()

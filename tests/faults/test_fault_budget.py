@@ -79,33 +79,57 @@ async def test_a_connection_that_stays_silent_ends(backend: str) -> None:
             one.close()
 
 
+class Silent(Stream):
+    """A session on a link that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closed = False
+
+    def received(self, data: bytes) -> None:
+        raise AssertionError(data)
+
+    def credited(self) -> None:
+        raise AssertionError
+
+    def closed(self) -> None:
+        self.is_closed = True
+
+
+async def linked(port: int) -> tuple[ClientLink, asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    link = ClientLink()
+    writer.write(link.request())
+    link.answered(await reader.readexactly(int.from_bytes(await reader.readexactly(8), "little")))
+    return link, reader, writer
+
+
 async def test_a_session_on_a_link_that_stays_silent_ends(backend: str) -> None:
     """Also if there is nobody else who has not sent VALIDATE."""
     async with serve(limits=Limits(validate_seconds=1), backend=backend) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        peer = ClientLink()
-        closed = asyncio.Event()
-
-        class Silent(Stream):
-            def received(self, data: bytes) -> None:
-                raise AssertionError(data)
-
-            def credited(self) -> None:
-                raise AssertionError
-
-            def closed(self) -> None:
-                closed.set()
-
-        writer.write(peer.request())
-        peer.answered(await reader.readexactly(int.from_bytes(await reader.readexactly(8), "little")))
+        link, reader, writer = await linked(server.port)
         for _ in range(2):  # the first may be noticed because the connection was new
-            closed.clear()
-            peer.open(Silent(), "127.0.0.1", 1)
-            peer.close_batch()
-            writer.write(b"".join(peer.out))
-            peer.out.clear()
-            while not closed.is_set():
-                peer.receive(await reader.read(1000))
+            silent = Silent()
+            link.open(silent, "127.0.0.1", 1)
+            link.close_batch()
+            writer.write(b"".join(link.out))
+            link.out.clear()
+            while not silent.is_closed:
+                link.receive(await reader.read(1000))
+        writer.close()
+
+
+async def test_a_server_that_stops_ends_its_links_whatever_else_there_is_to_send(backend: str) -> None:
+    """Also if so much was woken at the same time that it would be sent in several turns of the loop."""
+    async with serve(backend=backend) as server:
+        link, reader, writer = await linked(server.port)
+        with server.lock:
+            [carrier] = server.links.links.values()
+            assert carrier.carrier is not None
+            server.engine.pending_flush.extend([carrier.carrier] * 1000)
+        server.stop()
+        link.receive(await reader.read())
+        assert link.is_over
         writer.close()
 
 
