@@ -9,6 +9,7 @@ It replies byte for byte as the event-driven server does. It exists because PyTo
 rank costs a thread, and every command two switches between threads.
 """
 
+import errno
 import select
 import socket
 import threading
@@ -294,6 +295,8 @@ class ThreadedServer(base.Server):
             except (BlockingIOError, InterruptedError):
                 continue
             except Exception as error:  # there is no descriptor or no memory
+                if isinstance(error, OSError) and error.errno == errno.EINVAL:
+                    return  # whoever stops the server has shut down the listener
                 if not isinstance(error, OSError) or error.errno not in CONNECTION_ERRORS:
                     self._pause(error)
 

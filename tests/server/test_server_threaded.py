@@ -706,3 +706,11 @@ def test_an_empty_value_is_not_delayed(backend: str) -> None:
     with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as peer:
         peer.send(b"\x01" + blob(b"/empty") + blob(b"") + b"\x01" + blob(b"/one") + blob(b"1"))
         assert median(b"/empty", u64(0)) < 10 * median(b"/one", blob(b"1"))
+
+
+async def test_stopping_is_no_trouble_with_accepting(caplog: pytest.LogCaptureFixture) -> None:
+    """The listener is shut down first, which wakes the accepting thread."""
+    for _ in range(20):
+        async with serve(backend="threaded"):
+            pass
+    assert "cannot accept" not in caplog.text
