@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from math import inf
 from typing import Final
 
 from ..errors import LimitError, PeerError, ProtocolError
@@ -90,7 +89,7 @@ class Server:
         """Whether the number of suppressed messages will be logged."""
         self._suppressed_timer: asyncio.TimerHandle | None = None
         self._validating: bool = False
-        """Whether overdue sessions will be looked for."""
+        """Whether overdue connections will be looked for."""
         self._validate_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
         """Runs while there are links."""
@@ -260,7 +259,7 @@ class Server:
             self.call_soon(self._schedule_suppressed)
 
     def expect_validation(self) -> None:
-        """From now on close sessions that do not send VALIDATE in time."""
+        """From now on close connections that do not send VALIDATE in time."""
         if self.limits.validate_seconds and not self._validating:
             self._validating = True
             self.call_soon(self._schedule_expiry)
@@ -351,11 +350,13 @@ class Server:
     def _tick(self) -> None:
         self._tick_timer = None
         with self.lock:
-            if self.links.tick(time.monotonic()):
+            now = time.monotonic()
+            if self.links.tick(now):
                 self._start_ticking()
+            for session in self.engine.overdue_on_links(now):
+                self._close_unvalidated(session)
             if self.engine.pending_flush:
                 self.flush_pending()
-        self.expect_validation()
 
     def _note_empty(self) -> None:
         if self.count:
@@ -373,21 +374,24 @@ class Server:
             self.rate_limited.flush()
 
     def _schedule_expiry(self) -> None:
-        """Come back when the next session without VALIDATE is overdue."""
+        """Come back when the oldest connection without VALIDATE is overdue."""
         with self.lock:
-            overdue = self.engine.next_overdue()
-            if overdue == inf or self.stopped:
+            oldest = self.engine.oldest_unvalidated()
+            if oldest is None or self.stopped:
                 self._validating = False
                 return
-            seconds = overdue - time.monotonic()
+            seconds = oldest.connected_at + self.limits.validate_seconds - time.monotonic()
         self._validate_timer = self.loop.call_later(max(seconds, _MIN_EXPIRY_SECONDS), self._close_overdue)
 
     def _close_overdue(self) -> None:
         now = time.monotonic()
-        allowed = self.limits.validate_seconds
         with self.lock:
-            for session in self.engine.overdue(now):
-                owner = session.owner
-                if isinstance(owner, Transport):
-                    self.close_for(owner, ProtocolError(f"no VALIDATE within {allowed} s (limit validate_seconds)"))
+            while (session := self.engine.overdue(now)) is not None:
+                self._close_unvalidated(session)
         self._schedule_expiry()
+
+    def _close_unvalidated(self, session: ServerSession) -> None:
+        owner = session.owner
+        assert isinstance(owner, Transport)
+        seconds = self.limits.validate_seconds
+        self.close_for(owner, ProtocolError(f"no VALIDATE within {seconds} s (limit validate_seconds)"))

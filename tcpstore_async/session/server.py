@@ -9,7 +9,6 @@ complete. Whatever arrives, a session replies or raises PeerError; after an erro
 
 from collections import OrderedDict
 from collections.abc import Callable
-from math import inf
 from sys import getsizeof
 from typing import Final
 
@@ -85,8 +84,10 @@ class Engine:
         """Sessions whose connections the server has to close, and why."""
         self.open_link: Callable[[ServerSession, list[tuple[bytes, Framed]]], bytes] | None = None
         """Executes LINK; None if this server has no links."""
-        self.unvalidated: OrderedDict[ServerSession, None] = OrderedDict()
-        """Sessions that have not sent VALIDATE, oldest first."""
+        self.unvalidated: OrderedDict[ServerSession, bool] = OrderedDict()
+        """Sessions on connections of their own that have not sent VALIDATE, oldest first."""
+        self.unvalidated_on_links: OrderedDict[ServerSession, bool] = OrderedDict()
+        """The same for sessions on links."""
         self.listing: KeyListing | None = None
         """The reply to LIST_KEYS that is being made in steps."""
         self.joins: int = 0
@@ -130,22 +131,26 @@ class Engine:
         return (joined if isinstance(joined, int) else 0) >= self.joins
 
     def oldest_unvalidated(self) -> "ServerSession | None":
-        """Return the session that has been connected longest without sending VALIDATE, on a connection of its own."""
-        for session in self.unvalidated:
+        """Return the session that has had a connection of its own for longest without sending VALIDATE."""
+        return next(iter(self.unvalidated), None)
+
+    def overdue(self, now: float) -> "ServerSession | None":
+        """Return a session that has exceeded `Limits.validate_seconds`; `now` is a time of the server's clock."""
+        oldest = self.oldest_unvalidated()
+        most = self.limits.validate_seconds
+        return oldest if oldest is not None and most and now - oldest.connected_at >= most else None
+
+    def overdue_on_links(self, now: float) -> "list[ServerSession]":
+        """Return the sessions on links that have exceeded it; the time without a connection does not count."""
+        most = self.limits.validate_seconds
+        found: list[ServerSession] = []
+        for session in self.unvalidated_on_links if most else ():
+            if now - session.connected_at < most:
+                break
             owner = session.owner
-            if not isinstance(owner, Transport) or not owner.shares_connection():
-                return session
-        return None
-
-    def next_overdue(self) -> float:
-        """Return when a session will exceed `Limits.validate_seconds`, in seconds of the server's clock."""
-        most = self.limits.validate_seconds
-        return min(map(_awaited_since, self.unvalidated), default=inf) + most if most else inf
-
-    def overdue(self, now: float) -> "list[ServerSession]":
-        """Return the sessions that have exceeded `Limits.validate_seconds`; `now` is a time of the server's clock."""
-        most = self.limits.validate_seconds
-        return [session for session in self.unvalidated if now - _awaited_since(session) >= most] if most else []
+            if isinstance(owner, Transport) and now - owner.awaited_since() >= most:
+                found.append(session)
+        return found
 
     def _method(self, command: Command, name: str) -> Handler:
         """Return the function that executes a command, given its fields, by the method of this name."""
@@ -257,7 +262,7 @@ class ServerSession(Holder):
         """Bytes that are not decoded yet."""
         self.need: int = 0
         """The length of `input_buffer` from which decoding can go on; 0 if it waits for something else."""
-        engine.unvalidated[self] = None
+        (engine.unvalidated_on_links if self._shares_connection() else engine.unvalidated)[self] = True
         engine.budget.enter(self, self._base_bytes())
         self._relieve()
 
@@ -407,8 +412,7 @@ class ServerSession(Holder):
     def _let_go(self) -> None:
         """Release everything but what the keyspace holds."""
         engine = self.engine
-        if engine.unvalidated:
-            engine.unvalidated.pop(self, None)
+        self._expect_nothing()
         engine.unfinished -= self.held
         engine.budget.forget(self, self._base_bytes())
         if self.partial is not None:
@@ -422,11 +426,19 @@ class ServerSession(Holder):
             self.incremental.abandon()
             self.incremental = None
 
+    def _expect_nothing(self) -> None:
+        """Await VALIDATE no more."""
+        engine = self.engine
+        if not engine.unvalidated.pop(self, False) and engine.unvalidated_on_links:
+            engine.unvalidated_on_links.pop(self, False)
+
+    def _shares_connection(self) -> bool:
+        owner = self.owner
+        return isinstance(owner, Transport) and owner.shares_connection()
+
     def _base_bytes(self) -> int:
         """Return the bytes counted for the session and its connection."""
-        owner = self.owner
-        shared = isinstance(owner, Transport) and owner.shares_connection()
-        return SESSION_BYTES if shared else self.engine.session_bytes
+        return SESSION_BYTES if self._shares_connection() else self.engine.session_bytes
 
     def _relieve(self) -> None:
         """Have the budget evict a peer, perhaps this one, if too much is held now."""
@@ -536,7 +548,7 @@ class ServerSession(Holder):
         if magic != MAGIC:
             raise ProtocolError(f"VALIDATE carries {magic:#x}, expected {MAGIC:#x}")
         self.table = self.engine.commands
-        self.engine.unvalidated.pop(self, None)
+        self._expect_nothing()
 
     def ping(self, nonce: int) -> int:
         if self.pid == NO_PID:
@@ -611,11 +623,6 @@ class ServerSession(Holder):
         self.out.extend(pieces)
         self.unsent += sum(map(len, pieces))
         self.engine.pending_flush.append(self)
-
-
-def _awaited_since(session: ServerSession) -> float:
-    owner = session.owner
-    return owner.awaited_since() if isinstance(owner, Transport) else session.connected_at
 
 
 def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSession]:

@@ -416,7 +416,8 @@ class Fleet:
             kept = 0 if session.input_buffer is None else 64 + len(session.input_buffer)
             rest = 0 if session.partial is None else session.partial.held()
             _same("held", session.held, kept + rest)
-            _same("validated", session not in engine.unvalidated, session.table is engine.commands)
+            awaited = session in engine.unvalidated or session in engine.unvalidated_on_links
+            _same("validated", not awaited, session.table is engine.commands)
 
     def check_output(self, connection: Connection) -> None:
         session, peer = connection.session, connection.peer

@@ -584,7 +584,8 @@ class LinkedFleet(Fleet):
         self.check()
         if self.engine.budget.others != self._check_key_lists():
             raise Difference(f"{self.engine.budget.others} bytes are counted for nobody")
-        if self.engine.evicted or self.engine.unvalidated or self.engine.budget.holders:
+        left = self.engine.unvalidated or self.engine.unvalidated_on_links
+        if self.engine.evicted or left or self.engine.budget.holders:
             raise Difference("a session that has left is known")
 
 

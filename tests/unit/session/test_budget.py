@@ -285,10 +285,9 @@ def test_an_evicted_session_leaves_no_cycle() -> None:
 def test_the_oldest_unvalidated_session_is_known() -> None:
     engine = Engine(Limits(validate_seconds=30))
     sessions = [ServerSession(engine, None, "::1", number, float(number)) for number in range(3)]
-    assert engine.next_overdue() == 30.0
-    assert engine.overdue(29.9) == []
-    assert engine.overdue(30.0) == [sessions[0]]
+    assert engine.overdue(29.9) is None
+    assert engine.overdue(30.0) is sessions[0]
     sessions[0].receive(Command("validate", 0x3C85F7CE).frame)
-    assert engine.overdue(30.0) == []
+    assert engine.overdue(30.0) is None
     sessions[1].leave()
     assert engine.oldest_unvalidated() is sessions[2]

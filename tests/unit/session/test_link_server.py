@@ -722,9 +722,9 @@ def test_closing_a_session_frees_no_connection() -> None:
     session = target.session("a").session
     assert session.connected_at == 7.0
     assert target.engine.oldest_unvalidated() is None
-    assert target.engine.next_overdue() == 37.0
-    assert target.engine.overdue(36.0) == []
-    assert target.engine.overdue(37.0) == [session]
+    assert target.engine.overdue(37.0) is None
+    assert target.engine.overdue_on_links(36.0) == []
+    assert target.engine.overdue_on_links(37.0) == [session]
     assert target.engine.budget.used() == before + SESSION_BYTES
     assert target.registry.is_carrier(target.carrier.session)
     assert not target.registry.is_carrier(session)
@@ -758,11 +758,10 @@ def test_a_session_without_a_connection_cannot_send_validate(target: LinkTarget)
     target.connect("a")
     target.cut_off()
     engine = target.engine
-    assert engine.next_overdue() == float("inf")
-    assert engine.overdue(1000.0) == []
+    assert engine.overdue_on_links(1000.0) == []
     target.registry.clock = lambda: 1000.0
     target.dial()
-    assert engine.next_overdue() == 1030.0
-    assert engine.overdue(1030.0) == [target.session("a").session]
+    assert engine.overdue_on_links(1029.0) == []
+    assert engine.overdue_on_links(1030.0) == [target.session("a").session]
     target.say("a", HANDSHAKE)
-    assert engine.overdue(2000.0) == []
+    assert engine.overdue_on_links(2000.0) == []
