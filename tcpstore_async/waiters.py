@@ -368,7 +368,6 @@ class WaiterRegistry:
         stale = []
         counted: list[Waiter] = []
         taker: Waiter | None = None
-        group: SharedWait | None = None
         member: Waiter | None = None
         for waiter, count in registered.items():
             if self.working:
@@ -382,7 +381,6 @@ class WaiterRegistry:
                         member = waiter.first_present(key)
                         if member is None:
                             continue
-                        group = waiter
                     elif waiter.pass_over(key):
                         continue
                     else:
@@ -407,8 +405,8 @@ class WaiterRegistry:
             self.holes.pop(key, None)
         elif len(registered) >= _LONG - removed:
             self._compact(key, registered, removed)
-        if group is not None and member is not None:
-            self._leave_group(member, group)
+        if member is not None and member.group is not None:
+            self._leave_group(member, member.group)
             member.handoff = self.new_handoff(key)
             member.fire(None)
 

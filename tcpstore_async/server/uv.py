@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..errors import PeerError
 from ..limits import Limits
 from ..session.server import Transport
-from ..session.unsent import PIECES
+from ..session.unsent import PIECES, first_bytes
 from ..values import Framed, length
 from . import base
 from .accepting import Acceptor
@@ -147,7 +147,7 @@ class Connection(Transport):
             batch: list[Any] = out[at : at + PIECES]
             size = length(batch)
             if written + size > _WRITTEN_PER_TURN:
-                batch = _first_bytes(batch, _WRITTEN_PER_TURN - written)
+                batch = first_bytes(batch, _WRITTEN_PER_TURN - written)
             count = self._hand_over(batch)
             if count < 0:
                 return
@@ -230,7 +230,7 @@ class Connection(Transport):
             if written >= _WRITTEN_PER_TURN:
                 self.server.write_later(self)
                 return
-            batch = _first_bytes(backlog.batch(), _WRITTEN_PER_TURN - written)
+            batch = first_bytes(backlog.batch(), _WRITTEN_PER_TURN - written)
             count = self._hand_over(batch)
             if count <= 0:
                 return
@@ -395,16 +395,3 @@ class UvServer(base.Server):
         if self.engine.pending_flush:
             self.flush_pending()
         self.expect_validation()
-
-
-def _first_bytes(pieces: list[Any], most: int) -> list[Any]:
-    """Return the first `most` bytes of `pieces`, which are cut without a copy."""
-    taken: list[Any] = []
-    for piece in pieces:
-        size = len(piece)
-        if size > most:
-            taken.append(memoryview(piece)[:most])
-            break
-        taken.append(piece)
-        most -= size
-    return taken

@@ -10,7 +10,6 @@ adds no more DATA.
 """
 
 from collections import deque
-from struct import Struct
 from typing import Final
 
 import msgspec
@@ -34,11 +33,10 @@ from ..wire.link import (
     SAME_BYTES,
     SAME_SESSIONS,
     SESSION_MASK,
+    U32,
     UNNUMBERED,
     WINDOW_BYTES,
 )
-
-_U32: Final = Struct("<I")
 
 _FLAGS_SHIFT: Final = 32
 
@@ -196,8 +194,8 @@ class Link:
         if len(sessions) == 1:
             self._append(DATA, sessions[0], payload)
         else:
-            numbers = b"".join([_U32.pack(session) for session in sessions])
-            self._append(SAME, 0, _U32.pack(len(sessions)) + numbers + payload)
+            numbers = b"".join([U32.pack(session) for session in sessions])
+            self._append(SAME, 0, U32.pack(len(sessions)) + numbers + payload)
 
     def _append(self, kind: int, session: int, payload: bytes) -> None:
         frames = self._frames
@@ -284,7 +282,7 @@ class Link:
 
     def _take_same(self, payload: bytes, most: int) -> bool:
         """Deliver a payload to many sessions. Returns whether that is done; it stops as `take` does."""
-        count = _U32.unpack_from(payload)[0] if len(payload) >= 4 else 0
+        count = U32.unpack_from(payload)[0] if len(payload) >= 4 else 0
         start = 4 + 4 * count
         if not 0 < count <= SAME_SESSIONS or not start <= len(payload) <= start + SAME_BYTES:
             raise ProtocolError(
@@ -295,7 +293,7 @@ class Link:
             if self._spent >= most or not self.connected:
                 return False
             self._same_done += 1
-            self._deliver(DATA, _U32.unpack_from(payload, at)[0], same)
+            self._deliver(DATA, U32.unpack_from(payload, at)[0], same)
         self._same_done = 0
         return True
 

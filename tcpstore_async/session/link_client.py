@@ -8,7 +8,6 @@ until the server gives the link up. No more is sent for a stream than the server
 """
 
 import secrets
-from struct import Struct
 from typing import Final
 
 import msgspec
@@ -28,14 +27,13 @@ from ..wire.link import (
     LOST,
     OPEN,
     SESSION_MASK,
+    U16,
+    U32,
     VERSION,
 )
 from .link import NEW, RESUMED, Link, LinkReply
 
-_U16: Final = Struct("<H")
-_U32: Final = Struct("<I")
 _ALL: Final = 1 << 60
-_REASONS: Final = [bytes([reason]) for reason in (END_OF_FILE, LOST)]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -137,7 +135,7 @@ class ClientLink(Link):
         self._last += 1
         stream.number = self._last
         self.streams[self._last] = stream
-        self.add(OPEN, self._last, _U16.pack(port) + host.encode())
+        self.add(OPEN, self._last, U16.pack(port) + host.encode())
 
     def send(self, stream: Stream, data: bytes) -> None:
         """Send bytes, no more than `stream.credit`, and only if `has_room`."""
@@ -148,22 +146,22 @@ class ClientLink(Link):
         """Allow the server to send as many more bytes."""
         stream.consumed += count
         if stream.consumed >= CREDIT_BYTES // 2 and stream.number in self.streams:
-            self.add(CREDIT, stream.number, _U32.pack(stream.consumed))
+            self.add(CREDIT, stream.number, U32.pack(stream.consumed))
             stream.consumed = 0
 
     def end(self, stream: Stream) -> None:
         """Send no more: the server closes the stream after its last reply."""
         if stream.number in self.streams:
-            self.add(CLOSE, stream.number, _REASONS[END_OF_FILE])
+            self.add(CLOSE, stream.number, END_OF_FILE)
 
     def close(self, stream: Stream) -> None:
         """Close at once."""
         if self.streams.pop(stream.number, None) is not None:
-            self.add(CLOSE, stream.number, _REASONS[LOST])
+            self.add(CLOSE, stream.number, LOST)
 
     def close_link(self) -> None:
         """Say that the link ends, with all its streams."""
-        self.add(CLOSE, LINK, _REASONS[LOST])
+        self.add(CLOSE, LINK, LOST)
 
     # In
 
@@ -189,7 +187,7 @@ class ClientLink(Link):
             if len(payload) != 4:
                 raise ProtocolError(f"CREDIT of {len(payload)} bytes")
             if stream is not None:
-                stream.credit += _U32.unpack(payload)[0]
+                stream.credit += U32.unpack(payload)[0]
                 stream.credited()
         elif kind == CLOSE:
             if session == LINK:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from hmac import compare_digest
 from itertools import islice
 from math import inf
-from struct import Struct
 from typing import Any, Final
 
 import msgspec
@@ -38,16 +37,14 @@ from ..wire.link import (
     OPEN,
     PIECE_BYTES,
     REFUSED,
+    U16,
+    U32,
     VERSION,
 )
 from .budget import SESSION_BYTES, Holder
 from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, Link, LinkReply
 from .server import PORTION, Engine, ServerSession, Transport, printable
-
-_U16: Final = Struct("<H")
-_U32: Final = Struct("<I")
-
-_REASONS: Final = [bytes([reason]) for reason in (END_OF_FILE, LOST, REFUSED)]
+from .unsent import first_bytes
 
 _CLOSING: Final = 8
 """A session is closed in the time in which so many frames are handled."""
@@ -479,7 +476,7 @@ class ServerLink(Link):
         """Send CLOSE for the link, and end it; its connection stays."""
         carrier = self.carrier
         if carrier is not None:
-            self.add(CLOSE, LINK, _REASONS[LOST])
+            self.add(CLOSE, LINK, LOST)
             self._move_out(carrier)
             if self._release_carrier() is not None:
                 self.registry.engine.pending_flush.append(carrier)
@@ -514,7 +511,7 @@ class ServerLink(Link):
             elif kind == DATA:
                 linked.receive(payload)
             elif len(payload) == 4:
-                linked.credit += _U32.unpack(payload)[0]
+                linked.credit += U32.unpack(payload)[0]
                 if linked.credit > MAX_CREDIT:
                     raise ProtocolError(f"credit of {linked.credit} bytes (max {MAX_CREDIT})")
                 if linked.waiting:
@@ -535,13 +532,13 @@ class ServerLink(Link):
         registry = self.registry
         engine = registry.engine
         if registry.sessions >= engine.limits.sessions or registry.stopping:
-            self.add(CLOSE, session, _REASONS[REFUSED])
+            self.add(CLOSE, session, REFUSED)
             return
         registry.sessions += 1
         host = self._hosts.get(payload[2:])
         if host is None:
             host = self._host(payload[2:])
-        port = _U16.unpack_from(payload)[0]
+        port = U16.unpack_from(payload)[0]
         self.sessions[session] = LinkedSession(engine, self, session, host, port, registry.time())
         if self.over:  # the session was one too many for the budget
             registry.end_later(self)
@@ -556,7 +553,7 @@ class ServerLink(Link):
         return host
 
     def _close(self, session: int, payload: bytes) -> None:
-        if session > self._last_opened or payload not in _REASONS:
+        if session > self._last_opened or payload not in (END_OF_FILE, LOST, REFUSED):
             raise ProtocolError(f"CLOSE of session {session} with reason {payload!r}")
         if session == LINK:
             carrier = self._release_carrier()
@@ -567,7 +564,7 @@ class ServerLink(Link):
         linked = self.sessions.get(session)
         if linked is not None:
             linked.ended = True
-            if payload == _REASONS[END_OF_FILE]:
+            if payload == END_OF_FILE:
                 linked.close_if_done()
             else:
                 linked.close()
@@ -754,20 +751,20 @@ class LinkedSession(Transport):
         session = self.session
         backlog = session.backlog
         while backlog is not None and self.credit > 0:
-            piece = _first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit))
+            piece = b"".join(first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit)))
             self.credit -= len(piece)
             self.link.add_data(self.number, piece)
             if backlog.took(len(piece)):
                 backlog = session.backlog = None
         if backlog is None and session.out:
-            self.link.add_data(self.number, _first_bytes(session.out, self.credit))
+            self.link.add_data(self.number, b"".join(first_bytes(session.out, self.credit)))
 
     def _settle(self) -> None:
         """Allow the rank to send more, or close what it has ended."""
         if self.ended:
             self.close_if_done()
         elif self.received >= CREDIT_BYTES // 2:
-            self.link.add(CREDIT, self.number, _U32.pack(self.received))
+            self.link.add(CREDIT, self.number, U32.pack(self.received))
             self.link.note()
             self.received = 0
 
@@ -810,7 +807,7 @@ class LinkedSession(Transport):
         if backlog is None:
             self.waiting = False
             return False
-        piece = _first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit))
+        piece = b"".join(first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit)))
         self.credit -= len(piece)
         session.unsent -= len(piece)
         self.link.add_data(self.number, piece)
@@ -833,18 +830,5 @@ class LinkedSession(Transport):
         link.registry.sessions -= 1
         self.session.leave()
         if not link.over:
-            link.add(CLOSE, self.number, _REASONS[LOST])
+            link.add(CLOSE, self.number, LOST)
             link.note()
-
-
-def _first_bytes(pieces: list[Any], most: int) -> bytes:
-    """Return the first `most` bytes of `pieces`, joined."""
-    taken: list[Any] = []
-    for piece in pieces:
-        size = len(piece)
-        if size >= most:
-            taken.append(memoryview(piece)[:most])
-            break
-        taken.append(piece)
-        most -= size
-    return b"".join(taken)

@@ -9,7 +9,7 @@ Invariant: the bytes leave in the order in which they were added, and everything
 
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..values import Framed
 
@@ -154,3 +154,16 @@ class Unsent:
             del budget.pins[id(piece)]
             budget.orphaned -= pin.cost
             budget.charge(-pin.cost)
+
+
+def first_bytes(pieces: list[Any], most: int) -> list[Any]:
+    """Return the first `most` bytes of `pieces`, which are cut without a copy."""
+    taken: list[Any] = []
+    for piece in pieces:
+        size = len(piece)
+        if size > most:
+            taken.append(memoryview(piece)[:most])
+            break
+        taken.append(piece)
+        most -= size
+    return taken

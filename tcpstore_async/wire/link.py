@@ -37,6 +37,10 @@ KIND_SHIFT: Final = 56
 SESSION_MASK: Final = 0xFFFFFFFF
 LENGTH_MASK: Final = 0xFFFFFF
 
+U16: Final = Struct("<H")
+U32: Final = Struct("<I")
+"""The numbers in payloads."""
+
 LINK: Final = 0
 """The session number of frames that concern the link itself."""
 
@@ -53,11 +57,11 @@ GOING_AWAY: Final = 4
 SAME: Final = 5
 """u32 n, n x u32 session, and one payload: a DATA frame for each of them."""
 
-END_OF_FILE: Final = 0
+END_OF_FILE: Final = b"\0"
 """Reason: the rank sends no more, but still receives. The server closes the session after its last reply."""
-LOST: Final = 1
+LOST: Final = b"\1"
 """Reason: the rank's connection, or the server's session, is gone."""
-REFUSED: Final = 2
+REFUSED: Final = b"\2"
 """Reason: a limit does not allow the session."""
 
 CREDIT_BYTES: Final = 256 * 1024

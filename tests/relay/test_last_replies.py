@@ -36,7 +36,7 @@ async def test_they_are_taken_from_a_connection_that_cannot_be_written_any_more(
             await asyncio.sleep(0)
         peer = ClientLink()  # frames are the same in both directions
         peer.add_data(1, b"reply")
-        peer.add(CLOSE, LINK, bytes([LOST]))
+        peer.add(CLOSE, LINK, LOST)
         peer.close_batch()
         server.sendall(b"".join(peer.kept))
         server.close()  # with the request unread
