@@ -35,7 +35,7 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.server.backends import LINK_GRACE
 from tcpstore_async.session.identity import build
 from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.session.link_server import LinkRegistry
+from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.server import PORTION, Engine, ServerSession
 from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC

@@ -1,8 +1,8 @@
 """The limits of a server: names, units and defaults.
 
 Checked: `keys` here, `key_bytes`, `value_bytes` and `request_bytes` in `wire/codecs.py`, `budget_bytes` in
-`session/budget.py`, `unsent_high_water` in `session/server.py`, `links` and `sessions` in `session/link_server.py`,
-`connections` and `validate_seconds` in `server/`.
+`session/budget.py`, `unsent_high_water` in `session/server.py`, `links` in `session/link_registry.py`, `sessions` in
+`session/link_server.py`, `connections` and `validate_seconds` in `server/`.
 
 A `Limits` is immutable. No well-behaved job reaches the defaults; the first three are those of PyTorch's libuv server.
 """

@@ -23,7 +23,8 @@ from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
-from ..session.link_server import LinkRegistry, ServerLink
+from ..session.link_registry import LinkRegistry
+from ..session.link_server import ServerLink
 from ..session.server import Engine, ServerSession, Transport, latecomers
 from .backends import LINK_GRACE
 from .listen_socket import format_address, reserve_connections

@@ -585,7 +585,7 @@ class ServerSession(Holder):
         return self.engine.keyspace.join(self, key, unpack(token))
 
     def link(self, items: list[tuple[bytes, Framed]]) -> bytes:
-        """Make the connection a link; see `session/link_server.py`."""
+        """Make the connection a link; see `session/link_registry.py`."""
         open_link = self.engine.open_link
         if open_link is None:
             raise ProtocolError("LINK to a server that does not support links")

@@ -12,7 +12,8 @@ from conformance.targets import Cut, whole
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.session.link_server import LinkedSession, LinkRegistry
+from tcpstore_async.session.link_registry import LinkRegistry
+from tcpstore_async.session.linked_session import LinkedSession
 from tcpstore_async.session.server import Engine, Transport
 from tcpstore_async.wire.link import CREDIT_BYTES
 

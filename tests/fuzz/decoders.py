@@ -23,7 +23,7 @@ from tcpstore_async.server.process.protocol import Event, LineReader
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.identity import Identity, read_identity
 from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.session.link_server import LinkRegistry
+from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.server import Engine, ServerSession, Transport
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica

@@ -31,7 +31,8 @@ from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import GIB, Limits
 from tcpstore_async.session.link import LinkReply
 from tcpstore_async.session.link_client import ClientLink, Stream
-from tcpstore_async.session.link_server import LINK_BYTES, LinkRegistry, ServerLink
+from tcpstore_async.session.link_registry import LinkRegistry
+from tcpstore_async.session.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.server import Engine, ServerSession, Transport
 from tcpstore_async.wire.link import CREDIT_BYTES
 

@@ -19,11 +19,13 @@ from tcpstore_async.keys import stored_key
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import ENTRY_BYTES, PARKED_BYTES
 from tcpstore_async.rounds import Agent, Rounds
-from tcpstore_async.session import link_server
+from tcpstore_async.session import link_registry
 from tcpstore_async.session.budget import Budget, Holder
 from tcpstore_async.session.client import ClientSession, PendingCall
 from tcpstore_async.session.link import Link
-from tcpstore_async.session.link_server import LinkedSession, LinkRegistry, ServerLink
+from tcpstore_async.session.link_registry import LinkRegistry
+from tcpstore_async.session.link_server import ServerLink
+from tcpstore_async.session.linked_session import LinkedSession
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.stores.tcp import TCPStore
@@ -376,7 +378,7 @@ LINKED: dict[str, Plant] = {
     "replies need no credit": (LinkedSession, "flush", _before(_needs_no_credit)),
     "sessions outlive their link": (LinkRegistry, "end_later", _instead(lambda registry, link: None)),
     "frames are not counted": (ServerLink, "_count", _instead(lambda link: None)),
-    "any secret will do": (link_server, "compare_digest", _instead(lambda known, given: True)),
+    "any secret will do": (link_registry, "compare_digest", _instead(lambda known, given: True)),
 }
 
 

@@ -29,7 +29,8 @@ from tcpstore_async.errors import BudgetError, PeerError, ProtocolError
 from tcpstore_async.limits import MIB, Limits
 from tcpstore_async.session.budget import SESSION_BYTES
 from tcpstore_async.session.link_client import ClientLink
-from tcpstore_async.session.link_server import LINK_BYTES, LinkRegistry, ServerLink
+from tcpstore_async.session.link_registry import LinkRegistry
+from tcpstore_async.session.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.server import Engine, ServerSession, Transport
 from tcpstore_async.wire.link import CREDIT_BYTES, WINDOW_BYTES
 

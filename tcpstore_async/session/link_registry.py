@@ -1,0 +1,256 @@
+"""All links of one server: what LINK does, what is left for later, and when a link that broke is given up.
+
+Without I/O: the server calls `LinkRegistry.tick` with the time, and `work` whenever `on_work` asked for it.
+
+Invariants: no more links and sessions than the limits allow. A link that goes on has lost nothing. Nothing here takes
+longer than a few milliseconds.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from hmac import compare_digest
+from typing import Final
+
+import msgspec
+
+from ..errors import ProtocolError
+from ..values import Framed, pack, unpack
+from ..waiter_types import IDLE
+from ..wire.link import (
+    GOING_AWAY,
+    LINK,
+    VERSION,
+)
+from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, LinkReply
+from .link_server import LinkInput, ServerLink
+from .linked_session import LinkedSession
+from .server import PORTION, Engine, ServerSession, Transport
+
+_CLOSING: Final = 8
+"""A session is closed in the time in which so many frames are handled."""
+
+_LINKS: Final = 256
+"""Links written to before other peers are served."""
+
+_ID_BYTES: Final = 16
+_MAX_TEXT: Final = 256
+
+
+class LinkRegistry:
+    """All links of one server."""
+
+    def __init__(
+        self, engine: Engine, instance: str, grace: float, keep_alive: float = 5.0, portion: int = PORTION
+    ) -> None:
+        """`portion` is how many frames are handled, sessions closed or items offered before other peers are served."""
+        self.engine = engine
+        self.portion = portion
+        self.instance = instance
+        self.grace = grace
+        self.keep_alive = keep_alive
+        self.links: dict[bytes, ServerLink] = {}
+        """By id."""
+        self.places: dict[bytes, ServerLink] = {}
+        """By place, for links that named one."""
+        self.sessions: int = 0
+        """Of all links."""
+        self.passed_over: int = 0
+        """How often a session was, so far."""
+        self.now: float = 0.0
+        """The time of the last `tick`, in seconds of the server's clock."""
+        self.clock: Callable[[], float] | None = None
+        """Returns the time, where a second matters."""
+        self.on_work: Callable[[], object] | None = None
+        """Called when there is work after none: have `work` called soon."""
+        self.on_link: Callable[[], object] | None = None
+        """Called when there is a link after none: have `tick` called from now on, once a second."""
+        self.on_end: Callable[[ServerLink, str], object] | None = None
+        """Called when a link that still had sessions ends, with the reason."""
+        self.on_failure: Callable[[Transport], object] | None = None
+        """Called in an exception's handler for a session that failed: close it. Without it, the exception is raised."""
+        self.stopping = False
+        self._scheduled = False
+        """Whether `work` will be called."""
+        self._to_end: deque[ServerLink] = deque()
+        """Links that are over and have sessions left."""
+        self._to_close: list[ServerSession] = []
+        """Connections whose links have been closed by their clients."""
+        self._to_offer: deque[ServerLink] = deque()
+        """Links that are back, and whose sessions were passed over."""
+        self._to_send: deque[ServerLink] = deque()
+        """Links with frames that belong to no batch yet."""
+        self._to_go_on: deque[LinkedSession] = deque()
+        """Sessions whose requests were held back."""
+        engine.open_link = self.open
+
+    # LINK
+
+    def open(self, carrier: ServerSession, items: list[tuple[bytes, Framed]]) -> bytes:
+        """Make the connection of a session a link, as its LINK demands; return the reply."""
+        said = {name: unpack(value) for name, value in items}
+        identity, secret = said.get(b"id", b""), said.get(b"secret", b"")
+        if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or carrier.state != IDLE:
+            raise ProtocolError("LINK without a valid id and secret, or from a connection with a pending wait")
+        if isinstance(carrier.owner, LinkedSession):
+            return self._reply(LINK_REFUSED, 0, "this connection is a session of a link")
+        if said.get(b"version", b"") != b"%d" % VERSION:
+            return self._reply(LINK_REFUSED, 0, f"this server speaks version {VERSION} of the link protocol")
+        link = self.links.get(identity)
+        if link is not None and not compare_digest(link.secret, secret):
+            return self._reply(LINK_REFUSED, 0, "wrong secret")
+        if said.get(b"instance"):
+            return self._resume(carrier, link, said)
+        if link is not None:
+            link.end("its client has started over")  # it never heard that the link exists
+        if self.stopping:
+            return self._reply(LINK_REFUSED, 0, "the server is stopping")
+        place = said.get(b"place", b"")[:_MAX_TEXT]
+        other = self.places.get(place)
+        if other is not None:
+            other.end("another link has taken its place")
+        if len(self.links) >= self.engine.limits.links:
+            return self._reply(LINK_REFUSED, 0, f"there are already {len(self.links)} links, the maximum (limit links)")
+        link = self.links[identity] = ServerLink(self, identity, secret, place)
+        if place:
+            self.places[place] = link
+        if len(self.links) == 1 and self.on_link is not None:
+            self.on_link()
+        link.attach(carrier, 0)
+        return self._reply(NEW, 0)
+
+    def _resume(self, carrier: ServerSession, link: "ServerLink | None", said: dict[bytes, bytes]) -> bytes:
+        taken, told = _number(said, b"taken"), _number(said, b"told")
+        if link is None:
+            return self._reply(UNKNOWN, 0)
+        if said[b"instance"] != self.instance.encode() or not link.can_resume(taken, told):
+            link.end("its client has lost its state, or refers to a different server")
+            return self._reply(UNKNOWN, 0)
+        if self.stopping:  # it would end with the connection that it has
+            link.end("the server is stopping")
+            return self._reply(UNKNOWN, 0)
+        link.drop_carrier(ProtocolError("its link continues on another connection"))
+        link.attach(carrier, taken)
+        return self._reply(RESUMED, link.taken)
+
+    def _reply(self, status: str, taken: int, reason: str = "") -> bytes:
+        reply = LinkReply(status, self.instance, taken, self.keep_alive, self.grace, reason)
+        return pack(msgspec.json.encode(reply))
+
+    # Work
+
+    def send_later(self, link: "ServerLink") -> None:
+        """Close the link's batch soon."""
+        self._to_send.append(link)
+        self._schedule()
+
+    def offer_later(self, link: "ServerLink") -> None:
+        """Offer a link's sessions soon what they were passed over for."""
+        self._to_offer.append(link)
+        self._schedule()
+
+    def end_later(self, link: "ServerLink") -> None:
+        """End the sessions of a link soon."""
+        self._to_end.append(link)
+        self._schedule()
+
+    def close_later(self, carrier: ServerSession) -> None:
+        """Close a connection soon."""
+        self._to_close.append(carrier)
+        self._schedule()
+
+    def go_on_later(self, linked: "LinkedSession") -> None:
+        """Go on soon with requests that a session holds back."""
+        if not linked.queued:
+            linked.queued = True
+            self._to_go_on.append(linked)
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            if self.on_work is not None:
+                self.on_work()
+
+    def work(self) -> bool:
+        """Do a portion of what was left for later. Returns whether there is more: then call it again, soon.
+
+        Sessions that this gave output to are in `Engine.pending_flush`.
+        """
+        while self._to_close:
+            owner = self._to_close.pop().owner
+            if isinstance(owner, Transport):
+                owner.close()
+        if self._to_end and self._to_end[0].close_some(max(1, self.portion // _CLOSING)):
+            self._to_end.popleft()
+        if self._to_offer and self._to_offer[0].offer_some(self.portion):
+            self._to_offer.popleft()
+        self._go_on()
+        spent = 0
+        for _ in range(min(len(self._to_send), _LINKS)):
+            if spent >= self.portion:
+                break
+            link = self._to_send.popleft()
+            link.noted = False
+            spent += link.send()
+        self._scheduled = bool(self._to_close or self._to_end or self._to_offer or self._to_go_on or self._to_send)
+        return self._scheduled
+
+    def _go_on(self) -> None:
+        """Go on with requests that some sessions hold back, those first that have waited longest."""
+        spent = 0
+        for _ in range(len(self._to_go_on)):
+            if spent >= self.portion:
+                break
+            linked = self._to_go_on.popleft()
+            linked.queued = False
+            spent += linked.go_on()
+
+    def time(self) -> float:
+        """Return the time, in seconds of the server's clock."""
+        return self.now if self.clock is None else self.clock()
+
+    def fail(self, transport: Transport, error: Exception) -> None:
+        """Close a session after an exception that is no peer's fault. To be called in its handler."""
+        if self.on_failure is None:
+            raise error
+        self.on_failure(transport)
+
+    def tick(self, now: float) -> bool:
+        """Acknowledge, keep alive, and end what is overdue. Returns whether there are links."""
+        self.now = now
+        for link in list(self.links.values()):
+            link.tick(now)
+        return len(self.links) > 0
+
+    def all_sessions(self) -> list[ServerSession]:
+        return [linked.session for link in self.links.values() for linked in link.sessions.values()]
+
+    def is_carrier(self, session: ServerSession) -> bool:
+        """Return whether a session's connection is a link's."""
+        return isinstance(session.partial, LinkInput)
+
+    def go_away(self) -> None:
+        """Admit no new sessions and links, and give up links without a connection."""
+        self.stopping = True
+        for link in list(self.links.values()):
+            if link.carrier is None:
+                link.end("the server is stopping")
+            else:
+                link.add(GOING_AWAY, LINK)
+                link.note()
+
+    def close_all(self) -> None:
+        """End all links, at once: the server stops. Their last frames are in `Engine.pending_flush`'s sessions."""
+        self.stopping = True
+        for link in list(self.links.values()):
+            link.say_end()
+        while self._to_end:
+            if self._to_end[0].close_some(self.portion):
+                self._to_end.popleft()
+
+
+def _number(said: dict[bytes, bytes], name: bytes) -> int:
+    text = said.get(name, b"")
+    if not text.isdigit() or len(text) > 18:
+        raise ProtocolError(f"LINK with an invalid batch count {name!r}")
+    return int(text)

@@ -1,0 +1,201 @@
+"""Moving the bytes of one session on a link, as far as there is credit for them.
+
+It knows credit, and what waits for it. It must not know what a frame looks like, or that a link breaks: to a session
+whose link has no connection, nothing is sent, and that is all.
+
+Invariant: a session on a link behaves as one on a connection of its own. What it does wrong, or what its rank does not
+read, concerns no other.
+"""
+
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from ..errors import PeerError, ProtocolError
+from ..values import length
+from ..wire.link import (
+    CLOSE,
+    CREDIT,
+    CREDIT_BYTES,
+    LOST,
+    PIECE_BYTES,
+    U32,
+)
+from .server import Engine, Transport
+from .unsent import first_bytes
+
+if TYPE_CHECKING:
+    from .link_server import ServerLink
+
+_STEP_COST: Final = 250
+"""What a step of a long command costs, compared with a frame."""
+
+
+class LinkedSession(Transport):
+    """Moves the bytes of one session on a link, as far as there is credit for them."""
+
+    def __init__(self, engine: Engine, link: "ServerLink", number: int, host: str, port: int, now: float) -> None:
+        self.link = link
+        self.number = number
+        self.credit: int = CREDIT_BYTES
+        """Bytes that may be sent."""
+        self.received: int = 0
+        """Bytes received for which no CREDIT has been given."""
+        self.waiting = False
+        """Whether replies did not fit: they are in the session's backlog."""
+        self.in_turn = False
+        """Whether the link will have it send a piece: if it waits, and has credit."""
+        self.queued = False
+        """Whether the registry will have it go on."""
+        self.ended = False
+        """Whether the rank sends no more."""
+        self.closed = False
+        super().__init__(engine, host, port, now)
+
+    def pass_over(self, queue: bytes) -> bool:
+        return self.link.pass_over(queue)
+
+    def awaited_since(self) -> float:
+        link = self.link
+        return inf if link.carrier is None else max(self.session.connected_at, link.attached_at)
+
+    def shares_connection(self) -> bool:
+        return True
+
+    # In
+
+    def receive(self, payload: bytes) -> None:
+        """Execute what has arrived, or hold it back if requests before it are."""
+        session = self.session
+        self.received += len(payload)
+        if self.received > CREDIT_BYTES:
+            raise ProtocolError(f"DATA of session {self.number} without credit")
+        if self.ended or session.table is session.engine.no_commands:
+            return
+        try:
+            if session.stalled():
+                session.hold_back(payload)
+            else:
+                self._execute(payload)
+        except PeerError as error:
+            self._fail(error)
+        except Exception as error:
+            self.link.registry.fail(self, error)
+
+    def go_on(self) -> int:
+        """Execute what was held back. Returns what that cost, compared with a frame."""
+        session = self.session
+        if self.closed or not session.stalled() or session.table is session.engine.no_commands:
+            return 1
+        buffer = session.input_buffer
+        cost = 1 + (0 if buffer is None else len(buffer) >> 6)
+        if session.incremental is not None:
+            cost = _STEP_COST
+        try:
+            self._execute(b"")
+        except PeerError as error:
+            self._fail(error)
+        except Exception as error:
+            self.link.registry.fail(self, error)
+        return cost
+
+    def _execute(self, payload: bytes) -> None:
+        session = self.session
+        session.receive(payload)
+        if session.out:
+            self.flush()
+        if not session.stalled():
+            self._settle()
+        elif session.incremental is not None or session.unsent <= session.engine.limits.unsent_high_water:
+            self.link.registry.go_on_later(self)
+
+    def _fail(self, error: PeerError) -> None:
+        """Send the replies to earlier requests, let go of everything, and have the session closed."""
+        self._send_rest()
+        self.session.evict(error)
+
+    def _send_rest(self) -> None:
+        """Send what there is credit for, of a session that will be closed."""
+        session = self.session
+        backlog = session.backlog
+        while backlog is not None and self.credit > 0:
+            piece = b"".join(first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit)))
+            self.credit -= len(piece)
+            self.link.add_data(self.number, piece)
+            if backlog.took(len(piece)):
+                backlog = session.backlog = None
+        if backlog is None and session.out:
+            self.link.add_data(self.number, b"".join(first_bytes(session.out, self.credit)))
+
+    def _settle(self) -> None:
+        """Allow the rank to send more, or close what it has ended."""
+        if self.ended:
+            self.close_if_done()
+        elif self.received >= CREDIT_BYTES // 2:
+            self.link.add(CREDIT, self.number, U32.pack(self.received))
+            self.link.note()
+            self.received = 0
+
+    def close_if_done(self) -> None:
+        """Close, unless requests or replies are still under way."""
+        session = self.session
+        if session.out:
+            self.flush()
+        if not session.stalled() and session.backlog is None:
+            self.close()
+
+    # Out
+
+    def flush(self) -> None:
+        session = self.session
+        out = session.out
+        if not out:
+            return
+        size = session.unsent
+        link = self.link
+        evicted = session.engine.evicted
+        if link.over or (evicted and session in evicted):
+            session.unsent -= length(out)
+        elif session.backlog is not None:
+            session.keep_unsent(out, 0)
+        elif size <= self.credit and size <= PIECE_BYTES and link.has_room():
+            self.credit -= size
+            session.unsent = 0
+            link.add_data(self.number, bytes(out[0]) if len(out) == 1 else b"".join(out))
+            link.note()
+        else:
+            session.keep_unsent(out, 0)
+            link.wait(self)
+        out.clear()
+
+    def send_piece(self) -> bool:
+        """Send a piece of what did not fit. Returns whether there is more, and credit for it."""
+        session = self.session
+        backlog = session.backlog
+        if backlog is None:
+            self.waiting = False
+            return False
+        piece = b"".join(first_bytes(backlog.batch(), min(PIECE_BYTES, self.credit)))
+        self.credit -= len(piece)
+        session.unsent -= len(piece)
+        self.link.add_data(self.number, piece)
+        if not backlog.took(len(piece)):
+            return self.credit > 0
+        session.backlog = None
+        self.waiting = False
+        if session.stalled():
+            self.link.registry.go_on_later(self)
+        else:
+            self._settle()
+        return False
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        link = self.link
+        del link.sessions[self.number]
+        link.registry.sessions -= 1
+        self.session.leave()
+        if not link.over:
+            link.add(CLOSE, self.number, LOST)
+            link.note()
