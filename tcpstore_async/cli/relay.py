@@ -55,9 +55,9 @@ def relay_command(
     may break and be resumed without their noticing; the relay itself keeps no keys. In front of a server that does
     not support links, such as PyTorch's, each rank gets a connection of its own.
 
-    The relay may start before its server: ranks wait until the server can be reached, and connect again every 30
-    seconds, so that their own timeouts hold. If the relay loses its connection for longer than the server keeps the
-    link, or if the server restarts, the ranks' connections are closed.
+    The relay may start before its server: ranks wait until it can be reached. After 30 seconds, the relay closes a
+    waiting rank's connection, and the rank retries until its own timeout. If the relay loses its connection for longer
+    than the server keeps the link, or if the server restarts, the ranks' connections are closed.
 
     Prints one line of JSON once it accepts connections. On SIGTERM, open connections get up to --grace seconds to
     finish; SIGINT stops at once.

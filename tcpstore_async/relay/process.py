@@ -72,7 +72,7 @@ def _ready(process: "subprocess.Popen[bytes]", timeout: float) -> int:
     try:
         return int(json.loads(line)["port"])
     except (ValueError, TypeError, KeyError):  # what else starts with Python, a sitecustomize for one, may print
-        raise DistNetworkError(f"the relay did not begin with its ready line, but with {line[:100]!r}") from None
+        raise DistNetworkError(f"the relay printed {line[:100]!r} instead of its ready line") from None
 
 
 def _stop(process: "subprocess.Popen[bytes]", end: socket.socket, owner: int) -> None:

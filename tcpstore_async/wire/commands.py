@@ -203,8 +203,8 @@ COMMANDS: Final = (
             " are also removed when they lose all their connections. DELETE_KEY forgets rounds without agents. Closes "
             "the connection for other numbers."),
     Command(0x4C, "LINK",         ITEMS,           VALUE,           "link",      SESSION | EXTENSION,
-            "Makes the connection a link, or goes on with a link whose connection broke. The items and the reply, which"
-            " is JSON, are specified in [links.md](links.md), as is everything that follows if the reply says `new` or"
+            "Makes the connection a link, or resumes a link whose connection broke. The items and the reply, which is "
+            "JSON, are specified in [links.md](links.md), as is everything that follows if the reply says `new` or"
             " `resumed`. After any other reply the connection is as before."),
 )  # fmt: skip
 
