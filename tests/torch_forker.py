@@ -78,7 +78,8 @@ class Program:
     def end(self) -> None:
         """Kill the program, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since, and its status is on its way
+                os.kill(self.pid, signal.SIGKILL)
         self.wait()
         self._files.close()
 
