@@ -32,16 +32,48 @@ from typing import IO, Any
 LIMIT = 60.0
 
 
-class Program:
+class Forked:
+    """A process that was forked, as who asked for it sees it."""
+
+    def __init__(self, request: dict[str, Any], streams: tuple[int, int, int]) -> None:
+        """Run `code`, source text or with `path` the file at a path, with these standard streams.
+
+        `arguments` and `env` are all that it is given. `imports` are modules that are imported before it is forked,
+        once for all. With `group`, it leads a process group.
+        """
+        status, answering = os.pipe()
+        self._status: IO[bytes] = os.fdopen(status, "rb", buffering=0)
+        control = _control()
+        text = json.dumps(request).encode()
+        control.sendmsg([len(text).to_bytes(4, "little")], [_descriptors([*streams, answering])])
+        control.sendall(text)
+        os.close(answering)
+        self.returncode: int | None = None
+        self.pid = int.from_bytes(self._status.read(4), "little")
+
+    def poll(self) -> int | None:
+        """The exit status, or None while the process runs."""
+        with contextlib.suppress(TimeoutError):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float = LIMIT) -> int:
+        """The exit status, as `subprocess` has it."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise TimeoutError(f"process {self.pid} has not ended within {timeout:g} s")
+            self.returncode = int.from_bytes(self._status.read(4), "little", signed=True)
+            self._status.close()
+        return self.returncode
+
+
+class Program(Forked):
     """A forked program, as its parent sees it: it runs from now on, and is killed at the end of `with`."""
 
     def __init__(
         self, code: str | Path, *arguments: object, env: dict[str, str] | None = None, imports: Iterable[str] = ()
     ) -> None:
-        """Run source text, or the file at a path, with these arguments and more environment.
-
-        `imports` are modules that are imported before it is forked, once for all.
-        """
+        """Run source text, or the file at a path, with these arguments and more environment, and after `imports`."""
         request = {
             "code": str(code),
             "path": isinstance(code, Path),
@@ -51,23 +83,15 @@ class Program:
         }
         reading, stdin = os.pipe()
         stdout, writing = os.pipe()
-        status, answering = os.pipe()
+        stderr, name = tempfile.mkstemp()
+        os.unlink(name)
         self._files = ExitStack()
         self._files.enter_context(os.fdopen(stdin, "wb"))
         self.stdout: IO[bytes] = self._files.enter_context(os.fdopen(stdout, "rb", buffering=0))
-        self._status: IO[bytes] = self._files.enter_context(os.fdopen(status, "rb", buffering=0))
-        stderr, name = tempfile.mkstemp()
-        os.unlink(name)
         self._stderr: IO[bytes] = self._files.enter_context(os.fdopen(stderr, "rb"))
-        given = [reading, writing, stderr, answering]
-        control = _control()
-        text = json.dumps(request).encode()
-        control.sendmsg([len(text).to_bytes(4, "little")], [_descriptors(given)])
-        control.sendall(text)
-        for one in (reading, writing, answering):
-            os.close(one)
-        self.returncode: int | None = None
-        self.pid = int.from_bytes(self._status.read(4), "little")
+        super().__init__(request, (reading, writing, stderr))
+        os.close(reading)
+        os.close(writing)
 
     def __enter__(self) -> Program:
         return self
@@ -83,19 +107,12 @@ class Program:
         self.wait()
         self._files.close()
 
-    def poll(self) -> int | None:
-        """The exit status, or None while the program runs."""
-        with contextlib.suppress(TimeoutError):
-            return self.wait(0)
-        return None
-
     def wait(self, timeout: float = LIMIT) -> int:
-        """The exit status, as `subprocess` has it."""
-        if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise TimeoutError(f"the program has not ended within {timeout:g} s: {self.errors()}")
-            self.returncode = int.from_bytes(self._status.read(4), "little", signed=True)
-        return self.returncode
+        """The exit status, as `subprocess` has it; a program that does not end says what it has printed."""
+        try:
+            return super().wait(timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {self.errors()}") from None
 
     def output(self, timeout: float = LIMIT) -> str:
         """What the program prints until all of its processes have closed standard output."""
@@ -124,10 +141,10 @@ _started: tuple[int, socket.socket] | None = None
 
 def _control() -> socket.socket:
     """The connection to the process that forks, which is started once."""
-    from versions import QUIET  # and with it pytest, which the process that forks does without
-
     global _started
     if _started is None or _started[0] != os.getpid():
+        from versions import QUIET  # and with it pytest, which the process that forks does without
+
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -144,6 +161,18 @@ def _control() -> socket.socket:
 
         atexit.register(end)
     return _started[1]
+
+
+def fork_from_here() -> None:
+    """What this program asks for from now on is forked from a copy of it as it is: it has no threads yet."""
+    global _started
+    ours, theirs = socket.socketpair()
+    if not os.fork():
+        ours.close()
+        Forker(theirs).serve()
+        os._exit(0)
+    theirs.close()
+    _started = os.getpid(), ours
 
 
 # The process that forks
@@ -184,6 +213,8 @@ class Forker:
             importlib.import_module(name)
         pid = os.fork()
         if pid:
+            if request.get("group"):
+                os.setpgid(pid, pid)
             os.write(answering, pid.to_bytes(4, "little"))
             self._running[pid] = answering
             for one in (stdin, stdout, stderr):
@@ -234,6 +265,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     gc.freeze()  # no program needs to look at what all have in common
+    sys.modules["torch_forker"] = sys.modules["__main__"]  # for a program that wants more of them
     Forker(socket.socket(fileno=int(sys.argv[1]))).serve()
 
 

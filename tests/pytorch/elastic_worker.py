@@ -37,7 +37,7 @@ def main(folder: Path, what: str) -> None:
         "rank": rank,
         "sum": tensor.item(),
         "stale": stale,
-        "agent": os.getppid(),
+        "agent": int(os.environ["ELASTIC_AGENT"]),
         "pid": os.getpid(),
         "host": os.environ["MASTER_ADDR"],
         "port": os.environ["MASTER_PORT"],

@@ -47,13 +47,7 @@ once = pytest.mark.skipif(
 )
 
 
-TORCHRUN = """
-from tcpstore_async.autoload import autoload
-from torch.distributed.run import main
-autoload()
-main()
-"""
-"""What the program `torchrun` does; test_torch_launchers.py runs it as users do."""
+HERE = Path(__file__).parent
 
 
 class Job:
@@ -66,12 +60,12 @@ class Job:
 
     def agent(self, what: str, nodes: str = "2", workers: str = "1", **env: str) -> Program:
         process = Program(
-            TORCHRUN,
+            HERE / "elastic_agent.py",
             *("--nnodes", nodes),
             *("--nproc-per-node", workers, "--max-restarts", "3", "--monitor-interval", "0.1"),
             *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"),
             *("--rdzv-conf", CONF),
-            *(str(Path(__file__).with_name("elastic_worker.py")), str(self.folder), what),
+            *(str(HERE / "elastic_worker.py"), str(self.folder), what),
             env={"OMP_NUM_THREADS": "1", **env},
             imports=["torch.distributed.run"],
         )
