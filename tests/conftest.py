@@ -4,12 +4,13 @@ Warnings are errors (see pyproject.toml), so a socket or a process that nobody c
 left it. So does an exception in a callback or a task that nobody awaited, which asyncio would only log.
 """
 
+import functools
 import gc
 import logging
 import os
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,8 @@ test may carry that mark itself.
 """
 
 
-def below(path: Path, places: Iterable[str]) -> bool:
+@functools.cache
+def below(path: Path, places: tuple[str, ...]) -> bool:
     """Whether a file of tests is one of these places, or in one."""
     here = path.relative_to(Path(__file__).parent)
     return any(here.is_relative_to(place) for place in places)
