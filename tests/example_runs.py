@@ -79,13 +79,47 @@ USED = ["torch._dynamo"]
 """What optimizers and DDP import, and that takes as long as PyTorch itself."""
 
 
+AGENT = Path(__file__).parent / "pytorch" / "elastic_agent.py"
+
+TORCHRUN = """
+import os, runpy, subprocess, sys
+from torch_forker import Forked, fork_from_here
+fork_from_here()
+start = subprocess.Popen
+def forked(command, **options):
+    if command[1:3] != ["-m", "torch.distributed.run"]:
+        return start(command, **options)
+    request = {"code": agent, "path": True, "arguments": command[3:], "env": dict(os.environ), "imports": []}
+    return Forked(request, (0, 1, 2))
+subprocess.Popen = forked
+agent = sys.argv.pop(1)
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs an example that starts `torchrun` several times: the agents are forked, and so are their workers."""
+
+
 def forked_lines_of(name: str, *arguments: object, attempts: int = 1) -> list[str]:
     """The same for a program that spawns ranks with PyTorch; what is on standard error comes last."""
-    with Program(SPAWN, EXAMPLES / name, *arguments, imports=USED) as program:
-        printed = program.output()
-        code, errors = program.wait(), program.errors()
+    return _lines(SPAWN, EXAMPLES / name, *arguments, attempts=attempts)
+
+
+def forked_torchrun_lines_of(name: str, *arguments: object) -> list[str]:
+    """The same for a program that starts `torchrun`."""
+    return _lines(TORCHRUN, AGENT, EXAMPLES / name, *arguments)
+
+
+def forked_torchrun(*arguments: object, attempts: int = 1) -> list[str]:
+    """Run `torchrun` with these arguments; return what it prints, and at last what is on standard error."""
+    return _lines(AGENT, *arguments, attempts=attempts)
+
+
+def _lines(program: str | Path, *arguments: object, attempts: int = 1) -> list[str]:
+    with Program(program, *arguments, env={"OMP_NUM_THREADS": "1"}, imports=USED) as running:
+        printed = running.output()
+        code, errors = running.wait(), running.errors()
     if attempts > 1 and ABORTED_BY_GLOO in errors:
-        return forked_lines_of(name, *arguments, attempts=attempts - 1)
+        return _lines(program, *arguments, attempts=attempts - 1)
     assert code == 0, printed + errors
     return (unsaid(printed) + errors).splitlines()
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from example_runs import EXAMPLES, forked_lines_of, lines_of, run, run_forked
+from example_runs import (
+    EXAMPLES,
+    forked_lines_of,
+    forked_torchrun,
+    forked_torchrun_lines_of,
+    lines_of,
+    run,
+    run_forked,
+)
 from support import tcpstore_server
 from versions import alone_on_stdout, since
 
@@ -42,9 +50,8 @@ def test_ddp(port: int) -> None:
 def test_ddp_under_torchrun(port: int) -> None:
     endpoint = ["--nproc-per-node=2", "--rdzv-backend=tcpstore", f"--rdzv-endpoint=localhost:{port}"]
     conf = ["--rdzv-conf=last_call_timeout=1"]
-    agent = ["-m", "torch.distributed.run", *endpoint, *conf]
-    (printed,) = run(*agent, str(EXAMPLES / "ddp.py"), attempts=4, OMP_NUM_THREADS="1")
-    assert printed.count("loss") == 5
+    printed = forked_torchrun(*endpoint, *conf, EXAMPLES / "ddp.py", attempts=4)
+    assert sum("loss" in line for line in printed) == 5
 
 
 @alone_on_stdout
@@ -62,7 +69,9 @@ def test_missing_rank(port: int) -> None:
 
 @takes_our_handler
 def test_daemon_and_torchrun(port: int) -> None:
-    printed = [line for line in lines_of("daemon_and_torchrun.py", port) if line.startswith(("4 ranks", "job"))]
+    printed = [
+        line for line in forked_torchrun_lines_of("daemon_and_torchrun.py", port) if line.startswith(("4 ranks", "job"))
+    ]
     assert printed == ["4 ranks, sum 6", "job first: done", "4 ranks, sum 6", "job second: done"]
 
 
