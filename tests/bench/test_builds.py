@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tcpstore_async
 from bench import builds
 from support import LIMIT
 
@@ -84,3 +86,14 @@ def test_child_processes_use_the_same_package(checkout: Path, monkeypatch: pytes
     compiled = str(checkout / "build" / "compiled")
     assert sys.path == [compiled, "/first"]
     assert os.environ["PYTHONPATH"].split(os.pathsep)[:2] == [compiled, "/elsewhere"]
+
+
+def test_other_tests_do_not_get_the_compiled_build() -> None:
+    """What `bench.gloo` and others choose as they are imported, which is while tests are collected, stays for all."""
+    importlib.import_module("bench.gloo")
+    code = "import tcpstore_async; print(tcpstore_async.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=LIMIT, check=True,
+        cwd=tempfile.gettempdir(), text=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == tcpstore_async.__file__
