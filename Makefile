@@ -9,9 +9,9 @@ TORCH ?= 1
 ARGS ?=
 
 BIN := .venv/bin
-# Three workers for two processors, as tests often wait. Each runs a file at a time, in the order of tests/conftest.py;
+# Two workers for each processor, as tests often wait. Each runs a file at a time, in the order of tests/conftest.py;
 # ARGS="-n 0" does without. The slowest are listed at the end.
-WORKERS := $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2 )))
+WORKERS := $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1
 # Tests start hundreds of Python processes: none of them is to compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE

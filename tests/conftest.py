@@ -37,8 +37,11 @@ def pytest_configure() -> None:
 QUICK = ("unit", "conformance", "properties", "fuzz", "contract")
 """Folders that come first: bytes and meaning, mostly in memory."""
 
-LONGEST = ("pytorch", "interop", "faults", "client", "relay", "server", "bench")
-"""Folders that come next, those with the longest files first: at the end one of them would keep one processor busy."""
+LONGEST = (
+    *("pytorch", "interop", "faults", "client", "relay", "server", "test_install.py", "simulation", "bench"),
+    *("test_demo.py", "test_builds.py"),
+)
+"""What comes next, the longest files first: at the end one of them would keep one processor busy."""
 
 SLOW = (
     *("pytorch", "interop", "bench", "faults"),
@@ -110,9 +113,17 @@ processes, or try nothing that the rest does not.
 EXHAUSTIVE = re.compile(
     r"contract/test_(values|waiting)\.py::.*\[(prefix-hash|tcp-served-uv|tcp-served-threaded|tcp-process-threaded)\b"
     r"|conformance/test_vectors\.py::test_our_server\[threaded-nccl2?_world_of_16384\]"
+    r"|conformance/test_vectors\.py::test_(engine_byte_by_byte|link_in_random_pieces_that_breaks)\[nccl2?_world_of_16384\]"
     r"|interop/test_torch_groups\.py::test_a_gloo_group\[(uv-.*-2|threaded-.*-4)\]"
+    r"|properties/test_links\.py::test_a_recorded_run_that_breaks_at_any_byte\[.*-[23]\]"
+    r"|properties/test_links\.py::test_chosen_runs_equal_the_model\[(150|200|250)\]"
     r"|pytorch/test_torch_torchrun\.py::test_a_killed_worker_restarts_the_round\[env2\]"
     r"|pytorch/test_torch_worlds\.py::test_(a_group_that_is_never_destroyed|jobs_in_a_row_on_one_address)\[file.*-python\]"
+    r"|pytorch/test_torch_worlds\.py::test_a_world_ends_quietly_whoever_leaves_last\[(python-tcp-3|native-env-0)\]"
+    r"|pytorch/test_torch_worlds\.py::test_a_mixed_world\[(stock0-python|stock1-native)\]"
+    r"|pytorch/test_torch_worlds\.py::test_jobs_in_a_row_on_one_address\[(env-who1-native|tcp-who2-python)\]"
+    r"|pytorch/test_torch_worlds\.py::test_the_backend_that_was_asked_for\[(way0-python|way1-native)\]"
+    r"|pytorch/test_torch_worlds\.py::test_a_group_over_a_dropped_store\[(prefix-store v2|file-debug)\]"
     r"|test_install\.py::test_what_must_be_compiled_and_cannot_be_is_an_error\[false\]"
     r"|unit/test_cli_bench\.py::.*\blegacy\b"
 )
@@ -176,8 +187,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("compiled")
 
     def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return places.index(folder) if folder in places else len(places)
+        place = item.path.relative_to(Path(__file__).parent).parts[0]
+        return places.index(place) if place in places else len(places)
 
     items.sort(key=rank)
     if "exhaustive" not in config.option.markexpr:
