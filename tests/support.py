@@ -13,10 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-from torch_forker import Program
+from torch_forker import Forked, Program
 
 LIMIT = 60.0
 """Seconds after which a test gives up waiting for an event. Generous: machines are shared."""
@@ -40,10 +41,39 @@ def free_port() -> int:
             return port
 
 
+class Command(Forked):
+    """The command `tcpstore`, forked from a process that has imported it; what is used of `subprocess.Popen`."""
+
+    def __init__(self, arguments: list[str], env: dict[str, str], cwd: str, stderr: int) -> None:
+        reading, writing = os.pipe()
+        self.stdout: IO[bytes] | None = os.fdopen(reading, "rb")
+        request = {"code": TCPSTORE, "path": False, "arguments": arguments, "env": env, "imports": [], "cwd": cwd}
+        with open(os.devnull, "rb") as nothing:
+            super().__init__(request, (nothing.fileno(), writing, stderr), "tcpstore_async.cli")
+        os.close(writing)
+
+    def wait(self, timeout: float | None = LIMIT) -> int:
+        return super().wait(LIMIT if timeout is None else timeout)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it has ended since, and its status is on its way
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+TCPSTORE = "from tcpstore_async.__main__ import main; main()"
+
+
 class Server:
     """A server process that the test started, on 127.0.0.1."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Command, port: int, log: Path) -> None:
         self.process = process
         self.port = port
         self.log_path = log
@@ -63,12 +93,15 @@ def _listening(arguments: list[str], env: dict[str, str] | None, prefix: Sequenc
     """Run a command, perhaps by another one such as prlimit, that prints its port when it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        command = [*prefix, sys.executable, "-m", "tcpstore_async", *arguments]
+        everything = {**os.environ, **(env or {})}
+        process: subprocess.Popen[bytes] | Command
+        # The working directory must not be the checkout, whose plain sources would hide a compiled build.
         with log.open("wb") as errors:
-            # The working directory must not be the checkout, whose plain sources would hide a compiled build.
-            process = subprocess.Popen(
-                command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **(env or {})}
-            )
+            if prefix:
+                command = [*prefix, sys.executable, "-m", "tcpstore_async", *arguments]
+                process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, env=everything)
+            else:
+                process = Command(arguments, everything, folder, errors.fileno())
         assert process.stdout is not None
         try:
             line = process.stdout.readline()

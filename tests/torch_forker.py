@@ -1,4 +1,5 @@
-"""Programs that need PyTorch, forked from one process that has imported it: an import takes two seconds of CPU time.
+"""Programs forked from a process that has imported what they need: PyTorch takes two seconds of CPU time, and the
+command line a quarter of one.
 
 Only programs for which it makes no difference that the import has happened before: not those for which a variable, such
 as `TCPSTORE_INSTALL`, decides something at the import. Run as a program, this is the process that forks.
@@ -35,15 +36,15 @@ LIMIT = 60.0
 class Forked:
     """A process that was forked, as who asked for it sees it."""
 
-    def __init__(self, request: dict[str, Any], streams: tuple[int, int, int]) -> None:
+    def __init__(self, request: dict[str, Any], streams: tuple[int, int, int], having: str = "torch") -> None:
         """Run `code`, source text or with `path` the file at a path, with these standard streams.
 
         `arguments` and `env` are all that it is given. `imports` are modules that are imported before it is forked,
-        once for all. With `group`, it leads a process group.
+        once for all, besides `having`. With `group`, it leads a process group; `cwd` is its working directory.
         """
         status, answering = os.pipe()
         self._status: IO[bytes] = os.fdopen(status, "rb", buffering=0)
-        control = _control()
+        control = _control(having)
         text = json.dumps(request).encode()
         control.sendmsg([len(text).to_bytes(4, "little")], [_descriptors([*streams, answering])])
         control.sendall(text)
@@ -135,44 +136,42 @@ def _descriptors(given: list[int]) -> tuple[int, int, array.array[int]]:
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given)
 
 
-_started: tuple[int, socket.socket] | None = None
-"""In which process, and the connection to what forks."""
+_started: dict[str, tuple[int, socket.socket]] = {}
+"""For what they have imported: in which process, and the connection to what forks."""
 
 
-def _control() -> socket.socket:
+def _control(having: str) -> socket.socket:
     """The connection to the process that forks, which is started once."""
-    global _started
-    if _started is None or _started[0] != os.getpid():
+    if having not in _started or _started[having][0] != os.getpid():
         from versions import QUIET  # and with it pytest, which the process that forks does without
 
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, *QUIET, __file__, str(theirs.fileno())],
+                [sys.executable, *(QUIET if having == "torch" else ()), __file__, str(theirs.fileno()), having],
                 cwd=tempfile.gettempdir(),
                 pass_fds=[theirs.fileno()],
                 env={name: text for name, text in os.environ.items() if not name.startswith("TCPSTORE_")},
             )
-        _started = os.getpid(), ours
+        _started[having] = os.getpid(), ours
 
         def end() -> None:
             ours.close()
             process.wait(LIMIT)
 
         atexit.register(end)
-    return _started[1]
+    return _started[having][1]
 
 
 def fork_from_here() -> None:
     """What this program asks for from now on is forked from a copy of it as it is: it has no threads yet."""
-    global _started
     ours, theirs = socket.socketpair()
     if not os.fork():
         ours.close()
         Forker(theirs).serve()
         os._exit(0)
     theirs.close()
-    _started = os.getpid(), ours
+    _started["torch"] = os.getpid(), ours
 
 
 # The process that forks
@@ -245,6 +244,8 @@ def be(request: dict[str, Any]) -> None:
     """Run the program as `__main__`, and end as a program ends."""
     os.environ.clear()
     os.environ.update(request["env"])
+    if "cwd" in request:
+        os.chdir(request["cwd"])
     code, name = request["code"], "<program>"
     sys.path[0] = ""
     if request["path"]:
@@ -260,10 +261,12 @@ def be(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    import torch
-    import torch.distributed
+    importlib.import_module(sys.argv[2])
+    if sys.argv[2] == "torch":
+        import torch
+        import torch.distributed
 
-    torch.set_num_threads(1)
+        torch.set_num_threads(1)
     gc.freeze()  # no program needs to look at what all have in common
     sys.modules["torch_forker"] = sys.modules["__main__"]  # for a program that wants more of them
     Forker(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -7,8 +7,10 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from support import LIMIT, Server, keys, tcpstore_server
 
@@ -189,7 +191,9 @@ class Freezer:
 
     def freeze(self) -> None:
         os.kill(self._server.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._server.process.pid, os.WSTOPPED | os.WNOWAIT)
+        stat = Path("/proc", str(self._server.process.pid), "stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         if self._server.process.poll() is None:
