@@ -157,7 +157,7 @@ SCENARIOS = {
 }
 
 
-def run(scenario: str, world: int, port: int) -> list[Any]:
+def run(scenario: str, world: int, ports: list[int]) -> list[Any]:
     ranks = []
     for rank in range(world):
         reading, writing = os.pipe()
@@ -165,7 +165,7 @@ def run(scenario: str, world: int, port: int) -> list[Any]:
         if pid == 0:
             os.close(reading)
             try:
-                answer: Any = {"result": SCENARIOS[scenario](rank, world, port)}
+                answer: Any = {"result": SCENARIOS[scenario](rank, world, ports[rank % len(ports)])}
             except BaseException:
                 answer = {"error": traceback.format_exc()}
             with os.fdopen(writing, "w") as file:

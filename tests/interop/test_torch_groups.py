@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support import LIMIT, RawPeer, tcpstore_server
+from support import LIMIT, RawPeer, tcpstore_relay, tcpstore_server
 from tcpstore_async.server.backends import BACKENDS
 from versions import VERSION
 
@@ -35,17 +36,21 @@ def ranks() -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[*BACKENDS, "relays"])
 def run(ranks: subprocess.Popen[str], request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Runs a scenario on a fresh server and returns what its ranks return."""
+    """Runs a scenario on a fresh server and returns what its ranks return; every other rank has another relay."""
     assert ranks.stdin is not None
     assert ranks.stdout is not None
-    with tcpstore_server("--backend", request.param) as server:
+    relayed = request.param == "relays"
+    with ExitStack() as stack:
+        server = stack.enter_context(tcpstore_server("--backend", "uv" if relayed else request.param))
+        relays = [stack.enter_context(tcpstore_relay(server.port)) for _ in range(2)] if relayed else []
+        ports = [relay.port for relay in relays] or [server.port]
 
         def run(scenario: str, world: int) -> list[Any]:
             assert ranks.stdin is not None
             assert ranks.stdout is not None
-            print(json.dumps({"scenario": scenario, "world": world, "port": server.port}), file=ranks.stdin, flush=True)
+            print(json.dumps({"scenario": scenario, "world": world, "ports": ports}), file=ranks.stdin, flush=True)
             answers = json.loads(ranks.stdout.readline())
             errors = [answer["error"] for answer in answers if "error" in answer]
             assert not errors, "\n".join(errors)

@@ -74,13 +74,21 @@ def hangs_in_gloo(answer: dict[str, Any]) -> bool:
 
 @pytest.fixture
 def results(ranks: World, tmp_path: Path) -> Callable[..., list[Any]]:
-    """The same for ranks that end well: what they return. A word on stdout or stderr is one too many."""
+    """The same for ranks that end well: what they return. A word on stdout or stderr is one too many.
 
-    def run(*given: Any, **named: Any) -> list[Any]:
-        answers = ranks(*given, **named)
+    `fresh`, if given, is called before each attempt and returns options, such as where a new server listens.
+    """
+
+    def run(*given: Any, fresh: Callable[[], dict[str, Any]] = dict, **named: Any) -> list[Any]:
+        answers = ranks(*given, **{**named, "options": {**named.get("options", {}), **fresh()}})
         for again in range(2):
             if any(hangs_in_gloo(answer) for answer in answers):
-                elsewhere = {"port": free_port(), "path": str(tmp_path / f"again {again}"), **named.get("options", {})}
+                elsewhere = {
+                    "port": free_port(),
+                    "path": str(tmp_path / f"again {again}"),
+                    **named.get("options", {}),
+                    **fresh(),
+                }
                 answers = ranks(*given, **{**named, "options": elsewhere})
         for rank, answer in enumerate(answers):
             assert "error" not in answer, f"rank {rank}: {answer['error']}"

@@ -50,7 +50,8 @@ class Rank:
         self.options = options
 
     def url(self, more: str = "") -> str:
-        scheme, port = self.options["scheme"], self.options.get("port")
+        scheme, ports = self.options["scheme"], self.options.get("ports", [self.options.get("port")])
+        port = ports[self.rank % len(ports)]
         if scheme == "file":
             return f"file://{self.options['path']}"
         if scheme == "env":
@@ -121,6 +122,68 @@ def train(me: Rank) -> list[float]:
     exercise(me)
     dist.destroy_process_group()
     return losses
+
+
+def collectives(me: Rank) -> dict[str, Any]:
+    """What each collective of gloo gives this rank, in the world's group and in one of all but rank 0."""
+    without_numpy()
+    me.join()
+    store = me.base_store()
+    found: dict[str, Any] = {"client": [type(store).__module__, store.host, store.port]}
+    others = dist.new_group(list(range(1, me.world)), timeout=MINUTE)
+    found["world"] = every_collective(me.rank, list(range(me.world)), None)
+    if me.rank:
+        found["others"] = every_collective(me.rank, list(range(1, me.world)), others)
+        dist.barrier(others)
+    dist.monitored_barrier(timeout=MINUTE, wait_all_ranks=True)
+    if me.rank:
+        dist.destroy_process_group(others)
+    leave_together()
+    return found
+
+
+def every_collective(rank: int, ranks: list[int], group: Any) -> dict[str, Any]:
+    """What this rank receives, where rank n sends n; `ranks` are the group's."""
+    first, last, place, size = ranks[0], ranks[-1], ranks.index(rank), len(ranks)
+
+    def mine() -> torch.Tensor:
+        return torch.tensor([float(rank)])
+
+    def each() -> list[torch.Tensor]:
+        return [torch.zeros(1) for _ in ranks]
+
+    found: dict[str, Any] = {}
+    for name in ("SUM", "MAX", "PRODUCT"):
+        dist.all_reduce(value := mine(), getattr(dist.ReduceOp, name), group=group)
+        found[f"all_reduce {name}"] = value.item()
+    dist.broadcast(value := mine(), last, group=group)
+    found["broadcast"] = value.item()
+    dist.reduce(value := mine(), first, group=group)
+    found["reduce"] = value.item() if rank == first else None  # what the others have is not defined
+    dist.all_gather(values := each(), mine(), group=group)
+    found["all_gather"] = torch.cat(values).tolist()
+    collected = each() if rank == last else None
+    dist.gather(mine(), collected, last, group=group)
+    found["gather"] = None if collected is None else torch.cat(collected).tolist()
+    parts = [torch.tensor([10.0 * n]) for n in ranks] if rank == first else None
+    dist.scatter(value := mine(), parts, first, group=group)
+    found["scatter"] = value.item()
+    dist.all_to_all_single(value := torch.zeros(size), mine().repeat(size), group=group)
+    found["all_to_all_single"] = value.tolist()
+    work = dist.isend(mine(), ranks[(place + 1) % size], group=group)
+    dist.recv(value := mine(), ranks[place - 1], group=group)
+    assert work is not None
+    work.wait()
+    found["send, recv"] = value.item()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    found["all_gather_object"] = objects
+    objects = [rank]
+    dist.broadcast_object_list(objects, first, group=group)
+    found["broadcast_object_list"] = objects
+    dist.all_reduce(value := mine(), group=group, async_op=True).wait()
+    found["async_op"] = value.item()
+    return found
 
 
 def again(me: Rank) -> Any:
@@ -312,6 +375,7 @@ SCENARIOS: dict[str, Callable[[Rank], Any]] = {
     for function in (
         group,
         train,
+        collectives,
         again,
         left_open,
         killed,
