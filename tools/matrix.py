@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
 
-TESTS = ("tests/interop", "tests/pytorch", "tests/client/test_[!l]*.py")
+TESTS = ("tests/interop", "tests/pytorch", "tests/client/test_[!l]*.py", "tests/relay/test_without_links.py")
 """Those that need PyTorch, without the load test; missing paths are skipped."""
 
 OLDEST = (2, 4)
