@@ -261,6 +261,8 @@ class Relay:
         """Connections accepted while the state is WAITING: descriptor, host, port, and when."""
         self._upstream = -1
         """The descriptor of the link's connection."""
+        self._upstream_ended = False
+        """The server will send no more on it: read to the end, as no further event will be reported."""
         self._unsent: bytes = b""
         """Bytes for it that the kernel has not taken."""
         self._to_read: deque[Rank] = deque()
@@ -313,6 +315,7 @@ class Relay:
     def connect(self, fd: int) -> None:
         """Go on with a connection, which the server has accepted as the link's."""
         self._upstream = fd
+        self._upstream_ended = False
         self._unsent = b""
         self.heard = True
         self._extend(fd)  # events of it may be reported when it is no longer ours
@@ -534,6 +537,8 @@ class Relay:
             if not self._unsent and self._upstream >= 0:
                 self.flush()
         if events != WRITE:
+            if events & ~(READ | WRITE):
+                self._upstream_ended = True
             self._read_upstream()
 
     def _read_upstream(self) -> None:
@@ -555,7 +560,7 @@ class Relay:
                 return
             if not self._take(chunk):
                 return
-            if len(chunk) < _UPSTREAM_READ:
+            if len(chunk) < _UPSTREAM_READ and not self._upstream_ended:
                 break
         else:
             self.loop.call_soon(self._read_on, fd)

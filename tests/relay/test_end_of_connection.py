@@ -1,0 +1,43 @@
+"""A relay notices that its connection has ended, also when bytes have arrived together with the end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import msgspec
+import pytest
+
+from support import LIMIT
+from tcpstore_async.relay.core import Relay
+from tcpstore_async.server.listen_socket import listen
+from tcpstore_async.session.link import NEW, LinkReply
+from tcpstore_async.session.link_client import ClientLink
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+async def test_the_end_behind_bytes_is_noticed(batches: int) -> None:
+    """Of both, the poller reports one event, whether or not a turn of the loop suffices to read the bytes."""
+    relay = Relay(listen("127.0.0.1", 0), ClientLink)
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    relay.on_lost = lost.put_nowait
+    peer = ClientLink()  # frames are the same in both directions
+    for _ in range(batches):
+        for _ in range(2):
+            peer.add_data(1, bytes(32_000))
+        peer.close_batch()
+    data = b"".join(peer.kept)
+    upstream, server = socket.socketpair()  # which has room for all of it, and then the end, at once
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    upstream.setblocking(False)
+    try:
+        relay.link.answered(msgspec.json.encode(LinkReply(NEW, "instance")))
+        with server:
+            server.setblocking(False)
+            assert server.send(data) == len(data)
+        relay.connect(upstream.fileno())
+        assert await asyncio.wait_for(lost.get(), LIMIT) == "the server closed it"
+        assert relay.link.taken == batches
+    finally:
+        relay.stop()
+        upstream.close()
