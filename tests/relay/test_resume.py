@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import signal
-import struct
-import threading
 from collections.abc import Iterator
 
 import pytest
 
-from conformance.frames import get, lease, lease_later, ping, pop, popped, push, set_, wait
+from conformance.frames import lease, lease_later, ping, popped, push, set_, wait
 from faults.fault_helpers import until
 from relay.link_proxy import link_proxy
 from relay.servers import server_with
-from support import RawPeer, Server, blob, free_port, keys, tcpstore_relay, tcpstore_server, u64
+from support import RawPeer, Server, free_port, keys, tcpstore_relay, tcpstore_server
 from tcpstore_async.server.backends import BACKENDS
 
 
@@ -22,80 +19,6 @@ from tcpstore_async.server.backends import BACKENDS
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with tcpstore_server("--backend", request.param) as server:
         yield server
-
-
-class Adder(threading.Thread):
-    """A rank that adds, reads large values and waits for others; it notes what it got."""
-
-    def __init__(self, port: int, seed: int, operations: int, large: int) -> None:
-        super().__init__()
-        self.peer = RawPeer(port)
-        self.random = random.Random(seed)
-        self.operations = operations
-        self.large = large
-        """Bytes of a long value."""
-        self.key = b"/own%d" % seed
-        self.sums: list[int] = []
-        self.pushed: list[bytes] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            with self.peer:
-                for number in range(self.operations):
-                    self._operate(number)
-                self.peer.ping()
-        except BaseException as error:
-            self.error = error
-
-    def _operate(self, number: int) -> None:
-        peer = self.peer
-        choice = self.random.random()
-        if choice < 0.6:
-            answer = peer.ask(b"\x04" + blob(b"/sum") + u64(1), 8)
-            self.sums.append(struct.unpack("<q", answer)[0])
-        elif choice < 0.8:
-            item = self.key + b"-%d" % number
-            peer.send(push(b"/queue", item))
-            self.pushed.append(item)
-        elif choice < 0.9:
-            value = self.random.randbytes(self.random.choice((10, self.large)))
-            peer.send(set_(self.key, value) + get(self.key))
-            assert peer.read(8) == u64(len(value))
-            assert peer.read(len(value)) == value
-        else:
-            peer.ping(number + 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_lost_or_doubled_when_the_link_is_cut(server: Server, seed: int) -> None:
-    most = (2000, 5000, 100_000, 1_000_000)[seed]  # a batch, of up to 64 KiB, has to get through
-    large = (20, 50, 5000, 200_000)[seed]
-    with RawPeer(server.port) as direct, link_proxy(server.port, seed, most) as proxy:
-        for key in (b"/sum", b"/queue"):
-            direct.ask(b"\x08" + blob(key), 8)
-        with tcpstore_relay(proxy.port) as relay:
-            adders = [Adder(relay.port, number, 100, large) for number in range(8)]
-            for adder in adders:
-                adder.start()
-            until(lambda: proxy.cuts >= 10 or not any(adder.is_alive() for adder in adders), "the link has been cut")
-            proxy.most = 0
-            for adder in adders:
-                adder.join()
-            assert [adder.error for adder in adders] == [None] * 8, relay.log() + server.log()
-        assert proxy.cuts > 0
-        sums = [number for adder in adders for number in adder.sums]
-        assert sorted(sums) == list(range(1, len(sums) + 1))
-        for adder in adders:
-            assert adder.sums == sorted(adder.sums)
-        items = []
-        while length := struct.unpack("<q", direct.ask(pop(b"/queue"), 8))[0]:
-            assert length > 0
-            items.append(direct.read(struct.unpack("<Q", direct.read(8))[0]))
-        assert sorted(items) == sorted(item for adder in adders for item in adder.pushed)
-        for adder in adders:
-            assert [item for item in items if item.startswith(adder.key + b"-")] == adder.pushed
 
 
 def test_a_wait_goes_on_after_the_link_broke(server: Server) -> None:
