@@ -81,6 +81,8 @@ class ClientLink(Link):
         """Whether the server admits no more streams."""
         self.is_over = False
         """Whether the server has ended the link."""
+        self._attempts: int = 0
+        """How often the server was asked for the link."""
         self._last: int = 0
         self._rest: list[bytes] = []
         """The beginning of a batch."""
@@ -91,11 +93,13 @@ class ClientLink(Link):
 
     def request(self, validate: bool = True) -> bytes:
         """Return what a connection has to send: LINK, and VALIDATE before that if it is new."""
+        self._attempts += 1
         items: dict[str, bytes] = {
             "version": b"%d" % VERSION,
             "id": self.identity,
             "secret": self.secret,
             "place": self.place.encode(),
+            "attempt": b"%d" % self._attempts,
         }
         if self.instance:
             items.update(instance=self.instance.encode(), taken=b"%d" % self.taken, told=b"%d" % self.peer_taken())

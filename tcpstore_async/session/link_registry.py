@@ -98,8 +98,11 @@ class LinkRegistry:
         link = self.links.get(identity)
         if link is not None and not compare_digest(link.secret, secret):
             return self._reply(LINK_REFUSED, 0, "wrong secret")
+        attempt = _number(said, b"attempt") if b"attempt" in said else 0
+        if link is not None and 0 < attempt <= link.attempt:  # it was delayed, and the link has moved on since
+            return self._reply(LINK_REFUSED, 0, f"attempt {attempt} came after attempt {link.attempt}")
         if said.get(b"instance"):
-            return self._resume(carrier, link, said)
+            return self._resume(carrier, link, said, attempt)
         if link is not None:
             link.end("its client has started over")  # it never heard that the link exists
         if self.stopping:
@@ -111,6 +114,7 @@ class LinkRegistry:
         if len(self.links) >= self.engine.limits.links:
             return self._reply(LINK_REFUSED, 0, f"there are already {len(self.links)} links, the maximum (limit links)")
         link = self.links[identity] = ServerLink(self, identity, secret, place)
+        link.attempt = attempt
         if place:
             self.places[place] = link
         if len(self.links) == 1 and self.on_link is not None:
@@ -118,7 +122,9 @@ class LinkRegistry:
         link.attach(carrier, 0)
         return self._reply(NEW, 0)
 
-    def _resume(self, carrier: ServerSession, link: "ServerLink | None", said: dict[bytes, bytes]) -> bytes:
+    def _resume(
+        self, carrier: ServerSession, link: "ServerLink | None", said: dict[bytes, bytes], attempt: int
+    ) -> bytes:
         taken, told = _number(said, b"taken"), _number(said, b"told")
         if link is None:
             return self._reply(UNKNOWN, 0)
@@ -128,6 +134,7 @@ class LinkRegistry:
         if self.stopping:  # it would end with the connection that it has
             link.end("the server is stopping")
             return self._reply(UNKNOWN, 0)
+        link.attempt = attempt
         link.drop_carrier(ProtocolError("its link continues on another connection"))
         link.attach(carrier, taken)
         return self._reply(RESUMED, link.taken)
@@ -252,5 +259,5 @@ class LinkRegistry:
 def _number(said: dict[bytes, bytes], name: bytes) -> int:
     text = said.get(name, b"")
     if not text.isdigit() or len(text) > 18:
-        raise ProtocolError(f"LINK with an invalid batch count {name!r}")
+        raise ProtocolError(f"LINK with an invalid number {name!r}")
     return int(text)

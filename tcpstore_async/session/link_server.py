@@ -108,6 +108,8 @@ class ServerLink(Link):
         self.secret = secret
         self.place = place
         """Which relay this is: a link of the same place takes the place of this one."""
+        self.attempt: int = 0
+        """Of the LINKs for this link, the highest number; 0 if they have none."""
         self.carrier: ServerSession | None = None
         """The session of the connection, if there is one."""
         self.sessions: dict[int, LinkedSession] = {}

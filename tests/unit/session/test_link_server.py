@@ -165,9 +165,33 @@ def test_a_link_that_is_unknown(registry: LinkRegistry) -> None:
 @pytest.mark.parametrize("number", [b"", b"x", b"-1", b"1" * 19])
 def test_numbers_of_batches_that_are_none(registry: LinkRegistry, number: bytes) -> None:
     ask(registry)
-    with pytest.raises(ProtocolError, match="invalid batch count"):
+    with pytest.raises(ProtocolError, match="invalid number"):
         ask(registry, instance=b"this server", taken=number, told=b"0")
     assert ID in registry.links
+
+
+def test_a_link_that_was_delayed_changes_nothing(registry: LinkRegistry) -> None:
+    """The client has connected again, and been sent replies, before its earlier requests arrive."""
+    ask(registry, attempt=b"1")
+    second = ask(registry, attempt=b"2").session
+    second.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
+    last = ask(registry, instance=b"this server", taken=b"0", told=b"0", attempt=b"4").session
+    last.receive(struct.pack("<IIQQ", 0, 1, 0, 1))  # batch 1 of the server has been taken
+    link = registry.links[ID]
+    for delayed in (
+        ask(registry, attempt=b"1"),
+        ask(registry, instance=b"this server", taken=b"0", told=b"0", attempt=b"3"),
+        ask(registry, instance=b"this server", taken=b"0", told=b"0", attempt=b"4"),
+    ):
+        assert (delayed.status, "attempt 4" in delayed.reason) == ("refused", True)
+        assert delayed.session not in registry.engine.evicted
+    assert (registry.links, link.carrier, len(link.sessions)) == ({ID: link}, last, 1)
+
+
+def test_attempts_of_a_client_have_numbers() -> None:
+    link = ClientLink()
+    for number in range(1, 4):
+        assert blob(b"attempt") + blob(b"%d" % number) in link.request()
 
 
 def test_a_client_that_never_heard_of_its_link_begins_anew(registry: LinkRegistry) -> None:
