@@ -101,6 +101,12 @@ class Rank(Stream):
                     return
             self.go_on()
 
+    def open(self) -> None:
+        """Open a session on the link."""
+        relay = self.relay
+        relay.silent.pop(self, None)
+        relay.link.open(self, self.host, self.port)
+
     def go_on(self) -> None:
         """Read what there is, as far as there is credit, up to the share of one turn of the loop."""
         if self.queued or self.ended or self.leaving:
@@ -111,7 +117,7 @@ class Rank(Stream):
             if not link.has_room():
                 break
             if self.number == 0:
-                link.open(self, self.host, self.port)
+                self.open()
             size = min(self.credit, _READ)
             if size <= 0:
                 self.starved = True
@@ -155,6 +161,8 @@ class Rank(Stream):
         relay.ranks[fd] = None
         if self.leaving:
             relay.leaving.pop(self, None)
+        if not self.number:
+            relay.silent.pop(self, None)
         relay.poller.forget(fd)
         os.close(fd)
         relay.left()
@@ -236,6 +244,8 @@ class Relay:
         self.state = WAITING
         self.ranks: list[Rank | None] = []
         """By file descriptor."""
+        self.silent: dict[Rank, None] = {}
+        """Ranks that have sent nothing: OPEN goes with their first bytes, so that the server wakes once for both."""
         self.leaving: dict[Rank, None] = {}
         """Ranks that have not read their last replies."""
         self.max_files: int = 0
@@ -256,7 +266,7 @@ class Relay:
         """Takes over a rank's connection while the state is DIRECT."""
         self.poller = watch_with(self.loop, self.ready)
         self.rate_limited = RateLimitedLog()
-        self._acceptor = Acceptor(self.loop, listener, self._serve, self._note, self.log_limited)
+        self._acceptor = Acceptor(self.loop, listener, self._serve, None, self.log_limited)
         self._waiting: list[tuple[int, str, int, float]] = []
         """Connections accepted while the state is WAITING: descriptor, host, port, and when."""
         self._upstream = -1
@@ -269,8 +279,6 @@ class Relay:
         """Ranks that have more to read."""
         self._resuming = False
         """Whether `_resume` will be called."""
-        self._flushing = False
-        """Whether `_flush_soon` will be called."""
 
     # Called by whoever runs it
 
@@ -383,7 +391,15 @@ class Relay:
         self._break("the server is about to stop")
 
     def tick(self) -> None:
-        """Do what is due once in a while: close ranks that do not read their last replies."""
+        """Do what is due once in a while: close ranks that do not read their last replies, and open silent ones.
+
+        The server limits how many there are, and for how long they may be silent.
+        """
+        if self.silent:
+            for rank in list(self.silent):
+                if self.link.has_room():
+                    rank.open()
+            self.flush()
         if self.link.going_away and not self.link.streams and self._upstream >= 0:
             self.end_link()
         if self.leaving:
@@ -427,6 +443,7 @@ class Relay:
                     events != READ
                     or rank.queued
                     or rank.credit < _FIRST_READ
+                    or not rank.number
                     or rank.ended
                     or rank.leaving
                     or not link.has_room()
@@ -446,8 +463,7 @@ class Relay:
                 rank.lose()
             except Exception:
                 self._give_up(rank)
-        if not self._flushing:
-            self.flush()
+        self.flush()
 
     # Called by ranks
 
@@ -491,17 +507,6 @@ class Relay:
         address = format_address(rank.host, rank.port)
         log.exception("closing the connection from %s after an internal error", address)
         rank.lose()
-
-    def _note(self) -> None:
-        """Write upstream once everything that this turn of the loop brings has been handled."""
-        if not self._flushing:
-            self._flushing = True
-            self.loop.call_soon(self._flush_soon)
-
-    def _flush_soon(self) -> None:
-        self._flushing = False
-        if not self.stopped:
-            self.flush()
 
     def flush(self) -> None:
         """Write upstream what ranks have sent."""
@@ -656,10 +661,7 @@ class Relay:
         self._extend(fd)
         self.poller.watch(fd)
         self.ranks[fd] = rank
-        if self.link.has_room():
-            self.link.open(rank, host, port)
-        else:
-            self.put_off(rank)
+        self.silent[rank] = None
 
     def _extend(self, fd: int) -> None:
         ranks = self.ranks

@@ -27,7 +27,7 @@ class Acceptor:
         loop: asyncio.AbstractEventLoop,
         listener: socket.socket,
         serve: Callable[[int, str, int], None],
-        served: Callable[[], None],
+        served: Callable[[], None] | None,
         log: Callable[[str, str], None],
     ) -> None:
         """`serve` gets the descriptor, host and port of each connection, and closes what it does not want.
@@ -79,4 +79,5 @@ class Acceptor:
             except Exception as error:
                 os.close(fd)
                 self._log("accept", f"rejected {format_address(address[0], address[1])}: {error!r}")
-        self._served()
+        if self._served is not None:
+            self._served()

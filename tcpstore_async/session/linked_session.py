@@ -160,7 +160,8 @@ class LinkedSession(Transport):
         elif size <= self.credit and size <= PIECE_BYTES and link.has_room():
             self.credit -= size
             session.unsent = 0
-            link.add_data(self.number, bytes(out[0]) if len(out) == 1 else b"".join(out))
+            reply = out[0] if len(out) == 1 else b"".join(out)
+            link.add_data(self.number, reply if isinstance(reply, bytes) else bytes(reply))
             link.note()
         else:
             session.keep_unsent(out, 0)

@@ -24,10 +24,8 @@ BATCH_BYTES: Final = 64 * 1024
 PIECE_BYTES: Final = 32 * 1024
 """Longest payload of a frame, so that a long reply does not hold up others."""
 
-FRAME_HEAD: Final = Struct("<Q")
-"""Before the payload of a frame: bits 0-31 are the session, 32-55 the payload's length, 56-63 the kind."""
-
 FRAME_HEAD_BYTES: Final = 8
+"""Before the payload of a frame, a u64: bits 0-31 are the session, 32-55 the payload's length, 56-63 the kind."""
 
 MAX_BATCH_BYTES: Final = BATCH_BYTES + FRAME_HEAD_BYTES + PIECE_BYTES
 """Longest batch that a receiver accepts: one that its last frame made long enough."""

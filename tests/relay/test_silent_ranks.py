@@ -1,0 +1,77 @@
+"""A rank's session is opened with its first bytes, in one batch, or soon if it sends none."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from support import LIMIT
+from tcpstore_async.relay.core import Relay
+from tcpstore_async.server.listen_socket import listen
+from tcpstore_async.session.link import NEW, LinkReply
+from tcpstore_async.session.link_client import ClientLink
+
+
+async def reach(relay: Relay, count: int) -> None:
+    """Wait until the relay has accepted so many connections."""
+
+    async def wait() -> None:
+        while relay.count != count:
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(wait(), LIMIT)
+
+
+@pytest.fixture
+async def relay() -> AsyncIterator[Relay]:
+    """Return a relay whose link has a connection to nobody."""
+    relay = Relay(listen("127.0.0.1", 0), ClientLink)
+    relay.start()
+    upstream, server = socket.socketpair()
+    try:
+        upstream.setblocking(False)
+        relay.link.answered(msgspec.json.encode(LinkReply(NEW, "instance")))
+        relay.connect(upstream.fileno())
+        yield relay
+    finally:
+        relay.stop()
+        upstream.close()
+        server.close()
+
+
+async def test_it_is_opened_in_the_batch_of_its_first_bytes(relay: Relay) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+    await reach(relay, 1)
+    assert (relay.link.number, len(relay.silent)) == (0, 1)
+    writer.write(b"request")
+    while not relay.link.number:
+        await asyncio.sleep(0)
+    relay.tick()
+    assert (relay.link.number, len(relay.silent)) == (1, 0)
+    assert relay.link.kept[0].endswith(b"127.0.0.1" + (1 | 7 << 32).to_bytes(8, "little") + b"request")
+    writer.close()
+
+
+async def test_one_that_sends_nothing_is_opened_by_the_next_tick(relay: Relay) -> None:
+    """The server limits how many there are, and for how long."""
+    _, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+    await reach(relay, 1)
+    relay.tick()
+    assert (relay.link.number, len(relay.link.streams), len(relay.silent)) == (1, 1, 0)
+    relay.tick()
+    assert relay.link.number == 1
+    writer.close()
+
+
+async def test_one_that_leaves_without_a_byte_leaves_nothing(relay: Relay) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+    await reach(relay, 1)
+    relay.close_ranks()
+    await reach(relay, 0)
+    relay.tick()
+    assert (relay.link.number, len(relay.silent)) == (0, 0)
+    writer.close()
