@@ -2,7 +2,8 @@
 
 Parts: `many`, all ranks over real sockets, held at once, behind six links and behind links of eight ranks, beside
 PyTorch's libuv server at the most ranks that it can hold; `ratios`, our server with and without links of eight ranks;
-`processes`, real relay processes of 64 and of 8 ranks, one request of each rank outstanding; `latency`, one client.
+`processes`, real relay processes of 64 and of 8 ranks, one request of each rank outstanding; `latency`, one client;
+`fairness`, two relays of 500 ranks beside a rank that reads nothing and one that sends without end.
 Must not know how a relay works.
 Invariant: what is compared alternates in one run; CPU is the server's alone, the relays' is told apart.
 """
@@ -13,6 +14,7 @@ import argparse
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,17 +27,20 @@ if __name__ == "__main__":
 
 from bench.in_memory import BARRIERS
 from bench.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
-from bench.workloads import WINDOW, Measured, TestBed, generators
+from bench.workloads import SECONDS, WINDOW, Connection, Measured, TestBed, generators
 from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
-from tcpstore_async.load.workers import worker_pool
+from tcpstore_async.load.workers import OpenLoop, worker_pool
 from tcpstore_async.serving import build
+from tcpstore_async.values import pack
 
 LIMIT = 600.0
 LARGEST_DIRECT = 19_000
 """What 20,000 open files allow."""
 ONE_LINK = 16_384
 """Ranks of one relay process with a single link."""
-PARTS = ("many", "ratios", "processes", "latency")
+PARTS = ("many", "ratios", "processes", "latency", "fairness")
+UNREAD = 100
+"""Values of a mebibyte that a rank asks for and does not read."""
 
 
 class Way(NamedTuple):
@@ -198,6 +203,57 @@ def one_by_one(test: TestBed, requests: int) -> list[float]:
     return sorted(times)
 
 
+def fairness(host: Host, rounds: int, ranks: int = 1000) -> None:
+    """Each rank sends a CHECK per second; without and with the two others, which have a relay each."""
+    print(f"\n# Two relays of {ranks // 2} ranks, a CHECK per second each: {rounds} interleaved repetitions\n")
+    print("| | p99 without the two others | with them | × |\n|---|---|---|---|")
+    check = OpenLoop(make_step(encode_request("check", [b"/abort"]), 1, b"\1"), SECONDS, 1.0, SECONDS + LIMIT)
+    for way in (Way("direct", "uvloop"), Way("two relays", "uvloop", 0, ranks // 2)):
+        without, beside = [], []
+        for _ in range(rounds):
+            with bed(host, way, ranks) as test:
+                test.prepare(hello())
+                without.append((test.load.run(check).quantile(0.99) or 0.0) * 1000)
+                with reading_nothing(test), sending_without_end(test):
+                    beside.append((test.load.run(check).quantile(0.99) or 0.0) * 1000)
+        times = _spread([one / other for one, other in zip(beside, without, strict=True)])
+        print(f"| {way.name} | {_spread(without)} ms | {_spread(beside)} ms | {times} |", flush=True)
+
+
+@contextmanager
+def reading_nothing(test: TestBed) -> Iterator[None]:
+    with test.connect() as rank:
+        for step in hello():
+            rank.call(step.request, step.reply)
+        rank.call(encode_request("set", b"/large", pack(bytes(1 << 20))), 0)
+        rank.call(encode_request("get", b"/large") * UNREAD, 0)
+        yield
+
+
+@contextmanager
+def sending_without_end(test: TestBed) -> Iterator[None]:
+    """Send SETs as fast as they are taken, behind the last relay, on the cores of the load."""
+    port = test.server.relays[-1].port if test.server.relays else test.server.port
+    over = threading.Event()
+    flood = encode_request("set", b"/flood", pack(b"x")) * 100
+
+    def send(rank: Connection) -> None:
+        os.sched_setaffinity(0, load_cores())  # this thread's
+        while not over.is_set():
+            rank.call(flood, 0)
+
+    with Connection(port, LIMIT) as rank:
+        for step in hello():
+            rank.call(step.request, step.reply)
+        thread = threading.Thread(target=send, args=[rank])
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -219,6 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             processes(host, 1024, max(5, parsed.rounds))
         if "latency" in parts:
             latency(host, max(5, parsed.rounds))
+        if "fairness" in parts:
+            fairness(host, max(5, parsed.rounds))
 
 
 if __name__ == "__main__":
