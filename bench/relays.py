@@ -39,7 +39,7 @@ LARGEST_DIRECT = 19_000
 ONE_LINK = 16_384
 """Ranks of one relay process with a single link."""
 PARTS = ("many", "ratios", "processes", "latency", "fairness")
-UNREAD = 100
+LARGE_VALUES = 100
 """Values of a mebibyte that a rank asks for and does not read."""
 
 
@@ -226,7 +226,7 @@ def reading_nothing(test: TestBed) -> Iterator[None]:
         for step in hello():
             rank.call(step.request, step.reply)
         rank.call(encode_request("set", b"/large", pack(bytes(1 << 20))), 0)
-        rank.call(encode_request("get", b"/large") * UNREAD, 0)
+        rank.call(encode_request("get", b"/large") * LARGE_VALUES, 0)
         yield
 
 
