@@ -24,7 +24,6 @@ from ..mypyc_shim import mypyc_attr
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
 from ..session.link_registry import LinkRegistry
-from ..session.link_server import ServerLink
 from ..session.server import Engine, ServerSession, Transport, latecomers
 from .backends import LINK_GRACE
 from .listen_socket import format_address, reserve_connections
@@ -220,6 +219,8 @@ class Server:
         try:
             pending_flush = self.engine.pending_flush
             evicted = self.engine.evicted
+            if self.engine.attaching:
+                self._attach()
             if len(pending_flush) > _FLUSHES_PER_TURN and not self.stopped:
                 self._flush_in_turns(pending_flush)
             while pending_flush:
@@ -283,6 +284,23 @@ class Server:
         owner.close()
         return True
 
+    def _attach(self) -> None:
+        """Have single links use the connections that have asked for it, now that the replies to that are sent."""
+        attaching = self.engine.attaching
+        while attaching:
+            session, link = attaching.popitem()
+            connection = session.owner
+            if isinstance(connection, Transport):
+                try:
+                    if session.out:
+                        connection.flush()
+                    if session.backlog is None and not link.over:
+                        link.attach(connection, session)
+                    else:
+                        connection.close()
+                except Exception:
+                    self.give_up(connection)
+
     def _flush_in_turns(self, pending_flush: list[ServerSession]) -> None:
         """Leave the flushing of many sessions to later turns of the loop, so that other peers are served in between."""
         if not self._to_flush:
@@ -297,7 +315,7 @@ class Server:
     def _schedule_links(self) -> None:
         self.call_soon(self._serve_links)
 
-    def _report_end(self, link: ServerLink, reason: str) -> None:
+    def _report_end(self, link: object, reason: str) -> None:
         self.log_limited("links", f"ended {link}: {reason}")
 
     def _schedule_tick(self) -> None:

@@ -50,6 +50,8 @@ class Connection(Transport):
         """Set while there are no unsent bytes. The writer sends those that there are."""
         self.caught_up.set()
         self.is_closed = False
+        self.broken = False
+        """Whether the connection ended otherwise than by its peer's end."""
 
     # Its own thread
 
@@ -63,7 +65,7 @@ class Connection(Transport):
                     self.server.give_up(self)
             finally:
                 with self.server.lock:
-                    self.close()
+                    self._close(self.broken)
 
     def _serve(self) -> None:
         while chunk := self._read():
@@ -79,7 +81,8 @@ class Connection(Transport):
         """Return what the peer sends next, or nothing at the end of the connection, whoever closed it."""
         try:
             return self.peer.recv(_READ)
-        except OSError:
+        except OSError as error:
+            self.broken = error.errno != errno.EPIPE  # that one follows the peer's end
             return b""
 
     def _behind(self) -> bool:
@@ -104,6 +107,8 @@ class Connection(Transport):
         """Execute what the peer sent, and write the replies as far as the kernel takes them."""
         if self.is_closed:
             return
+        if self.single is not None:
+            self.single.received += len(chunk)
         try:
             self.session.receive(chunk)
         except PeerError as error:
@@ -116,6 +121,10 @@ class Connection(Transport):
         out = session.out
         if self.is_closed or not out:
             return
+        if self.single is not None:
+            self.single.keep(out)
+            out = list(out)
+            session.out.clear()
         if session.backlog is not None:
             session.keep_unsent(out, 0)
         else:
@@ -136,6 +145,14 @@ class Connection(Transport):
                     self.server.writer.add(self)
                 return
 
+    def send_again(self, replies: list[Framed], taken: int) -> None:
+        self.session.keep_unsent(replies, taken)
+        if self.session.backlog is not None:
+            self.server.writer.add(self)
+
+    def resumed(self) -> None:
+        """Its thread looks after each read, one of which has just brought LINK."""
+
     def push(self) -> None:
         """Do the same with the unsent bytes."""
         session = self.session
@@ -152,20 +169,23 @@ class Connection(Transport):
             count = self.peer.sendmsg(batch, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError:
-            self.close()
+        except OSError as error:
+            self._close(error.errno != errno.EPIPE)
             return -1
         self.session.unsent -= count
         return count
 
     def close(self) -> None:
+        self._close(False)
+
+    def _close(self, broken: bool) -> None:
         if self.is_closed:
             return
         self.is_closed = True
         self.server.writer.remove(self)
         with suppress(OSError):
             self.peer.shutdown(socket.SHUT_RDWR)  # wakes its thread, which frees the descriptor
-        self.session.leave()
+        self.leave(broken)
         self.server.connections.discard(self)
         self.server.closed()
 

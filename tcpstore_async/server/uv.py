@@ -5,6 +5,7 @@ Invariants: nothing here blocks. A turn of the loop writes to a peer once, whate
 read is not read from. Whatever a peer does, only its own connection closes.
 """
 
+import errno
 import os
 import socket
 import sys
@@ -84,8 +85,8 @@ class Connection(Transport):
                 more = self._read_much()
             except BlockingIOError:
                 return
-            except OSError:
-                self.close()
+            except OSError as error:
+                self.lost(error)
                 return
             except PeerError as error:
                 self.server.close_for(self, error)
@@ -110,6 +111,8 @@ class Connection(Transport):
             size = _READ if partial is None or partial.endless else _READ_ON
             chunk = _read(self.fd, size)
             if chunk:
+                if self.single is not None:
+                    self.single.received += len(chunk)
                 session.receive(chunk)
             else:
                 self._end()
@@ -118,6 +121,8 @@ class Connection(Transport):
             size = len(space)
             count = _read_into(self.fd, [space])
         if count:
+            if self.single is not None:
+                self.single.received += count
             value.fill(count)
             session.receive(b"")
         else:
@@ -127,10 +132,16 @@ class Connection(Transport):
     def flush(self) -> None:
         session = self.session
         out = session.out
+        if self.single is not None:
+            self.single.keep(out)
+            out = list(out)
+            session.out.clear()
+            if not out:
+                return
         if session.backlog is not None:
             session.keep_unsent(out, 0)
         elif session.unsent > _JOINED:
-            self._flush_large()
+            self._flush_large(out)
         else:
             data = out[0] if len(out) == 1 else b"".join(out)
             out.clear()
@@ -139,9 +150,8 @@ class Connection(Transport):
                 self.keep([data], count)
         out.clear()
 
-    def _flush_large(self) -> None:
+    def _flush_large(self, out: list[Framed]) -> None:
         """Flush replies that are not worth a copy, up to the share of one turn of the loop."""
-        out = self.session.out
         at = written = 0
         while at < len(out):
             batch: list[Any] = out[at : at + PIECES]
@@ -181,7 +191,21 @@ class Connection(Transport):
             self.server.poller.resume(self.fd)
             self.go_on()
 
+    def send_again(self, replies: list[Framed], taken: int) -> None:
+        self.keep(replies, taken)
+
+    def resumed(self) -> None:
+        if self.session.stalled() and not self.queued:
+            self.server.put_off(self)
+
+    def lost(self, error: OSError) -> None:
+        """The connection is broken, unless the error only follows the peer's end."""
+        self._close(error.errno != errno.EPIPE)
+
     def close(self) -> None:
+        self._close(False)
+
+    def _close(self, broken: bool) -> None:
         fd = self.fd
         if fd < 0:
             return
@@ -190,7 +214,7 @@ class Connection(Transport):
         server.connections[fd] = None
         server.poller.forget(fd)
         os.close(fd)
-        self.session.leave()
+        self.leave(broken)
         server.closed()
 
     def _end(self) -> None:
@@ -216,8 +240,8 @@ class Connection(Transport):
             count = _write(self.fd, data[0]) if len(data) == 1 else _write_pieces(self.fd, data)
         except BlockingIOError:
             return 0
-        except OSError:
-            self.close()
+        except OSError as error:
+            self.lost(error)
             return -1
         self.session.unsent -= count
         return count
@@ -293,9 +317,12 @@ class UvServer(base.Server):
                     connection.attend(events)
                     continue
                 chunk = _read(fd, _FIRST_READ)
+                single = connection.single
+                if single is not None:
+                    single.received += len(chunk)
                 session.receive(chunk)
                 out = session.out
-                if len(out) == 1:
+                if len(out) == 1 and single is None:
                     data = out[0]
                     size = len(data)
                     if size > _JOINED:
@@ -314,8 +341,8 @@ class UvServer(base.Server):
                     connection.go_on()
             except BlockingIOError:
                 self._blocked(connection)
-            except OSError:
-                connection.close()
+            except OSError as error:
+                connection.lost(error)
             except PeerError as error:
                 self.close_for(connection, error)
             except Exception:

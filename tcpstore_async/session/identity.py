@@ -11,7 +11,7 @@ import msgspec
 from .. import values
 from ..version import VERSION
 
-EXTENSION: Final = 4
+EXTENSION: Final = 5
 """The version of the extension: which of its commands the server has."""
 
 ROUNDS: Final = 3
@@ -19,6 +19,9 @@ ROUNDS: Final = 3
 
 LINKS: Final = 4
 """The version from which on it has LINK."""
+
+SINGLE_LINKS: Final = 5
+"""The version from which on a link may be a single one, and it has TAKEN."""
 
 _LEAST: Final = 2
 """The version with what every client of this package relies on."""

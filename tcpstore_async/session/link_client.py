@@ -15,6 +15,7 @@ import msgspec
 from ..errors import ProtocolError
 from ..mypyc_shim import mypyc_attr
 from ..values import pack
+from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD, MAGIC
 from ..wire.link import (
     CLOSE,
@@ -104,9 +105,7 @@ class ClientLink(Link):
         if self.instance:
             items.update(instance=self.instance.encode(), taken=b"%d" % self.taken, told=b"%d" % self.peer_taken())
         items.update({name: text.encode() for name, text in self.description.items()})
-        link = BY_METHOD["link"]
-        fields = [(name.encode(), pack(value)) for name, value in items.items()]
-        request = link.prefix + link.request.encode((fields,))
+        request = BY_METHOD["link"].prefix + BY_METHOD["link"].request.encode(link_fields(items))
         if validate:
             first = BY_METHOD["validate"]
             request = first.prefix + first.request.encode((MAGIC,)) + request
@@ -117,10 +116,7 @@ class ClientLink(Link):
 
         The link goes on if the status is `new` or `resumed`; otherwise there is no link.
         """
-        try:
-            reply = msgspec.json.decode(raw, type=LinkReply)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise ProtocolError(f"invalid reply to LINK: {raw[:100]!r}") from None
+        reply = read_reply(raw)
         self._rest = []
         self._rest_bytes = self._need = 0
         if reply.status == RESUMED and reply.instance != self.instance:
@@ -203,3 +199,16 @@ class ClientLink(Link):
             self.going_away = True
         else:
             raise ProtocolError(f"frame of kind {kind}")
+
+
+def link_fields(items: dict[str, bytes]) -> Fields:
+    """Return the fields of LINK."""
+    return ([(name.encode(), pack(value)) for name, value in items.items()],)
+
+
+def read_reply(raw: bytes) -> LinkReply:
+    """Decode the reply to LINK, without its length. Raises ProtocolError if it is none."""
+    try:
+        return msgspec.json.decode(raw, type=LinkReply)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ProtocolError(f"invalid reply to LINK: {raw[:100]!r}") from None

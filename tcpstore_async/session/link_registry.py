@@ -24,10 +24,15 @@ from ..wire.link import (
 from .link import LINK_REFUSED, NEW, RESUMED, UNKNOWN, LinkReply
 from .link_server import LinkInput, ServerLink
 from .linked_session import LinkedSession
+from .passed_over import PassedOver
 from .server import PORTION, Engine, ServerSession, Transport
+from .single_link import SingleLink
 
 _CLOSING: Final = 8
 """A session is closed in the time in which so many frames are handled."""
+
+_STEPS: Final = 4
+"""Commands that are under way and go on before other peers are served."""
 
 _LINKS: Final = 256
 """Links written to before other peers are served."""
@@ -53,7 +58,11 @@ class LinkRegistry:
         self.places: dict[bytes, ServerLink] = {}
         """By place, for links that named one."""
         self.sessions: int = 0
-        """Of all links."""
+        """Of all links, but single ones."""
+        self.singles: dict[bytes, SingleLink] = {}
+        """Single links, by id."""
+        self.suspended: dict[SingleLink, bool] = {}
+        """Those that have no connection now."""
         self.passed_over: int = 0
         """How often a session was, so far."""
         self.now: float = 0.0
@@ -64,7 +73,7 @@ class LinkRegistry:
         """Called when there is work after none: have `work` called soon."""
         self.on_link: Callable[[], object] | None = None
         """Called when there is a link after none: have `tick` called from now on, once a second."""
-        self.on_end: Callable[[ServerLink, str], object] | None = None
+        self.on_end: Callable[[object, str], object] | None = None
         """Called when a link that still had sessions ends, with the reason."""
         self.on_failure: Callable[[Transport], object] | None = None
         """Called in an exception's handler for a session that failed: close it. Without it, the exception is raised."""
@@ -75,12 +84,14 @@ class LinkRegistry:
         """Links that are over and have sessions left."""
         self._to_close: list[ServerSession] = []
         """Connections whose links have been closed by their clients."""
-        self._to_offer: deque[ServerLink] = deque()
+        self._to_offer: deque[PassedOver] = deque()
         """Links that are back, and whose sessions were passed over."""
         self._to_send: deque[ServerLink] = deque()
         """Links with frames that belong to no batch yet."""
         self._to_go_on: deque[LinkedSession] = deque()
         """Sessions whose requests were held back."""
+        self._to_step: deque[SingleLink] = deque()
+        """Those without a connection whose command is under way."""
         engine.open_link = self.open
 
     # LINK
@@ -93,8 +104,12 @@ class LinkRegistry:
             raise ProtocolError("LINK without a valid id and secret, or from a connection with a pending wait")
         if isinstance(carrier.owner, LinkedSession):
             return self._reply(LINK_REFUSED, 0, "this connection is a session of a link")
+        if not isinstance(carrier.owner, Transport) or carrier.owner.single is not None:
+            return self._reply(LINK_REFUSED, 0, "this connection has a link")
         if said.get(b"version", b"") != b"%d" % VERSION:
             return self._reply(LINK_REFUSED, 0, f"this server speaks version {VERSION} of the link protocol")
+        if said.get(b"single"):
+            return self._open_single(carrier, identity, secret, said)
         link = self.links.get(identity)
         if link is not None and not compare_digest(link.secret, secret):
             return self._reply(LINK_REFUSED, 0, "wrong secret")
@@ -139,6 +154,33 @@ class LinkRegistry:
         link.attach(carrier, taken)
         return self._reply(RESUMED, link.taken)
 
+    def _open_single(self, carrier: ServerSession, identity: bytes, secret: bytes, said: dict[bytes, bytes]) -> bytes:
+        engine = self.engine
+        link = self.singles.get(identity)
+        if link is not None and not compare_digest(link.secret, secret):
+            return self._reply(LINK_REFUSED, 0, "wrong secret")
+        if said.get(b"instance"):
+            if link is None:
+                return self._reply(UNKNOWN, 0)
+            taken = _number(said, b"taken")
+            if said[b"instance"] != self.instance.encode() or self.stopping or not link.can_resume(taken):
+                link.end("its client has lost its state, or the server is stopping")
+                return self._reply(UNKNOWN, 0)
+            link.acknowledge(taken)
+        else:
+            if link is not None:
+                link.end("its client has started over")
+            if self.stopping:
+                return self._reply(LINK_REFUSED, 0, "the server is stopping")
+            count = len(self.singles) + self.sessions
+            if count >= engine.limits.sessions:
+                return self._reply(LINK_REFUSED, 0, f"there are already {count} sessions, the maximum (limit sessions)")
+            link = self.singles[identity] = SingleLink(self, identity, secret, carrier)
+        status = RESUMED if said.get(b"instance") else NEW
+        engine.attaching[carrier] = link
+        engine.pending_flush.append(carrier)
+        return self._reply(status, link.received)
+
     def _reply(self, status: str, taken: int, reason: str = "") -> bytes:
         reply = LinkReply(status, self.instance, taken, self.keep_alive, self.grace, reason)
         return pack(msgspec.json.encode(reply))
@@ -150,9 +192,9 @@ class LinkRegistry:
         self._to_send.append(link)
         self._schedule()
 
-    def offer_later(self, link: "ServerLink") -> None:
+    def offer_later(self, passed: PassedOver) -> None:
         """Offer a link's sessions soon what they were passed over for."""
-        self._to_offer.append(link)
+        self._to_offer.append(passed)
         self._schedule()
 
     def end_later(self, link: "ServerLink") -> None:
@@ -171,6 +213,16 @@ class LinkRegistry:
             linked.queued = True
             self._to_go_on.append(linked)
             self._schedule()
+
+    def step_later(self, link: SingleLink) -> None:
+        """Go on soon with a command that is under way."""
+        self._to_step.append(link)
+        self._schedule()
+
+    def expect_ticks(self) -> None:
+        """Have `tick` called: a link has no connection."""
+        if self.on_link is not None:
+            self.on_link()
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -192,6 +244,8 @@ class LinkRegistry:
         if self._to_offer and self._to_offer[0].offer_some(self.portion):
             self._to_offer.popleft()
         self._go_on()
+        for _ in range(min(len(self._to_step), _STEPS)):
+            self._to_step.popleft().step()
         spent = 0
         for _ in range(min(len(self._to_send), _LINKS)):
             if spent >= self.portion:
@@ -199,7 +253,9 @@ class LinkRegistry:
             link = self._to_send.popleft()
             link.noted = False
             spent += link.send()
-        self._scheduled = bool(self._to_close or self._to_end or self._to_offer or self._to_go_on or self._to_send)
+        self._scheduled = bool(
+            self._to_close or self._to_end or self._to_offer or self._to_go_on or self._to_step or self._to_send
+        )
         return self._scheduled
 
     def _go_on(self) -> None:
@@ -227,10 +283,13 @@ class LinkRegistry:
         self.now = now
         for link in list(self.links.values()):
             link.tick(now)
-        return len(self.links) > 0
+        for single in list(self.suspended):
+            single.tick(now)
+        return len(self.links) + len(self.suspended) > 0
 
     def all_sessions(self) -> list[ServerSession]:
-        return [linked.session for link in self.links.values() for linked in link.sessions.values()]
+        linked = [linked.session for link in self.links.values() for linked in link.sessions.values()]
+        return linked + [single.session for single in self.suspended]
 
     def is_carrier(self, session: ServerSession) -> bool:
         """Return whether a session's connection is a link's."""
@@ -239,6 +298,7 @@ class LinkRegistry:
     def go_away(self) -> None:
         """Admit no new sessions and links, and give up links without a connection."""
         self.stopping = True
+        self._end_suspended()
         for link in list(self.links.values()):
             if link.carrier is None:
                 link.end("the server is stopping")
@@ -249,11 +309,16 @@ class LinkRegistry:
     def close_all(self) -> None:
         """End all links, at once: the server stops. Their last frames are in `Engine.pending_flush`'s sessions."""
         self.stopping = True
+        self._end_suspended()
         for link in list(self.links.values()):
             link.say_end()
         while self._to_end:
             if self._to_end[0].close_some(self.portion):
                 self._to_end.popleft()
+
+    def _end_suspended(self) -> None:
+        for single in list(self.suspended):
+            single.end("the server is stopping")
 
 
 def _number(said: dict[bytes, bytes], name: bytes) -> int:

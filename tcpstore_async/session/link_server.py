@@ -31,13 +31,11 @@ from ..wire.link import (
 from .budget import SESSION_BYTES, Holder
 from .link import Link
 from .linked_session import LinkedSession
+from .passed_over import PassedOver
 from .server import ServerSession, printable
 
 if TYPE_CHECKING:
     from .link_registry import LinkRegistry
-
-_PASSED_SHIFT: Final = 4
-"""Sixteen sessions are passed over in the time in which one is offered an item."""
 
 LINK_BYTES: Final = 3 * SESSION_BYTES
 """Bytes counted for a link without sessions."""
@@ -125,7 +123,7 @@ class ServerLink(Link):
         self._last_opened: int = 0
         self._waiting: deque[LinkedSession] = deque()
         """Sessions with replies that did not fit; in rotation each sends a piece."""
-        self._passed: dict[bytes, None] = {}
+        self.passed = PassedOver(registry)
         """Queues for which its sessions were passed over while there was no connection."""
         self._taking = False
         self._heard: float = registry.now
@@ -155,12 +153,12 @@ class ServerLink(Link):
         self.attached_at = self.registry.time()
         self._heard = self._sent = self.registry.now
         self.note()
-        if self._passed:
-            self.registry.offer_later(self)
+        self.passed.connect()
 
     def detach(self) -> None:
         """Do without the connection, which is gone: wait for the next for as long as the grace period is."""
         self.carrier = None
+        self.passed.connected = False
         self.disconnect()
         self._lost = self.registry.now
         if self.registry.stopping:
@@ -181,34 +179,6 @@ class ServerLink(Link):
             partial.link = None
             self.detach()
         return carrier
-
-    def pass_over(self, queue: bytes) -> bool:
-        """Return whether no item of a queue must be offered to a session; if so, that is done once the link is back."""
-        if self.carrier is not None:
-            return False
-        self._passed[queue] = None
-        self.registry.passed_over += 1
-        return True
-
-    def offer_some(self, most: int) -> bool:
-        """Offer items for which sessions were passed over, at most so many. Returns whether that is done.
-
-        The sessions of other links, which these items pass over in turn, cost time too.
-        """
-        registry = self.registry
-        keyspace = registry.engine.keyspace
-        most += registry.passed_over >> _PASSED_SHIFT
-        for queue in list(islice(self._passed, registry.portion)):
-            if self.carrier is None:
-                return True
-            while keyspace.offer(queue):
-                most -= 1
-                if most <= registry.passed_over >> _PASSED_SHIFT:
-                    return False
-            del self._passed[queue]
-            if most <= registry.passed_over >> _PASSED_SHIFT:
-                break
-        return not self._passed
 
     def end(self, reason: str) -> None:
         """End the link, have its connection closed, and end its sessions soon."""

@@ -52,7 +52,7 @@ class LinkedSession(Transport):
         super().__init__(engine, host, port, now)
 
     def pass_over(self, queue: bytes) -> bool:
-        return self.link.pass_over(queue)
+        return self.link.passed.pass_over(queue)
 
     def awaited_since(self) -> float:
         link = self.link

@@ -10,7 +10,7 @@ complete. Whatever arrives, a session replies or raises PeerError; after an erro
 from collections import OrderedDict
 from collections.abc import Callable
 from sys import getsizeof
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..errors import BudgetError, LimitError, PeerError, ProtocolError
 from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPieces, Value
@@ -32,6 +32,9 @@ from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY
 from .budget import SESSION_BYTES, Budget, Holder
 from .key_list_cache import KeyListCache, SharedKeys
 from .unsent import Unsent
+
+if TYPE_CHECKING:
+    from .single_link import SingleLink
 
 NO_PID: Final = -1
 
@@ -84,6 +87,8 @@ class Engine:
         """Sessions whose connections the server has to close, and why."""
         self.open_link: Callable[[ServerSession, list[tuple[bytes, Framed]]], bytes] | None = None
         """Executes LINK; None if this server has no links."""
+        self.attaching: dict[ServerSession, SingleLink] = {}
+        """Sessions that have sent LINK, and the single links for which their connections are used from its reply on."""
         self.unvalidated: OrderedDict[ServerSession, bool] = OrderedDict()
         """Sessions on connections of their own that have not sent VALIDATE, oldest first."""
         self.unvalidated_on_links: OrderedDict[ServerSession, bool] = OrderedDict()
@@ -207,6 +212,8 @@ class Transport:
     """What moves a session's bytes, as far as sessions and servers know it."""
 
     def __init__(self, engine: Engine, host: str, port: int, connected_at: float) -> None:
+        self.single: SingleLink | None = None
+        """What keeps the session when the connection breaks."""
         self.session: ServerSession = ServerSession(engine, self, host, port, connected_at)
 
     def flush(self) -> None:
@@ -215,6 +222,24 @@ class Transport:
 
     def close(self) -> None:
         """Close the connection and take back what its session was offered. Idempotent."""
+        raise NotImplementedError
+
+    def leave(self, broken: bool) -> None:
+        """The connection has ended. If it is broken and there is a single link, that keeps the session."""
+        link = self.single
+        if link is not None and broken:
+            link.detach()
+            return
+        if link is not None:
+            link.forget()
+        self.session.leave()
+
+    def send_again(self, replies: list[Framed], taken: int) -> None:
+        """Send replies without their first `taken` bytes; they are counted as unsent, and nothing is ahead of them."""
+        raise NotImplementedError
+
+    def resumed(self) -> None:
+        """Go on soon with what the session, which comes from another connection, has kept back."""
         raise NotImplementedError
 
     def pass_over(self, queue: bytes) -> bool:
@@ -590,6 +615,14 @@ class ServerSession(Holder):
         if open_link is None:
             raise ProtocolError("LINK to a server that does not support links")
         return open_link(self, items)
+
+    def taken(self, count: int) -> None:
+        """Acknowledge the replies on a single link; see `docs/links.md`."""
+        owner = self.owner
+        link = owner.single if isinstance(owner, Transport) else None
+        if link is None:
+            raise ProtocolError("TAKEN on a connection without a single link")
+        link.acknowledge(count)
 
     # Output
 

@@ -112,6 +112,11 @@ class Unsent:
         self.budget.charge(self.cost - before)
         return not pieces
 
+    def copies(self) -> list[Framed]:
+        """Return all pieces, for another queue: those that are pinned by reference, chunks as they are now."""
+        pins = self.budget.pins
+        return [piece if id(piece) in pins else bytes(piece) for piece in self.pieces]
+
     def release(self) -> None:
         """Drop everything."""
         before = self.cost

@@ -206,6 +206,10 @@ COMMANDS: Final = (
             "Makes the connection a link, or resumes a link whose connection broke. The items and the reply, which is "
             "JSON, are specified in [links.md](links.md), as is everything that follows if the reply says `new` or"
             " `resumed`. After any other reply the connection is as before."),
+    Command(0x4D, "TAKEN",        I64,             NO_REPLY,        "taken",     SESSION | EXTENSION,
+            "On a single link, acknowledges the replies: how many bytes of them the client has received since LINK. See"
+            " [links.md](links.md). Closes the connection if it is no single link, and for a number of bytes that was "
+            "not sent."),
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from conformance.frames import CANCEL_FETCH, NOT_READY, check, fetch, get, intro
 from conformance.link_target import LinkTarget
 from conformance.nccl import nccl_cases
 from conformance.script import Script
+from conformance.single_target import SingleTarget
 from conformance.targets import (
     OUR_SERVERS,
     TORCH_SERVERS,
@@ -100,6 +101,22 @@ def test_link_in_random_pieces_that_breaks(script: Script) -> None:
     for number in range(2):
         name = f"{script.name} {number}"
         target = LinkTarget(at_random(name), random.Random(name))
+        play(script, target)
+        target.finish()
+
+
+@every_on_the_engine
+def test_single_links(script: Script) -> None:
+    target = SingleTarget()
+    play(script, target)
+    target.finish()
+
+
+@every_on_the_engine
+def test_single_links_in_random_pieces_that_break(script: Script) -> None:
+    for number in range(2):
+        name = f"{script.name} {number}"
+        target = SingleTarget(at_random(name), random.Random(name))
         play(script, target)
         target.finish()
 

@@ -347,7 +347,7 @@ def _forgets_last(link: ServerLink, carrier: ServerSession, taken: int) -> None:
 
 
 def _forgets_offers(link: ServerLink, most: int) -> bool:
-    link._passed.clear()
+    link.passed.queues.clear()
     return True
 
 
