@@ -1,10 +1,11 @@
 """The background loop: what must happen to the connections of synchronous stores while nobody makes a call.
 
 One asyncio loop per process, in a daemon thread, serves every synchronous store. It starts with the first call of the
-first store and ends with the last store. Today it notices lost connections: a lost store fails its next call at once,
-its descriptors are closed and its waiting threads wake. Nothing here keeps idle connections alive, because the kernel
-does (`connect._KEEP_ALIVE` sets TCP keep-alive to 180 s, more often than firewalls and NAT drop idle connections); a
-peer that no longer answers keep-alive probes is an error of the socket, which the loop reports like any other loss.
+first store and ends with the last store. It notices lost connections while they are idle. Those of links it has
+replaced (`resume.resume_idle`); otherwise the store is lost: its next call fails at once, its descriptors close and
+its waiting threads wake. Nothing here keeps idle connections alive, because the kernel does (`connect._KEEP_ALIVE` sets
+TCP keep-alive to 180 s, more often than firewalls and NAT drop idle connections); a peer that no longer answers
+keep-alive probes is an error of the socket, which the loop reports like any other loss.
 
 The loop must not know the protocol, and never stands between a call and its reply: calls write and read in their own
 threads. Replies do not wake it, because its epoll set asks for hang-ups and errors only. Without epoll (macOS) it looks
@@ -12,8 +13,8 @@ at idle connections once a second.
 
 Invariants:
 
-* The loop's thread waits for nothing but its epoll set: a lock that is taken makes it try again later. So whoever stops
-  it, even a signal handler in the middle of a call, waits only briefly.
+* The loop's thread waits for nothing but its loop: a lock that is taken makes it try again later. So whoever stops it,
+  even a signal handler in the middle of a call, waits only briefly.
 * The thread does not exist while the process forks: Python does not warn about it, and the child inherits none of its
   descriptors. The loop starts again with the next call of a store, in the parent and in the child.
 * Signals are blocked in the loop's thread: handlers and EINTR stay with the main thread.
@@ -30,7 +31,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Final, Protocol
 
 THREAD_NAME: Final = "tcpstore client"
@@ -111,6 +112,13 @@ class BackgroundLoop:
         """Have the loop's thread call this; from any thread. Raises RuntimeError if the loop has ended."""
         self._loop.call_soon_threadsafe(callback)
 
+    def check_soon(self, client: Client) -> None:
+        """Have `check_idle` of a client called."""
+        try:
+            self.call_soon(functools.partial(self._check, client))
+        except RuntimeError:
+            pass  # the loop has ended
+
     def watch(self, client: Client, descriptors: list[int]) -> bool:
         """Watch these connections of a client; False if the loop is about to stop."""
         watched = self.clients.setdefault(client, set())
@@ -152,6 +160,11 @@ class BackgroundLoop:
             self._done.set()
 
     def _close(self) -> None:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
         self._loop.close()
         if self._epoll is not None:
             self._epoll.close()
@@ -243,6 +256,25 @@ def watch(client: Client, descriptors: list[int]) -> bool:
         finally:
             _changing.release()
     return loop is None or loop.watch(client, descriptors)
+
+
+def watch_again(client: Client, descriptor: int) -> None:
+    """Watch a descriptor that stands for another connection now."""
+    loop = _loop
+    if loop is not None and client in loop.clients:
+        loop.watch(client, [descriptor])
+
+
+def check_soon(client: Client) -> None:
+    """Have `check_idle` called, if the loop watches this client."""
+    loop = _loop
+    if loop is not None:
+        loop.check_soon(client)
+
+
+def spawn(work: Coroutine[object, object, None]) -> None:
+    """In the loop's thread: run a coroutine, which is cancelled when the loop stops."""
+    asyncio.get_running_loop().create_task(work)
 
 
 def release(client: Client) -> None:

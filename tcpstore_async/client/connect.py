@@ -37,7 +37,7 @@ _FULL: Final = " (a server at its connection limit also does this; see its log)"
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried in parallel with one that has not answered."""
 
-_NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
+NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
 """The program may have SIGPIPE at its default, which would kill it when the peer is gone."""
 
 _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 180), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 300_000))
@@ -54,10 +54,11 @@ AddressInfo = tuple[Any, Any, int, str, Any]
 class _Tries:
     """Decides when to retry, and when to give up."""
 
-    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
+    def __init__(self, host: str, port: int, deadline: Deadline, refused_is_final: bool) -> None:
         self.host = host
         self.port = port
         self.deadline = deadline
+        self.refused_is_final = refused_is_final
         self.pings = True
         """Whether the handshake has a PING: PyTorch's servers before 2.5 close the connection on it."""
         self.cause = ""
@@ -75,6 +76,8 @@ class _Tries:
 
     def after(self, error: Exception) -> float:
         """Return the seconds until the next attempt. Raises DistNetworkError if there is none."""
+        if self.refused_is_final and isinstance(error, ConnectionRefusedError):
+            raise error
         self._hung_up = self._hung_up + 1 if isinstance(error, _HungUp) else 0
         if self._hung_up == _HANG_UPS:
             self._hung_up = 0
@@ -109,12 +112,15 @@ class _HungUp(ConnectionError):
 # On an event loop
 
 
-async def connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, ClientSession]:
+async def connect(
+    host: str, port: int, deadline: Deadline, refused_is_final: bool = False
+) -> tuple[socket.socket, ClientSession]:
     """Connect to the store at this address and shake hands.
 
-    A timeout of 0 allows one attempt. Raises DistNetworkError with the last error.
+    A timeout of 0 allows one attempt. Raises DistNetworkError with the last error, and, if that is said to be final,
+    ConnectionRefusedError.
     """
-    tries = _Tries(host, port, deadline)
+    tries = _Tries(host, port, deadline, refused_is_final)
     while True:
         try:
             return await asyncio.wait_for(_try(host, port, tries.pings), tries.limit())
@@ -189,7 +195,7 @@ def _always() -> bool:
     return True
 
 
-class _Attempt:
+class Attempt:
     """The deadline of one attempt, in a thread that checks regularly whether the connection is still wanted."""
 
     def __init__(self, seconds: float | None, wanted: Callable[[], bool]) -> None:
@@ -224,28 +230,32 @@ class _Attempt:
 
 
 def connect_blocking(
-    host: str, port: int, deadline: Deadline, wanted: Callable[[], bool] = _always
+    host: str,
+    port: int,
+    deadline: Deadline,
+    wanted: Callable[[], bool] = _always,
+    refused_is_final: bool = False,
 ) -> tuple[socket.socket, ClientSession]:
     """Connect as `connect` does, from a thread without a loop. The socket returned is blocking.
 
-    Raises DistNetworkError, or Cancelled if `wanted` no longer returns True.
+    Raises DistNetworkError, ConnectionRefusedError, or Cancelled if `wanted` no longer returns True.
     """
-    tries = _Tries(host, port, deadline)
+    tries = _Tries(host, port, deadline, refused_is_final)
     while True:
         try:
-            return _try_in_this_thread(host, port, _Attempt(tries.limit(), wanted), tries.pings)
+            return _try_in_this_thread(host, port, Attempt(tries.limit(), wanted), tries.pings)
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
-        _Attempt(pause, wanted).sleep()
+        Attempt(pause, wanted).sleep()
 
 
-def _try_in_this_thread(host: str, port: int, attempt: _Attempt, pings: bool) -> tuple[socket.socket, ClientSession]:
+def _try_in_this_thread(host: str, port: int, attempt: Attempt, pings: bool) -> tuple[socket.socket, ClientSession]:
     addresses = _literal(host, port)
     peer = _connect_to(addresses[0], attempt) if addresses else _connect_in_a_helper(host, port, attempt)
     try:
         session, hello, call = _hello(peer, pings)
         try:
-            peer.sendall(hello, _NO_SIGPIPE)
+            peer.sendall(hello, NO_SIGPIPE)
             while not call.done:
                 attempt.wait_for(peer, select.POLLIN)
                 _receive(session, peer.recv(4))
@@ -259,7 +269,7 @@ def _try_in_this_thread(host: str, port: int, attempt: _Attempt, pings: bool) ->
         raise
 
 
-def _connect_to(address: AddressInfo, attempt: _Attempt) -> socket.socket:
+def _connect_to(address: AddressInfo, attempt: Attempt) -> socket.socket:
     peer = socket.socket(address[0], address[1])
     try:
         peer.setblocking(False)
@@ -275,7 +285,7 @@ def _connect_to(address: AddressInfo, attempt: _Attempt) -> socket.socket:
         raise
 
 
-def _connect_in_a_helper(host: str, port: int, attempt: _Attempt) -> socket.socket:
+def _connect_in_a_helper(host: str, port: int, attempt: Attempt) -> socket.socket:
     """Resolve and connect on a loop in a helper thread, because the caller may be running a loop itself."""
     limit = attempt.deadline.left()
     found: list[socket.socket] = []

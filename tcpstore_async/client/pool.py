@@ -14,6 +14,7 @@ Invariants:
   otherwise show at the next call only.
 """
 
+import functools
 import logging
 import os
 import socket
@@ -26,11 +27,14 @@ from typing import Any, Final
 from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import PendingCall
-from ..session.identity import Identity, read_identity
+from ..session.identity import SINGLE_LINKS, Identity, read_identity
+from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import Framed, unpack
+from ..wire.commands import BY_METHOD
 from . import background, capabilities, requests
 from .connect import Cancelled, connect_blocking
 from .requests import ANOTHER, Request
+from .resume import resume_blocking, resume_idle
 from .sync_connection import FLAGS, NO_THREAD, DeadlineExceeded, SyncConnection
 from .wait_queue import Ticket, WaitQueue
 
@@ -50,6 +54,9 @@ _BRIEF_WAIT: Final = 0.01
 notification may go to the call that it has interrupted, or be held up by a lock of that call."""
 
 _FREE_THREADED: Final[bool] = hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()
+
+_LOOP: Final = -1
+"""The user of a connection that the background loop replaces."""
 
 _FORKED: Final = "the process forked during this call; only the parent receives the reply"
 
@@ -184,6 +191,9 @@ class TCPClient:
                 deadline = deadline or Deadline.of_a_call(self.timeout)
                 connection.put_rest(data, call, deadline, writes)
             if call is None:
+                if connection.link is not None and connection.link.unanswered() > UNANSWERED_BYTES:
+                    deadline = deadline or Deadline.of_a_call(self.timeout)
+                    connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
                 if len(self._connections) > 1:
                     self._confirm_within(connection, me, deadline)
                 return None
@@ -473,6 +483,7 @@ class TCPClient:
                 self.identity = read_identity(unpack(self.call(requests.WHO_ARE_YOU, deadline)))
             if self.identity is not None:
                 self.call(requests.introduce(self.introduction), deadline)
+                self._on_a_connection(self._open_link, requests.HAS_EXTENSION, deadline, deadline.timeout)
             self._identified = True
         finally:
             with self._lock:
@@ -492,6 +503,25 @@ class TCPClient:
         found = read_identity(unpack(call.result))
         if found is None or found.instance != known.instance:
             raise ProtocolError(ANOTHER)
+        self._open_link(connection, deadline)
+
+    def _open_link(self, connection: SyncConnection, deadline: Deadline) -> None:
+        """Have the server keep the session when the connection breaks, if it can."""
+        if self.identity is None or self.identity.extension < SINGLE_LINKS or connection.link is not None:
+            return
+        link = ClientSingleLink()
+        call = connection.request((BY_METHOD["link"], link.fields()), deadline)
+        connection.read_until(call, deadline)
+        if link.begun(unpack(call.result)):
+            connection.reach = self._reach
+            connection.link = link
+
+    def _reach(self, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
+        """Connect again for a link whose connection is broken. See `resume_blocking`."""
+        try:
+            return resume_blocking(self.host, self.port, link, deadline, lambda: not self._lost)
+        except Cancelled:
+            raise self._lost_error() from None
 
     # Connections
 
@@ -699,6 +729,8 @@ class TCPClient:
             connection.parked = False
             with self._lock:  # without the GIL, a thread that has queued and looked might not be seen below
                 connection.user = NO_THREAD
+            if connection.down is not None and not self._lost:
+                background.check_soon(self)
         self._notify_free(connection)
 
     def _notify_free(self, connection: SyncConnection) -> None:
@@ -806,7 +838,9 @@ class TCPClient:
                 if connection.user:
                     done = done and not connection.hung_up()
                     continue
-                error = connection.loss()
+                error = connection.down or connection.loss()
+                if error is not None and self._resume_later(connection, error):
+                    continue
                 if error is not None:
                     lost = self._failed(connection, error)
                     log.debug("lost the idle connection to %s:%d: %s", self.host, self.port, lost)
@@ -814,6 +848,27 @@ class TCPClient:
             return done
         finally:
             self._lock.release()
+
+    def _resume_later(self, connection: SyncConnection, error: OSError) -> bool:
+        """On the background loop, with the lock: go on with another connection soon. Return False if that cannot be."""
+        if not connection.can_resume() or (connection.down is None and not is_break(error)):
+            return False
+        if connection.down is None:
+            connection.mark_down(error)
+        connection.user = _LOOP
+        background.spawn(resume_idle(self.host, self.port, connection, functools.partial(self._resumed, connection)))
+        return True
+
+    def _resumed(self, connection: SyncConnection, done: bool | None) -> None:
+        """On the background loop: it has replaced a connection, could not, or, with None, was stopped before that."""
+        error = connection.down
+        connection.user = NO_THREAD
+        self._notify_free(connection)
+        if done:
+            background.watch_again(self, connection.peer.fileno())
+        elif done is not None and not self._lost and error is not None:
+            lost = self._failed(connection, error)
+            log.debug("lost the idle connection to %s:%d: %s", self.host, self.port, lost)
 
 
 def _at_least(seconds: float, deadline: Deadline) -> Deadline:

@@ -12,17 +12,20 @@ interpreted functions. What must be one step is therefore one call of C code in 
 consumed by `+=` or `extend`.
 """
 
+import os
 import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from itertools import chain, compress, filterfalse, repeat
 from typing import Final
 
 from ..deadline import Deadline
-from ..errors import ProtocolError
+from ..errors import DistNetworkError, ProtocolError
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
+from ..session.single_client import ClientSingleLink, is_break
 from . import requests
 from .requests import Request
 
@@ -84,6 +87,13 @@ class SyncConnection:
         """Bytes of the longest request that one send did not hand over whole."""
         self.watched = False
         """Whether the background loop has it."""
+        self.link: ClientSingleLink | None = None
+        """What is needed to go on when the connection breaks, if the server keeps the session then."""
+        self.reach: Callable[[ClientSingleLink, Deadline], tuple[socket.socket, bytes]] | None = None
+        """Returns the next connection for that, and what to send again."""
+        self.down: OSError | None = None
+        """Why the connection is broken, until there is another."""
+        self.down_since = 0.0
         self.used = time.monotonic()
         """When it was last released; only kept while it is one of several."""
 
@@ -98,6 +108,11 @@ class SyncConnection:
         """
         sent: list[int] = []
         session = self.session
+        link = self.link
+        if link is not None:
+            if self.down is not None:
+                return False
+            link.begin_writing()
         try:
             if _COMPILED:
                 count: int = self.peer.send(data, FLAGS)
@@ -117,7 +132,15 @@ class SyncConnection:
                     calls = (call,) if fence is None else (fence, call)
                     session.pending.extend(compress(calls, chain(filterfalse(sent.append, sending), repeat(True))))
         except BlockingIOError:
+            if link is not None:
+                link.writing = False
             return False
+        except OSError as error:
+            if not self._breaks(error):
+                raise
+            return False
+        if link is not None:
+            link.note(data, call)
         if sent and sent[0] < len(data):
             self.sent = sent
             self.frame = data
@@ -163,10 +186,19 @@ class SyncConnection:
                 sent += map(self.peer.send, map(view.__getitem__, map(slice, map(sum, (sent,)), (None,))), _EACH)
         except BlockingIOError:
             pass
+        except OSError as error:
+            if not self._breaks(error):
+                raise
+            return False
         return sum(sent) >= len(view)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
         """Hand all bytes to the kernel. Raises OSError, or DeadlineExceeded if some are left."""
+        if self.down is not None:
+            self.resume(deadline)
+        if self.link is not None:
+            self.link.begin_writing()
+            self.link.note(data)
         view = memoryview(data)
         while view:
             try:
@@ -174,6 +206,11 @@ class SyncConnection:
                 view = view[sent:]
             except BlockingIOError:
                 self._poll(select.POLLOUT, deadline)
+            except OSError as error:
+                if not self._breaks(error):
+                    raise
+                self.resume(deadline)  # sends all of it again, as far as necessary
+                return
 
     def request(self, request: Request, deadline: Deadline) -> PendingCall:
         """Send a request that has a reply, behind a fence if it blocks and writes are unconfirmed.
@@ -203,15 +240,19 @@ class SyncConnection:
     def cancel(self) -> None:
         """Cancel its blocking call, if any, without waiting for the reply. May be called again."""
         call = self.session.waiting
-        if call is None or call.canceled or self.broken:
+        if call is None or call.canceled or self.broken or self.down is not None:
             return
         if not self._canceled:
             data = self.session.prepare_cancel(call)
+            if self.link is not None:
+                self.link.begin_writing()
             try:
                 self._canceled += map(self.peer.send, (data,), _EACH)
-            except OSError:  # lost, or the kernel's buffer is full
-                self.broken = True
+            except OSError as error:  # lost, or the kernel's buffer is full
+                self.broken = not self._breaks(error)
                 return
+            if self.link is not None:
+                self.link.note(data)
             self.broken = self._canceled[0] < len(data)
         call.canceled = True
 
@@ -224,10 +265,14 @@ class SyncConnection:
         elif not self.broken:
             self.broken = True
             data, _ = self.session.request(*requests.give_back(lease))
+            if self.link is not None:
+                self.link.begin_writing()
             try:
                 self.broken = self.peer.send(data, FLAGS) != len(data)
             except OSError:
-                pass  # the server takes it back with the end of the connection
+                return  # the server takes it back with the end of the connection
+            if self.link is not None:
+                self.link.note(data)
 
     def confirm(self, lease: Request, sent: list[int], deadline: Deadline) -> None:
         """Confirm that a leased item has arrived; `sent` is not empty from the moment the confirmation is sent.
@@ -235,6 +280,9 @@ class SyncConnection:
         Raises OSError or DeadlineExceeded; then the item goes back with the end of the connection.
         """
         data, _ = self.session.request(*requests.confirm(lease))
+        if self.link is not None:
+            self._confirm_on_link(self.link, data, sent, deadline)
+            return
         try:
             sent += map(self.peer.send, (data,), _EACH)  # no interrupt strikes between call and list
         except BlockingIOError:
@@ -253,7 +301,7 @@ class SyncConnection:
         answered, so the first byte of a reply confirms them. Raises OSError or DeadlineExceeded.
         """
         session = self.session
-        if self.broken or self._chunks or not session.unconfirmed():
+        if self.broken or self._chunks or self.down is not None or not session.unconfirmed():
             return
         if self.frame and sum(self.sent):
             whole = self._push()
@@ -301,6 +349,8 @@ class SyncConnection:
 
     def settle(self, deadline: Deadline) -> None:
         """Read the replies of calls that were given up. Raises OSError, ProtocolError or DeadlineExceeded."""
+        if self.down is not None:
+            self.resume(deadline)
         self.cancel()
         if self.broken:
             raise ConnectionError(LOST)
@@ -323,7 +373,11 @@ class SyncConnection:
         while not call.done:
             if not self._chunks or self._read:
                 self._poll(select.POLLIN, deadline)
-            self.read(_LONG)
+            try:
+                self.read(_LONG)
+            except BlockingIOError:
+                if self.link is None:
+                    raise
 
     def read_soon(self) -> None:
         """Read once, if something arrives within a tick. Raises OSError, ProtocolError."""
@@ -338,11 +392,16 @@ class SyncConnection:
         if not chunks or self._read:  # the latter after an interrupt at the end of this method
             chunks.clear()
             self._read.clear()
-            chunks += map(self.peer.recv, size)
+            if self.link is None:
+                chunks += map(self.peer.recv, size)
+            else:
+                self._receive_on_link(self.link, size)
         if not chunks[0]:
             raise ConnectionError(LOST)
         if _COMPILED:
-            self.session.receive(chunks.pop())
+            done = self.session.receive(chunks.pop())
+            if self.link is not None:
+                self._acknowledge(self.link, done)
             return
         saved = self.session.save()
         try:
@@ -356,10 +415,145 @@ class SyncConnection:
                 self._read += map(self.session.receive, chunks)
                 self.broken = False
             raise
+        if self.link is not None and self._read:
+            self._acknowledge(self.link, self._read[0])
         chunks.clear()
         self._read.clear()
 
+    # On a single link
+
+    def can_resume(self) -> bool:
+        """Return whether the connection can be replaced when it breaks."""
+        return self.link is not None and self.link.can_resume() and not self.inherited and not self.broken
+
+    def resume(self, deadline: Deadline) -> None:
+        """Go on with another connection, and send again what the server has not taken.
+
+        Raises DeadlineExceeded, or the error that has broken the connection if the server has not kept the session.
+        """
+        down, link, reach = self.down, self.link, self.reach
+        assert down is not None
+        assert link is not None
+        assert reach is not None
+        while self.can_resume():
+            grace = max(0.0, self.down_since + link.grace - time.monotonic())
+            left = deadline.left()
+            try:
+                peer, rest = reach(link, Deadline(grace if left is None else min(grace, left)))
+            except (OSError, ProtocolError, DistNetworkError):
+                if deadline.passed() and grace > 0:
+                    raise DeadlineExceeded from None
+                raise down from None
+            try:
+                self.replace(peer)
+                if self._send_again(rest, deadline):
+                    self.down = None
+                    return
+            finally:
+                peer.close()
+        raise down
+
+    def replace(self, peer: socket.socket) -> None:
+        """Use another connection under the same descriptor. Its caller closes `peer`."""
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECV_TIMEOUT)
+        os.dup2(peer.fileno(), self.peer.fileno(), inheritable=False)
+
+    def _send_again(self, rest: bytes, deadline: Deadline) -> bool:
+        """Send what the server has not taken. Return False if this connection has broken too."""
+        view = memoryview(rest)
+        while view:
+            try:
+                sent = self.peer.send(view, FLAGS)
+                view = view[sent:]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline)
+            except OSError as error:
+                if not is_break(error):
+                    raise
+                return False
+        if self.frame and sum(self.sent):
+            self.sent.append(len(self.frame) - sum(self.sent))
+        return True
+
+    def _breaks(self, error: OSError) -> bool:
+        """After an error of `send` or `recv`: return whether to go on with another connection, with `resume`."""
+        link = self.link
+        if link is None or not is_break(error):
+            return False
+        link.writing = False
+        link.reading = False
+        if not self.can_resume():
+            return False
+        self.mark_down(error)
+        return True
+
+    def mark_down(self, error: OSError) -> None:
+        """The connection is broken."""
+        self.down = error
+        self.down_since = time.monotonic()
+
+    def _receive_on_link(self, link: ClientSingleLink, size: tuple[int]) -> None:
+        """Receive into `_chunks`. Raises BlockingIOError if there is nothing, or the connection has just broken."""
+        if self.down is not None:
+            raise BlockingIOError
+        link.begin_reading()
+        try:
+            self._chunks += map(self.peer.recv, size)
+        except BlockingIOError:
+            link.reading = False
+            raise
+        except OSError as error:
+            if not self._breaks(error):
+                raise
+            raise BlockingIOError from None
+        link.count(len(self._chunks[0]))
+
+    def _acknowledge(self, link: ClientSingleLink, done: list[PendingCall]) -> None:
+        """Forget requests that were replied to, and have the server forget the replies from time to time."""
+        if done:
+            link.answered(done[-1].end)
+        data = link.acknowledgement()
+        if not data or self.frame:
+            return
+        link.begin_writing()
+        try:
+            if self.peer.send(data, FLAGS) < len(data):
+                self.broken = True  # as after any request that is sent in part
+        except OSError:
+            link.writing = False  # lost, or the kernel's buffer is full: the next one counts these bytes too
+            return
+        link.note(data)
+
+    def _confirm_on_link(self, link: ClientSingleLink, data: bytes, sent: list[int], deadline: Deadline) -> None:
+        """Confirm as `confirm` does; a connection that breaks meanwhile is replaced first."""
+        while not sent:
+            if self.down is not None:
+                self.resume(deadline)
+            link.begin_writing()
+            try:
+                sent += map(self.peer.send, (data,), _EACH)
+            except BlockingIOError:
+                link.writing = False
+                self._poll(select.POLLOUT, deadline)
+            except OSError as error:
+                if not self._breaks(error):
+                    raise
+        link.note(data)
+        if sent[0] < len(data):
+            self.broken = True
+            self.frame = data
+            self.sent = sent[:]
+            while not self._push():
+                self._poll(select.POLLOUT, deadline)
+            self.frame = b""
+            self.broken = False
+
     def _poll(self, event: int, deadline: Deadline) -> None:
+        if self.down is not None:
+            self.resume(deadline)
+        self._wait(event, deadline)
+
+    def _wait(self, event: int, deadline: Deadline) -> None:
         poll = select.poll()
         poll.register(self.peer, event)
         while True:

@@ -318,7 +318,7 @@ class LinkRegistry:
 
     def _end_suspended(self) -> None:
         for single in list(self.suspended):
-            single.end("the server is stopping")
+            single.end("")
 
 
 def _number(said: dict[bytes, bytes], name: bytes) -> int:
