@@ -8,6 +8,7 @@ connection. Cancelling a call leaves every connection in step.
 """
 
 import asyncio
+import functools
 import warnings
 import weakref
 from collections import deque
@@ -20,13 +21,14 @@ from ..deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..keys import caller_keys, decode_keys, stored_key, stored_keys
 from ..session.client import PendingCall
-from ..session.identity import Identity, read_identity
+from ..session.identity import SINGLE_LINKS, Identity, read_identity
 from ..values import Framed, unpack
 from . import capabilities, exchanges, requests
 from .async_connection import AsyncConnection
 from .client_info import introduction
 from .connect import connect
 from .requests import ANOTHER, Request
+from .resume import resume
 
 _RETRY_SECONDS = 0.05
 """Seconds until a probe is repeated that failed for lack of time of another call."""
@@ -388,6 +390,8 @@ class AsyncTCPStore:
             self.identity = read_identity(unpack(await self._call(requests.WHO_ARE_YOU)))
         if self.identity is not None:
             await self._call(requests.introduce(introduction()))
+            deadline = _CallDeadline(requests.HAS_EXTENSION, self._timeout)
+            await self._open_link(await self._free_connection(deadline), deadline)
         self._identified = True
 
     async def _join_task(self, task: "asyncio.Task[None]", deadline: _CallDeadline) -> None:
@@ -416,6 +420,16 @@ class AsyncTCPStore:
             error = DistNetworkError(ANOTHER)
             self._connection_lost(connection, error)
             raise error
+        await self._open_link(connection, deadline)
+
+    async def _open_link(self, connection: AsyncConnection, deadline: _CallDeadline) -> None:
+        """Have the server keep the session when the connection breaks, if it can."""
+        if self.identity is not None and self.identity.extension >= SINGLE_LINKS and connection.link is None:
+            opening = asyncio.ensure_future(connection.open_link())
+            try:
+                await self._await_reply(opening, deadline)
+            finally:
+                opening.cancel()
 
     # Making calls
 
@@ -551,12 +565,20 @@ class AsyncTCPStore:
 
     async def _open_connection(self) -> None:
         peer, session = await connect(self.host, self.port, Deadline(self._timeout))
-        connection = AsyncConnection(session, _weak(self._connection_lost), _weak(self._connection_freed))
+        connection = AsyncConnection(
+            session,
+            _weak(self._connection_lost),
+            _weak(self._connection_freed),
+            functools.partial(resume, self.host, self.port),
+        )
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
         try:
             await self._verify(connection)
         except BaseException:
             connection.close()
+            if connection.is_broken and self._lost is None:
+                await self._open_connection()  # in its place: nothing has been written on it
+                return
             raise
         if self._lost is not None:
             connection.close()
@@ -594,7 +616,8 @@ class AsyncTCPStore:
 
     def _connection_lost(self, connection: AsyncConnection, error: DistNetworkError) -> None:
         """Lose the store with a connection, as PyTorch's is, because writes may be lost with it."""
-        self._lose(error)
+        if connection in self._connections or not connection.is_broken:
+            self._lose(error)
 
     def _lose(self, error: DistNetworkError) -> None:
         self._lost = self._lost or error

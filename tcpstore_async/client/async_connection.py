@@ -3,21 +3,25 @@
 It knows a session, the futures of its calls, and the bytes to be written; it must not know other connections or what a
 call means.
 
-Invariants: no request is sent twice. A call whose caller has gone is still answered, and its reply is dropped, so the
-connection stays in step. When the connection is lost, every call on it fails with the reason.
+Invariants: no request is executed twice. A call whose caller has gone is still answered, and its reply is dropped, so
+the connection stays in step. When the connection is lost, every call on it fails with the reason; one that is a link is
+lost when it is broken and cannot be replaced.
 """
 
 import asyncio
 import functools
+import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from ..deadline import MIN_ROUND_TRIP
+from ..deadline import MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
 from ..session.client import LOST, ClientSession, PendingCall
+from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break, why
+from ..values import unpack
 from ..wire.codecs import Fields
-from ..wire.commands import Command
+from ..wire.commands import BY_METHOD, Command
 from .requests import VALUE_BYTES, Request, confirm, give_back, size_hint, timeout_message
 
 
@@ -29,8 +33,18 @@ class AsyncConnection(asyncio.Protocol):
         session: ClientSession,
         on_lost: Callable[["AsyncConnection", DistNetworkError], None],
         on_free: Callable[["AsyncConnection"], None],
+        reach: Callable[[ClientSingleLink, Deadline], Awaitable[tuple[socket.socket, bytes]]] | None = None,
     ) -> None:
+        """`reach` returns the next connection of a link, and the reply to LINK on it."""
         self.session = session
+        self.link: ClientSingleLink | None = None
+        """What is needed to go on when the connection breaks, if the server keeps the session then."""
+        self._reach = reach
+        self.is_broken = False
+        """Whether it was lost because it was broken, before it was a link."""
+        self._held = False
+        """Whether requests wait for the reply to LINK, or for another connection."""
+        self._resuming: asyncio.Task[None] | None = None
         self.lost: DistNetworkError | None = None
         self.fence: asyncio.Future[Any] | None = None
         """Done when the writes before a blocking call have been executed."""
@@ -59,7 +73,9 @@ class AsyncConnection(asyncio.Protocol):
         if self.lost is not None:
             raise self.lost
         data, call = self.session.request(command, fields)
-        self._write(data)
+        self._write(data, call)
+        if self.link is not None and self.link.unanswered() > UNANSWERED_BYTES and self.session.waiting is None:
+            self._limit_unanswered()
         future: asyncio.Future[Any] = self._loop.create_future()
         if call is None:
             self._silent.append(future)
@@ -101,7 +117,7 @@ class AsyncConnection(asyncio.Protocol):
     def send_fence(self) -> None:
         """Send a PING, whose reply confirms the writes before it."""
         data, call = self.session.fence(0)
-        self._write(data)
+        self._write(data, call)
         self.fence = self._futures[call] = self._loop.create_future()
 
     def cancel(self, call: PendingCall) -> None:
@@ -125,11 +141,13 @@ class AsyncConnection(asyncio.Protocol):
 
     def idle(self) -> bool:
         """Return whether nothing is in progress on it."""
-        return not self.session.pending and not self._outbox and self._drained is None
+        return not self.session.pending and not self._outbox and self._drained is None and not self._held
 
     def close(self, reason: DistNetworkError | None = None) -> None:
         """Close the connection. Calls in progress fail."""
         self._closing = True
+        if self._resuming is not None:
+            self._resuming.cancel()
         self._flush()
         if self._drained is None:
             self.transport.close()
@@ -159,6 +177,8 @@ class AsyncConnection(asyncio.Protocol):
             self._fail(DistNetworkError(f"invalid reply from the server: {error}"))
             self.transport.abort()
             return
+        if self.link is not None:
+            self._acknowledge(self.link, len(data), done)
         for call in done:
             future = self._futures.pop(call)
             if not future.done():
@@ -170,6 +190,11 @@ class AsyncConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self.link is not None and is_break(error) and not self._closing and self.lost is None:
+            self._held = True
+            self._resuming = self._loop.create_task(self._resume(self.link, str(error)))
+            return
+        self.is_broken = is_break(error)
         self._fail(DistNetworkError((str(error) if error is not None else LOST) + size_hint(self._longest)))
 
     def pause_writing(self) -> None:
@@ -180,20 +205,76 @@ class AsyncConnection(asyncio.Protocol):
         if drained is not None and not drained.done():
             drained.set_result(None)
 
-    def _write(self, data: bytes) -> None:
+    # On a single link
+
+    async def open_link(self) -> None:
+        """Have the server keep the session when the connection breaks, if it can. No call may be blocked on it."""
+        link = ClientSingleLink()
+        _, future = self.call(BY_METHOD["link"], link.fields())
+        self._flush()
+        self._held = True
+        future.add_done_callback(functools.partial(self._link_opened, link))
+        await future
+
+    def _link_opened(self, link: ClientSingleLink, future: "asyncio.Future[Any]") -> None:
+        self._held = False
+        if not future.cancelled() and future.exception() is None and link.begun(unpack(future.result())):
+            self.link = link
+            for data in self._outbox:
+                link.note(data)
+        self._flush()
+
+    def _limit_unanswered(self) -> None:
+        if self.fence is None or self.fence.done():
+            self.send_fence()
+
+    def _acknowledge(self, link: ClientSingleLink, size: int, done: list[PendingCall]) -> None:
+        """Forget requests that were replied to, and have the server forget the replies from time to time."""
+        link.count(size)
+        if done:
+            link.answered(done[-1].end)
+        data = link.acknowledgement()
+        if data:
+            self._write(data)
+
+    async def _resume(self, link: ClientSingleLink, reason: str) -> None:
+        """Go on with another connection, and send again what the server has not taken."""
+        assert self._reach is not None
+        try:
+            peer, reply = await self._reach(link, Deadline(link.grace))
+            try:
+                await self._loop.create_connection(lambda: self, sock=peer)
+            except BaseException:
+                peer.close()
+                raise
+            rest = link.resume(reply)
+        except (OSError, ProtocolError, DistNetworkError) as error:
+            self._fail(DistNetworkError(f"{reason}; {why(error)}" + size_hint(self._longest)))
+            self.transport.abort()
+            return
+        self._resuming = None
+        self._held = False
+        self._outbox = [rest] if rest else []  # what was in it has been noted: it is part of the rest
+        self.resume_writing()
+        self._flush()
+
+    def _write(self, data: bytes, call: PendingCall | None = None) -> None:
         if not self._outbox:
             self._loop.call_soon(self._flush)
         self._outbox.append(data)
+        if self.link is not None:
+            self.link.note(data, call)
 
     def _flush(self) -> None:
         outbox = self._outbox
-        if not outbox or self.transport.is_closing():
+        if self._held or not (outbox or self._silent) or self.transport.is_closing():
             return
         self._outbox = []
         data = b"".join(outbox)
         if len(data) > VALUE_BYTES:
             self._longest = max(self._longest, *map(len, outbox))
-        self.transport.write(data)
+        if data:
+            self.transport.write(data)
         silent, self._silent = self._silent, []
         for future in silent:
             if self._drained is not None:

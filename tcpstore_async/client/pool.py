@@ -692,10 +692,12 @@ class TCPClient:
                 self._connections.append(connection)
                 self._watched = False
                 self._detour = True
-        except BaseException:
+        except BaseException as error:
             for one in opened:
                 one.peer.close()
-            raise
+            if not is_break(error):
+                raise
+            time.sleep(_BRIEF_WAIT)  # the caller opens another one: nothing has been written on this one
         finally:
             with self._lock:
                 for one in opened:

@@ -27,10 +27,9 @@ _LONGEST_REPLY: Final = 64 * 1024
 def resume_blocking(
     host: str, port: int, link: ClientSingleLink, deadline: Deadline, wanted: Callable[[], bool]
 ) -> tuple[socket.socket, bytes]:
-    """Return the next connection of a link, and what has to be sent again on it.
+    """Return the next connection of a link, and the reply to LINK on it, for `ClientSingleLink.resume`.
 
-    Raises DistNetworkError at the deadline, ConnectionRefusedError, ProtocolError if the server has not kept the
-    session, and Cancelled if `wanted` no longer returns True.
+    Raises DistNetworkError at the deadline, ConnectionRefusedError, and Cancelled if `wanted` no longer returns True.
     """
     failures = 0
     while True:
@@ -38,7 +37,7 @@ def resume_blocking(
         try:
             peer.sendall(_request(link), NO_SIGPIPE)
             attempt = Attempt(deadline.left(), wanted)
-            return peer, link.resume(_receive(peer, _length(_receive(peer, PREFIX, attempt)), attempt))
+            return peer, _receive(peer, _length(_receive(peer, PREFIX, attempt)), attempt)
         except OSError as error:  # the connection has broken too
             peer.close()
             failures += 1
@@ -86,7 +85,7 @@ async def _exchange(peer: socket.socket, link: ClientSingleLink) -> bytes:
         return b"".join(parts)
 
     await loop.sock_sendall(peer, _request(link))
-    return link.resume(await receive(_length(await receive(PREFIX))))
+    return await receive(_length(await receive(PREFIX)))
 
 
 def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
@@ -108,8 +107,9 @@ async def resume_idle(host: str, port: int, connection: SyncConnection, report: 
     done: bool | None = None
     try:
         deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
-        peer, rest = await resume(host, port, link, deadline)
+        peer, reply = await resume(host, port, link, deadline)
         with peer:
+            rest = link.resume(reply)
             await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(peer, rest), deadline.left())
             peer.setblocking(True)
             connection.replace(peer)

@@ -25,7 +25,7 @@ from ..deadline import Deadline
 from ..errors import DistNetworkError, ProtocolError
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
-from ..session.single_client import ClientSingleLink, is_break
+from ..session.single_client import ClientSingleLink, is_break, why
 from . import requests
 from .requests import Request
 
@@ -90,7 +90,7 @@ class SyncConnection:
         self.link: ClientSingleLink | None = None
         """What is needed to go on when the connection breaks, if the server keeps the session then."""
         self.reach: Callable[[ClientSingleLink, Deadline], tuple[socket.socket, bytes]] | None = None
-        """Returns the next connection for that, and what to send again."""
+        """Returns the next connection for that, and the reply to LINK on it."""
         self.down: OSError | None = None
         """Why the connection is broken, until there is another."""
         self.down_since = 0.0
@@ -439,16 +439,19 @@ class SyncConnection:
             grace = max(0.0, self.down_since + link.grace - time.monotonic())
             left = deadline.left()
             try:
-                peer, rest = reach(link, Deadline(grace if left is None else min(grace, left)))
-            except (OSError, ProtocolError, DistNetworkError):
+                peer, reply = reach(link, Deadline(grace if left is None else min(grace, left)))
+            except (OSError, DistNetworkError) as error:
                 if deadline.passed() and grace > 0:
                     raise DeadlineExceeded from None
-                raise down from None
+                raise OSError(down.errno, f"{down.strerror}; {why(error)}") from None
             try:
+                rest = link.resume(reply)
                 self.replace(peer)
                 if self._send_again(rest, deadline):
                     self.down = None
                     return
+            except ProtocolError as error:
+                raise OSError(down.errno, f"{down.strerror}; {error}") from None
             finally:
                 peer.close()
         raise down

@@ -23,6 +23,7 @@ from ..errors import PeerError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.server import Transport
+from ..session.single_link import SingleLink
 from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
@@ -51,7 +52,9 @@ class Connection(Transport):
         self.caught_up.set()
         self.is_closed = False
         self.broken = False
-        """Whether the connection ended otherwise than by its peer's end."""
+        """Whether its thread has found that it ended otherwise than by its peer's end."""
+        self.left: SingleLink | None = None
+        """What keeps the session, if another thread has found it broken: that one cannot tell."""
 
     # Its own thread
 
@@ -66,6 +69,9 @@ class Connection(Transport):
             finally:
                 with self.server.lock:
                     self._close(self.broken)
+                    if self.left is not None and not self.broken and self.left.carrier is None:
+                        self.left.close()
+                        self.server.flush_pending()
 
     def _serve(self) -> None:
         while chunk := self._read():
@@ -82,7 +88,7 @@ class Connection(Transport):
         try:
             return self.peer.recv(_READ)
         except OSError as error:
-            self.broken = error.errno != errno.EPIPE  # that one follows the peer's end
+            self.broken = error.errno != errno.EPIPE
             return b""
 
     def _behind(self) -> bool:
@@ -169,8 +175,9 @@ class Connection(Transport):
             count = self.peer.sendmsg(batch, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError as error:
-            self._close(error.errno != errno.EPIPE)
+        except OSError:
+            self.left = self.single
+            self._close(True)
             return -1
         self.session.unsent -= count
         return count

@@ -392,9 +392,9 @@ def test_many_workers_on_one_queue_ask_for_nothing_else(port: int, other: TCPSto
         for store in stores:
             store.close()
     said = [opcode for data in proxy.sent for opcode in opcodes(bytes(data))]
-    names = {BY_METHOD[name].opcode for name in ("lease_later", "confirm")}
+    names = {BY_METHOD[name].opcode for name in ("lease_later", "confirm", "taken")}
     assert said.count(BY_METHOD["lease_later"].opcode) == said.count(BY_METHOD["confirm"].opcode) == items + 12
-    once = {BY_METHOD[name].opcode for name in ("validate", "ping", "check", "get", "introduce")}
+    once = {BY_METHOD[name].opcode for name in ("validate", "ping", "check", "get", "introduce", "link")}
     assert set(said) <= names | once
     assert said.count(BY_METHOD["check"].opcode) == 12
     for number in range(20_000):
