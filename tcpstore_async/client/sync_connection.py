@@ -441,7 +441,7 @@ class SyncConnection:
             try:
                 peer, reply = reach(link, Deadline(grace if left is None else min(grace, left)))
             except (OSError, DistNetworkError) as error:
-                if deadline.passed() and grace > 0:
+                if isinstance(error, DistNetworkError) and left is not None and left < grace:
                     raise DeadlineExceeded from None
                 raise OSError(down.errno, f"{down.strerror}; {why(error)}") from None
             try:
@@ -522,8 +522,9 @@ class SyncConnection:
         try:
             if self.peer.send(data, FLAGS) < len(data):
                 self.broken = True  # as after any request that is sent in part
-        except OSError:
-            link.writing = False  # lost, or the kernel's buffer is full: the next one counts these bytes too
+        except OSError as error:  # broken, or the kernel's buffer is full: the next one counts these bytes too
+            link.writing = False
+            self._breaks(error)
             return
         link.note(data)
 

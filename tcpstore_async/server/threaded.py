@@ -23,7 +23,6 @@ from ..errors import PeerError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.server import Transport
-from ..session.single_link import SingleLink
 from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
@@ -53,8 +52,6 @@ class Connection(Transport):
         self.is_closed = False
         self.broken = False
         """Whether its thread has found that it ended otherwise than by its peer's end."""
-        self.left: SingleLink | None = None
-        """What keeps the session, if another thread has found it broken: that one cannot tell."""
 
     # Its own thread
 
@@ -69,9 +66,6 @@ class Connection(Transport):
             finally:
                 with self.server.lock:
                     self._close(self.broken)
-                    if self.left is not None and not self.broken and self.left.carrier is None:
-                        self.left.close()
-                        self.server.flush_pending()
 
     def _serve(self) -> None:
         while chunk := self._read():
@@ -175,8 +169,7 @@ class Connection(Transport):
             count = self.peer.sendmsg(batch, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError:
-            self.left = self.single
+        except OSError:  # its thread, which may have taken the error that tells more, finds it closed
             self._close(True)
             return -1
         self.session.unsent -= count

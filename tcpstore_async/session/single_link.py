@@ -154,9 +154,9 @@ class SingleLink(Transport):
 
     def acknowledge(self, taken: int) -> None:
         """Drop the replies up to the byte that the client has received as the last one. Raises ProtocolError."""
-        count = taken - self.sent + self._kept_bytes
-        if not 0 <= count <= self._kept_bytes:
+        if not 0 <= taken <= self.sent:
             raise ProtocolError(f"acknowledgement of {taken} bytes, of {self.sent} that were sent")
+        count = max(0, taken - self.sent + self._kept_bytes)  # one that is sent again says less than LINK did
         self._kept_bytes -= count
         kept = self._kept
         if kept.backlog is not None and kept.backlog.took(count):

@@ -47,6 +47,7 @@ from conformance.frames import (
     queue_len,
     set_,
     state,
+    taken,
     wait,
     wait_count,
 )
@@ -694,6 +695,12 @@ def link_needs_an_id_and_a_secret(s: Script) -> None:
     s.peer("e", greet=False).asks(link(version, name, (b"secret", bytes(16))), CLOSED)
 
 
+@case()
+def only_replies_that_were_sent_are_acknowledged(s: Script) -> None:
+    s.peer("a").asks(add(b"k", 1) + taken(1 << 40), i64(1), CLOSED)
+    s.peer("b").asks(taken(-1), CLOSED)
+
+
 # What PyTorch's server says to it, and what a stock client sees
 
 
@@ -710,6 +717,7 @@ def opcodes_close_on_pytorchs(s: Script) -> None:
     s.peer("i").asks(meet(b"r", b"x", 2, 2), NO_REPLY, CLOSED)
     s.peer("j").asks(attend(b"q", b"x"), state(*[0] * 6), CLOSED)
     s.peer("k").asks(link(), CLOSED, CLOSED)
+    s.peer("l").asks(taken(0), CLOSED)
 
 
 @control()

@@ -23,6 +23,10 @@ def link(*items: tuple[bytes, bytes]) -> bytes:
     return b"\x4c" + u64(len(items)) + b"".join(blob(name) + blob(value) for name, value in items)
 
 
+def taken(count: int) -> bytes:
+    return b"\x4d" + i64(count)
+
+
 def set_(key: bytes, value: bytes) -> bytes:
     return b"\x01" + blob(key) + blob(value)
 

@@ -1,0 +1,305 @@
+"""A reset connection is a pause: both clients, on both servers, through a proxy that resets connections."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import random
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from client.test_sync import until
+from support import LIMIT, tcpstore_server
+from tcpstore_async import AsyncTCPStore, DistNetworkError, StoreTimeoutError, TCPStore
+from tcpstore_async.client.sync_connection import SyncConnection
+from tcpstore_async.server.backends import BACKENDS
+
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Resetter:
+    """A proxy on one thread that can reset all of its connections, in both directions."""
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port: int = self.listener.getsockname()[1]
+        self.resets = 0
+        self._pairs: dict[int, tuple[socket.socket, socket.socket]] = {}
+        self._lock = threading.Lock()
+        self._waker, self._woken = socket.socketpair()
+        self._stopped = False
+        self._refuses = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def reset(self) -> int:
+        """Reset every connection; return how many there were."""
+        with self._lock:
+            count = len(self._pairs) // 2
+            for one, _ in self._pairs.values():
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                one.close()
+            self._pairs.clear()
+            self.resets += count
+            return count
+
+    def refuse(self) -> None:
+        """Refuse further connections, as the port of a server that is gone does."""
+        self._refuses = True
+        self._waker.send(b"\0")
+        until(lambda: self.listener.fileno() < 0)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._waker.send(b"\0")
+        self._thread.join(LIMIT)
+        self.reset()
+        for one in (self.listener, self._waker, self._woken):
+            one.close()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            with self._lock:
+                ends = {fd: pair for fd, pair in self._pairs.items() if pair[0].fileno() == fd}
+            if self._refuses:
+                self.listener.close()
+            listening = [] if self._refuses else [self.listener.fileno()]
+            try:
+                ready, _, _ = select.select([*listening, self._woken.fileno(), *ends], [], [], 0.05)
+            except OSError:
+                continue  # one has just been reset
+            for fd in ready:
+                if fd in listening:
+                    self._accept()
+                elif fd == self._woken.fileno():
+                    self._woken.recv(1)
+                else:
+                    self._carry(fd)
+
+    def _accept(self) -> None:
+        client, _ = self.listener.accept()
+        try:
+            server = socket.create_connection(("127.0.0.1", self.target), LIMIT)
+        except OSError:
+            client.close()
+            return
+        for one in (client, server):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            self._pairs[client.fileno()] = client, server
+            self._pairs[server.fileno()] = server, client
+
+    def _carry(self, fd: int) -> None:
+        with self._lock:
+            pair = self._pairs.get(fd)
+            if pair is None:
+                return
+            data = b""
+            with suppress(OSError):
+                data = pair[0].recv(1 << 16)
+                if data:
+                    pair[1].sendall(data)
+            if not data:
+                for one in pair:
+                    self._pairs.pop(one.fileno(), None)
+                    one.close()
+
+
+@contextmanager
+def resetter(port: int) -> Iterator[Resetter]:
+    proxy = Resetter(port)
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    with tcpstore_server("--backend", request.param) as server:
+        yield server.port
+
+
+@contextmanager
+def resets(proxy: Resetter, seed: int) -> Iterator[None]:
+    """Reset all connections again and again, at random moments."""
+    rng = random.Random(seed)
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(rng.uniform(0.01, 0.06)):
+            proxy.reset()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(LIMIT)
+
+
+def opened(port: int, timeout: float = LIMIT) -> TCPStore:
+    """Return a store whose connection is a link: it is one once the server is known."""
+    store = TCPStore("127.0.0.1", port, timeout=timeout)
+    store.queue_len("there is none")
+    return store
+
+
+def test_what_was_written_is_executed_once(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store, TCPStore("127.0.0.1", port, timeout=LIMIT) as other:
+        with resets(proxy, 1):
+            count = 0
+            while proxy.resets < 25:
+                count += 1
+                assert store.add("once", 1) == count
+                store.set("text", str(count))
+                store.queue_push("items", str(count))
+                store.append("long", "x" * 2000)
+        assert store.get("text") == str(count).encode()
+        assert [other.queue_pop("items") for _ in range(count)] == [str(1 + n).encode() for n in range(count)]
+        assert len(other.get("long")) == 2000 * count
+        for key in ("once", "text", "long"):
+            other.delete_key(key)
+
+
+def test_large_values_both_ways(port: int) -> None:
+    value = os.urandom(3_000_000)
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        with resets(proxy, 2):
+            while proxy.resets < 5:
+                store.set("large", value)
+                assert store.get("large") == value
+        store.delete_key("large")
+
+
+def test_threads_that_wait_and_pop(port: int) -> None:
+    with (
+        resetter(port) as proxy,
+        opened(proxy.port) as store,
+        TCPStore("127.0.0.1", port, timeout=LIMIT) as other,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        waits = [threads.submit(store.wait, [f"later/{number}"]) for number in range(4)]
+        pops = [threads.submit(store.queue_pop, "queue") for _ in range(4)]
+        with resets(proxy, 3):
+            until(lambda: proxy.resets >= 10)
+            for number in range(4):
+                other.set(f"later/{number}", "v")
+                other.queue_push("queue", str(number))
+            assert {pop.result(LIMIT) for pop in pops} == {b"0", b"1", b"2", b"3"}
+            for wait in waits:
+                wait.result(LIMIT)
+        assert other.queue_len("queue") == 0
+        for number in range(4):
+            other.delete_key(f"later/{number}")
+
+
+def test_an_idle_connection_is_replaced_before_the_next_call(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        for _ in range(5):
+            before = _connection(store).peer.getsockname()
+            assert proxy.reset() == 1
+            until(functools.partial(_is_replaced, store, before))
+            store.set("idle", "v")
+        assert store.get("idle") == b"v"
+        store.delete_key("idle")
+
+
+def _connection(store: TCPStore) -> SyncConnection:
+    client = store._client
+    assert client is not None
+    return client._connections[0]
+
+
+def _is_replaced(store: TCPStore, before: object) -> bool:
+    connection = _connection(store)
+    try:
+        return connection.down is None and connection.peer.getsockname() != before
+    except OSError:
+        return False
+
+
+def test_the_async_client(port: int) -> None:
+    async def main(proxy: Resetter) -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            assert await store.server() is not None
+            counts = []
+
+            async def work(number: int) -> None:
+                count = 0
+                while proxy.resets < 20:
+                    count += 1
+                    await store.add("async/once", 1)
+                    await store.queue_push("async/items", f"{number} {count}")
+                counts.append(count)
+
+            with resets(proxy, 4):
+                await asyncio.gather(*map(work, range(5)))
+                waits = [asyncio.ensure_future(store.wait([f"async/{number}"])) for number in range(5)]
+                await store.multi_set([f"async/{number}" for number in range(5)], ["v"] * 5)
+                await asyncio.gather(*waits)
+            total = sum(counts)
+            assert await store.add("async/once", 0) == total
+            items = {await store.queue_pop("async/items") for _ in range(total)}
+            assert len(items) == total
+            for key in ("once", *map(str, range(5))):
+                await store.delete_key(f"async/{key}")
+
+    with resetter(port) as proxy:
+        asyncio.run(main(proxy))
+
+
+def test_a_server_that_has_not_kept_the_session_ends_the_store(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        link = _connection(store).link
+        assert link is not None
+        link._secret = bytes(16)
+        proxy.reset()
+        with pytest.raises(DistNetworkError, match=r"reset by peer; the server has not kept the session \(refused\)"):
+            store.add("k", 1)
+
+
+def test_a_server_that_refuses_connections_is_gone() -> None:
+    with tcpstore_server() as server, resetter(server.port) as proxy:
+        store = opened(proxy.port)
+        with store:
+            proxy.refuse()
+            proxy.reset()
+            with pytest.raises(DistNetworkError, match="reset by peer"):
+                store.add("k", 1)
+
+
+def test_an_orderly_end_is_one() -> None:
+    """A server that has ended is not looked for: calls fail at once, as they do without a link."""
+    with tcpstore_server() as server:
+        store = opened(server.port)
+    with store, pytest.raises(DistNetworkError, match="Failed to recv"):
+        store.add("k", 1)
+
+
+def test_a_call_times_out_while_the_connection_is_replaced(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        proxy.target = 1  # nobody is there: the proxy closes what it accepts
+        store.set_timeout(0.2)
+        proxy.reset()
+        began = time.monotonic()
+        with pytest.raises(StoreTimeoutError):
+            store.get("k")
+        assert time.monotonic() - began < LIMIT
+        proxy.target = port
+        store.set_timeout(LIMIT)
+        assert store.get("k") == b"v"
+        store.delete_key("k")

@@ -1,0 +1,269 @@
+"""Single links without I/O: what is kept, for how long, and for whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.frames import CANCEL_FETCH, NUM_KEYS, add, check, get, i64, lease_later, push, set_, taken
+from conformance.script import NO_REPLY
+from conformance.single_target import VALIDATE, SinglePeer, SingleTarget, Wire
+from support import blob
+from tcpstore_async.errors import BudgetError, ProtocolError
+from tcpstore_async.session.link_registry import LinkRegistry
+from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
+from tcpstore_async.session.single_link import SingleLink
+from tcpstore_async.wire.commands import BY_METHOD
+
+LINK = BY_METHOD["link"]
+
+
+def peer_of(target: SingleTarget, name: str = "a") -> SinglePeer:
+    target.connect(name)
+    target.say(name, VALIDATE)
+    return target.peers[name]
+
+
+def heard(target: SingleTarget, name: str = "a") -> bytes:
+    return target.hear(name, NO_REPLY).data
+
+
+def cut(target: SingleTarget, peer: SinglePeer) -> SingleLink:
+    link = peer.wire.single
+    assert link is not None
+    peer.wire.end(True)
+    target.serve()
+    return link
+
+
+def ask(target: SingleTarget, items: ClientSingleLink) -> bytes:
+    """Send LINK on a connection of its own; return the reply."""
+    wire = Wire(target.engine)
+    wire.session.receive(VALIDATE + LINK.prefix + LINK.request.encode(items.fields()))
+    wire.flush()
+    target.serve()
+    reply = bytes(wire.down[8:])
+    wire.close()
+    target.serve()
+    return reply
+
+
+def test_what_was_not_acknowledged_is_sent_again_and_what_was_is_not_kept() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    target.say("a", add(b"k", 1) + add(b"k", 1))
+    others = target.engine.budget.others
+    assert heard(target) == i64(1) + i64(2)
+    target.say("a", taken(8))
+    link = cut(target, peer)
+    assert not link.can_resume(0)
+    assert not link.can_resume(17)
+    assert link.can_resume(8)
+    peer.dial()
+    assert heard(target) == b""
+    target.say("a", taken(16))
+    target.say("a", taken(8))  # as it comes again when it was under way
+    assert target.engine.budget.others < others, "nothing is kept any more"
+    target.finish()
+
+
+def test_replies_reach_a_client_that_has_received_a_part() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    target.say("a", set_(b"k", b"v" * 100_000) + get(b"k"))
+    peer.bring(50)
+    cut(target, peer)
+    peer.dial()
+    assert heard(target) == blob(b"v" * 100_000)
+    target.finish()
+
+
+def test_an_item_is_not_offered_while_the_connection_is_broken() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    other = peer_of(target, "b")
+    target.say("a", lease_later(b"q", 7))
+    target.say("b", lease_later(b"q", 8))
+    cut(target, peer)
+    target.say("b", push(b"q", b"1"))
+    assert heard(target, "b") == i64(1) + blob(b"1"), "it went to the second one"
+    cut(target, other).close()
+    peer_of(target, "c")
+    target.say("c", push(b"q", b"2"))
+    peer.dial()
+    assert heard(target) == i64(2) + blob(b"1"), "which the second one did not confirm"
+    target.finish()
+
+
+def test_a_session_ends_with_the_grace_period_and_at_once_with_an_orderly_end() -> None:
+    for orderly in (True, False):
+        target = SingleTarget()
+        peer = peer_of(target)
+        peer_of(target, "b")
+        target.say("a", lease_later(b"q", 7))
+        target.say("b", push(b"q", b"1") + lease_later(b"q", 8))
+        heard(target, "b")
+        if orderly:
+            peer.wire.close()
+            target.serve()
+        else:
+            cut(target, peer)
+            target.registry.tick(29.0)
+            target.serve()
+            assert heard(target, "b") == b""
+            target.registry.tick(31.0)
+            target.serve()
+        assert heard(target, "b") == i64(1) + blob(b"1"), "the lease went back"
+        assert list(target.registry.singles.values()) == [target.peers["b"].wire.single]
+        if not orderly:
+            assert peer.link is not None
+            assert b"unknown" in ask(target, peer.link)
+        target.finish()
+
+
+def test_a_link_is_resumed_by_its_own_client_only() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    cut(target, peer)
+    assert peer.link is not None
+    secret = peer.link._secret
+    peer.link._secret = bytes(16)
+    assert b"wrong secret" in ask(target, peer.link)
+    peer.link._secret = secret
+    peer.dial()
+    target.say("a", add(b"k", 1))
+    assert heard(target) == i64(1)
+    target.finish()
+
+
+def test_a_connection_whose_end_the_server_has_not_noticed_is_closed() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    old = peer.wire
+    target.say("a", add(b"k", 1))
+    peer.dial()
+    assert old.is_closed
+    assert heard(target) == i64(1)
+    target.say("a", NUM_KEYS)
+    assert heard(target) == i64(1)
+    target.finish()
+
+
+def test_a_command_under_way_is_completed_without_a_connection() -> None:
+    target = SingleTarget()
+    target.engine.keyspace.portion = 10
+    peer = peer_of(target)
+    session: ServerSession = peer.wire.session
+    session.receive(check(*(b"w%d" % number for number in range(100))))
+    assert session.incremental is not None
+    link = cut(target, peer)
+    assert session.incremental is None
+    assert link.sent == 1, "the reply is kept"
+    link.close()
+    target.finish()
+
+
+def test_limits_and_a_server_that_stops() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    cut(target, peer)
+    target.registry.go_away()
+    target.serve()
+    assert peer.link is not None
+    assert b"unknown" in ask(target, peer.link)
+    assert b"refused" in ask(target, ClientSingleLink())
+
+
+def test_who_never_acknowledges_is_evicted_for_what_is_kept() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    link = peer.wire.single
+    assert link is not None
+    target.say("a", set_(b"k", b"v" * 10_000))
+    held = target.engine.budget.used()
+    target.say("a", get(b"k"))
+    assert target.engine.budget.used() - held > 10_000
+    link._kept.evict(BudgetError(1, 1, 1, 1))
+    target.serve()
+    assert peer.wire.is_closed
+    assert target.registry.singles == {}
+    target.finish()
+
+
+def test_a_session_of_a_link_has_no_link() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    target.say("a", LINK.prefix + LINK.request.encode(ClientSingleLink().fields()))
+    assert b"this connection has a link" in heard(target)
+    assert peer.wire.single is not None
+    target.finish()
+
+
+# The client's end
+
+
+def begun() -> ClientSingleLink:
+    link = ClientSingleLink()
+    assert link.begun(b'{"status": "new", "instance": "x", "grace": 30}')
+    return link
+
+
+def test_a_client_sends_again_what_was_not_taken() -> None:
+    link = begun()
+    link.note(b"abc")
+    link.note(b"defg")
+    assert link.unanswered() == 7
+    assert link.resume(b'{"status": "resumed", "taken": 2}') == b"cdefg"
+    link.answered(3)
+    assert link.unanswered() == 4
+    assert link.resume(b'{"status": "resumed", "taken": 3}') == b"defg"
+    for taken_, status in ((2, "resumed"), (8, "resumed"), (3, "unknown")):
+        with pytest.raises(ProtocolError, match="has not kept"):
+            link.resume(b'{"status": "%s", "taken": %d}' % (status.encode(), taken_))
+
+
+def test_a_client_does_not_resume_what_an_interrupt_has_made_inexact() -> None:
+    link = begun()
+    link.begin_writing()
+    assert not link.can_resume()
+    link.note(b"abc")
+    assert link.can_resume()
+    link.begin_writing()  # and an interrupt
+    link.begin_writing()
+    link.note(b"abc")
+    assert not link.can_resume()
+    link = begun()
+    link.begin_reading()
+    link.begin_reading()
+    link.count(1)
+    assert not link.can_resume()
+
+
+def test_a_client_acknowledges_from_time_to_time() -> None:
+    link = begun()
+    link.count(1000)
+    assert link.acknowledgement() == b""
+    link.count(1000)
+    assert link.acknowledgement() == taken(2000)
+    assert link.acknowledgement() == b""
+    assert UNANSWERED_BYTES > 0
+
+
+def test_what_counts_as_broken() -> None:
+    assert is_break(ConnectionResetError(104, "reset"))
+    assert not is_break(BrokenPipeError(32, "pipe"))
+    assert not is_break(None)
+
+
+def test_a_registry_has_nothing_left() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    target.say("a", CANCEL_FETCH)
+    heard(target)
+    registry: LinkRegistry = target.registry
+    assert len(registry.singles) == 1
+    cut(target, peer)
+    assert len(registry.suspended) == 1
+    registry.close_all()
+    target.serve()
+    assert (registry.singles, registry.suspended) == ({}, {})
