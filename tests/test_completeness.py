@@ -30,6 +30,7 @@ CLIENT = [
     *(ROOT / "tcpstore_async" / "client").glob("*.py"),
     ROOT / "tcpstore_async" / "session" / "client.py",
     ROOT / "tcpstore_async" / "session" / "link_client.py",
+    ROOT / "tcpstore_async" / "session" / "single_client.py",
 ]
 """Where requests are made."""
 

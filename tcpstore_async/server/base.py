@@ -290,16 +290,19 @@ class Server:
         while attaching:
             session, link = attaching.popitem()
             connection = session.owner
-            if isinstance(connection, Transport):
-                try:
-                    if session.out:
-                        connection.flush()
-                    if session.backlog is None and not link.over:
-                        link.attach(connection, session)
-                    else:
-                        connection.close()
-                except Exception:
-                    self.give_up(connection)
+            if not isinstance(connection, Transport):
+                link.abandon(session)
+                continue
+            try:
+                if session.out:
+                    connection.flush()
+                if session.backlog is None and session.owner is connection and not link.over:
+                    link.attach(connection, session)
+                else:
+                    link.abandon(session)
+                    connection.close()
+            except Exception:
+                self.give_up(connection)
 
     def _flush_in_turns(self, pending_flush: list[ServerSession]) -> None:
         """Leave the flushing of many sessions to later turns of the loop, so that other peers are served in between."""

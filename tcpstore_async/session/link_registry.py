@@ -104,18 +104,21 @@ class LinkRegistry:
             raise ProtocolError("LINK without a valid id and secret, or from a connection with a pending wait")
         if isinstance(carrier.owner, LinkedSession):
             return self._reply(LINK_REFUSED, 0, "this connection is a session of a link")
-        if not isinstance(carrier.owner, Transport) or carrier.owner.single is not None:
+        owner = carrier.owner
+        if carrier in self.engine.attaching or (isinstance(owner, Transport) and owner.single is not None):
             return self._reply(LINK_REFUSED, 0, "this connection has a link")
         if said.get(b"version", b"") != b"%d" % VERSION:
             return self._reply(LINK_REFUSED, 0, f"this server speaks version {VERSION} of the link protocol")
-        if said.get(b"single"):
-            return self._open_single(carrier, identity, secret, said)
-        link = self.links.get(identity)
-        if link is not None and not compare_digest(link.secret, secret):
-            return self._reply(LINK_REFUSED, 0, "wrong secret")
         attempt = _number(said, b"attempt") if b"attempt" in said else 0
-        if link is not None and 0 < attempt <= link.attempt:  # it was delayed, and the link has moved on since
-            return self._reply(LINK_REFUSED, 0, f"attempt {attempt} came after attempt {link.attempt}")
+        link = self.links.get(identity)
+        single = self.singles.get(identity)
+        for known in (link, single):
+            if known is not None and not compare_digest(known.secret, secret):
+                return self._reply(LINK_REFUSED, 0, "wrong secret")
+            if known is not None and 0 < attempt <= known.attempt:  # it was delayed, and the link has moved on since
+                return self._reply(LINK_REFUSED, 0, f"attempt {attempt} came after attempt {known.attempt}")
+        if said.get(b"single"):
+            return self._open_single(carrier, single, said, attempt)
         if said.get(b"instance"):
             return self._resume(carrier, link, said, attempt)
         if link is not None:
@@ -154,11 +157,10 @@ class LinkRegistry:
         link.attach(carrier, taken)
         return self._reply(RESUMED, link.taken)
 
-    def _open_single(self, carrier: ServerSession, identity: bytes, secret: bytes, said: dict[bytes, bytes]) -> bytes:
+    def _open_single(
+        self, carrier: ServerSession, link: SingleLink | None, said: dict[bytes, bytes], attempt: int
+    ) -> bytes:
         engine = self.engine
-        link = self.singles.get(identity)
-        if link is not None and not compare_digest(link.secret, secret):
-            return self._reply(LINK_REFUSED, 0, "wrong secret")
         if said.get(b"instance"):
             if link is None:
                 return self._reply(UNKNOWN, 0)
@@ -175,7 +177,9 @@ class LinkRegistry:
             count = len(self.singles) + self.sessions
             if count >= engine.limits.sessions:
                 return self._reply(LINK_REFUSED, 0, f"there are already {count} sessions, the maximum (limit sessions)")
-            link = self.singles[identity] = SingleLink(self, identity, secret, carrier)
+            link = SingleLink(self, said[b"id"], said[b"secret"], carrier)
+            self.singles[link.identity] = link
+        link.attempt = attempt
         status = RESUMED if said.get(b"instance") else NEW
         engine.attaching[carrier] = link
         engine.pending_flush.append(carrier)

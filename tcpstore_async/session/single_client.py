@@ -62,6 +62,7 @@ class ClientSingleLink:
         self._identity = secrets.token_bytes(16)
         self._secret = secrets.token_bytes(16)
         self._instance = ""
+        self._attempts: int = 0
         self._exact = True
         self._sent: list[tuple[int, bytes]] = [(0, b"")]
         """What was sent, each with the number of bytes up to its end. The server has taken the first one."""
@@ -72,7 +73,14 @@ class ClientSingleLink:
 
     def fields(self) -> Fields:
         """Return the fields of LINK: for a new link, or to resume it."""
-        items = {"version": b"%d" % VERSION, "single": b"1", "id": self._identity, "secret": self._secret}
+        self._attempts += 1
+        items = {
+            "version": b"%d" % VERSION,
+            "single": b"1",
+            "id": self._identity,
+            "secret": self._secret,
+            "attempt": b"%d" % self._attempts,
+        }
         if self._instance:
             items.update(instance=self._instance.encode(), taken=b"%d" % self._received)
         return link_fields(items)

@@ -53,6 +53,8 @@ class SingleLink(Transport):
         """Bytes taken from the client since LINK."""
         self.sent: int = 0
         """Bytes of replies since then."""
+        self.attempt: int = 0
+        """The number of the last LINK that succeeded, if its client counts them."""
         self.over = False
         self._kept = _Kept(session)
         self._kept_bytes: int = 0
@@ -199,6 +201,11 @@ class SingleLink(Transport):
             self.end(f"it was without a connection for {now - self._lost:.0f} s")
 
     # The end
+
+    def abandon(self, session: ServerSession) -> None:
+        """A connection that was to be used is gone, or did not take the reply to LINK: with it goes a new link."""
+        if session is self.session:
+            self.forget()
 
     def forget(self) -> None:
         """End the link; the session is then its connection's alone, and ends with it."""

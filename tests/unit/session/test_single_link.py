@@ -136,6 +136,43 @@ def test_a_link_is_resumed_by_its_own_client_only() -> None:
     target.finish()
 
 
+def test_a_delayed_attempt_changes_nothing() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    link = peer.link
+    assert link is not None
+    delayed = LINK.prefix + LINK.request.encode(link.fields())
+    cut(target, peer)
+    peer.dial()
+    target.say("a", add(b"k", 1) + add(b"k", 1))
+    assert heard(target) == i64(1) + i64(2)
+    target.say("a", taken(16))
+    wire = Wire(target.engine)
+    wire.session.receive(VALIDATE + delayed)
+    wire.flush()
+    target.serve()
+    assert b"attempt 2 came after attempt 3" in wire.down
+    wire.close()
+    target.say("a", add(b"k", 1))
+    assert heard(target) == i64(3)
+    target.finish()
+
+
+def test_one_link_for_a_connection() -> None:
+    """And it is gone when the connection is before it took the reply."""
+    target = SingleTarget()
+    wire = Wire(target.engine)
+    for number in range(2):
+        wire.session.receive(VALIDATE * (not number) + LINK.prefix + LINK.request.encode(ClientSingleLink().fields()))
+    wire.flush()
+    assert b"this connection has a link" in wire.down
+    session = wire.session
+    link = target.engine.attaching.pop(session)
+    wire.close()
+    link.abandon(session)
+    target.finish()
+
+
 def test_a_connection_whose_end_the_server_has_not_noticed_is_closed() -> None:
     target = SingleTarget()
     peer = peer_of(target)
