@@ -64,7 +64,7 @@ JSON object:
 |---|---|
 | `server` | `"tcpstore_async"` |
 | `version` | the package's version |
-| `extension` | 5: the commands above; 4 has those up to 76, 3 up to 75, 2 up to 73, 1 up to 67, later numbers these and more |
+| `extension` | 5: the commands above; 4 has those up to 76, 3 up to 75, 2 up to 73, 1 up to 67; later ones more |
 | `instance` | text that is unique to each server ever started |
 | `backend`, `build` | which of its backends it runs, and how it was built |
 
