@@ -18,6 +18,8 @@ from .recording import FIELDS, REPLIES, RowEncoder
 _LIMITS: Final = Limits(key_bytes=MIB, value_bytes=4 * GIB, keys=1 << 24, request_bytes=16 * GIB, budget_bytes=16 * GIB)
 """Above those of any server: what a server refuses is recorded too."""
 
+_LINK: Final = BY_METHOD["link"]
+_TAKEN: Final = BY_METHOD["taken"]
 _PING: Final = BY_METHOD["ping"]
 _LEASE_LATER: Final = BY_METHOD["lease_later"]
 _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
@@ -135,6 +137,11 @@ class Observer:
         self._rows.add(now, self._number, "CLOSE", by, self._bytes_sent, self._bytes_received)
 
     def _request(self, command: Command, fields: Fields, now: float) -> None:
+        if command is _TAKEN:  # of the connection, as LINK is, and not of the job
+            return
+        if command is _LINK:
+            self._session.pending.append(PendingCall(command, 0, 0, ()))
+            return
         blocked = self._blocked()
         if blocked is not None:
             if command is _cancel_of(blocked.command) and not blocked.canceled:
@@ -161,7 +168,7 @@ class Observer:
     def _reply(self, call: PendingCall, now: float) -> None:
         if call.canceled and call.command is not _LEASE_LATER:
             self._rows.add(now, self._number, "REPLY", call.woken)
-        elif call.command.reply in REPLIES:
+        elif call.command.reply in REPLIES and call.command is not _LINK:
             self._rows.add_reply(now, self._number, call.command, call.result)
 
     def _give_up(self, why: str, now: float) -> None:

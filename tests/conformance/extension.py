@@ -717,7 +717,7 @@ def opcodes_close_on_pytorchs(s: Script) -> None:
     s.peer("i").asks(meet(b"r", b"x", 2, 2), NO_REPLY, CLOSED)
     s.peer("j").asks(attend(b"q", b"x"), state(*[0] * 6), CLOSED)
     s.peer("k").asks(link(), CLOSED, CLOSED)
-    s.peer("l").asks(taken(0), CLOSED)
+    s.peer("l").asks(taken(1 << 40), CLOSED)
 
 
 @control()

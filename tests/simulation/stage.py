@@ -20,6 +20,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
+from msgspec import json
+
 from properties.fleet import Difference
 from tcpstore_async.client import connect
 from tcpstore_async.client.connect import _receive
@@ -28,8 +30,9 @@ from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
 from tcpstore_async.serving import build
 from tcpstore_async.session.client import ClientSession
-from tcpstore_async.session.identity import identity
+from tcpstore_async.session.identity import SINGLE_LINKS, Identity
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.version import VERSION
 
 _monotonic, _sleep, _poll = time.monotonic, time.sleep, select.poll
 
@@ -192,7 +195,7 @@ class Stage:
         """How many in a thousand moves are no good."""
         self.now = 1000.0
         self.engine = _engine(1 + choices.draw(3))
-        self.engine.identify(identity("one", "uv"))
+        self.engine.identify(json.encode(Identity("tcpstore_async", VERSION, SINGLE_LINKS - 1, "one")))
         self.engine.announce(0)
         self.pipes: list[Pipe] = []
         self.actors: list[Actor] = []
