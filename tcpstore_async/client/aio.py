@@ -427,7 +427,10 @@ class AsyncTCPStore:
         if self.identity is not None and self.identity.extension >= SINGLE_LINKS and connection.link is None:
             opening = asyncio.ensure_future(connection.open_link())
             try:
-                await self._await_reply(opening, deadline)
+                await asyncio.wait({opening}, timeout=deadline.left())
+                if not opening.done():
+                    raise deadline.error()
+                opening.result()
             finally:
                 opening.cancel()
 

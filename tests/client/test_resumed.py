@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 
@@ -95,6 +95,7 @@ class Resetter:
             return
         for one in (client, server):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.settimeout(0.5)
         with self._lock:
             self._pairs[client.fileno()] = client, server
             self._pairs[server.fileno()] = server, client
@@ -105,10 +106,13 @@ class Resetter:
             if pair is None:
                 return
             data = b""
-            with suppress(OSError):
+            try:
                 data = pair[0].recv(1 << 16)
-                if data:
-                    pair[1].sendall(data)
+                pair[1].sendall(data)
+            except OSError:  # reset, or one end does not read while this thread serves no other connection
+                data = b""
+                for one in pair:
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             if not data:
                 for one in pair:
                     self._pairs.pop(one.fileno(), None)

@@ -26,6 +26,7 @@ from tcpstore_async.session.link import Link
 from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.link_server import ServerLink
 from tcpstore_async.session.linked_session import LinkedSession
+from tcpstore_async.session.passed_over import PassedOver
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.unsent import Unsent
 from tcpstore_async.stores.tcp import TCPStore
@@ -346,8 +347,8 @@ def _forgets_last(link: ServerLink, carrier: ServerSession, taken: int) -> None:
     link.taken = max(0, link.taken - 1)
 
 
-def _forgets_offers(link: ServerLink, most: int) -> bool:
-    link.passed.queues.clear()
+def _forgets_offers(passed: PassedOver, most: int) -> bool:
+    passed.queues.clear()
     return True
 
 
@@ -369,11 +370,11 @@ LINKED: dict[str, Plant] = {
     ),
     "batches are not sent again": (Link, "connect", _after(lambda link, taken: link.out.clear())),
     "an item is given to a session without a connection": (
-        ServerLink,
+        PassedOver,
         "pass_over",
-        _instead(lambda link, queue: False),
+        _instead(lambda passed, queue: False),
     ),
-    "what a session was passed over for is not offered": (ServerLink, "offer_some", _instead(_forgets_offers)),
+    "what a session was passed over for is not offered": (PassedOver, "offer_some", _instead(_forgets_offers)),
     "credit is not returned": (LinkedSession, "_settle", _instead(_keeps_credit)),
     "replies need no credit": (LinkedSession, "flush", _before(_needs_no_credit)),
     "sessions outlive their link": (LinkRegistry, "end_later", _instead(lambda registry, link: None)),
