@@ -119,6 +119,7 @@ EXHAUSTIVE = re.compile(
     r"|interop/test_torch_groups\.py::test_a_gloo_group\[(uv-.*-2|threaded-.*-4|relays-.*-2)\]"
     r"|interop/test_torch_groups\.py::test_a_gloo_group\[relays-(group(_with_debug)?|stock_world)-4\]"
     r"|interop/test_torch_groups\.py::test_a_master_that_waits_for_its_workers\[relays-1\]"
+    r"|relay/test_cuts\.py"
     r"|pytorch/test_torch_torchrun\.py::test_a_killed_worker_restarts_the_round\[env2\]"
     r"|pytorch/test_torch_worlds\.py::test_(a_group_that_is_never_destroyed|jobs_in_a_row_on_one_address)\[file.*-python\]"
     r"|pytorch/test_torch_worlds\.py::test_a_world_ends_quietly_whoever_leaves_last\[(python-tcp-3|native-env-0)\]"
