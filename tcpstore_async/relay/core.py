@@ -341,6 +341,10 @@ class Relay:
             self.poller.forget(fd)
             self.link.disconnect()
 
+    def ranks_on_link(self) -> int:
+        """Return how many ranks use the link, those included that have sent nothing yet."""
+        return len(self.link.streams) + len(self.silent)
+
     def go_direct(self) -> None:
         """Give ranks connections of their own from now on."""
         self._set_state(DIRECT)

@@ -218,7 +218,7 @@ class Upstream:
 
     def _lost(self, reason: str) -> None:
         """The connection is lost: the link goes on if there is another one in time."""
-        if self.relay.link.streams:
+        if self.relay.ranks_on_link():
             where = format_address(*self._server)
             text = f"lost the link to {where}: {reason}; trying to resume it for {self._grace:g} s"
             self.relay.log_limited("lost", text)
@@ -237,7 +237,7 @@ class Upstream:
         """Close all ranks, as if the server had died."""
         self._cancel_giving_up()
         relay = self.relay
-        count = len(relay.link.streams)
+        count = relay.ranks_on_link()
         log.warning(
             "the link to %s has ended: %s; closing %d connections", format_address(*self._server), reason, count
         )

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from conformance.frames import lease_later, popped, push
+from conformance.frames import i64, lease_later, popped, push, queue_len
 from faults.fault_helpers import until
 from relay.cuts import bench, cut, part
 from relay.load import Load
@@ -72,4 +72,6 @@ def test_a_relay_that_is_killed(returns: bool) -> None:
         rounds = load.rounds
         until(lambda: load.rounds > rounds + 2 or not load.alive(), "the others go on")
         load.stop()
+        left = len(extra) + sum(len(rank.pushed[b"/leased"]) - len(rank.taken[b"/leased"]) for rank in load.ranks)
+        until(lambda: direct.ask(queue_len(b"load/leased"), 8) == i64(left), "all leases of the dead went back")
         load.judge(direct, *extra)

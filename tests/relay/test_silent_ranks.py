@@ -11,6 +11,7 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async.relay.core import Relay
+from tcpstore_async.relay.upstream import Upstream
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.session.link import NEW, LinkReply
 from tcpstore_async.session.link_client import ClientLink
@@ -65,6 +66,21 @@ async def test_one_that_sends_nothing_is_opened_by_the_next_tick(relay: Relay) -
     relay.tick()
     assert relay.link.number == 1
     writer.close()
+
+
+async def test_one_that_has_sent_nothing_outlives_a_connection_of_the_link(relay: Relay) -> None:
+    upstream = Upstream(relay, [("127.0.0.1", 1)])
+    upstream._grace = LIMIT
+    _, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+    await reach(relay, 1)
+    link = relay.link
+    relay.disconnect()
+    upstream._lost("reset")
+    try:
+        assert (relay.link, relay.count, len(relay.silent)) == (link, 1, 1)
+    finally:
+        upstream._cancel_giving_up()
+        writer.close()
 
 
 async def test_one_that_leaves_without_a_byte_leaves_nothing(relay: Relay) -> None:
