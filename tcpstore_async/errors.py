@@ -74,3 +74,8 @@ class BudgetError(LimitError):
             f"memory budget exceeded: {self.size} bytes are in use, the limit is {self.allowed} "
             f"(budget_bytes={self.budget}); this peer accounts for {self.held}"
         )
+
+
+def reason_of(error: Exception) -> str:
+    """Return why something failed, without the number of a system's error."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -425,14 +425,11 @@ class AsyncTCPStore:
     async def _open_link(self, connection: AsyncConnection, deadline: _CallDeadline) -> None:
         """Have the server keep the session when the connection breaks, if it can."""
         if self.identity is not None and self.identity.extension >= SINGLE_LINKS and connection.link is None:
-            opening = asyncio.ensure_future(connection.open_link())
-            try:
-                await asyncio.wait({opening}, timeout=deadline.left())
-                if not opening.done():
-                    raise deadline.error()
-                opening.result()
-            finally:
-                opening.cancel()
+            opening = connection.open_link()
+            await asyncio.wait({opening}, timeout=deadline.left())
+            if not opening.done():
+                raise deadline.error()
+            opening.result()
 
     # Making calls
 

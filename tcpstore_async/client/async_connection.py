@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from ..deadline import MIN_ROUND_TRIP, Deadline
-from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
+from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
 from ..session.client import LOST, ClientSession, PendingCall
-from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break, why
+from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import unpack
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD, Command
@@ -159,9 +159,14 @@ class AsyncConnection(asyncio.Protocol):
         """Close at once, from any thread, even if the loop has been closed."""
         self._closing = True
         try:
-            self._loop.call_soon_threadsafe(self.transport.abort)
+            self._loop.call_soon_threadsafe(self._abort)
         except RuntimeError:
             pass  # the transport closes itself when it is collected, with a warning
+
+    def _abort(self) -> None:
+        if self._resuming is not None:
+            self._resuming.cancel()
+        self.transport.abort()
 
     # Called by the loop
 
@@ -207,14 +212,17 @@ class AsyncConnection(asyncio.Protocol):
 
     # On a single link
 
-    async def open_link(self) -> None:
-        """Have the server keep the session when the connection breaks, if it can. No call may be blocked on it."""
+    def open_link(self) -> "asyncio.Future[Any]":
+        """Ask the server to keep the session when the connection breaks. No call may be blocked on it.
+
+        Until the reply, which completes the future, other requests wait.
+        """
         link = ClientSingleLink()
         _, future = self.call(BY_METHOD["link"], link.fields())
         self._flush()
         self._held = True
         future.add_done_callback(functools.partial(self._link_opened, link))
-        await future
+        return future
 
     def _link_opened(self, link: ClientSingleLink, future: "asyncio.Future[Any]") -> None:
         self._held = False
@@ -249,7 +257,7 @@ class AsyncConnection(asyncio.Protocol):
                 raise
             rest = link.resume(reply)
         except (OSError, ProtocolError, DistNetworkError) as error:
-            self._fail(DistNetworkError(f"{reason}; {why(error)}" + size_hint(self._longest)))
+            self._fail(DistNetworkError(f"{reason}; {reason_of(error)}" + size_hint(self._longest)))
             self.transport.abort()
             return
         self._resuming = None

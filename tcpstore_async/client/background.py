@@ -272,9 +272,9 @@ def check_soon(client: Client) -> None:
         loop.check_soon(client)
 
 
-def spawn(work: Coroutine[object, object, None]) -> None:
-    """In the loop's thread: run a coroutine, which is cancelled when the loop stops."""
-    asyncio.get_running_loop().create_task(work)
+def spawn(work: Coroutine[object, object, None], report: Callable[["asyncio.Task[None]"], object]) -> None:
+    """In the loop's thread: run a coroutine, which is cancelled when the loop stops, and report its end."""
+    asyncio.get_running_loop().create_task(work).add_done_callback(report)
 
 
 def release(client: Client) -> None:

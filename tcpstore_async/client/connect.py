@@ -21,7 +21,7 @@ from typing import Any, Final
 from aiohappyeyeballs import start_connection
 
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
-from ..errors import DistNetworkError, ProtocolError
+from ..errors import DistNetworkError, ProtocolError, reason_of
 from ..session.client import ClientSession, PendingCall
 
 _LAST_TRY: Final = 0.05
@@ -102,7 +102,7 @@ def _cause(error: Exception) -> str:
         return _NO_ANSWER
     if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
         return os.strerror(error.errno)  # asyncio's own text says that it failed, not why
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return reason_of(error)
 
 
 class _HungUp(ConnectionError):

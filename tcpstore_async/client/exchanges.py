@@ -13,13 +13,15 @@ from ..values import EMPTY
 from . import requests
 from .requests import Request
 
+Q = TypeVar("Q")
+R = TypeVar("R")
 T = TypeVar("T")
 
 _DOUBTS: Final = 8
 """How often one pop may find a queue both present and empty before it lists the keys to find out what it is."""
 
 
-def run(call: Callable[[Request], Any], exchange: Generator[Request, Any, T]) -> T:
+def run(call: Callable[[Q], R], exchange: Generator[Q, R, T]) -> T:
     """Run an exchange whose requests `call` makes."""
     try:
         request = next(exchange)
@@ -30,7 +32,7 @@ def run(call: Callable[[Request], Any], exchange: Generator[Request, Any, T]) ->
         return result
 
 
-async def run_async(call: Callable[[Request], Awaitable[Any]], exchange: Generator[Request, Any, T]) -> T:
+async def run_async(call: Callable[[Q], Awaitable[R]], exchange: Generator[Q, R, T]) -> T:
     """Run an exchange whose requests `call` makes, with `await`."""
     try:
         request = next(exchange)

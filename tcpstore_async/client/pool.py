@@ -14,6 +14,7 @@ Invariants:
   otherwise show at the next call only.
 """
 
+import asyncio
 import functools
 import logging
 import os
@@ -25,8 +26,8 @@ from threading import RLock, get_ident
 from typing import Any, Final
 
 from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
-from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
-from ..session.client import PendingCall
+from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
+from ..session.client import LOST, PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, read_identity
 from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import Framed, unpack
@@ -510,10 +511,13 @@ class TCPClient:
         if self.identity is None or self.identity.extension < SINGLE_LINKS or connection.link is not None:
             return
         link = ClientSingleLink()
+        connection.broken = True  # without the reply it would not be known what the server keeps
         call = connection.request((BY_METHOD["link"], link.fields()), deadline)
         connection.read_until(call, deadline)
+        connection.broken = False
         if link.begun(unpack(call.result)):
             connection.reach = self._reach
+            connection.replaced = functools.partial(background.watch_again, self, connection.peer.fileno())
             connection.link = link
 
     def _reach(self, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
@@ -768,7 +772,7 @@ class TCPClient:
         """Lose the store because a connection failed; return the error for the call."""
         if connection is not None and connection.inherited:
             return DistNetworkError(_FORKED)
-        reason = _reason(error)
+        reason = reason_of(error)
         if connection is not None and isinstance(error, OSError):
             reason += requests.size_hint(connection.longest)
         return self._lose(reason)
@@ -858,18 +862,16 @@ class TCPClient:
         if connection.down is None:
             connection.mark_down(error)
         connection.user = _LOOP
-        background.spawn(resume_idle(self.host, self.port, connection, functools.partial(self._resumed, connection)))
+        background.spawn(resume_idle(self.host, self.port, connection), functools.partial(self._resumed, connection))
         return True
 
-    def _resumed(self, connection: SyncConnection, done: bool | None) -> None:
-        """On the background loop: it has replaced a connection, could not, or, with None, was stopped before that."""
-        error = connection.down
+    def _resumed(self, connection: SyncConnection, task: "asyncio.Task[None]") -> None:
+        """On the background loop: it has replaced a connection, or could not, or was stopped before."""
+        down = connection.down
         connection.user = NO_THREAD
         self._notify_free(connection)
-        if done:
-            background.watch_again(self, connection.peer.fileno())
-        elif done is not None and not self._lost and error is not None:
-            lost = self._failed(connection, error)
+        if not task.cancelled() and task.exception() is not None and not self._lost:
+            lost = self._failed(connection, down or ConnectionError(LOST))
             log.debug("lost the idle connection to %s:%d: %s", self.host, self.port, lost)
 
 
@@ -895,7 +897,3 @@ def _replace(peer: socket.socket) -> None:
     other.close()
     os.dup2(ended.fileno(), peer.fileno(), inheritable=False)
     ended.close()
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -7,10 +7,11 @@ with it: that is final, while other failures may pass.
 """
 
 import asyncio
+import functools
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Final
 
 from ..deadline import Deadline, backoff
@@ -18,6 +19,7 @@ from ..errors import DistNetworkError, ProtocolError
 from ..session.single_client import ClientSingleLink
 from ..values import PREFIX
 from ..wire.commands import BY_METHOD
+from . import exchanges
 from .connect import NO_SIGPIPE, Attempt, connect, connect_blocking
 from .sync_connection import SyncConnection
 
@@ -36,8 +38,7 @@ def resume_blocking(
         peer, _ = connect_blocking(host, port, deadline, wanted, refused_is_final=True)
         try:
             peer.sendall(_request(link), NO_SIGPIPE)
-            attempt = Attempt(deadline.left(), wanted)
-            return peer, _receive(peer, _length(_receive(peer, PREFIX, attempt)), attempt)
+            return peer, exchanges.run(functools.partial(_receive, peer, Attempt(deadline.left(), wanted)), _reply())
         except OSError as error:  # the connection has broken too
             peer.close()
             failures += 1
@@ -46,15 +47,6 @@ def resume_blocking(
             peer.close()
             raise
         time.sleep(pause)
-
-
-def _receive(peer: socket.socket, size: int, attempt: Attempt) -> bytes:
-    parts: list[bytes] = []
-    while size:
-        attempt.wait_for(peer, select.POLLIN)
-        parts.append(_part(peer.recv(size)))
-        size -= len(parts[-1])
-    return b"".join(parts)
 
 
 async def resume(host: str, port: int, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
@@ -74,18 +66,15 @@ async def resume(host: str, port: int, link: ClientSingleLink, deadline: Deadlin
         await asyncio.sleep(pause)
 
 
+def _receive(peer: socket.socket, attempt: Attempt, size: int) -> bytes:
+    attempt.wait_for(peer, select.POLLIN)
+    return peer.recv(size)
+
+
 async def _exchange(peer: socket.socket, link: ClientSingleLink) -> bytes:
     loop = asyncio.get_running_loop()
-
-    async def receive(size: int) -> bytes:
-        parts: list[bytes] = []
-        while size:
-            parts.append(_part(await loop.sock_recv(peer, size)))
-            size -= len(parts[-1])
-        return b"".join(parts)
-
     await loop.sock_sendall(peer, _request(link))
-    return await receive(_length(await receive(PREFIX)))
+    return await exchanges.run_async(functools.partial(loop.sock_recv, peer), _reply())
 
 
 def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
@@ -97,28 +86,21 @@ def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
     return wait if left is None else min(wait, left)
 
 
-async def resume_idle(host: str, port: int, connection: SyncConnection, report: Callable[[bool | None], None]) -> None:
-    """Replace a broken connection that no thread uses, until the server's grace period is over.
+async def resume_idle(host: str, port: int, connection: SyncConnection) -> None:
+    """Replace a broken connection that no thread uses, within the server's grace period.
 
-    Reports whether that is done, or None if this was cancelled.
+    Raises OSError, ProtocolError or DistNetworkError if that cannot be.
     """
     link = connection.link
     assert link is not None
-    done: bool | None = None
-    try:
-        deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
-        peer, reply = await resume(host, port, link, deadline)
-        with peer:
-            rest = link.resume(reply)
-            await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(peer, rest), deadline.left())
-            peer.setblocking(True)
-            connection.replace(peer)
-            connection.down = None
-        done = True
-    except (OSError, ProtocolError, DistNetworkError, asyncio.TimeoutError):
-        done = False
-    finally:
-        report(done)
+    deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
+    peer, reply = await resume(host, port, link, deadline)
+    with peer:
+        rest = link.resume(reply)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(peer, rest), deadline.left())
+        peer.setblocking(True)
+        connection.replace(peer)
+        connection.down = None
 
 
 def _request(link: ClientSingleLink) -> bytes:
@@ -126,14 +108,19 @@ def _request(link: ClientSingleLink) -> bytes:
     return command.prefix + command.request.encode(link.fields())
 
 
-def _length(prefix: bytes) -> int:
-    size = int.from_bytes(prefix, "little")
+def _reply() -> Generator[int, bytes, bytes]:
+    """Receive the reply to LINK, and nothing behind it: yields the most bytes to receive next."""
+    size = int.from_bytes((yield from _bytes(PREFIX)), "little")
     if size > _LONGEST_REPLY:
         raise ProtocolError(f"reply to LINK of {size} bytes")
-    return size
+    return (yield from _bytes(size))
 
 
-def _part(chunk: bytes) -> bytes:
-    if not chunk:
-        raise ConnectionError("the server has closed the connection on which the session was to continue")
-    return chunk
+def _bytes(size: int) -> Generator[int, bytes, bytes]:
+    data = b""
+    while len(data) < size:
+        part = yield size - len(data)
+        if not part:
+            raise ConnectionError("the server has closed the connection on which the session was to continue")
+        data += part
+    return data

@@ -22,10 +22,10 @@ from itertools import chain, compress, filterfalse, repeat
 from typing import Final
 
 from ..deadline import Deadline
-from ..errors import DistNetworkError, ProtocolError
+from ..errors import DistNetworkError, ProtocolError, reason_of
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
-from ..session.single_client import ClientSingleLink, is_break, why
+from ..session.single_client import ClientSingleLink, is_break
 from . import requests
 from .requests import Request
 
@@ -91,6 +91,8 @@ class SyncConnection:
         """What is needed to go on when the connection breaks, if the server keeps the session then."""
         self.reach: Callable[[ClientSingleLink, Deadline], tuple[socket.socket, bytes]] | None = None
         """Returns the next connection for that, and the reply to LINK on it."""
+        self.replaced: Callable[[], object] | None = None
+        """Called when another connection stands under the same descriptor."""
         self.down: OSError | None = None
         """Why the connection is broken, until there is another."""
         self.down_since = 0.0
@@ -136,6 +138,8 @@ class SyncConnection:
                 link.writing = False
             return False
         except OSError as error:
+            if link is not None:
+                link.writing = False
             if not self._breaks(error):
                 raise
             return False
@@ -249,6 +253,8 @@ class SyncConnection:
             try:
                 self._canceled += map(self.peer.send, (data,), _EACH)
             except OSError as error:  # lost, or the kernel's buffer is full
+                if self.link is not None:
+                    self.link.writing = False
                 self.broken = not self._breaks(error)
                 return
             if self.link is not None:
@@ -443,7 +449,7 @@ class SyncConnection:
             except (OSError, DistNetworkError) as error:
                 if isinstance(error, DistNetworkError) and left is not None and left < grace:
                     raise DeadlineExceeded from None
-                raise OSError(down.errno, f"{down.strerror}; {why(error)}") from None
+                raise OSError(down.errno, f"{down.strerror}; {reason_of(error)}") from None
             try:
                 rest = link.resume(reply)
                 self.replace(peer)
@@ -460,6 +466,8 @@ class SyncConnection:
         """Use another connection under the same descriptor. Its caller closes `peer`."""
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECV_TIMEOUT)
         os.dup2(peer.fileno(), self.peer.fileno(), inheritable=False)
+        if self.replaced is not None:
+            self.replaced()
 
     def _send_again(self, rest: bytes, deadline: Deadline) -> bool:
         """Send what the server has not taken. Return False if this connection has broken too."""
@@ -480,12 +488,7 @@ class SyncConnection:
 
     def _breaks(self, error: OSError) -> bool:
         """After an error of `send` or `recv`: return whether to go on with another connection, with `resume`."""
-        link = self.link
-        if link is None or not is_break(error):
-            return False
-        link.writing = False
-        link.reading = False
-        if not self.can_resume():
+        if not is_break(error) or not self.can_resume():
             return False
         self.mark_down(error)
         return True
@@ -506,6 +509,7 @@ class SyncConnection:
             link.reading = False
             raise
         except OSError as error:
+            link.reading = False
             if not self._breaks(error):
                 raise
             raise BlockingIOError from None
@@ -540,6 +544,7 @@ class SyncConnection:
                 link.writing = False
                 self._poll(select.POLLOUT, deadline)
             except OSError as error:
+                link.writing = False
                 if not self._breaks(error):
                     raise
         link.note(data)

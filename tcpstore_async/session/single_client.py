@@ -44,11 +44,6 @@ def is_break(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _BREAKS
 
 
-def why(error: Exception) -> str:
-    """Return why a connection could not be replaced, for the end of an error."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
 class ClientSingleLink:
     """The client's end of one single link."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import random
 import select
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ import pytest
 from client.test_sync import until
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, StoreTimeoutError, TCPStore
+from tcpstore_async.client import background
 from tcpstore_async.client.sync_connection import SyncConnection
 from tcpstore_async.server.backends import BACKENDS
 
@@ -232,6 +236,69 @@ def _is_replaced(store: TCPStore, before: object) -> bool:
         return connection.down is None and connection.peer.getsockname() != before
     except OSError:
         return False
+
+
+def test_a_connection_that_a_call_has_replaced_is_watched_too(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        _connection(store).mark_down(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+        before = _connection(store).peer.getsockname()
+        assert proxy.reset() >= 1
+        until(functools.partial(_is_replaced, store, before))
+        store.delete_key("k")
+
+
+def test_the_loop_is_stopped_before_it_has_replaced_a_connection(port: int) -> None:
+    """As a fork does. Nobody then holds the connection, and the next call replaces it."""
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        store.set("k", "v")
+        loop = background.running()
+        assert loop is not None
+        connection = _connection(store)
+        found: list[bool] = []
+
+        def break_and_stop() -> None:
+            connection.mark_down(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
+            found.append(store._client is not None and store._client.check_idle())
+            loop._loop.stop()  # before the task has run
+
+        loop.call_soon(break_and_stop)
+        until(lambda: connection.user == 0 and bool(found))
+        assert store.get("k") == b"v"
+        store.delete_key("k")
+
+
+_FORKS = """
+import os, sys
+from tcpstore_async import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=30)
+store.queue_len("there is none")
+store.set("forked", "v")
+print("ready", flush=True)
+sys.stdin.readline()
+child = os.fork()
+found = store.get("forked")
+if not child:
+    os._exit(found != b"v")
+assert (os.waitpid(child, 0)[1], found) == (0, b"v")
+store.delete_key("forked")
+store.close()
+"""
+
+
+def test_a_store_forks_just_when_its_connection_breaks(port: int) -> None:
+    with (
+        resetter(port) as proxy,
+        subprocess.Popen(
+            [sys.executable, "-c", _FORKS, str(proxy.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program,
+    ):
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        proxy.reset()
+        program.communicate("\n", timeout=LIMIT)
+        assert program.returncode == 0
 
 
 def test_the_async_client(port: int) -> None:

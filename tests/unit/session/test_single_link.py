@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.frames import CANCEL_FETCH, NUM_KEYS, add, check, get, i64, lease_later, push, set_, taken
+from conformance.frames import CANCEL_FETCH, NUM_KEYS, add, append, check, get, i64, lease_later, push, set_, taken
 from conformance.script import NO_REPLY
 from conformance.single_target import VALIDATE, SinglePeer, SingleTarget, Wire
 from support import blob
@@ -75,6 +75,20 @@ def test_replies_reach_a_client_that_has_received_a_part() -> None:
     cut(target, peer)
     peer.dial()
     assert heard(target) == blob(b"v" * 100_000)
+    target.finish()
+
+
+def test_a_reply_is_sent_again_as_it_was() -> None:
+    """Though the value has grown since."""
+    target = SingleTarget()
+    peer = peer_of(target)
+    target.say("a", set_(b"k", b"v" * 1000) + append(b"k", b"w" * 1000) + get(b"k") + append(b"k", b"x" * 1000))
+    cut(target, peer)
+    target.connect("b")
+    target.say("b", VALIDATE + append(b"k", b"y" * 1000))
+    heard(target, "b")
+    peer.dial()
+    assert heard(target) == blob(b"v" * 1000 + b"w" * 1000)
     target.finish()
 
 
