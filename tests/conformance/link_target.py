@@ -176,18 +176,27 @@ class LinkTarget:
             self.link.receive(chunk)
 
     def serve(self) -> None:
-        keyspace, pending = self.engine.keyspace, self.engine.pending_flush
         if self.carrier.session.out:
             self.carrier.flush()
-        more = True
-        while more or pending:
-            while keyspace.work:
-                keyspace.step()
-            while pending:
-                session = pending.pop()
-                transport = session.owner
-                if isinstance(transport, Transport):
-                    transport.flush()
-                    if session in self.engine.evicted:
-                        transport.close()
-            more = self.registry.work()
+        serve(self.engine, self.registry)
+
+
+def serve(engine: Engine, registry: LinkRegistry) -> None:
+    """Do what a server does after a command, until nothing is left to do."""
+    keyspace, pending, attaching = engine.keyspace, engine.pending_flush, engine.attaching
+    more = True
+    while more or pending:
+        while attaching:
+            session, link = attaching.popitem()
+            assert isinstance(session.owner, Transport)
+            link.attach(session.owner, session)
+        while keyspace.work:
+            keyspace.step()
+        while pending:
+            session = pending.pop()
+            transport = session.owner
+            if isinstance(transport, Transport):
+                transport.flush()
+                if session in engine.evicted:
+                    transport.close()
+        more = registry.work()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+from conformance.link_target import serve
 from conformance.script import Answer
 from conformance.targets import Cut, whole
 from tcpstore_async.errors import PeerError
@@ -194,21 +195,4 @@ class SingleTarget:
         assert engine.budget.pins == {}
 
     def serve(self) -> None:
-        keyspace, pending = self.engine.keyspace, self.engine.pending_flush
-        attaching = self.engine.attaching
-        more = True
-        while more or pending:
-            while attaching:
-                session, link = attaching.popitem()
-                assert isinstance(session.owner, Transport)
-                link.attach(session.owner, session)
-            while keyspace.work:
-                keyspace.step()
-            while pending:
-                session = pending.pop()
-                transport = session.owner
-                if isinstance(transport, Transport):
-                    transport.flush()
-                    if session in self.engine.evicted:
-                        transport.close()
-            more = self.registry.work()
+        serve(self.engine, self.registry)

@@ -47,6 +47,7 @@ ENGINE_SCRIPTS = [script for script in SCRIPTS if not script.stops_server]
 
 every = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 every_stock = pytest.mark.parametrize("script", STOCK, ids=lambda script: script.name)
+over_links = pytest.mark.parametrize("kind", [LinkTarget, SingleTarget])
 every_on_the_engine = pytest.mark.parametrize("script", ENGINE_SCRIPTS, ids=lambda script: script.name)
 
 
@@ -90,33 +91,19 @@ def test_engine_in_random_pieces(script: Script) -> None:
 
 
 @every_on_the_engine
-def test_link(script: Script) -> None:
-    target = LinkTarget()
+@over_links
+def test_link(script: Script, kind: type[LinkTarget | SingleTarget]) -> None:
+    target = kind()
     play(script, target)
     target.finish()
 
 
 @every_on_the_engine
-def test_link_in_random_pieces_that_breaks(script: Script) -> None:
+@over_links
+def test_link_in_random_pieces_that_breaks(script: Script, kind: type[LinkTarget | SingleTarget]) -> None:
     for number in range(2):
         name = f"{script.name} {number}"
-        target = LinkTarget(at_random(name), random.Random(name))
-        play(script, target)
-        target.finish()
-
-
-@every_on_the_engine
-def test_single_links(script: Script) -> None:
-    target = SingleTarget()
-    play(script, target)
-    target.finish()
-
-
-@every_on_the_engine
-def test_single_links_in_random_pieces_that_break(script: Script) -> None:
-    for number in range(2):
-        name = f"{script.name} {number}"
-        target = SingleTarget(at_random(name), random.Random(name))
+        target = kind(at_random(name), random.Random(name))
         play(script, target)
         target.finish()
 
