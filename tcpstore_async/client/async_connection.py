@@ -35,10 +35,10 @@ class AsyncConnection(asyncio.Protocol):
         on_free: Callable[["AsyncConnection"], None],
         reach: Callable[[ClientSingleLink, Deadline], Awaitable[tuple[socket.socket, bytes]]] | None = None,
     ) -> None:
-        """`reach` returns the next connection of a link, and the reply to LINK on it."""
+        """`reach` connects again for a link; it returns the connection, and the reply to LINK on it."""
         self.session = session
         self.link: ClientSingleLink | None = None
-        """What is needed to go on when the connection breaks, if the server keeps the session then."""
+        """Set if the server keeps the session when the connection breaks."""
         self._reach = reach
         self.is_broken = False
         """Whether it was lost because it was broken, before it was a link."""

@@ -1,11 +1,11 @@
 """The background loop: what must happen to the connections of synchronous stores while nobody makes a call.
 
 One asyncio loop per process, in a daemon thread, serves every synchronous store. It starts with the first call of the
-first store and ends with the last store. It notices lost connections while they are idle. Those of links it has
-replaced (`resume.resume_idle`); otherwise the store is lost: its next call fails at once, its descriptors close and
-its waiting threads wake. Nothing here keeps idle connections alive, because the kernel does (`connect._KEEP_ALIVE` sets
-TCP keep-alive to 180 s, more often than firewalls and NAT drop idle connections); a peer that no longer answers
-keep-alive probes is an error of the socket, which the loop reports like any other loss.
+first store and ends with the last store. It notices idle connections that are lost. If one is a single link's and was
+reset, it connects again (`resume.resume_idle`); otherwise the store is lost: its next call fails at once, its
+descriptors close and its waiting threads wake. Nothing here keeps idle connections alive, because the kernel does
+(`connect._KEEP_ALIVE` sets TCP keep-alive to 180 s, more often than firewalls and NAT drop idle connections); a peer
+that no longer answers keep-alive probes is an error of the socket, which the loop reports like any other loss.
 
 The loop must not know the protocol, and never stands between a call and its reply: calls write and read in their own
 threads. Replies do not wake it, because its epoll set asks for hang-ups and errors only. Without epoll (macOS) it looks
@@ -13,8 +13,8 @@ at idle connections once a second.
 
 Invariants:
 
-* The loop's thread waits for nothing but its loop: a lock that is taken makes it try again later. So whoever stops it,
-  even a signal handler in the middle of a call, waits only briefly.
+* The loop's thread never blocks: a lock that is taken makes it try again later. So whoever stops it, even a signal
+  handler in the middle of a call, waits only briefly.
 * The thread does not exist while the process forks: Python does not warn about it, and the child inherits none of its
   descriptors. The loop starts again with the next call of a store, in the parent and in the child.
 * Signals are blocked in the loop's thread: handlers and EINTR stay with the main thread.

@@ -88,11 +88,11 @@ class SyncConnection:
         self.watched = False
         """Whether the background loop has it."""
         self.link: ClientSingleLink | None = None
-        """What is needed to go on when the connection breaks, if the server keeps the session then."""
+        """Set if the server keeps the session when the connection breaks."""
         self.reach: Callable[[ClientSingleLink, Deadline], tuple[socket.socket, bytes]] | None = None
-        """Returns the next connection for that, and the reply to LINK on it."""
+        """Connects again for a link; returns the connection, and the reply to LINK on it."""
         self.replaced: Callable[[], object] | None = None
-        """Called when another connection stands under the same descriptor."""
+        """Called when the descriptor stands for another connection."""
         self.down: OSError | None = None
         """Why the connection is broken, until there is another."""
         self.down_since = 0.0

@@ -39,7 +39,7 @@ class _Kept(Holder):
 
 
 class SingleLink(Transport):
-    """What a session has in place of a connection while that is broken, and what keeps its replies before."""
+    """Keeps a session's replies until they are acknowledged, and stands for its connection while that is broken."""
 
     def __init__(self, registry: "LinkRegistry", identity: bytes, secret: bytes, session: ServerSession) -> None:
         self.registry = registry
