@@ -36,7 +36,8 @@ from tcpstore_async.server.backends import LINK_GRACE
 from tcpstore_async.session.identity import build
 from tcpstore_async.session.link_client import ClientLink, Stream
 from tcpstore_async.session.link_registry import LinkRegistry
-from tcpstore_async.session.server import PORTION, Engine, ServerSession
+from tcpstore_async.session.server import PORTION, Engine, ServerSession, Transport
+from tcpstore_async.session.single_link import MOST_PIECES, SingleLink
 from tcpstore_async.values import pack
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
 
@@ -382,6 +383,24 @@ def link_sessions(alike: bool) -> Case:
     return case
 
 
+def acknowledged(loop: Loop) -> None:
+    """Acknowledge as many replies as a single link keeps."""
+    registry = LinkRegistry(loop.engine, "", LINK_GRACE)
+    carrier = Transport(loop.engine, "::1", 1, 0.0)
+    session = carrier.session
+    session.receive(frame("validate", MAGIC))
+    link = registry.singles[b""] = SingleLink(registry, b"", b"", session)
+    link.attach(carrier, session)
+    session.receive(frame("set", b"/k", pack(bytes(4096))))
+    for _ in range(MOST_PIECES):
+        session.receive(frame("get", b"/k"))
+        link.keep(session.out)
+        session.out.clear()
+        session.unsent = 0
+    assert carrier.single is link
+    loop.send(frame("taken", link.sent), session)
+
+
 WAIT, FETCH, COUNT = frame("wait", [b"/k"]), frame("fetch", b"/k"), frame("wait_count", b"/k", 1)
 LATER = frame("lease_later", b"/k", 1)
 V = pack(b"7")
@@ -477,6 +496,7 @@ CASES: dict[str, dict[str, Case]] = {
     "CONFIRM": {"one of 4,096": leased(frame("confirm", 1))},
     "RETURN": {"one of 4,096": leased(frame("give_back", 1))},
     "LINK": {"16,384 sessions add, each for itself": link_sessions(False), "the same at once": link_sessions(True)},
+    "TAKEN": {"of 8,192 pieces": acknowledged},
     "JOIN": {"100,000, and their counter is deleted": delete_joined},
     "LEAVE": {"": sending(frame("join", b"init/", pack(b"t")) + frame("depart"))},
     "MEET": {

@@ -74,8 +74,8 @@ class AsyncConnection(asyncio.Protocol):
             raise self.lost
         data, call = self.session.request(command, fields)
         self._write(data, call)
-        if self.link is not None and self.link.unanswered() > UNANSWERED_BYTES and self.session.waiting is None:
-            self._limit_unanswered()
+        if call is None and self.link is not None:
+            self._limit_unanswered(self.link, len(data))
         future: asyncio.Future[Any] = self._loop.create_future()
         if call is None:
             self._silent.append(future)
@@ -232,15 +232,17 @@ class AsyncConnection(asyncio.Protocol):
                 link.note(data)
         self._flush()
 
-    def _limit_unanswered(self) -> None:
-        if self.fence is None or self.fence.done():
+    def _limit_unanswered(self, link: ClientSingleLink, size: int) -> None:
+        link.unanswered += size
+        free = self.session.waiting is None and (self.fence is None or self.fence.done())
+        if link.unanswered > UNANSWERED_BYTES and free:
             self.send_fence()
 
     def _acknowledge(self, link: ClientSingleLink, size: int, done: list[PendingCall]) -> None:
         """Forget requests that were replied to, and have the server forget the replies from time to time."""
-        link.count(size)
+        link.received += size
         if done:
-            link.answered(done[-1].end)
+            link.answered(done[-1])
         data = link.acknowledgement()
         if data:
             self._write(data)

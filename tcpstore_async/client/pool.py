@@ -31,7 +31,6 @@ from ..session.client import LOST, PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, read_identity
 from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import Framed, unpack
-from ..wire.commands import BY_METHOD
 from . import background, capabilities, requests
 from .connect import Cancelled, connect_blocking
 from .requests import ANOTHER, Request
@@ -192,9 +191,12 @@ class TCPClient:
                 deadline = deadline or Deadline.of_a_call(self.timeout)
                 connection.put_rest(data, call, deadline, writes)
             if call is None:
-                if connection.link is not None and connection.link.unanswered() > UNANSWERED_BYTES:
-                    deadline = deadline or Deadline.of_a_call(self.timeout)
-                    connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
+                link = connection.link
+                if link is not None:
+                    link.unanswered += len(data)
+                    if link.unanswered > UNANSWERED_BYTES:
+                        deadline = deadline or Deadline.of_a_call(self.timeout)
+                        connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
                 if len(self._connections) > 1:
                     self._confirm_within(connection, me, deadline)
                 return None
@@ -480,7 +482,7 @@ class TCPClient:
 
     def _identify_now(self, deadline: Deadline) -> None:
         try:
-            if self.call(requests.HAS_EXTENSION, deadline):
+            if self.identity is None and self.call(requests.HAS_EXTENSION, deadline):
                 self.identity = read_identity(unpack(self.call(requests.WHO_ARE_YOU, deadline)))
             if self.identity is not None:
                 self.call(requests.introduce(self.introduction), deadline)
@@ -508,24 +510,17 @@ class TCPClient:
 
     def _open_link(self, connection: SyncConnection, deadline: Deadline) -> None:
         """Have the server keep the session when the connection breaks, if it can."""
-        if self.identity is None or self.identity.extension < SINGLE_LINKS or connection.link is not None:
-            return
-        link = ClientSingleLink()
-        connection.broken = True  # without the reply it would not be known what the server keeps
-        call = connection.request((BY_METHOD["link"], link.fields()), deadline)
-        connection.read_until(call, deadline)
-        connection.broken = False
-        if link.begun(unpack(call.result)):
+        if self.identity is not None and self.identity.extension >= SINGLE_LINKS:
             connection.reach = self._reach
             connection.replaced = functools.partial(background.watch_again, self, connection.peer.fileno())
-            connection.link = link
+            connection.open_link(deadline)
 
     def _reach(self, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
         """Connect again for a link whose connection is broken. See `resume_blocking`."""
         try:
             return resume_blocking(self.host, self.port, link, deadline, lambda: not self._lost)
         except Cancelled:
-            raise self._lost_error() from None
+            raise ConnectionError(self._lost) from None
 
     # Connections
 
@@ -868,9 +863,13 @@ class TCPClient:
     def _resumed(self, connection: SyncConnection, task: "asyncio.Task[None]") -> None:
         """On the background loop: it has replaced a connection, or could not, or was stopped before."""
         down = connection.down
+        failed = not task.cancelled() and task.exception() is not None
         connection.user = NO_THREAD
+        if self._lost:
+            connection.peer.close()  # without the lock: whoever loses the store has it, and waits for the loop
+            return
         self._notify_free(connection)
-        if not task.cancelled() and task.exception() is not None and not self._lost:
+        if failed:
             lost = self._failed(connection, down or ConnectionError(LOST))
             log.debug("lost the idle connection to %s:%d: %s", self.host, self.port, lost)
 

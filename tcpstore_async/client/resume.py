@@ -16,7 +16,7 @@ from typing import Final
 
 from ..deadline import Deadline, backoff
 from ..errors import DistNetworkError, ProtocolError
-from ..session.single_client import ClientSingleLink
+from ..session.single_client import ClientSingleLink, is_break
 from ..values import PREFIX
 from ..wire.commands import BY_METHOD
 from . import exchanges
@@ -91,16 +91,22 @@ async def resume_idle(host: str, port: int, connection: SyncConnection) -> None:
 
     Raises OSError, ProtocolError or DistNetworkError if that cannot be.
     """
-    link = connection.link
-    assert link is not None
+    link = connection.counted()
     deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
-    peer, reply = await resume(host, port, link, deadline)
-    with peer:
-        rest = link.resume(reply)
-        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(peer, rest), deadline.left())
-        peer.setblocking(True)
-        connection.replace(peer)
-        connection.down = None
+    while True:
+        peer, reply = await resume(host, port, link, deadline)
+        with peer:
+            try:
+                rest = link.resume(reply)
+                await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(peer, rest), deadline.left())
+            except OSError as error:
+                if not is_break(error):
+                    raise
+                continue
+            peer.setblocking(True)
+            connection.replace(peer)
+            connection.down = None
+            return
 
 
 def _request(link: ClientSingleLink) -> bytes:

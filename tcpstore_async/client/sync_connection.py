@@ -17,8 +17,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, compress, filterfalse, repeat
+from operator import not_
 from typing import Final
 
 from ..deadline import Deadline
@@ -26,6 +27,8 @@ from ..errors import DistNetworkError, ProtocolError, reason_of
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
 from ..session.single_client import ClientSingleLink, is_break
+from ..values import unpack
+from ..wire.commands import BY_METHOD
 from . import requests
 from .requests import Request
 
@@ -89,6 +92,10 @@ class SyncConnection:
         """Whether the background loop has it."""
         self.link: ClientSingleLink | None = None
         """Set if the server keeps the session when the connection breaks."""
+        self._linking: tuple[ClientSingleLink, PendingCall] | None = None
+        """A link that the server has been asked for."""
+        self._received = 0
+        """Bytes that had been received on the link before `_chunks`."""
         self.reach: Callable[[ClientSingleLink, Deadline], tuple[socket.socket, bytes]] | None = None
         """Connects again for a link; returns the connection, and the reply to LINK on it."""
         self.replaced: Callable[[], object] | None = None
@@ -110,14 +117,13 @@ class SyncConnection:
         """
         sent: list[int] = []
         session = self.session
-        link = self.link
-        if link is not None:
-            if self.down is not None:
-                return False
-            link.begin_writing()
+        if self.down is not None:
+            return False
         try:
             if _COMPILED:
                 count: int = self.peer.send(data, FLAGS)
+                if self.link is not None:
+                    self.link.note(data, call)
                 if fence is not None:
                     session.pending.append(fence)
                 if call is not None and not call.done:
@@ -127,24 +133,18 @@ class SyncConnection:
             else:
                 self.sent = sent
                 self.frame = data
-                sending = map(self.peer.send, (data,), _EACH)
+                sending = self._sending(data, call)
                 if call is None or call.done:
                     sent += sending
                 else:  # sends when `extend` requests the first call, and appends the calls if something was taken
                     calls = (call,) if fence is None else (fence, call)
                     session.pending.extend(compress(calls, chain(filterfalse(sent.append, sending), repeat(True))))
         except BlockingIOError:
-            if link is not None:
-                link.writing = False
             return False
         except OSError as error:
-            if link is not None:
-                link.writing = False
             if not self._breaks(error):
                 raise
             return False
-        if link is not None:
-            link.note(data, call)
         if sent and sent[0] < len(data):
             self.sent = sent
             self.frame = data
@@ -152,6 +152,13 @@ class SyncConnection:
         session.written += mutates
         self.frame = b""
         return True
+
+    def _sending(self, data: bytes, call: PendingCall | None = None) -> Iterator[int]:
+        """Return what sends when its first item, the count, is requested, and notes that on a link in the same step."""
+        sending = map(self.peer.send, (data,), _EACH)
+        if self.link is None:
+            return sending
+        return compress(sending, map(not_, map(self.link.sent.append, ((0, data, call),))))
 
     def put_rest(
         self,
@@ -201,7 +208,6 @@ class SyncConnection:
         if self.down is not None:
             self.resume(deadline)
         if self.link is not None:
-            self.link.begin_writing()
             self.link.note(data)
         view = memoryview(data)
         while view:
@@ -248,17 +254,11 @@ class SyncConnection:
             return
         if not self._canceled:
             data = self.session.prepare_cancel(call)
-            if self.link is not None:
-                self.link.begin_writing()
             try:
-                self._canceled += map(self.peer.send, (data,), _EACH)
+                self._canceled += self._sending(data)
             except OSError as error:  # lost, or the kernel's buffer is full
-                if self.link is not None:
-                    self.link.writing = False
                 self.broken = not self._breaks(error)
                 return
-            if self.link is not None:
-                self.link.note(data)
             self.broken = self._canceled[0] < len(data)
         call.canceled = True
 
@@ -271,14 +271,10 @@ class SyncConnection:
         elif not self.broken:
             self.broken = True
             data, _ = self.session.request(*requests.give_back(lease))
-            if self.link is not None:
-                self.link.begin_writing()
             try:
-                self.broken = self.peer.send(data, FLAGS) != len(data)
+                self.broken = list(self._sending(data)) != [len(data)]
             except OSError:
-                return  # the server takes it back with the end of the connection
-            if self.link is not None:
-                self.link.note(data)
+                pass  # the server takes it back with the end of the connection
 
     def confirm(self, lease: Request, sent: list[int], deadline: Deadline) -> None:
         """Confirm that a leased item has arrived; `sent` is not empty from the moment the confirmation is sent.
@@ -287,7 +283,7 @@ class SyncConnection:
         """
         data, _ = self.session.request(*requests.confirm(lease))
         if self.link is not None:
-            self._confirm_on_link(self.link, data, sent, deadline)
+            self._confirm_on_link(data, sent, deadline)
             return
         try:
             sent += map(self.peer.send, (data,), _EACH)  # no interrupt strikes between call and list
@@ -304,17 +300,26 @@ class SyncConnection:
         """In a signal handler that has interrupted a call on it: wait until earlier writes have been executed.
 
         Nothing is read, because the bytes are the interrupted call's. The writes precede every request that is to be
-        answered, so the first byte of a reply confirms them. Raises OSError or DeadlineExceeded.
+        answered, so the first byte of a reply confirms them. If the connection is broken, they are executed when the
+        interrupted call goes on. Raises OSError or DeadlineExceeded.
         """
         session = self.session
         if self.broken or self._chunks or self.down is not None or not session.unconfirmed():
             return
+        try:
+            self._await_writes(deadline)
+        except OSError:
+            if self.link is None:
+                raise
+            # The interrupted call has got the error of a broken connection before this one, or is about to.
+
+    def _await_writes(self, deadline: Deadline) -> None:
         if self.frame and sum(self.sent):
             whole = self._push()
             while not whole:
                 self._poll(select.POLLOUT, deadline)
                 whole = self._push()
-        if not session.pending:
+        if not self.session.pending:
             self._put_fence(deadline)
         self._poll(select.POLLIN, deadline)
 
@@ -362,6 +367,7 @@ class SyncConnection:
             raise ConnectionError(LOST)
         while self.session.pending:
             self.read_until(self.session.pending[-1], deadline)
+        self._link_opened()
         while self.stranded:
             self.push_back(self.stranded[0], deadline)
             del self.stranded[0]
@@ -402,7 +408,12 @@ class SyncConnection:
                 chunks += map(self.peer.recv, size)
             else:
                 self._receive_on_link(self.link, size)
+        if self.link is not None:
+            self.counted()
         if not chunks[0]:
+            if self.down is not None:  # a signal handler has taken the error
+                chunks.clear()
+                raise BlockingIOError
             raise ConnectionError(LOST)
         if _COMPILED:
             done = self.session.receive(chunks.pop())
@@ -428,19 +439,48 @@ class SyncConnection:
 
     # On a single link
 
+    def open_link(self, deadline: Deadline) -> None:
+        """Ask the server to keep the session when the connection breaks, unless it was asked before.
+
+        Raises OSError, ProtocolError or DeadlineExceeded. A reply that is late is taken by `settle`.
+        """
+        if self.link is None and self._linking is None:
+            link = ClientSingleLink()
+            self.broken = True  # until it is known what the server keeps
+            self._linking = link, self.request((BY_METHOD["link"], link.fields()), deadline)
+            self.broken = False
+        if self._linking is not None:
+            self.read_until(self._linking[1], deadline)
+            self._link_opened()
+
+    def _link_opened(self) -> None:
+        if self._linking is not None:
+            link, call = self._linking
+            self._linking = None
+            if link.begun(unpack(call.result)):
+                self.link = link
+
+    def counted(self) -> ClientSingleLink:
+        """Return the link, after counting what was received last. May be called again for the same."""
+        link = self.link
+        assert link is not None
+        if self._chunks:
+            link.received = self._received + len(self._chunks[0])
+        return link
+
     def can_resume(self) -> bool:
         """Return whether the connection can be replaced when it breaks."""
-        return self.link is not None and self.link.can_resume() and not self.inherited and not self.broken
+        return self.link is not None and not self.inherited
 
     def resume(self, deadline: Deadline) -> None:
         """Go on with another connection, and send again what the server has not taken.
 
         Raises DeadlineExceeded, or the error that has broken the connection if the server has not kept the session.
         """
-        down, link, reach = self.down, self.link, self.reach
+        down, reach = self.down, self.reach
         assert down is not None
-        assert link is not None
         assert reach is not None
+        link = self.counted()
         while self.can_resume():
             grace = max(0.0, self.down_since + link.grace - time.monotonic())
             left = deadline.left()
@@ -495,59 +535,52 @@ class SyncConnection:
 
     def mark_down(self, error: OSError) -> None:
         """The connection is broken."""
-        self.down = error
         self.down_since = time.monotonic()
+        self.down = error
 
     def _receive_on_link(self, link: ClientSingleLink, size: tuple[int]) -> None:
         """Receive into `_chunks`. Raises BlockingIOError if there is nothing, or the connection has just broken."""
         if self.down is not None:
             raise BlockingIOError
-        link.begin_reading()
+        self._received = link.received
         try:
             self._chunks += map(self.peer.recv, size)
         except BlockingIOError:
-            link.reading = False
             raise
         except OSError as error:
-            link.reading = False
             if not self._breaks(error):
                 raise
             raise BlockingIOError from None
-        link.count(len(self._chunks[0]))
 
     def _acknowledge(self, link: ClientSingleLink, done: list[PendingCall]) -> None:
         """Forget requests that were replied to, and have the server forget the replies from time to time."""
         if done:
-            link.answered(done[-1].end)
+            link.answered(done[-1])
         data = link.acknowledgement()
         if not data or self.frame:
             return
-        link.begin_writing()
+        self.sent = []
+        self.frame = data
         try:
-            if self.peer.send(data, FLAGS) < len(data):
-                self.broken = True  # as after any request that is sent in part
+            self.sent += self._sending(data)
         except OSError as error:  # broken, or the kernel's buffer is full: the next one counts these bytes too
-            link.writing = False
             self._breaks(error)
-            return
-        link.note(data)
+        if 0 < sum(self.sent) < len(data):
+            self.broken = True  # as after any request that is sent in part
+        self.frame = b""
 
-    def _confirm_on_link(self, link: ClientSingleLink, data: bytes, sent: list[int], deadline: Deadline) -> None:
+    def _confirm_on_link(self, data: bytes, sent: list[int], deadline: Deadline) -> None:
         """Confirm as `confirm` does; a connection that breaks meanwhile is replaced first."""
         while not sent:
             if self.down is not None:
                 self.resume(deadline)
-            link.begin_writing()
             try:
-                sent += map(self.peer.send, (data,), _EACH)
+                sent += self._sending(data)
             except BlockingIOError:
-                link.writing = False
                 self._poll(select.POLLOUT, deadline)
             except OSError as error:
-                link.writing = False
                 if not self._breaks(error):
                     raise
-        link.note(data)
         if sent[0] < len(data):
             self.broken = True
             self.frame = data

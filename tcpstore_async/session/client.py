@@ -43,8 +43,6 @@ class PendingCall:
         self.canceled = False
         self.woken = False
         """Whether the wake-up arrived before the reply to the cancel."""
-        self.end: int = 0
-        """On a single link, the number of bytes sent up to its end."""
 
 
 class ClientSession:

@@ -227,7 +227,7 @@ class Transport:
     def leave(self, broken: bool) -> None:
         """The connection has ended. If it is broken and there is a single link, that keeps the session."""
         link = self.single
-        if link is not None and broken:
+        if link is not None and broken and not link.over:
             link.detach()
             return
         if link is not None:

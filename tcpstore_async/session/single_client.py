@@ -3,8 +3,7 @@
 Without I/O. It must not know how bytes travel, what time it is, or what they mean.
 
 Invariant: after `resume` the server gets every byte that was sent once and in order, and so does the client; or
-`resume` raises. An interrupt between a system call and its count makes the counts inexact, which is noticed: then the
-link cannot be resumed any more, and nothing else changes.
+`resume` raises. `sent` is changed by one step of C code at a time, so that an interrupt finds it as it is.
 """
 
 import errno
@@ -50,18 +49,17 @@ class ClientSingleLink:
     def __init__(self) -> None:
         self.grace: float = 0.0
         """Seconds for which the server keeps the session of a broken connection."""
-        self.writing = False
-        """Whether something is being sent that is not noted yet."""
-        self.reading = False
-        """Whether something is being received that is not counted yet."""
+        self.sent: list[tuple[int, bytes, PendingCall | None]] = [(0, b"", None)]
+        """What was sent, in part at least, in order, and the call that each request is for. The first item stands for
+        what the server is known to have taken, and starts with the number of those bytes; in others that is 0."""
+        self.unanswered: int = 0
+        """About how many bytes of requests without a reply were sent since the last reply."""
+        self.received: int = 0
+        """Bytes of replies since LINK."""
         self._identity = secrets.token_bytes(16)
         self._secret = secrets.token_bytes(16)
         self._instance = ""
         self._attempts: int = 0
-        self._exact = True
-        self._sent: list[tuple[int, bytes]] = [(0, b"")]
-        """What was sent, each with the number of bytes up to its end. The server has taken the first one."""
-        self._received: int = 0
         self._told: int = 0
 
     # LINK
@@ -77,7 +75,7 @@ class ClientSingleLink:
             "attempt": b"%d" % self._attempts,
         }
         if self._instance:
-            items.update(instance=self._instance.encode(), taken=b"%d" % self._received)
+            items.update(instance=self._instance.encode(), taken=b"%d" % self.received)
         return link_fields(items)
 
     def begun(self, raw: bytes) -> bool:
@@ -90,68 +88,39 @@ class ClientSingleLink:
     def resume(self, raw: bytes) -> bytes:
         """Take the reply to a later LINK, and return what has to be sent again. Raises ProtocolError."""
         reply = read_reply(raw)
-        sent = self._sent
-        if reply.status != RESUMED or not sent[0][0] <= reply.taken <= sent[-1][0]:
+        sent = list(self.sent)
+        at = sent[0][0]
+        total = at + sum([len(data) for _, data, _ in sent])
+        if reply.status != RESUMED or not at <= reply.taken <= total:
             raise ProtocolError(f"the server has not kept the session ({reply.status})")
-        self._told = self._received
+        self._told = self.received
         rest: list[bytes] = []
-        for end, data in sent[1:]:
-            if end > reply.taken:
-                rest.append(data[max(0, len(data) - (end - reply.taken)) :])
+        for _, data, _ in sent:
+            if at + len(data) > reply.taken:
+                rest.append(data[max(0, reply.taken - at) :])
+            at += len(data)
         return b"".join(rest)
 
-    def can_resume(self) -> bool:
-        """Return whether it is known what was sent and received."""
-        return self._exact and not self.writing and not self.reading
-
-    # Sending
-
-    def begin_writing(self) -> None:
-        """Something is about to be sent: call `note`, or reset `writing` if nothing of it was."""
-        if self.writing:  # an interrupt kept what was sent before from being noted, or delays that
-            self._exact = False
-        self.writing = True
+    # Sending and receiving
 
     def note(self, data: bytes, call: PendingCall | None = None) -> None:
-        """Data was sent, in part at least, and belongs to a call."""
-        end = self._sent[-1][0] + len(data)
-        self._sent.append((end, data))
-        if call is not None:
-            call.end = end
-        self.writing = False
+        """Data was sent, in part at least."""
+        self.sent.append((0, data, call))
 
-    def answered(self, end: int) -> None:
-        """The server has taken everything up to this byte, as it has replied to that."""
-        sent = self._sent
-        count = 0
-        for at, _ in sent:
-            if at > end:
-                break
-            count += 1
-        if count > 1:
-            sent[:count] = [(end, b"")]
-
-    def unanswered(self) -> int:
-        """Return the number of bytes that are kept."""
-        return self._sent[-1][0] - self._sent[0][0]
-
-    # Receiving
-
-    def begin_reading(self) -> None:
-        """Something may be about to be received: call `count`, or reset `reading` if nothing was."""
-        if self.reading:
-            self._exact = False
-        self.reading = True
-
-    def count(self, size: int) -> None:
-        """So many bytes were received."""
-        self._received += size
-        self.reading = False
+    def answered(self, call: PendingCall) -> None:
+        """The server has taken everything up to the end of this call's request, as it has replied to that."""
+        total = 0
+        for number, (before, data, owner) in enumerate(self.sent):
+            total += before + len(data)
+            if owner is call:
+                self.sent[: number + 1] = [(total, b"", None)]
+                self.unanswered = 0
+                return
 
     def acknowledgement(self) -> bytes:
         """Return a request to send, or nothing while little was received since the last one."""
-        if self._received - self._told < _TOLD_EVERY:
+        if self.received - self._told < _TOLD_EVERY:
             return b""
-        self._told = self._received
+        self._told = self.received
         taken = BY_METHOD["taken"]
-        return taken.prefix + taken.request.encode((self._received,))
+        return taken.prefix + taken.request.encode((self.received,))

@@ -24,6 +24,16 @@ SINGLE_BYTES: Final = SESSION_BYTES
 """Bytes counted for a single link, besides its session and what it keeps."""
 
 
+_MANY_PIECES: Final = 2048
+"""Pieces of replies from which on even longer ones are copied together, so that acknowledging them takes no long."""
+
+_COPIED: Final = 4096
+"""Then pieces of fewer bytes are."""
+
+MOST_PIECES: Final = 8192
+"""More are not kept: a link ends that needs more, and its session is its connection's alone."""
+
+
 class _Kept(Holder):
     """A single link as the budget sees it: `backlog` has the replies that its client has not acknowledged."""
 
@@ -142,20 +152,39 @@ class SingleLink(Transport):
 
     def keep(self, out: list[Framed]) -> None:
         """Keep replies that are about to be sent. May evict the session, which clears its `out`."""
+        if self.over:
+            return
         size = length(out)
         self.sent += size
         self._kept_bytes += size
         kept = self._kept
         if kept.backlog is None:
             kept.backlog = Unsent(self.registry.engine.budget)
-        kept.backlog.add(out)
+        if len(kept.backlog.pieces) < _MANY_PIECES:
+            kept.backlog.add(out)
+        else:
+            kept.backlog.add(out, copied=_COPIED)
+        if len(kept.backlog.pieces) > MOST_PIECES:
+            self._give_up()
+            return
         try:
             self.registry.engine.budget.relieve(kept)
         except BudgetError as error:
             kept.evict(error)
 
+    def _give_up(self) -> None:
+        """Do without the link: its client acknowledges too little, or an answer is too long."""
+        carrier = self.carrier
+        if carrier is None:
+            self.session.evict(ProtocolError(f"more than {MOST_PIECES} replies are not acknowledged"))
+        else:
+            self.forget()
+            carrier.single = self  # it may still acknowledge
+
     def acknowledge(self, taken: int) -> None:
         """Drop the replies up to the byte that the client has received as the last one. Raises ProtocolError."""
+        if self.over:
+            return
         if not 0 <= taken <= self.sent:
             raise ProtocolError(f"acknowledgement of {taken} bytes, of {self.sent} that were sent")
         count = max(0, taken - self.sent + self._kept_bytes)  # one that is sent again says less than LINK did

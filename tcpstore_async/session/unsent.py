@@ -63,8 +63,11 @@ class Unsent:
         """The last piece, if it is a chunk of copied pieces that may grow."""
         budget.charge(_UNSENT_BYTES)
 
-    def add(self, replies: list[Framed], taken: int = 0) -> None:
-        """Append replies, without their first `taken` bytes, which must be 0 unless the queue is empty."""
+    def add(self, replies: list[Framed], taken: int = 0, copied: int = _COPIED) -> None:
+        """Append replies, without their first `taken` bytes, which must be 0 unless the queue is empty.
+
+        Pieces of fewer than `copied` bytes are copied.
+        """
         pieces = self.pieces
         before = self.cost
         for piece in replies:
@@ -75,7 +78,7 @@ class Unsent:
             if taken:
                 self.taken = taken
                 taken = 0
-            elif size < _COPIED:
+            elif size < copied:
                 chunk = self._chunk
                 if chunk is None or len(chunk) >= CHUNK:
                     chunk = self._chunk = bytearray()

@@ -24,7 +24,10 @@ from client.test_sync import until
 from support import LIMIT, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import background
-from tcpstore_async.client.sync_connection import SyncConnection
+from tcpstore_async.client.connect import connect_blocking
+from tcpstore_async.client.requests import NO_KEY
+from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
+from tcpstore_async.deadline import Deadline
 from tcpstore_async.server.backends import BACKENDS
 
 _RESET = struct.pack("ii", 1, 0)
@@ -374,3 +377,67 @@ def test_a_call_times_out_while_the_connection_is_replaced(port: int) -> None:
         store.set_timeout(LIMIT)
         assert store.get("k") == b"v"
         store.delete_key("k")
+
+
+_HANDLES = """
+import signal, sys
+from tcpstore_async import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
+store.queue_len("there is none")
+handled = 0
+busy = False
+
+
+def handle(number, frame):
+    global handled, busy
+    if busy:
+        return
+    busy = True
+    handled += 1
+    assert store.add("signal/handled", 1) == handled
+    store.set("signal/last", str(handled))
+    assert store.get("signal/last") == str(handled).encode()
+    busy = False
+
+
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.01, 0.0171)
+count = 0
+while handled < 60:
+    count += 1
+    assert store.add("signal/count", 1) == count
+    store.set("signal/large", b"x" * (1, 1000, 300_000)[count % 3])
+    store.queue_push("signal/items", str(count))
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert store.queue_len("signal/items") == count
+assert [store.queue_pop("signal/items") for _ in range(count)] == [str(1 + n).encode() for n in range(count)]
+for key in ("handled", "last", "count", "large"):
+    store.delete_key("signal/" + key)
+store.close()
+"""
+
+
+def test_signal_handlers_use_a_store_whose_connections_break(port: int) -> None:
+    with resetter(port) as proxy:
+        with resets(proxy, 5):
+            done = subprocess.run(
+                [sys.executable, "-c", _HANDLES, str(proxy.port)],
+                capture_output=True, text=True, timeout=LIMIT, check=False,
+            )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        assert proxy.resets
+
+
+def test_a_late_reply_to_link_is_taken_by_the_next_call(port: int) -> None:
+    with resetter(port) as proxy:
+        connection = SyncConnection(*connect_blocking("127.0.0.1", proxy.port, Deadline(LIMIT)))
+        with connection.peer:
+            with proxy._lock, pytest.raises(DeadlineExceeded):  # nothing is carried
+                connection.open_link(Deadline(0.01))
+            assert not connection.broken
+            connection.settle(Deadline(LIMIT))
+            assert connection.link is not None
+            connection.open_link(Deadline(LIMIT))
+            call = connection.request(NO_KEY, Deadline(LIMIT))
+            connection.read_until(call, Deadline(LIMIT))
+            assert call.done

@@ -848,7 +848,9 @@ def test_errors_are_pytorchs_kinds() -> None:
 
 def test_an_error_shows_nothing_internal() -> None:
     """Nor in compiled code, which ignores `from None`."""
-    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=0.05) as store:
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        assert store.queue_len("q") == 0  # all that a first call asks has been asked
+        store.set_timeout(0.05)
         requests: list[Callable[[], object]] = [
             lambda: store.wait(["k"]),
             lambda: store.get("k"),

@@ -116,7 +116,7 @@ class SinglePeer:
         del self.wire.down[:count]
         self.heard += chunk
         if self.link is not None:
-            self.link.count(len(chunk))
+            self.link.received += len(chunk)
 
 
 class SingleTarget:
