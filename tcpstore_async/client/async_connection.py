@@ -18,7 +18,7 @@ from typing import Any, cast
 from ..deadline import MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
 from ..session.client import LOST, ClientSession, PendingCall
-from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
+from ..session.single_client import ACKNOWLEDGED_AT_ONCE, UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import unpack
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD, Command
@@ -239,11 +239,11 @@ class AsyncConnection(asyncio.Protocol):
             self.send_fence()
 
     def _acknowledge(self, link: ClientSingleLink, size: int, done: list[PendingCall]) -> None:
-        """Forget requests that were replied to, and have the server forget the replies from time to time."""
+        """Forget requests that were replied to, and have the server forget long replies."""
         link.received += size
         if done:
             link.answered(done[-1])
-        data = link.acknowledgement()
+        data = link.acknowledgement(ACKNOWLEDGED_AT_ONCE)
         if data:
             self._write(data)
 
@@ -271,9 +271,12 @@ class AsyncConnection(asyncio.Protocol):
     def _write(self, data: bytes, call: PendingCall | None = None) -> None:
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        self._outbox.append(data)
         if self.link is not None:
+            taken = self.link.acknowledgement()
+            if taken:
+                data = taken + data
             self.link.note(data, call)
+        self._outbox.append(data)
 
     def _flush(self) -> None:
         outbox = self._outbox

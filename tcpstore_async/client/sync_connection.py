@@ -26,7 +26,7 @@ from ..deadline import Deadline
 from ..errors import DistNetworkError, ProtocolError, reason_of
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
-from ..session.single_client import ClientSingleLink, is_break
+from ..session.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink, is_break
 from ..values import unpack
 from ..wire.commands import BY_METHOD
 from . import requests
@@ -119,6 +119,10 @@ class SyncConnection:
         session = self.session
         if self.down is not None:
             return False
+        if self.link is not None:
+            taken = self.link.acknowledgement()
+            if taken:
+                data = taken + data
         try:
             if _COMPILED:
                 count: int = self.peer.send(data, FLAGS)
@@ -553,10 +557,10 @@ class SyncConnection:
             raise BlockingIOError from None
 
     def _acknowledge(self, link: ClientSingleLink, done: list[PendingCall]) -> None:
-        """Forget requests that were replied to, and have the server forget the replies from time to time."""
+        """Forget requests that were replied to, and have the server forget long replies."""
         if done:
             link.answered(done[-1])
-        data = link.acknowledgement()
+        data = link.acknowledgement(ACKNOWLEDGED_AT_ONCE)
         if not data or self.frame:
             return
         self.sent = []

@@ -18,8 +18,11 @@ from .client import PendingCall
 from .link import NEW, RESUMED
 from .link_client import link_fields, read_reply
 
-_TOLD_EVERY: Final = 1024
-"""Bytes of replies after which they are acknowledged: the server keeps them until then."""
+ACKNOWLEDGED_BYTES: Final = 1024
+"""Bytes of replies after which the next request acknowledges them: the server keeps them until then."""
+
+ACKNOWLEDGED_AT_ONCE: Final = 64 * 1024
+"""Bytes of replies that are acknowledged without waiting for a request."""
 
 UNANSWERED_BYTES: Final = 8 * 1024 * 1024
 """Bytes of requests without a later reply from which on a client asks for one: it keeps them until then."""
@@ -117,9 +120,9 @@ class ClientSingleLink:
                 self.unanswered = 0
                 return
 
-    def acknowledgement(self) -> bytes:
-        """Return a request to send, or nothing while little was received since the last one."""
-        if self.received - self._told < _TOLD_EVERY:
+    def acknowledgement(self, least: int = ACKNOWLEDGED_BYTES) -> bytes:
+        """Return what to send before the next request; nothing if fewer bytes were received since the last one."""
+        if self.received - self._told < least:
             return b""
         self._told = self.received
         taken = BY_METHOD["taken"]

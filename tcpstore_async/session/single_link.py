@@ -24,11 +24,13 @@ SINGLE_BYTES: Final = SESSION_BYTES
 """Bytes counted for a single link, besides its session and what it keeps."""
 
 
-_MANY_PIECES: Final = 2048
-"""Pieces of replies from which on even longer ones are copied together, so that acknowledging them takes no long."""
+_COPIED: Final = 1024
+"""Pieces of fewer bytes are copied together: they are acknowledged soon."""
 
-_COPIED: Final = 4096
-"""Then pieces of fewer bytes are."""
+_MANY_PIECES: Final = 2048
+"""Pieces of replies from which on longer ones are, too, so that acknowledging them does not take long."""
+
+_COPIED_OF_MANY: Final = 4096
 
 MOST_PIECES: Final = 8192
 """More are not kept: a link ends that needs more, and its session is its connection's alone."""
@@ -160,10 +162,9 @@ class SingleLink(Transport):
         kept = self._kept
         if kept.backlog is None:
             kept.backlog = Unsent(self.registry.engine.budget)
-        if len(kept.backlog.pieces) < _MANY_PIECES:
-            kept.backlog.add(out)
-        else:
-            kept.backlog.add(out, copied=_COPIED)
+        elif len(out) == 1 and kept.backlog.add_short(out[0], _COPIED):
+            return
+        kept.backlog.add(out, 0, _COPIED if len(kept.backlog.pieces) < _MANY_PIECES else _COPIED_OF_MANY)
         if len(kept.backlog.pieces) > MOST_PIECES:
             self._give_up()
             return

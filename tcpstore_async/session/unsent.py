@@ -93,6 +93,17 @@ class Unsent:
             self._pin(piece)
         self.budget.charge(self.cost - before)
 
+    def add_short(self, piece: Framed, copied: int) -> bool:
+        """Append a reply of fewer than `copied` bytes if the last chunk has space; return whether it was appended."""
+        chunk = self._chunk
+        size = len(piece)
+        if chunk is None or size >= copied or len(chunk) >= CHUNK:
+            return False
+        chunk += piece
+        self.cost += size
+        self.budget.charge(size)
+        return True
+
     def batch(self) -> list[Framed | memoryview]:
         """Return the pieces to write next."""
         batch: list[Framed | memoryview] = list(islice(self.pieces, PIECES))

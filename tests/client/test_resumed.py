@@ -384,6 +384,7 @@ import signal, sys
 from tcpstore_async import TCPStore
 store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
 store.queue_len("there is none")
+print("ready", flush=True)
 handled = 0
 busy = False
 
@@ -418,13 +419,18 @@ store.close()
 
 
 def test_signal_handlers_use_a_store_whose_connections_break(port: int) -> None:
-    with resetter(port) as proxy:
+    with (
+        resetter(port) as proxy,
+        subprocess.Popen(
+            [sys.executable, "-c", _HANDLES, str(proxy.port)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as program,
+    ):  # fmt: skip
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"  # the connection is a link
         with resets(proxy, 5):
-            done = subprocess.run(
-                [sys.executable, "-c", _HANDLES, str(proxy.port)],
-                capture_output=True, text=True, timeout=LIMIT, check=False,
-            )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, "")
+            _, errors = program.communicate(timeout=LIMIT)
+        assert (program.returncode, errors) == (0, "")
         assert proxy.resets
 
 
