@@ -23,6 +23,7 @@ from ..values import unpack
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD, Command
 from .requests import VALUE_BYTES, Request, confirm, give_back, size_hint, timeout_message
+from .sync_connection import reset_when_closed
 
 
 class AsyncConnection(asyncio.Protocol):
@@ -254,6 +255,7 @@ class AsyncConnection(asyncio.Protocol):
             peer, reply = await self._reach(link, Deadline(link.grace))
             try:
                 await self._loop.create_connection(lambda: self, sock=peer)
+                reset_when_closed(peer, False)
             except BaseException:
                 peer.close()
                 raise

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
-from ..session.client import LOST, PendingCall
+from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, read_identity
 from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import Framed, unpack
@@ -211,6 +211,10 @@ class TCPClient:
             raise requests.late(request, self.timeout, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(connection, error) from None
+        except BaseException as error:
+            if connection is not None:
+                connection.interrupted(error)
+            raise
         finally:
             if connection is not None:
                 try:
@@ -265,6 +269,10 @@ class TCPClient:
             raise requests.late(request, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
             raise self._failed(connection, error) from None
+        except BaseException as error:
+            if connection is not None:
+                connection.interrupted(error)
+            raise
         finally:
             if connection is not None:
                 try:
@@ -863,14 +871,15 @@ class TCPClient:
     def _resumed(self, connection: SyncConnection, task: "asyncio.Task[None]") -> None:
         """On the background loop: it has replaced a connection, or could not, or was stopped before."""
         down = connection.down
-        failed = not task.cancelled() and task.exception() is not None
+        error = None if task.cancelled() else task.exception()
         connection.user = NO_THREAD
         if self._lost:
             connection.peer.close()  # without the lock: whoever loses the store has it, and waits for the loop
             return
         self._notify_free(connection)
-        if failed:
-            lost = self._failed(connection, down or ConnectionError(LOST))
+        if isinstance(error, Exception):
+            reason = f"{reason_of(down)}; {reason_of(error)}" if down is not None else reason_of(error)
+            lost = self._failed(connection, ConnectionError(reason))
             log.debug("lost the idle connection to %s:%d: %s", self.host, self.port, lost)
 
 

@@ -2,8 +2,9 @@
 
 It knows addresses, deadlines and LINK; it must not know what was being sent, or who waits for a reply.
 
-Invariant: nothing behind the reply to LINK is read here. A server that refuses connections is gone, and the session
-with it: that is final, while other failures may pass.
+Invariants: nothing behind the reply to LINK is read here. A connection that was to continue the link and does not is
+reset, because its orderly end would end the session. A server that refuses connections is gone, and the session with
+it: that is final, while other failures may pass.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from ..values import PREFIX
 from ..wire.commands import BY_METHOD
 from . import exchanges
 from .connect import NO_SIGPIPE, Attempt, connect, connect_blocking
-from .sync_connection import SyncConnection
+from .sync_connection import SyncConnection, reset_when_closed
 
 _LONGEST_REPLY: Final = 64 * 1024
 
@@ -31,11 +32,14 @@ def resume_blocking(
 ) -> tuple[socket.socket, bytes]:
     """Return the next connection of a link, and the reply to LINK on it, for `ClientSingleLink.resume`.
 
+    It is reset when it is closed, until the caller uses it and calls `reset_when_closed`.
+
     Raises DistNetworkError at the deadline, ConnectionRefusedError, and Cancelled if `wanted` no longer returns True.
     """
     failures = 0
     while True:
         peer, _ = connect_blocking(host, port, deadline, wanted, refused_is_final=True)
+        reset_when_closed(peer, True)
         try:
             peer.sendall(_request(link), NO_SIGPIPE)
             return peer, exchanges.run(functools.partial(_receive, peer, Attempt(deadline.left(), wanted)), _reply())
@@ -54,6 +58,7 @@ async def resume(host: str, port: int, link: ClientSingleLink, deadline: Deadlin
     failures = 0
     while True:
         peer, _ = await connect(host, port, deadline, refused_is_final=True)
+        reset_when_closed(peer, True)
         try:
             return peer, await asyncio.wait_for(_exchange(peer, link), deadline.left())
         except (OSError, asyncio.TimeoutError) as error:

@@ -58,6 +58,11 @@ class DeadlineExceeded(Exception):
     """The deadline has passed."""
 
 
+def reset_when_closed(peer: socket.socket, reset: bool) -> None:
+    """Let the server see a reset when the connection is closed, as when it breaks, and not its orderly end."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
+
+
 class SyncConnection:
     """One connection, used by one thread at a time."""
 
@@ -510,6 +515,7 @@ class SyncConnection:
         """Use another connection under the same descriptor. Its caller closes `peer`."""
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _RECV_TIMEOUT)
         os.dup2(peer.fileno(), self.peer.fileno(), inheritable=False)
+        reset_when_closed(self.peer, False)
         if self.replaced is not None:
             self.replaced()
 
@@ -536,6 +542,16 @@ class SyncConnection:
             return False
         self.mark_down(error)
         return True
+
+    def interrupted(self, error: BaseException) -> None:
+        """After an interrupt, which may have struck when the kernel's error was there and `mark_down` not called."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and is_break(cause):
+                if self.down is None and self.can_resume():
+                    self.mark_down(cause)
+                return
+            cause = cause.__context__
 
     def mark_down(self, error: OSError) -> None:
         """The connection is broken."""

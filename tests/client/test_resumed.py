@@ -46,6 +46,8 @@ class Resetter:
         self._waker, self._woken = socket.socketpair()
         self._stopped = False
         self._refuses = False
+        self.mutes = False
+        """Whether nothing is carried from the server."""
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -77,7 +79,9 @@ class Resetter:
     def _run(self) -> None:
         while not self._stopped:
             with self._lock:
-                ends = {fd: pair for fd, pair in self._pairs.items() if pair[0].fileno() == fd}
+                ends = {
+                    fd: pair for fd, pair in self._pairs.items() if pair[0].fileno() == fd and not self._muted(pair)
+                }
             if self._refuses:
                 self.listener.close()
             listening = [] if self._refuses else [self.listener.fileno()]
@@ -92,6 +96,9 @@ class Resetter:
                     self._woken.recv(1)
                 else:
                     self._carry(fd)
+
+    def _muted(self, pair: tuple[socket.socket, socket.socket]) -> bool:
+        return self.mutes and pair[1].getsockname()[1] == self.port
 
     def _accept(self) -> None:
         client, _ = self.listener.accept()
@@ -432,6 +439,111 @@ def test_signal_handlers_use_a_store_whose_connections_break(port: int) -> None:
             _, errors = program.communicate(timeout=LIMIT)
         assert (program.returncode, errors) == (0, "")
         assert proxy.resets
+
+
+_RAISES = """
+import signal, sys
+from tcpstore_async import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
+store.queue_len("there is none")
+print("ready", flush=True)
+interrupts = tried = done = 0
+
+
+class Interrupt(Exception):
+    pass
+
+
+def handle(number, frame):
+    global interrupts
+    interrupts += 1
+    raise Interrupt
+
+
+signal.signal(signal.SIGALRM, handle)
+while interrupts < 100:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        while True:
+            tried += 1
+            store.add("raised/count", 1)
+            done += 1
+            store.set("raised/text", "v")
+    except Interrupt:
+        pass
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert done <= store.add("raised/count", 0) <= tried
+for key in ("count", "text"):
+    store.delete_key("raised/" + key)
+store.close()
+"""
+
+
+def test_signal_handlers_raise_in_calls_whose_connections_break(port: int) -> None:
+    with (
+        resetter(port) as proxy,
+        subprocess.Popen(
+            [sys.executable, "-c", _RAISES, str(proxy.port)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as program,
+    ):  # fmt: skip
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        with resets(proxy, 6):
+            _, errors = program.communicate(timeout=LIMIT)
+        assert (program.returncode, errors) == (0, "")
+
+
+def test_an_interrupt_that_hides_a_reset(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        connection = _connection(store)
+        connection.interrupted(KeyboardInterrupt())
+        assert connection.down is None
+        interrupt = KeyboardInterrupt()
+        interrupt.__context__ = ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        connection.interrupted(interrupt)
+        assert connection.down is not None
+        assert store.check(["k"]) is False
+
+
+def test_a_call_that_times_out_while_it_resumes_does_not_end_the_session(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store, ThreadPoolExecutor(1) as threads:
+        connection = _connection(store)
+        wait = threads.submit(store.wait, ["never"], 0.5)
+        until(lambda: connection.parked)
+        proxy.mutes = True  # LINK arrives, and its reply does not
+        proxy.reset()
+        with pytest.raises(StoreTimeoutError):
+            wait.result(LIMIT)
+        proxy.mutes = False
+        assert store.check(["never"]) is False
+
+
+def test_an_async_client_that_closes_while_it_resumes(port: int) -> None:
+    """It gives up the connection on which the session was to continue; the session is the server's until it ends."""
+
+    async def main(proxy: Resetter) -> None:
+        store = await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT)
+        assert await store.server() is not None
+        proxy.mutes = True
+        proxy.reset()
+        call = asyncio.ensure_future(store.get("never"))
+        await asyncio.sleep(0)
+        await store.close()
+        with pytest.raises(DistNetworkError, match="closed"):
+            await call
+
+    with resetter(port) as proxy:
+        asyncio.run(main(proxy))
+
+
+def test_an_idle_store_that_could_not_go_on_says_why() -> None:
+    with tcpstore_server("--link-grace", "1") as server, resetter(server.port) as proxy, opened(proxy.port) as store:
+        proxy.target = 1  # nobody is there: the proxy closes what it accepts
+        proxy.reset()
+        until(lambda: not store._client or bool(store._client._lost))
+        with pytest.raises(DistNetworkError, match="reset by peer; "):
+            store.check(["k"])
 
 
 def test_a_late_reply_to_link_is_taken_by_the_next_call(port: int) -> None:

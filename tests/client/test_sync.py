@@ -865,6 +865,7 @@ def test_an_error_shows_nothing_internal() -> None:
                 call()
             assert caught.value.__suppress_context__
             assert caught.value.__cause__ is None
+        store.set_timeout(LIMIT)
         server.process.kill()
         server.process.wait(LIMIT)
         with pytest.raises(DistNetworkError) as lost:
