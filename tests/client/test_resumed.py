@@ -31,6 +31,8 @@ from tcpstore_async.deadline import Deadline
 from tcpstore_async.server.backends import BACKENDS
 
 _RESET = struct.pack("ii", 1, 0)
+_PING_BYTES = 4
+"""Length of the reply to the handshake."""
 
 
 class Resetter:
@@ -47,7 +49,8 @@ class Resetter:
         self._stopped = False
         self._refuses = False
         self.mutes = False
-        """Whether nothing is carried from the server."""
+        """Whether nothing is carried from the server but the reply to the handshake."""
+        self._replied: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -98,7 +101,12 @@ class Resetter:
                     self._carry(fd)
 
     def _muted(self, pair: tuple[socket.socket, socket.socket]) -> bool:
-        return self.mutes and pair[1].getsockname()[1] == self.port
+        return (
+            self.mutes
+            and pair[1].fileno() >= 0
+            and pair[1].getsockname()[1] == self.port
+            and self._replied.get(pair[0].fileno(), 0) >= _PING_BYTES
+        )
 
     def _accept(self) -> None:
         client, _ = self.listener.accept()
@@ -111,6 +119,7 @@ class Resetter:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one.settimeout(0.5)
         with self._lock:
+            self._replied[server.fileno()] = 0
             self._pairs[client.fileno()] = client, server
             self._pairs[server.fileno()] = server, client
 
@@ -121,8 +130,9 @@ class Resetter:
                 return
             data = b""
             try:
-                data = pair[0].recv(1 << 16)
+                data = pair[0].recv(_PING_BYTES if self.mutes else 1 << 16)
                 pair[1].sendall(data)
+                self._replied[fd] = self._replied.get(fd, 0) + len(data)
             except OSError:  # reset, or one end does not read while this thread serves no other connection
                 data = b""
                 for one in pair:
