@@ -363,8 +363,17 @@ def push(context: ClientContext, key: str, value: str) -> None:
 @click.option("--block/--no-block", default=True, show_default=True, help="Wait for an item if the queue is empty.")
 @client_command
 def pop(context: ClientContext, key: str, block: bool) -> None:
-    """Remove the oldest item of a queue and print it."""
-    context.show("value", context.run(lambda store: store.queue_pop(_bytes(key), block)))
+    """Remove the oldest item of a queue and print it.
+
+    If it cannot be printed, it is pushed back to the end of the queue.
+    """
+    item = context.run(lambda store: store.queue_pop(_bytes(key), block))
+    try:
+        context.show("value", item)
+    except BaseException:
+        if item is not None:
+            context.run(lambda store: store.queue_push(_bytes(key), item))
+        raise
 
 
 @queue.command("len")

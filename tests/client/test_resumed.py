@@ -49,8 +49,9 @@ class Resetter:
         self._stopped = False
         self._refuses = False
         self.mutes = False
-        """Whether nothing is carried from the server but the reply to the handshake."""
+        """Whether what the server sends is dropped, but for the reply to the handshake."""
         self._replied: dict[int, int] = {}
+        """Bytes from the server, by its end's descriptor."""
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -82,9 +83,7 @@ class Resetter:
     def _run(self) -> None:
         while not self._stopped:
             with self._lock:
-                ends = {
-                    fd: pair for fd, pair in self._pairs.items() if pair[0].fileno() == fd and not self._muted(pair)
-                }
+                ends = {fd: pair for fd, pair in self._pairs.items() if pair[0].fileno() == fd}
             if self._refuses:
                 self.listener.close()
             listening = [] if self._refuses else [self.listener.fileno()]
@@ -100,14 +99,6 @@ class Resetter:
                 else:
                     self._carry(fd)
 
-    def _muted(self, pair: tuple[socket.socket, socket.socket]) -> bool:
-        return (
-            self.mutes
-            and pair[1].fileno() >= 0
-            and pair[1].getsockname()[1] == self.port
-            and self._replied.get(pair[0].fileno(), 0) >= _PING_BYTES
-        )
-
     def _accept(self) -> None:
         client, _ = self.listener.accept()
         try:
@@ -119,6 +110,7 @@ class Resetter:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one.settimeout(0.5)
         with self._lock:
+            self._replied.pop(client.fileno(), None)
             self._replied[server.fileno()] = 0
             self._pairs[client.fileno()] = client, server
             self._pairs[server.fileno()] = server, client
@@ -130,9 +122,11 @@ class Resetter:
                 return
             data = b""
             try:
-                data = pair[0].recv(_PING_BYTES if self.mutes else 1 << 16)
-                pair[1].sendall(data)
-                self._replied[fd] = self._replied.get(fd, 0) + len(data)
+                data = pair[0].recv(1 << 16)
+                if not self.mutes or self._replied.get(fd, 0) < _PING_BYTES:
+                    pair[1].sendall(data)
+                if fd in self._replied:
+                    self._replied[fd] += len(data)
             except OSError:  # reset, or one end does not read while this thread serves no other connection
                 data = b""
                 for one in pair:

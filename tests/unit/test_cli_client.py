@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from click.testing import CliRunner
 
-from support import LIMIT, server_of
+from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async.cli import main
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
@@ -102,6 +102,21 @@ def test_full_disk_exits_with_1() -> None:
         1,
         b"Error: cannot write to standard output: No space left on device\n",
     )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_an_item_that_cannot_be_printed_goes_back() -> None:
+    with tcpstore_server() as server:
+        words = ["--url", f"tcp://127.0.0.1:{server.port}"]
+        assert tcpstore("queue", "push", "q", "item", *words).returncode == 0
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, "-m", "tcpstore_async", "queue", "pop", "q", *words]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=LIMIT, check=False)
+        assert (done.returncode, done.stderr) == (
+            1,
+            b"Error: cannot write to standard output: No space left on device\n",
+        )
+        assert tcpstore("queue", "pop", "q", *words).stdout == b"item"
 
 
 def test_timeout_exits_with_3(backend: tuple[str, Run]) -> None:
