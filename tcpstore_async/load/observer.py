@@ -104,7 +104,7 @@ class Observer:
         self._process = -1
         self.opaque = False
         self.count = 0
-        """Requests so far."""
+        """Requests of the job so far."""
         rows.add(now, number, "OPEN", processes.host(address))
 
     def sent(self, chunk: bytes, now: float) -> None:
@@ -114,7 +114,6 @@ class Observer:
             return
         try:
             for command, fields in self._requests.receive(chunk):
-                self.count += 1
                 self._request(command, fields, now)
                 if self.opaque:
                     return
@@ -142,6 +141,7 @@ class Observer:
         if command is _LINK:
             self._session.pending.append(PendingCall(command, 0, 0, ()))
             return
+        self.count += 1
         blocked = self._blocked()
         if blocked is not None:
             if command is _cancel_of(blocked.command) and not blocked.canceled:

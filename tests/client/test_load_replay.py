@@ -25,6 +25,7 @@ import pytest
 from client.fakes import fake_server
 from conformance.frames import get, set_, wait
 from support import LIMIT, RawPeer, free_port, server_of, tcpstore_server
+from tcpstore_async import TCPStore
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import QueueEmptyError, StoreTimeoutError
 from tcpstore_async.load import replay_limits
@@ -605,6 +606,18 @@ def test_two_recorders_do_not_write_one_file(tmp_path: Path) -> None:
     assert status == 0
     assert said.splitlines()[-1] == "recorded 3 requests from 1 connection and 1 process"
     assert read_recording(file).complete
+
+
+def test_requests_that_make_a_connection_a_link_are_not_counted(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    with tcpstore_server() as server, recorder(server.port, file) as proxy:
+        with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            store.set("k", "v" * 2000)
+            for _ in range(3):
+                assert len(store.get("k")) == 2000
+        _, said = proxy.stop()
+    steps = len(read_recording(file).steps)
+    assert said.splitlines()[-1].startswith(f"recorded {steps} requests from 1 connection")
 
 
 def test_the_server_may_start_after_the_clients(tmp_path: Path) -> None:

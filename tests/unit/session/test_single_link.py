@@ -299,7 +299,11 @@ def test_a_client_sends_again_what_was_not_taken() -> None:
     link.note(b"abc", call)
     link.note(b"defg")
     assert link.resume(b'{"status": "resumed", "taken": 2}') == b"cdefg"
+    link.unanswered = 4
+    link.answered(PendingCall(BY_METHOD["check"], 0, 0, ()))
+    assert link.unanswered == 4
     link.answered(call)
+    assert link.unanswered == 0
     link.answered(call)  # a call that is not among them changes nothing
     assert link.resume(b'{"status": "resumed", "taken": 3}') == b"defg"
     assert link.resume(b'{"status": "resumed", "taken": 7}') == b""
