@@ -320,7 +320,7 @@ class SyncConnection:
         except OSError:
             if self.link is None:
                 raise
-            # The interrupted call has got the error of a broken connection before this one, or is about to.
+            # The interrupted call has received the error of the broken connection, or is about to.
 
     def _await_writes(self, deadline: Deadline) -> None:
         if self.frame and sum(self.sent):
@@ -465,15 +465,15 @@ class SyncConnection:
     def _link_opened(self) -> None:
         if self._linking is not None:
             link, call = self._linking
-            self._linking = None
             if link.begun(unpack(call.result)):
                 self.link = link
+            self._linking = None
 
     def counted(self) -> ClientSingleLink:
         """Return the link, after counting what was received last. May be called again for the same."""
         link = self.link
         assert link is not None
-        if self._chunks:
+        if self._chunks and not self._read:
             link.received = self._received + len(self._chunks[0])
         return link
 
@@ -544,7 +544,7 @@ class SyncConnection:
         return True
 
     def interrupted(self, error: BaseException) -> None:
-        """After an interrupt, which may have struck when the kernel's error was there and `mark_down` not called."""
+        """After an interrupt: mark the connection as broken if it struck between the kernel's error and `mark_down`."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, OSError) and is_break(cause):

@@ -28,12 +28,12 @@ _COPIED: Final = 1024
 """Pieces of fewer bytes are copied together: they are acknowledged soon."""
 
 _MANY_PIECES: Final = 2048
-"""Pieces of replies from which on longer ones are, too, so that acknowledging them does not take long."""
+"""With more pieces, longer ones are copied together too: acknowledging them must not take long."""
 
 _COPIED_OF_MANY: Final = 4096
 
 MOST_PIECES: Final = 8192
-"""More are not kept: a link ends that needs more, and its session is its connection's alone."""
+"""A link that would keep more pieces ends. Its session goes on, and ends with the connection."""
 
 
 class _Kept(Holder):
@@ -174,7 +174,7 @@ class SingleLink(Transport):
             kept.evict(error)
 
     def _give_up(self) -> None:
-        """Do without the link: its client acknowledges too little, or an answer is too long."""
+        """End the link: its client acknowledges too little, or a reply has too many pieces."""
         carrier = self.carrier
         if carrier is None:
             self.session.evict(ProtocolError(f"more than {MOST_PIECES} replies are not acknowledged"))

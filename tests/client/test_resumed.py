@@ -429,20 +429,25 @@ store.close()
 """
 
 
-def test_signal_handlers_use_a_store_whose_connections_break(port: int) -> None:
+def _run_while_connections_break(port: int, program: str, seed: int) -> None:
+    """Run a program, which prints a line when its connection is a link and then exits with 0 and without errors."""
     with (
         resetter(port) as proxy,
         subprocess.Popen(
-            [sys.executable, "-c", _HANDLES, str(proxy.port)],
+            [sys.executable, "-c", program, str(proxy.port)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ) as program,
+        ) as process,
     ):  # fmt: skip
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"  # the connection is a link
-        with resets(proxy, 5):
-            _, errors = program.communicate(timeout=LIMIT)
-        assert (program.returncode, errors) == (0, "")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        with resets(proxy, seed):
+            _, errors = process.communicate(timeout=LIMIT)
+        assert (process.returncode, errors) == (0, "")
         assert proxy.resets
+
+
+def test_signal_handlers_use_a_store_whose_connections_break(port: int) -> None:
+    _run_while_connections_break(port, _HANDLES, 5)
 
 
 _RAISES = """
@@ -484,18 +489,7 @@ store.close()
 
 
 def test_signal_handlers_raise_in_calls_whose_connections_break(port: int) -> None:
-    with (
-        resetter(port) as proxy,
-        subprocess.Popen(
-            [sys.executable, "-c", _RAISES, str(proxy.port)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ) as program,
-    ):  # fmt: skip
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
-        with resets(proxy, 6):
-            _, errors = program.communicate(timeout=LIMIT)
-        assert (program.returncode, errors) == (0, "")
+    _run_while_connections_break(port, _RAISES, 6)
 
 
 def test_an_interrupt_that_hides_a_reset(port: int) -> None:
@@ -563,3 +557,15 @@ def test_a_late_reply_to_link_is_taken_by_the_next_call(port: int) -> None:
             call = connection.request(NO_KEY, Deadline(LIMIT))
             connection.read_until(call, Deadline(LIMIT))
             assert call.done
+
+
+def test_what_was_taken_before_the_link_is_not_counted_as_its_replies(port: int) -> None:
+    """An interrupt at the end of a read leaves the reply to LINK there, which the session has taken already."""
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        connection = _connection(store)
+        before = connection.counted().received
+        connection._chunks.append(b"the reply to LINK")
+        connection._read.append([])
+        assert connection.counted().received == before
+        connection._chunks.clear()
+        connection._read.clear()
