@@ -35,6 +35,7 @@ help:
 	@echo "make test-all  all tests, including those with PyTorch and its launchers, killed processes, examples, the benchmark"
 	@echo "make test-exhaustive  more combinations of what test-all covers"
 	@echo "make test-compiled  the tests of what compiling can change, on the compiled build"
+	@echo "make test-page the page in a real browser; installs Debian's Chromium if there is none (as root)"
 	@echo "make check     what has to pass before a merge: lint, test-all, test-compiled"
 	@echo "make coverage  branch coverage of each module, compared with tests/coverage_minimums.json"
 	@echo "make lint      format, lint, types"
@@ -66,6 +67,16 @@ test-exhaustive: .venv/.test .venv/.torch
 .PHONY: test-compiled
 test-compiled: .venv/.test build/compiled/.made
 	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) -m "compiled" $(ARGS)
+
+# make check runs these tests too where there is a Chromium.
+CHROMIUM := /usr/bin/chromium
+
+.PHONY: test-page
+test-page: .venv/.test $(CHROMIUM)
+	TCPSTORE_TEST_BUILD=interpreted $(BIN)/pytest tests/web/test_page.py $(ARGS)
+
+$(CHROMIUM):
+	apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium
 
 # The compiler has a processor while the others are linting and testing.
 .PHONY: check

@@ -35,6 +35,7 @@ builds.use()
 
 from tcpstore_async import Limits, serve  # noqa: E402  (the path comes first)
 from tcpstore_async.serving import build, tune_gc  # noqa: E402
+from tcpstore_async.session.history import History  # noqa: E402
 from tcpstore_async.values import pack  # noqa: E402
 
 MIB = 1 << 20
@@ -122,6 +123,25 @@ def sent_once(make: Callable[[int], bytes], hello: bytes = HELLO) -> Way:
     return fill
 
 
+def left_behind(make: Callable[[int], bytes]) -> Way:
+    """Fill with peers that send some requests each, and leave."""
+
+    def fill(peers: Peers) -> Iterator[None]:
+        at = 0
+        while True:
+            for _ in range(50):
+                with suppress(OSError):
+                    peer = peers.connect()
+                    peers.all.remove(peer)
+                    with peer:
+                        peer.sendall(make(at) + bytes([PING]) + b"1234")
+                        peer.recv(4)
+                at += 1
+            yield
+
+    return fill
+
+
 def not_read(prepare: bytes, make: Callable[[int], bytes]) -> Way:
     """Fill with peers that send requests and do not read the replies."""
 
@@ -180,6 +200,13 @@ WAYS: dict[str, Way] = {
         lambda i: frame(SET, b"new%d" % i, b"") + bytes([LIST_KEYS]),
     ),
     "introductions": sent_once(lambda i: bytes([INTRODUCE]) + number(90) + INTRODUCTION),
+    "counters of barriers": stored(lambda i: bytes([ADD]) + pack(b"%d/num_members" % i) + number(1)),
+    "many who come to barriers": sent_once(
+        lambda i: b"".join(bytes([ADD]) + pack(b"%d/num_members" % j) + number(1) for j in range(20))
+    ),
+    "keys of peers that have left": left_behind(
+        lambda i: bytes([INTRODUCE]) + number(90) + INTRODUCTION + frame(SET, b"%d" % i, b"")
+    ),
     "connections": sent_once(lambda i: b"\x0d1234"),
     "connections without VALIDATE": sent_once(lambda i: b"", b""),
 }  # fmt: skip
@@ -218,6 +245,8 @@ async def server(budget: int, backend: str) -> None:
     ended = asyncio.Event()
     async with serve(limits=Limits(budget_bytes=budget, validate_seconds=600), backend=backend) as served:
         engine = served.engine
+        if engine.history is None:
+            engine.observe(History(engine))  # as for an admin socket
 
         def report() -> None:
             if not sys.stdin.readline():

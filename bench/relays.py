@@ -1,11 +1,17 @@
-"""What relays save and cost: `python -m bench.relays [--ranks 98304] [--rounds 2] [PART …]`.
+"""Measure what relays save and what they cost.
 
-Parts: `many`, all ranks over real sockets, held at once, behind six links and behind links of eight ranks, beside
-PyTorch's libuv server at the most ranks that it can hold; `ratios`, our server with and without links of eight ranks;
-`processes`, real relay processes of 64 and of 8 ranks, one request of each rank outstanding; `latency`, one client;
-`fairness`, two relays of 500 ranks beside a rank that reads nothing and one that sends without end.
-Must not know how a relay works.
-Invariant: what is compared alternates in one run; CPU is the server's alone, the relays' is told apart.
+    python -m bench.relays                     all parts
+    python -m bench.relays latency fairness    these parts
+
+* many:      connects all ranks over real sockets at once, behind six links and behind links of eight ranks each, and
+             compares that with PyTorch's libuv server at the most ranks that it can hold;
+* ratios:    compares our server with and without links of eight ranks;
+* processes: compares relay processes of 64 and of 8 ranks with none, each rank with one request outstanding;
+* latency:   measures one client, with and without a relay;
+* fairness:  measures 1,000 ranks behind two relays, alone, and beside a rank that reads nothing and one that never
+             stops sending.
+
+What is compared alternates in one run. CPU time is the server's; that of the relays is shown separately.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ if __name__ == "__main__":
 from bench.in_memory import BARRIERS
 from bench.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
 from bench.workloads import SECONDS, WINDOW, Connection, Measured, TestBed, generators
+from tcpstore_async.errors import counted
 from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
 from tcpstore_async.load.workers import OpenLoop, worker_pool
 from tcpstore_async.serving import build
@@ -101,7 +108,7 @@ def per_rank(part: str, found: Measured, ranks: int) -> float:
 
 def many(host: Host, ranks: int, rounds: int) -> None:
     print(f"\n# {ranks:,} ranks over real sockets, held at once; libuv with {LARGEST_DIRECT:,}\n")
-    six = Way(f"{-(-ranks // ONE_LINK)} links", "uvloop", 0, ONE_LINK)
+    six = Way(counted(-(-ranks // ONE_LINK), "link"), "uvloop", 0, ONE_LINK)
     eight = Way(f"{ranks // RANKS_PER_LINK:,} links of {RANKS_PER_LINK}", "uvloop", RANKS_PER_LINK)
     libuv, ours = Way("libuv, direct", "libuv"), Way("ours, direct", "uvloop")
     print("| round | | ranks | | wall | server CPU per rank | × libuv | relays' CPU per rank | resident per rank |")
@@ -259,18 +266,33 @@ def _note(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.relays", description=__doc__)
-    parser.add_argument("part", nargs="*", choices=[[], *PARTS], help="all, if none is named")
-    parser.add_argument("--ranks", type=int, default=98_304, help="of `many`")
-    parser.add_argument("--rounds", type=int, default=2, help="of `many`; the others have at least five")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.relays", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=98_304,
+        help=f"ranks in `many`; `ratios` has at most {ONE_LINK:,} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="rounds of `many`; the other parts have at least five (default: %(default)s)",
+    )
     parsed = parser.parse_args(arguments)
+    for part in parsed.part:
+        if part not in PARTS:
+            parser.error(f"argument PART: invalid choice: {part!r} (choose from {', '.join(PARTS)})")
     parts = parsed.part or PARTS
     print(f"{build()} build")
     with hosting("libuv") as host:
         if "many" in parts:
             many(host, parsed.ranks, parsed.rounds)
         if "ratios" in parts:
-            ratios(host, min(parsed.ranks, 16_384), max(5, parsed.rounds))
+            ratios(host, min(parsed.ranks, ONE_LINK), max(5, parsed.rounds))
         if "processes" in parts:
             processes(host, 1024, max(5, parsed.rounds))
         if "latency" in parts:

@@ -33,12 +33,16 @@ from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import MAX_LEASES
 from tcpstore_async.limits import Limits
 from tcpstore_async.server.backends import LINK_GRACE
+from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import build
 from tcpstore_async.session.link_client import ClientLink, Stream
 from tcpstore_async.session.link_registry import LinkRegistry
+from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import PORTION, Engine, ServerSession, Transport
 from tcpstore_async.session.single_link import MOST_PIECES, SingleLink
+from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.values import pack
+from tcpstore_async.wire.codecs import MAX_TOKEN
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, MAGIC
 
 KEYS_PER_REQUEST = 131_072
@@ -80,6 +84,10 @@ class Loop:
         self.sink = os.open(os.devnull, os.O_WRONLY)
         self.peer = self.connect()
         self.other = self.connect()
+
+    def observe(self) -> None:
+        """Let the server have an admin socket."""
+        self.engine.observe(History(self.engine))
 
     def connect(self) -> ServerSession:
         session = ServerSession(self.engine, self, "::1", 1, 0.0)
@@ -188,6 +196,42 @@ def sending(request: bytes, *before: bytes) -> Case:
     return case
 
 
+def authenticated(loop: Loop) -> None:
+    keys = TokenKeys([(f"k{number}", b"a secret") for number in range(64)])
+    loop.engine.authenticate = lambda token: keys.check(token, 0.0)
+    loop.send(frame("auth", pack(b"x" * MAX_TOKEN)))
+
+
+def let_in(loop: Loop) -> None:
+    """Create a store for which all others wait."""
+    NamedStores(loop.engine, "")
+    for _ in range(WAITERS):
+        session = loop.connect()
+        session.receive(ENTER)
+        session.receive(b"")
+    loop.send(OWN)
+
+
+def end_store(loop: Loop) -> None:
+    """End a store in which all others are, and close their connections."""
+    named = NamedStores(loop.engine, "")
+    loop.prepare(OWN)
+    for _ in range(WAITERS):
+        session = loop.connect()
+        session.receive(ENTER)
+        session.receive(b"")
+    store = named.stores["a"]
+    loop.send(frame("end_store"))
+    named.close(store)
+    while loop.engine.keyspace.work:
+        loop.step(loop.engine.keyspace.step)
+        evicted = list(loop.engine.evicted)
+        loop.engine.evicted.clear()
+        for session in evicted:
+            loop.step(session.leave)
+        loop.engine.pending_flush.clear()
+
+
 def on_large(*requests: bytes) -> Case:
     def case(loop: Loop) -> None:
         loop.grow(b"/big")
@@ -266,6 +310,37 @@ def passed_over(loop: Loop) -> None:
     """Push an item for which everyone waits, but nobody can take it: each waits for another key, too."""
     loop.park(frame("wait", [b"/q", b"/other"]))
     loop.send(frame("queue_push", b"/q", pack(b"")))
+
+
+def near_misses(loop: Loop) -> None:
+    """Ask for 1,000 keys; 800,000 exist, the newest ones of which have the same text, the same end or similar texts."""
+    loop.observe()
+    loop.fill(names(STORED_KEYS - 45_000))
+    loop.fill([b"/job/%d/%d/rank" % (number, number) for number in range(15_000)])
+    loop.fill([b"/jab/%s/%d/rink" % (_letters(number), number) for number in range(15_000)])
+    loop.fill([b"/x%s/%d/rank_99999999" % (_letters(number), number) for number in range(15_000)])
+    loop.send(frame("missing", [(b"/job/99999999/99999999/rank_%d" % number, pack(b"")) for number in range(4)]))
+    for at in range(0, 1000, 4):
+        others = [b"/job/99999999/%d/rank" % (99_999_999 + number) for number in range(at, at + 4)]
+        loop.send(frame("missing", [(key, pack(b"")) for key in [*others, *names(996)]]))
+
+
+def _letters(number: int) -> bytes:
+    return bytes(97 + number // 26**place % 26 for place in range(4))
+
+
+def missing_ranks(loop: Loop) -> None:
+    """Ask who is missing from a barrier of 100,000 that half have entered."""
+    loop.observe()
+    for rank in range(WAITERS):
+        peer = loop.connect()
+        about = [(b"rank", pack(b"%d" % rank)), (b"world_size", pack(b"%d" % WAITERS))]
+        peer.receive(frame("introduce", about) + frame("join", b"init/", pack(b"%d" % rank)))
+        if rank % 2:
+            peer.receive(frame("barrier", b"/b", WAITERS))
+    gc.collect()
+    gc.freeze()
+    loop.send(frame("missing", [(b"/b", pack(b"%d" % WAITERS))]))
 
 
 def listed(request: bytes) -> Case:
@@ -401,6 +476,8 @@ def acknowledged(loop: Loop) -> None:
     loop.send(frame("taken", link.sent), session)
 
 
+ENTER = frame("enter", [(b"name", pack(b"a"))])
+OWN = frame("enter", [(b"name", pack(b"a")), (b"owner", pack(b"o"))])
 WAIT, FETCH, COUNT = frame("wait", [b"/k"]), frame("fetch", b"/k"), frame("wait_count", b"/k", 1)
 LATER = frame("lease_later", b"/k", 1)
 V = pack(b"7")
@@ -497,6 +574,10 @@ CASES: dict[str, dict[str, Case]] = {
     "RETURN": {"one of 4,096": leased(frame("give_back", 1))},
     "LINK": {"16,384 sessions add, each for itself": link_sessions(False), "the same at once": link_sessions(True)},
     "TAKEN": {"of 8,192 pieces": acknowledged},
+    "AUTH": {"the longest token, 64 keys": authenticated},
+    "MISSING": {"keys near 800,000": near_misses, "50,000 of 100,000 ranks": missing_ranks},
+    "ENTER": {"lets 100,000 in": let_in},
+    "END_STORE": {"100,000 are in the store": end_store},
     "JOIN": {"100,000, and their counter is deleted": delete_joined},
     "LEAVE": {"": sending(frame("join", b"init/", pack(b"t")) + frame("depart"))},
     "MEET": {

@@ -11,6 +11,7 @@ from .version import VERSION as __version__
 if TYPE_CHECKING:
     from .client.aio import AsyncTCPStore
     from .errors import (
+        AccessDeniedError,
         DistError,
         DistNetworkError,
         DistStoreError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .stores.tcp import TCPStore
 
 __all__ = [
+    "AccessDeniedError",
     "AsyncTCPStore",
     "DistError",
     "DistNetworkError",

@@ -12,7 +12,7 @@ from functools import partial
 from struct import Struct
 from typing import Final
 
-from .errors import ProtocolError
+from .errors import ProtocolError, counted
 from .incremental import DeferredWork, UnparkFirst
 from .rounds import AGENT_BYTES, CLOSED, LAST_CALL, ROUNDS_BYTES, Agent, Answer, Due, Rounds, Status
 from .shared_requests import SharedRequests
@@ -59,7 +59,9 @@ class AgentRegistry(SharedRequests):
         """
         self._require_idle(waiter)
         if not 1 <= least <= most or not PREFIX < len(name) <= _MAX_NAME:
-            raise ProtocolError(f"MEET for {least} to {most} agents, with a name of {len(name) - PREFIX} bytes")
+            raise ProtocolError(
+                f"MEET for {least} to {most} agents, with a name of {counted(len(name) - PREFIX, 'byte')}"
+            )
         if self._needs_steps(waiter):
             self.incremental = UnparkFirst(self, waiter, partial(self.meet, waiter, key, name, least, most, left))
             return None
@@ -92,7 +94,7 @@ class AgentRegistry(SharedRequests):
         """
         if not LOOK <= action <= LEAVE or (action == BEAT and number < 1) or len(name) > _MAX_NAME:
             raise ProtocolError(
-                f"ATTEND: action {action}, argument {number}, with a name of {len(name) - PREFIX} bytes"
+                f"ATTEND: action {action}, argument {number}, with a name of {counted(len(name) - PREFIX, 'byte')}"
             )
         agent, rounds = self._find(key, name)
         if rounds is None:

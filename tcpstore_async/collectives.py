@@ -71,8 +71,8 @@ def store_based_barrier(
                     f"timeout={timedelta(seconds=deadline.timeout)} error={error})"
                 ) from None
             log.info(
-                "rank %d: %d of %d ranks have joined barrier %s after %.0f s",
-                rank, joined, world_size, key, deadline.spent(),
+                "rank %d: barrier %s has %d of %d ranks after %.0f s",
+                rank, key, joined, world_size, deadline.spent(),
             )  # fmt: skip
 
 

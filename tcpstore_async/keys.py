@@ -41,6 +41,34 @@ def caller_keys(keys: list[bytes]) -> list[bytes]:
     return [key[1:] for key in keys if key.startswith(b"/")]
 
 
+def caller_key(key: str) -> str:
+    """Return a stored key, decoded, as callers know it; one of the store's own as it is."""
+    return key.removeprefix("/")
+
+
+_NAMED: Final = 4
+"""Keys that are named of a longer list."""
+
+
+def describe_wait(kind: str, keys: list[str], more: int = 0, target: int = 0) -> str:
+    """Return what a peer does that waits: for `keys`, a `value`, `item`, `number`, `barrier`, `round` or `store`.
+
+    `keys` are stored ones, decoded; `more` are not listed. `target` is the number that is awaited.
+    """
+    names = list(map(caller_key, keys[:_NAMED]))
+    if kind == "barrier":
+        return f"waits in barrier {names[0]}"
+    if kind == "round":
+        return "waits for a round of agents"
+    if kind == "store":
+        return f"waits for the store {names[0]}"
+    if kind == "number":
+        return f"waits until {names[0]} is {target}"
+    more += len(keys) - len(names)
+    named = ", ".join(names) + (f" and {more} more" if more > 0 else "")
+    return f"waits for {'an item of ' if kind == 'item' else ''}{named or 'keys'}"
+
+
 def decode_keys(keys: list[bytes]) -> list[str]:
     """Decode keys as UTF-8. Raises UnicodeDecodeError."""
     return [key.decode() for key in keys]

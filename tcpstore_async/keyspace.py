@@ -590,6 +590,7 @@ class Keyspace(JoinRegistry):
                 self.counter_changed(counter)
             self.park(waiter, [key])
             waiter.barrier = key
+            waiter.number = world_size
             return False
         if key in self.waiters:
             self._wake_all(key)

@@ -2,7 +2,7 @@
 
 Checked: `keys` here, `key_bytes`, `value_bytes` and `request_bytes` in `wire/codecs.py`, `budget_bytes` in
 `session/budget.py`, `unsent_high_water` in `session/server.py`, `links` in `session/link_registry.py`, `sessions` in
-`session/link_server.py`, `connections` and `validate_seconds` in `server/`.
+`session/link_server.py`, `connections`, `validate_seconds` and `audit_lines` in `server/`.
 
 A `Limits` is immutable. No well-behaved job reaches the defaults; the first three are those of PyTorch's libuv server.
 """
@@ -51,6 +51,10 @@ class Limits:
 
     validate_seconds: int = 30
     """Seconds within which a new connection must send VALIDATE; 0 means no limit."""
+
+    audit_lines: int = 100
+    """Refused actions in a second that have a line of the audit log each; others are counted there. 0 means no
+    limit."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for limits that contradict each other."""

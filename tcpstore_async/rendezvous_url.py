@@ -1,4 +1,4 @@
-"""Rendezvous by URL: tcp://, env://, file:// and registered schemes give a store, a rank and a world size.
+"""Rendezvous by URL: tcp://, tcps://, env://, file:// and registered schemes give a store, a rank and a world size.
 
 Invariant: a URL and an environment mean what they mean in PyTorch, errors included; extensions are opt-in by variables
 and parameters of their own (TCPSTORE_JOIN, `join`). This module must not know how stores work.
@@ -39,10 +39,16 @@ class Place(NamedTuple):
     use_libuv: bool
     prefix: str
     """Prefix of every key on a server that is already running; empty if rank 0 hosts one."""
+    tls: bool | None = None
+    """Whether to use TLS; None leaves it to TCPSTORE_TLS."""
 
     def hosts(self) -> bool:
         """Whether this process should host the server."""
-        return self.rank == 0 and not self.prefix and not _is_agent_address(self.host, self.port)
+        return self.rank == 0 and not self.prefix and not self.agent_hosts()
+
+    def agent_hosts(self) -> bool:
+        """Whether torchrun's agent hosts the server."""
+        return _is_agent_address(self.host, self.port)
 
 
 class FilePlace(NamedTuple):
@@ -96,7 +102,10 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 
 def read_tcp(url: str) -> Place:
-    """Parse tcp://HOST:PORT?rank=R&world_size=N, optionally with use_libuv=0|1 and join=0|1. Raises ValueError."""
+    """Parse tcp://HOST:PORT?rank=R&world_size=N, optionally with use_libuv=0|1 and join=0|1. Raises ValueError.
+
+    tcps:// is the same with TLS.
+    """
     parts = urlparse(url)
     if parts.port is None:
         raise _error("tcp", "port number missing")
@@ -104,7 +113,8 @@ def read_tcp(url: str) -> Place:
     rank, world_size = _ranks(query, "tcp")
     if parts.hostname is None:
         raise AssertionError("hostname cannot be None")
-    return _place(parts.hostname, parts.port, rank, world_size, query)
+    place = _place(parts.hostname, parts.port, rank, world_size, query)
+    return place._replace(tls=True) if parts.scheme == "tcps" else place
 
 
 def read_env(url: str) -> Place:
@@ -232,7 +242,7 @@ def _attempt() -> str:
 def open_store(place: Place, timeout: Timeout) -> Store:
     """Open the store of a place; rank 0 hosts the server unless torchrun's agent does or one is joined."""
     if place.prefix:
-        joined = TCPStore(place.host, place.port, timeout=timeout, use_libuv=place.use_libuv)
+        joined = TCPStore(place.host, place.port, timeout=timeout, use_libuv=place.use_libuv, tls=place.tls, server="")
         return PrefixStore(place.prefix, joined, owns=True)
     return TCPStore(
         place.host,
@@ -242,6 +252,7 @@ def open_store(place: Place, timeout: Timeout) -> Store:
         timeout,
         multi_tenant=True,
         use_libuv=place.use_libuv,
+        tls=place.tls,
     )
 
 
@@ -252,9 +263,10 @@ def _open_file(place: FilePlace, timeout: Timeout) -> FileStore:
 def make_handlers(
     open_store: Callable[[Place, Timeout], S], open_file: Callable[[FilePlace, Timeout], S]
 ) -> dict[str, Callable[..., Iterator[tuple[S, int, int]]]]:
-    """Return handlers of tcp://, env:// and file:// URLs, by scheme, whose stores these functions open."""
+    """Return handlers of tcp://, tcps://, env:// and file:// URLs, by scheme, whose stores these functions open."""
     return {
         "tcp": _handler(read_tcp, open_store, "re-rendezvous using tcp://"),
+        "tcps": _handler(read_tcp, open_store, "re-rendezvous using tcps://"),
         "env": _handler(read_env, open_store, "re-rendezvous using env://"),
         "file": _handler(read_file, open_file, "rerendezvous using file://"),
     }

@@ -6,23 +6,42 @@ Invariant: when `serve`, `run` or `serve_owner` ends, in whatever way, the port 
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from .errors import DistNetworkError, counted
 from .limits import Limits
+from .server.admin import admin_socket
 from .server.backends import DEFAULT_BACKEND, DEFAULT_GRACE, server_class
 from .server.fork_safety import close_on_fork, closed_in_children
-from .server.listen_socket import adopt, listen, log_short_backlog, prepare, raise_file_limit
+from .server.linger import Linger
+from .server.listen_socket import (
+    adopt,
+    format_address,
+    listen,
+    log_short_backlog,
+    prepare,
+    raise_file_limit,
+    warn_if_exposed,
+)
 from .server.process.child import Owner, announce_end, ignore_signals, log_to_owner
 from .server.process.protocol import Event
+from .server.systemd import activated_fd, supervised
 from .session.identity import build as build
+from .tokens import HostTokens, SharedTokens, TokenFiles
 
 if TYPE_CHECKING:
     from .server.base import Server
+    from .server.tls import ServerTls
+    from .web.process import HttpOptions
+
+log = logging.getLogger("tcpstore_async.server")
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
@@ -40,22 +59,41 @@ async def serve(
     listener: socket.socket | None = None,
     limits: Limits | None = None,
     backend: str = DEFAULT_BACKEND,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    tls_ca: str | None = None,
+    tokens: TokenFiles | SharedTokens | None = None,
+    require_auth: str = "",
+    admin: str | None = "",
 ) -> "AsyncIterator[Server]":
     """Run a server on the running loop for as long as the context lasts; `.port` is its port.
 
     It listens on exactly `host`; port 0 lets the kernel choose. `listener`, a TCP socket that is bound or listening,
     takes their place; it is closed at the end. `backend` is `uv` or `threaded`. A forked child holds nothing of the
-    server. Raises DistNetworkError if the address cannot be had.
+    server.
+
+    With `tls_cert` and `tls_key`, files in PEM format, it serves peers that use TLS 1.3 beside those that do not; with
+    `tls_ca`, those that use TLS must have a certificate of one of these CAs. `.tls.reload()` loads the files again.
+    `tokens` checks the tokens of clients. `require_auth` says who must have one, or such a certificate: nobody (empty),
+    connections from other hosts (`remote`), or `all`. `admin` is the path of the admin socket, None for the one that
+    `tcpstore who` finds by the port, empty for none; `.admin` is its path.
+
+    Raises DistNetworkError if the address or the admin socket cannot be had, or a file cannot be used, and ValueError
+    for a certificate without a key or the reverse.
     """
     make = server_class(backend)
+    tls = _server_tls(tls_cert, tls_key, tls_ca)
     pid = os.getpid()
     with close_on_fork(listener if listener is not None else listen(host, port)) as listening:
         prepare(listening)
-        server = make(listening, limits or Limits())
+        server = make(listening, limits or Limits(), tls=tls)
+        server.engine.authenticate = None if tokens is None else tokens.authenticate
+        server.engine.require_auth = require_auth
         with closed_in_children(server):
             try:
                 server.start()
-                yield server
+                async with admin_socket(server, admin):
+                    yield server
             finally:
                 if os.getpid() == pid:
                     if listener is None:  # a child that was forked just now may not have closed its copy yet
@@ -73,22 +111,119 @@ async def run(
     limits: Limits,
     grace: float,
     link_grace: float,
+    admin: str | None = None,
+    http: "HttpOptions | None" = None,
     ready: "Callable[[Server], None]",
+    tokens: TokenFiles | None = None,
+    require_auth: str = "",
+    linger: float | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    tls_ca: str | None = None,
 ) -> None:
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 
-    The sessions of a link whose connection breaks are kept for `link_grace` seconds. `ready` is called once the server
-    accepts connections. Raises DistNetworkError if the address, or the socket `fd`, cannot be had.
+    The sessions of a link whose connection breaks are kept for `link_grace` seconds. `admin` is the path of the admin
+    socket: None for the usual one, empty for none. `http` has a process of its own answer over HTTP what goes on in the
+    server. `ready` is called once the server accepts connections. For the other
+    arguments see `serve`: SIGHUP has the files of `tokens`, and those of certificates, read again. With `linger`, the
+    server also ends when it has been used and then had no client for so many seconds. A socket that systemd has passed
+    takes the place of the address. Raises DistNetworkError if the address, the socket `fd` or the admin socket cannot
+    be had.
     """
     raise_file_limit()
+    fd = activated_fd() if fd is None else fd
     listener = listen(host, port) if fd is None else adopt(fd)
     log_short_backlog()
+    warn_if_exposed(listener, has_tls=tls_cert is not None, requires_auth=bool(require_auth))
     signals = watch_signals()
-    async with serve(listener=listener, limits=limits, backend=backend) as server:
+    async with (
+        serve(
+            listener=listener,
+            limits=limits,
+            backend=backend,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+            tokens=tokens,
+            require_auth=require_auth,
+            admin=admin,
+        ) as server,
+        _http_process(server, http),
+    ):
         tune_gc()
         server.links.grace = link_grace
+        reloads: list[Callable[[], object]] = [] if server.tls is None else [server.tls.reload]
+        if tokens is not None:
+            reloads.append(lambda: _reload_tokens(server, tokens))
+        if reloads:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_all, reloads)
         ready(server)
-        await drain_when_told(signals, server.drain(grace))
+        where = format_address(server.host, server.port)
+        async with supervised(lambda: f"listening on {where}, {counted(_clients(server), 'client')}") as manager:
+            ending = None if linger is None else asyncio.ensure_future(_end_when_unused(server, linger, signals))
+            try:
+                await drain_when_told(signals, server.drain(grace), manager.stopping)
+            finally:
+                if ending is not None:
+                    ending.cancel()
+
+
+def _http_process(server: "Server", options: "HttpOptions | None") -> AbstractAsyncContextManager[None]:
+    if options is None:
+        return nullcontext()
+    if not server.admin:
+        raise DistNetworkError("cannot serve the status page over HTTP: the server has no admin socket")
+    from .web.process import http_process  # not for the other servers
+
+    return http_process(server.admin, options)
+
+
+def _clients(server: "Server") -> int:
+    with server.lock:
+        return server.links.clients(server.count)
+
+
+async def _end_when_unused(server: "Server", seconds: float, signals: "asyncio.Queue[signal.Signals]") -> None:
+    """Act as if told to end by SIGTERM once all clients have left, for so long, a server that they have used."""
+    linger = Linger(seconds)
+    while not linger.is_over(time.monotonic(), _clients(server), _has_been_used(server)):
+        await asyncio.sleep(linger.poll_seconds())
+    log.info("ending: the last client left %g s ago", seconds)
+    signals.put_nowait(signal.SIGTERM)
+
+
+def _has_been_used(server: "Server") -> bool:
+    keyspace = server.engine.keyspace
+    return keyspace.changes > 0 or len(keyspace.rounds) > 0 or server.named.created > 0
+
+
+def reload_all(reloads: list[Callable[[], object]]) -> None:
+    """Read files again. One that cannot be read is logged; what it said before goes on to count."""
+    for reload in reloads:
+        try:
+            reload()
+        except (OSError, ValueError) as error:
+            log.error("cannot reload, going on as before: %s", error)
+
+
+def _reload_tokens(server: "Server", tokens: TokenFiles) -> None:
+    """Read the keys and the ids of revoked tokens again. Raises OSError and ValueError."""
+    ended = tokens.reload()
+    with server.lock:
+        server.note_admin("SIGHUP", f"SIGHUP: reloaded {tokens.describe()}")
+    server.close_invalid(ended)
+
+
+def _server_tls(cert: str | None, key: str | None, ca: str | None) -> "ServerTls | None":
+    if not cert and not key and not ca:
+        return None
+    if not cert or not key:
+        raise ValueError("TLS needs a certificate and its key: give both tls_cert and tls_key")
+    from .secret_files import TlsFiles
+    from .server.tls import ServerTls
+
+    return ServerTls(TlsFiles(ca or "", cert, key))
 
 
 def watch_signals() -> "asyncio.Queue[signal.Signals]":
@@ -100,15 +235,19 @@ def watch_signals() -> "asyncio.Queue[signal.Signals]":
     return signals
 
 
-async def drain_when_told(signals: "asyncio.Queue[signal.Signals]", drain: Coroutine[Any, Any, None]) -> None:
-    """Wait for a signal; after SIGTERM, for the end of `drain` or for another signal."""
-    if await signals.get() is not signal.SIGTERM:
+async def drain_when_told(
+    signals: "asyncio.Queue[signal.Signals]", drain: Coroutine[Any, Any, None], stopping: Callable[[], None]
+) -> None:
+    """Wait for a signal and call `stopping`; after SIGTERM, wait for the end of `drain` or for another signal."""
+    number = await signals.get()
+    stopping()
+    if number is not signal.SIGTERM:
         drain.close()
         return
     draining = asyncio.ensure_future(drain)
-    stopping = asyncio.ensure_future(signals.get())
-    await asyncio.wait([draining, stopping], return_when=asyncio.FIRST_COMPLETED)
-    for task in (draining, stopping):
+    told_again = asyncio.ensure_future(signals.get())
+    await asyncio.wait([draining, told_again], return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, told_again):
         task.cancel()
 
 
@@ -134,17 +273,20 @@ def serve_owner(
     backend: str = DEFAULT_BACKEND,
     limits: Limits | None = None,
     grace: float = DEFAULT_GRACE,
+    tls: tuple[str, ...] = (),
+    tokens: HostTokens | None = None,
 ) -> None:
     """Be the server process of `owner_pid`, on the socket `listen_fd`, until that process stops it or ends.
 
     That process is the parent, unless `pidfd` is a descriptor of it, or -1. `control_fd` is a socket for commands and
-    events, and `log_fd`, if given, one for the log; see `server/process/protocol.py`. Raises what keeps the server from
-    starting, after it has been reported.
+    events, and `log_fd`, if given, one for the log; see `server/process/protocol.py`. `tls` are the fields of
+    `TlsFiles`, and `tokens` says whom it lets in. Raises what keeps the server from starting, after it has been
+    reported.
     """
     ignore_signals()
     if log_fd is not None:
         log_to_owner(log_fd)
-    run_loop(_serve_owner(listen_fd, owner_pid, control_fd, pidfd, backend, limits, grace))
+    run_loop(_serve_owner(listen_fd, owner_pid, control_fd, pidfd, backend, limits, grace, tls, tokens))
     if log_fd is not None:
         announce_end(log_fd)
 
@@ -157,11 +299,24 @@ async def _serve_owner(
     backend: str,
     limits: Limits | None,
     grace: float,
+    tls: tuple[str, ...],
+    tokens: HostTokens | None,
 ) -> None:
+    ca, cert, key = tls or ("", "", "")
     with closing(Owner(owner_pid, control_fd, pidfd)) as owner:
         try:
             raise_file_limit()
-            async with serve(listener=adopt(listen_fd), limits=limits, backend=backend) as server:
+            async with serve(
+                listener=adopt(listen_fd),
+                limits=limits,
+                backend=backend,
+                tls_cert=cert,
+                tls_key=key,
+                tls_ca=ca,
+                tokens=None if tokens is None else tokens.checker(),
+                require_auth="" if tokens is None else tokens.require_auth,
+                admin=None,
+            ) as server:
                 tune_gc()
                 ready = Event("ready", server.port, os.getpid(), backend, max_connections=server.max_connections)
                 owner.report_ready(ready)

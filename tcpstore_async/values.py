@@ -148,6 +148,11 @@ def size(value: StoredValue) -> int:
     return len(value)
 
 
+def read_length(value: StoredValue) -> int:
+    """Return how many bytes a client reads."""
+    return len(str(value)) if isinstance(value, int) else size(value) - PREFIX
+
+
 _NUMBER: Final = re.compile(rb"[ \t\n\v\f\r]*([+-]?)0*([0-9]{0,20})")
 _ZERO: Final = re.compile(rb"[ \t\n\v\f\r]*[+-]?0")
 _SMALL: Final = 2**61

@@ -35,6 +35,8 @@ AWAITING_NUMBER: Final = 4
 """WAIT_COUNT: it fires once the counter that is its `group` reaches `number`."""
 AWAITING_ROUND: Final = 5
 """MEET: it fires with the answer to its agent, and has no registration."""
+AWAITING_STORE: Final = 6
+"""ENTER: it fires when the store named `awaited` is there, and has no registration."""
 
 
 class Handoff:
@@ -55,11 +57,11 @@ class Waiter:
         self.parked: KeySet | None = None
         """Keys under which it is registered, stale registrations included."""
         self.awaited: bytes = b""
-        """The key to fetch, or the queue to lease from, in these two states."""
+        """The key to fetch, the queue to lease from, or the store to enter, in these three states."""
         self.group: Group | None = None
         """The group that it waits in: a `Counter` in the state AWAITING_NUMBER, a `SharedWait` in AWAITING_KEYS."""
         self.number: int = 0
-        """The target that the counter has to reach, or the ticket for the awaited item."""
+        """The target that the counter has to reach, the size of the barrier, or the ticket for the awaited item."""
         self.barrier: bytes | None = None
         """The barrier that it is in: a queue of the same name must not hand an item on to it."""
         self.handoff: Handoff | None = None
@@ -67,7 +69,7 @@ class Waiter:
         self.leases: dict[int, tuple[bytes, Framed]] | None = None
         """By ticket, oldest first: queue and item of each pop that it has not confirmed."""
         self.joined: tuple[bytes, bytes] | None = None
-        """The counter of ranks that it has joined, and the token of the rank that it represents."""
+        """The counter of ranks that it has joined, and the token of the rank that it represents, if it has one."""
         self.weight: int = 0
         """Bytes counted for its registrations."""
 

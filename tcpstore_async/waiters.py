@@ -154,6 +154,14 @@ class WaiterRegistry:
         self.parked += amount
         self.size += amount
 
+    def hold(self, waiter: Waiter, size: int) -> None:
+        """Count bytes that are held for a waiter elsewhere. Raises LimitError."""
+        self._grow(size)
+        self._weigh(waiter, size)
+
+    def hold_less(self, waiter: Waiter, size: int) -> None:
+        self._weigh(waiter, -size)
+
     # Registering
 
     def park(self, waiter: Waiter, keys: list[bytes]) -> None:

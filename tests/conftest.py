@@ -38,20 +38,32 @@ QUICK = ("unit", "conformance", "properties", "fuzz", "contract")
 """Folders that come first: bytes and meaning, mostly in memory."""
 
 LONGEST = (
-    *("pytorch", "interop", "faults", "client", "relay", "server", "test_install.py", "simulation", "bench"),
+    *(
+        "pytorch",
+        "interop",
+        "faults",
+        "client",
+        "relay",
+        "server",
+        "web",
+        "tls",
+        "test_install.py",
+        "simulation",
+        "bench",
+    ),
     *("test_demo.py", "test_builds.py"),
 )
 """What comes next, the longest files first: at the end one of them would keep one processor busy."""
 
 SLOW = (
-    *("pytorch", "interop", "bench", "faults"),
+    *("pytorch", "interop", "bench", "faults", "web/test_page.py", "web/test_processes.py"),
     *("unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
     *("client/test_joins.py", "client/test_load.py", "client/test_load_replay.py", "client/test_master.py"),
-    "client/test_signals.py",
+    *("client/test_signals.py", "unit/test_cli_doctor.py", "unit/test_cli_look.py", "unit/test_cli_top.py"),
     *("relay/test_conformance.py", "relay/test_without_links.py"),
     *("server/test_server_process.py", "server/test_server_forks.py", "server/test_server_master.py"),
     *("server/test_server_log.py", "server/test_server_threaded.py", "simulation/test_proxied.py"),
-    *("test_builds.py", "test_demo.py", "test_examples.py", "test_install.py", "test_tutorial.py"),
+    *("test_builds.py", "test_demo.py", "test_deploy.py", "test_examples.py", "test_install.py", "test_tutorial.py"),
 )
 """Folders and files that start many processes, import PyTorch, or wait for long."""
 
@@ -74,6 +86,7 @@ COMPILED = (
     "contract",
     "client",
     "server",
+    "tls",
     "relay",
     "simulation",
     "faults",
@@ -85,7 +98,10 @@ NOT_COMPILED = (
     *("contract/test_table.py", "faults/test_fault_file_store.py", "faults/test_fault_owner.py"),
     *("faults/test_fault_process.py", "client/test_connecting.py", "client/test_master.py"),
     *("server/test_server_process.py", "server/test_server_master.py", "simulation/test_proxied.py"),
-    "relay/test_without_links.py",
+    *("server/test_server_log.py", "server/test_server_log_handlers.py", "server/test_server_listening.py"),
+    *("server/test_server_port_holder.py", "server/test_server_systemd.py"),
+    *("relay/test_without_links.py", "unit/test_cli_doctor.py", "unit/test_doctor.py", "unit/test_cli_look.py"),
+    *("unit/test_cli_top.py", "unit/web"),
 )
 """Of these folders, what tries code that is never compiled, or processes."""
 
@@ -97,7 +113,15 @@ MEASURED = (
         "client/test_master.py",
         "server/test_server_master.py",
     ),
-    *("interop", "unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
+    *(
+        "web/test_processes.py",
+        "interop",
+        "unit/test_cli.py",
+        "unit/test_cli_bench.py",
+        "unit/test_cli_client.py",
+        "unit/test_cli_output.py",
+    ),
+    *("unit/test_cli_look.py", "unit/test_cli_top.py"),
 )
 """Of the slow folders and files, those that try much in their own process: `make coverage` sees no other."""
 
@@ -113,7 +137,7 @@ processes, or try nothing that the rest does not.
 EXHAUSTIVE = re.compile(
     r"contract/test_(values|waiting)\.py::.*\[(prefix-hash|tcp-served-uv|tcp-served-threaded|tcp-process-threaded)\b"
     r"|conformance/test_vectors\.py::test_our_server\[threaded-nccl2?_world_of_16384\]"
-    r"|conformance/test_vectors\.py::test_(engine_byte_by_byte|link_in_random_pieces_that_breaks)\[(LinkTarget-)?nccl2?_world_of_16384\]"
+    r"|conformance/test_vectors\.py::test_(engine_byte_by_byte|link_in_random_pieces_that_breaks)\[((Link|Single)Target-)?nccl2?_world_of_16384\]"
     r"|properties/test_links\.py::test_a_recorded_run_that_breaks_at_any_byte\[.*-[23]\]"
     r"|properties/test_links\.py::test_chosen_runs_equal_the_model\[(150|200|250)\]"
     r"|interop/test_torch_groups\.py::test_a_gloo_group\[(uv-.*-2|threaded-.*-4|relays-.*-2)\]"

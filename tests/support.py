@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torch_forker import Forked, Program
 
@@ -41,15 +41,25 @@ def free_port() -> int:
             return port
 
 
+def refused(port: int) -> bool:
+    """Whether nothing listens at a port of 127.0.0.1."""
+    try:
+        socket.create_connection(("127.0.0.1", port), LIMIT).close()
+    except ConnectionRefusedError:
+        return True
+    except ConnectionResetError:
+        pass  # it stopped listening in the middle of the handshake
+    return False
+
+
 class Command(Forked):
     """The command `tcpstore`, forked from a process that has imported it; what is used of `subprocess.Popen`."""
 
     def __init__(self, arguments: list[str], env: dict[str, str], cwd: str, stderr: int) -> None:
         reading, writing = os.pipe()
         self.stdout: IO[bytes] | None = os.fdopen(reading, "rb")
-        request = {"code": TCPSTORE, "path": False, "arguments": arguments, "env": env, "imports": [], "cwd": cwd}
         with open(os.devnull, "rb") as nothing:
-            super().__init__(request, (nothing.fileno(), writing, stderr), "tcpstore_async.cli")
+            super().__init__(_request(arguments, env, cwd), (nothing.fileno(), writing, stderr), CLI)
         os.close(writing)
 
     def wait(self, timeout: float | None = LIMIT) -> int:
@@ -67,15 +77,40 @@ class Command(Forked):
         self.send_signal(signal.SIGKILL)
 
 
-TCPSTORE = "from tcpstore_async.__main__ import main; main()"
+CLI = "tcpstore_async.cli"
+
+
+def _request(arguments: list[str], env: dict[str, str], cwd: str) -> dict[str, Any]:
+    code = "from tcpstore_async.__main__ import main; main()"
+    return {"code": code, "path": False, "arguments": arguments, "env": env, "imports": [], "cwd": cwd}
+
+
+def tcpstore(*words: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+    """Run the command `tcpstore` to its end, forked from a process that has imported it; `env` is all that it has."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        given.write(stdin)
+        given.seek(0)
+        request = _request(list(words), dict(os.environ) if env is None else env, tempfile.gettempdir())
+        process = Forked(request, (given.fileno(), out.fileno(), errors.fileno()), CLI)
+        try:
+            status = process.wait(LIMIT)
+        except TimeoutError:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(LIMIT)
+            raise
+        out.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(words, status, out.read(), errors.read())
 
 
 class Server:
     """A server process that the test started, on 127.0.0.1."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | Command, port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Command, ready: bytes, log: Path) -> None:
         self.process = process
-        self.port = port
+        self.ready = ready
+        """The line that it has printed."""
+        self.port: int = json.loads(ready)["port"]
         self.log_path = log
 
     def log(self) -> str:
@@ -89,7 +124,7 @@ class Server:
 
 
 @contextmanager
-def _listening(arguments: list[str], env: dict[str, str] | None, prefix: Sequence[str] = ()) -> Iterator[Server]:
+def listening(arguments: list[str], env: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> Iterator[Server]:
     """Run a command, perhaps by another one such as prlimit, that prints its port when it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
@@ -106,7 +141,7 @@ def _listening(arguments: list[str], env: dict[str, str] | None, prefix: Sequenc
         try:
             line = process.stdout.readline()
             assert line, f"it did not start: {log.read_text()}"
-            yield Server(process, json.loads(line)["port"], log)
+            yield Server(process, line, log)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -117,7 +152,7 @@ def _listening(arguments: list[str], env: dict[str, str] | None, prefix: Sequenc
 @contextmanager
 def tcpstore_server(*options: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     """`tcpstore serve --port 0`, ready to be connected to; killed at the end if the test has not stopped it."""
-    with _listening(["serve", "--port", "0", *options], env) as server:
+    with listening(["serve", "--port", "0", *options], env) as server:
         yield server
 
 
@@ -131,7 +166,7 @@ def tcpstore_relay(
 ) -> Iterator[Server]:
     """`tcpstore relay` in front of a server, by its port or URL; killed at the end if the test has not stopped it."""
     url = f"tcp://127.0.0.1:{upstream}" if isinstance(upstream, int) else upstream
-    with _listening(["relay", "--upstream", url, "--port", str(port), *options], env, prefix) as relay:
+    with listening(["relay", "--upstream", url, "--port", str(port), *options], env, prefix) as relay:
         yield relay
 
 

@@ -18,13 +18,13 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 LAYERS = {
     "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
-    "mypyc_shim": 0,
-    "wire": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
+    "mypyc_shim": 0, "gloo_switches": 0, "similar_keys": 0,
+    "wire": 1, "access": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
     "shared_requests": 1, "waiters": 1, "waiter_types": 1, "incremental": 1,
     "session": 2,
-    "server": 3, "client": 3,
-    "stores": 4, "load": 4,
-    "serving": 5, "relay": 5, "rendezvous_url": 5, "collectives": 5,
+    "server": 3, "client": 3, "tokens": 3, "secret_files": 3,
+    "stores": 4, "load": 4, "diagnosis": 4,
+    "serving": 5, "web": 5, "relay": 5, "doctor": 5, "rendezvous_url": 5, "collectives": 5,
     "cli": 6, "torch": 6,
     "autoload": 7, "torchrun": 7, "__init__": 8, "__main__": 8,
 }  # fmt: skip
@@ -37,7 +37,9 @@ SAME_LAYER = {
     ("limits", "errors"),
     ("keys", "coercion"),
 }
-SAME_LAYER |= {("relay", "serving")}
+SAME_LAYER |= {("relay", "serving"), ("serving", "web"), ("access", "wire")}
+SAME_LAYER |= {("client", "secret_files"), ("server", "secret_files"), ("tokens", "secret_files")}
+SAME_LAYER |= {("server", "tokens")}
 SAME_LAYER |= {("joins", "agents"), ("joins", "waiter_types"), ("joins", "incremental")}
 SAME_LAYER |= {("agents", "rounds"), ("agents", "shared_requests"), ("agents", "waiter_types")}
 SAME_LAYER |= {("agents", "incremental")}
@@ -101,3 +103,46 @@ def test_every_module_says_what_it_is() -> None:
 def test_the_package_does_not_import_torch() -> None:
     code = "import sys, tcpstore_async, tcpstore_async.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=tempfile.gettempdir(), timeout=60).returncode == 0
+
+
+UNPICKLING = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "yaml",
+    "multiprocessing",
+}
+"""What makes objects, or runs code, from the bytes it is given, or may do so."""
+
+EXECUTING = {"eval", "exec", "compile", "__import__", "execfile"}
+LOADING = {"loads", "load", "Unpickler", "broadcast_object_list", "all_gather_object", "gather_object"}
+"""Attributes by which PyTorch, NumPy and the modules above do the same."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_from_a_store_is_unpickled_or_executed(path: Path) -> None:
+    """Anyone who can write to a store would run code. JSON is read by msgspec, and by `json` from our own processes."""
+    for name in imports(path):
+        assert name[0] not in UNPICKLING, f"{path} imports {'.'.join(name)}"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name):
+            assert node.id not in EXECUTING, f"{path}:{node.lineno} uses {node.id}"
+        if isinstance(node, ast.Attribute) and node.attr in LOADING:
+            owner = ast.unparse(node.value)
+            assert owner == "json", f"{path}:{node.lineno} uses {owner}.{node.attr}"
+
+
+def test_that_would_be_noticed(tmp_path: Path) -> None:
+    for text in ("import pickle", "from marshal import loads", "eval(input())", "torch.load(file)", "x.Unpickler(y)"):
+        planted = tmp_path / "tcpstore_async" / "planted.py"
+        planted.parent.mkdir(exist_ok=True)
+        planted.write_text(text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "PACKAGE", planted.parent)
+            with pytest.raises(AssertionError):
+                test_nothing_from_a_store_is_unpickled_or_executed(planted)

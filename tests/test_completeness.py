@@ -20,6 +20,7 @@ from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import Limits
+from tcpstore_async.session.identity import EXTENSION, LINKS, NAMES, ROUNDS, SINGLE_LINKS
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import ReplyCodec, RequestCodec
@@ -136,3 +137,35 @@ def test_a_command_is_in_the_specification(command: Command) -> None:
     assert f"| {command.opcode} | {command.name} |" in (ROOT / "docs" / "wire.md").read_text(), (
         "run tools/make_wire_doc.py"
     )
+
+
+VERSIONS = {
+    int(version): int(last)
+    for last, version in re.findall(
+        r"(\d+) in version (\d+)",
+        (ROOT / "docs" / "wire.md").read_text().partition("| `extension` |")[2].split("\n")[0],
+    )
+}
+"""By version of the extension that the specification states: its last opcode."""
+
+ours = pytest.mark.parametrize(
+    "command", [one for one in COMMANDS if one.flags & Flag.EXTENSION], ids=lambda command: command.name
+)
+
+
+@ours
+def test_a_command_of_the_extension_belongs_to_a_version(command: Command) -> None:
+    version = min((one for one, last in VERSIONS.items() if command.opcode <= last), default=None)
+    assert version is not None, f"no version in tools/make_wire_doc.py, LAST_OPCODES, has {command.name}"
+    assert version <= EXTENSION, f"{command.name} needs EXTENSION {version} in session/identity.py"
+
+
+def test_the_versions_of_the_extension() -> None:
+    """Each adds commands, and the latest is the one that servers announce."""
+    assert list(VERSIONS) == list(range(1, EXTENSION + 1))
+    assert sorted(set(VERSIONS.values())) == list(VERSIONS.values())
+    assert VERSIONS[EXTENSION] == max(command.opcode for command in COMMANDS)
+    assert VERSIONS[ROUNDS] >= BY_METHOD["attend"].opcode > VERSIONS[ROUNDS - 1]
+    assert VERSIONS[LINKS] >= BY_METHOD["link"].opcode > VERSIONS[LINKS - 1]
+    assert VERSIONS[SINGLE_LINKS] >= BY_METHOD["taken"].opcode > VERSIONS[SINGLE_LINKS - 1]
+    assert VERSIONS[NAMES] >= BY_METHOD["end_store"].opcode > VERSIONS[NAMES - 1]

@@ -12,7 +12,15 @@ import tcpstore_async
 
 NAMES = {
     *("AsyncTCPStore", "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
-    *("DistError", "DistNetworkError", "DistStoreError", "MissingRanksError", "QueueEmptyError", "StoreTimeoutError"),
+    *(
+        "AccessDeniedError",
+        "DistError",
+        "DistNetworkError",
+        "DistStoreError",
+        "MissingRanksError",
+        "QueueEmptyError",
+        "StoreTimeoutError",
+    ),
     *("Limits", "__version__", "register_rendezvous_handler", "rendezvous", "serve"),
 }
 

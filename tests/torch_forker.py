@@ -61,7 +61,9 @@ class Forked:
     def wait(self, timeout: float = LIMIT) -> int:
         """The exit status, as `subprocess` has it."""
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            ended = select.poll()  # `select` cannot take descriptors above 1,023
+            ended.register(self._status, select.POLLIN)
+            if not ended.poll(timeout * 1000):
                 raise TimeoutError(f"process {self.pid} has not ended within {timeout:g} s")
             self.returncode = int.from_bytes(self._status.read(4), "little", signed=True)
             self._status.close()

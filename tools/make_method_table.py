@@ -101,6 +101,12 @@ DIFFERENCES: list[Difference] = [
     ("barrier", BASES, "also accepts an int as the timeout", ("timeout in seconds",)),
     (
         "barrier",
+        ("TCPStore",),
+        "the timeout error also says how many have arrived, and who has not, if the server knows",
+        ("larger, after it was complete",),
+    ),
+    (
+        "barrier",
         LOCAL,
         "a caller that arrives after the world is complete passes; PyTorch's passes only the one that completes it",
         ("of none", "of fewer than are there"),
@@ -257,7 +263,10 @@ def render_methods() -> str:
         "* accept keyword arguments, by the names in [reference.md](reference.md); of PyTorch's only `barrier` and "
         "`queue_pop` do, and the others raise TypeError;",
         "* have their own messages for TypeError, which name the argument, and for AttributeError;",
-        "* raise StoreTimeoutError, a DistStoreError, on a timeout where PyTorch's raise DistStoreError.",
+        "* raise StoreTimeoutError, a DistStoreError, on a timeout where PyTorch's raise DistStoreError; with a server "
+        "of ours, its text says why, as far as the server knows it, behind PyTorch's words;",
+        "* append to PyTorch's message of a lost connection which call was awaiting a reply, and how long nothing had "
+        "arrived.",
         "",
         *(f"{number}. {text[0].upper()}{text[1:]}." for number, text in enumerate(notes(), 1)),
     ]

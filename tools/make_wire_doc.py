@@ -43,7 +43,14 @@ FLAGS = {
     Flag.HANDSHAKE: "must be the first command, and only the first",
     Flag.HOLDS: "makes the connection hold something, or hold it no longer",
     Flag.EXTENSION: "is sent only to servers known to support it",
+    Flag.STORES: "may make the store hold more",
+    Flag.WHOLE: "concerns all keys of the store",
+    Flag.FIRST: "is allowed before authentication, of keys to that of the server's identity",
 }
+
+
+LAST_OPCODES = {1: 67, 2: 73, 3: 75, 4: 76, 5: 77, 6: 78, 7: 79, 8: 81}
+"""By version of the extension: its last opcode. `EXTENSION` in session/identity.py is the latest version."""
 
 
 EXTENSION = f"""
@@ -55,7 +62,7 @@ be sent to PyTorch's servers.
 | opcode | name | request | reply | meaning |
 |---|---|---|---|---|
 %s
-A client probes for the extension before the first call that would use it, never while it connects, because some peers
+A client probes for the extension before its first call, or when it joins, never while it connects, because some peers
 answer PING and expect silence after it. It sends CHECK for the key `{SERVER_KEY.decode()}`. PyTorch's servers reply 1,
 as they have no such key and no client of PyTorch's can name it; this server replies 0. GET of that key then returns a
 JSON object:
@@ -64,9 +71,12 @@ JSON object:
 |---|---|
 | `server` | `"tcpstore_async"` |
 | `version` | the package's version |
-| `extension` | 5: the commands above; 4 has those up to 76, 3 up to 75, 2 up to 73, 1 up to 67; later ones more |
+| `extension` | the version; the last opcode is %s |
 | `instance` | text that is unique to each server ever started |
 | `backend`, `build` | which of its backends it runs, and how it was built |
+| `access` | on a connection for which a token was presented: what it allows, as in the reply to AUTH |
+| `requires` | on a connection that may do nothing yet: what it must present first, `token` or `certificate` (of TLS) |
+| `store` | on a connection in a store with a name: that name; `instance` is then unique to each such store |
 
 A client that opens another connection probes there again and compares `instance`: a different server at the same
 address has nothing of the store that the client knows.
@@ -76,6 +86,56 @@ stores that it has made on the server: the empty value if the server has no owne
 PyTorch's counter of workers, `init/`, is above that number, the last rank to join belongs to a store that the owner has
 yet to make, or replaces a lost rank. WAIT_COUNT of that key ends when at least that many ranks are expected, or with
 the 0.
+
+The reply to AUTH is a JSON object with the members `status` (`ok`, `refused`, or `crowded`: the token is valid, and
+has as many sessions as it allows), `reason` (unless it is `ok`), and, if it is `ok`, what the token allows: `id`,
+`store`, `prefix`, `rights` (`read`, `write` or `admin`) and `expires` (seconds since
+1970, 0 for never). A token with a prefix *P* opens the keys that begin with `/`*P*. From then on, the server closes the
+connection for a command that the token does not allow; nothing of it is executed. A session on a link may do what the
+link's connection may, until it presents a token of its own. A server started with `--require-auth` closes connections
+that do anything else first; whether AUTH is needed cannot be found out otherwise.
+
+A client of ours whose call has timed out asks why with MISSING, in one round trip. The members of the reply, each of
+which may be absent: `missing`, how many of the keys do not exist; `keys`, the first 100 of them, each with its place
+in the request (`index`, from 0) and, for the first four, the existing keys most like it (`nearest`: `key`, its `age`
+in seconds and who wrote it, `by`); `arrived`, what the counter has reached; `ranks`, up to 256 ranks that have not
+written the keys, or not been counted, and how many `more` there are; `elsewhere`, what up to eight of them do instead
+(`who`, `does`, and for how long, `since`, if that is known). A process is described by `host`, `rank` and `pid`, as
+far as they are known. Ages, writers and ranks are known to a server that is observed by way of its admin socket. With
+a token for a prefix, no other keys are named. The nearest keys are those that differ by up to eight in one of their
+last four numbers; of the newest 32,768 keys also those that differ in any number, end alike, or differ in a few
+letters. A server that many ask at the same time may leave those out.
+
+A server has one store without a name, in which every connection begins and stock clients stay, and any number of stores
+with names. The keys of a store are visible to the connections in it only. ENTER has these items, all of them text:
+
+| item | |
+|---|---|
+| `name` | the name of the store, 1 to 512 bytes |
+| `owner` | for the owner: its id, any text of at most 64 bytes, unique to it. All its connections give the same id |
+| `shares` | for the owner: owners that give the same text own the store together |
+| `joins` | for the owner: how many ranks it expects to join, as `{JOINS_KEY.decode()}` then says in that store |
+| `incarnation` | the `incarnation` of an earlier reply: the connection enters that store or none |
+| `attempt` | which attempt of its job this is, if all ranks know it: a number, or any other text |
+| `wait` | `0`: if there is no such store, reply so instead of waiting |
+| `host`, `pid` | who this is, for errors and for those who look |
+
+The owner's ENTER creates the store. The members of the reply are `status`; `incarnation`, which tells this very store
+from others that have or had its name, if the connection has entered it; and else `reason`:
+
+| `status` | |
+|---|---|
+| `entered` | the connection is in the store |
+| `taken` | the connection was to own it, and it has another owner, which `reason` names |
+| `ended` | the store of this `incarnation` has ended; the store is another attempt's, and not an earlier one's; or \
+there is none, and the connection does not wait |
+| `refused` | the token does not allow it: it is for another store, or the owner's may only read |
+
+After any reply but `entered` the connection is as before. While the store belongs to an earlier attempt, both numbers,
+ENTER waits for the next one. A store ends when the last connection of its owners has: the connections in it are closed
+at once, and those of a link that is broken count until its grace period is over. With END_STORE, which an owner sends
+before it leaves, they have ten seconds to leave by themselves. In both cases the name is free at once, and the next
+store of that name is empty.
 
 A client pops with LEASE or LEASE_LATER and sends CONFIRM right before it hands the item to its caller, so an item that
 was on its way when the connection broke or the caller gave up goes to another consumer. Items leased by a connection
@@ -138,7 +198,8 @@ def render() -> str:
     stock = "".join(_row(command) for command in COMMANDS if not command.flags & Flag.EXTENSION)
     ours = "".join(_row(command) for command in COMMANDS if command.flags & Flag.EXTENSION)
     head = "| opcode | name | request | reply | meaning |\n|---|---|---|---|---|\n"
-    return HEAD + head + stock + EXTENSION % ours + _flags() + _tail()
+    versions = ", ".join(f"{last} in version {version}" for version, last in LAST_OPCODES.items())
+    return HEAD + head + stock + EXTENSION % (ours, versions) + _flags() + _tail()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
 """Run small jobs of third-party software with stock PyTorch and then with our stores: `make third-party`.
 
 A virtual environment under build/third-party, which is kept, has PyTorch's CPU build, the checkout's package, and as
-many of accelerate, lightning, torchft and ray as can be installed; the others are skipped, with the reason. Each job
-prints its result and the time until its group formed as a line of JSON. A mode of TCPSTORE_INSTALL passes if the
-results equal stock PyTorch's and the server is ours.
+many of accelerate, lightning, torchft and ray as can be installed; the others are skipped, with the reason. A mode of
+TCPSTORE_INSTALL passes if the job's results equal stock PyTorch's and the server is ours.
+
+Two times are printed. *Group* is from the call of `init_process_group` in the last rank to its return in the last rank:
+unlike a rank's own time, it does not contain how much later another rank starts. *Since launch* is from the start of
+the launcher to the same end; nearly all of it are imports of PyTorch.
+
+A job of any mode, stock included, may end with "terminate called without an active exception": probably a thread of
+PyTorch's that needs the GIL while the interpreter exits (pytorch/pytorch#179291, #190489).
 
 A job is a function of this file, run as `python tools/third_party.py --job NAME` in each process of its launcher.
 """
@@ -11,6 +17,7 @@ A job is a function of this file, run as `python tools/third_party.py --job NAME
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -37,12 +44,31 @@ JOB_LIMIT: Final = 240.0
 MODES: Final = ("0", "1", "python", "classes", "python,classes")
 """Of TCPSTORE_INSTALL; the first is stock PyTorch."""
 
+TIMES: Final = "THIRD_PARTY_TIMES"
+"""The environment variable with the folder to which the processes of a job write their times."""
+
 
 # What runs in the processes of a job
 
 
-def report(result: object, began: float, formed: float) -> None:
-    """Print rank 0's report: the result, the seconds until the group formed, whose server and store."""
+def note_times() -> None:
+    """Have init_process_group write when it was called and when it returned, on a clock that all processes share."""
+    import torch.distributed as dist
+
+    stock = dist.init_process_group
+
+    @functools.wraps(stock)
+    def timed(*given: Any, **named: Any) -> None:
+        called = time.monotonic()
+        stock(*given, **named)
+        returned = time.monotonic()
+        Path(os.environ[TIMES], str(os.getpid())).write_text(f"{called} {returned}")
+
+    dist.init_process_group = timed
+
+
+def report(result: object) -> None:
+    """Print rank 0's report: the result, whose server and store."""
     import torch.distributed as dist
 
     import tcpstore_async
@@ -57,7 +83,6 @@ def report(result: object, began: float, formed: float) -> None:
         json.dumps(
             {
                 "result": result,
-                "seconds": round(formed - began, 3),
                 "server": "ours" if ours else "PyTorch's",
                 "types": isinstance(store, dist.TCPStore),
             }
@@ -66,28 +91,16 @@ def report(result: object, began: float, formed: float) -> None:
     )
 
 
-def torchrun_job() -> None:
-    """Run `group_job` once all ranks have imported PyTorch."""
-    import torch.distributed  # noqa: F401 — takes seconds, not the same for both
-
-    Path(f"rank{os.environ['RANK']}").touch()
-    while len(list(Path().glob("rank*"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.001)
-    group_job()
-
-
 def group_job() -> None:
     """Form a group and sum over it."""
     import torch
     import torch.distributed as dist
 
-    began = time.monotonic()
     dist.init_process_group("gloo")
-    formed = time.monotonic()
     total = torch.ones(1)
     dist.all_reduce(total)
     if dist.get_rank() == 0:
-        report(total.item(), began, formed)
+        report(total.item())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -97,9 +110,7 @@ def accelerate_job() -> None:
     import torch
 
     accelerate: Any = importlib.import_module("accelerate")
-    began = time.monotonic()
     accelerator = accelerate.Accelerator(cpu=True)
-    formed = time.monotonic()
     torch.manual_seed(1)
     model: Any = torch.nn.Linear(4, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,7 +125,7 @@ def accelerate_job() -> None:
         optimizer.zero_grad()
     losses = accelerator.gather(loss.detach().reshape(1)).tolist()
     if accelerator.is_main_process:
-        report([accelerator.num_processes, [round(one, 5) for one in losses]], began, formed)
+        report([accelerator.num_processes, [round(one, 5) for one in losses]])
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -142,7 +153,7 @@ def lightning_job() -> None:
 
         def on_train_end(self) -> None:
             if self.trainer.is_global_zero:
-                report([self.trainer.world_size, self.loss], 0.0, 0.0)
+                report([self.trainer.world_size, self.loss])
             self.trainer.strategy.barrier()
 
     torch.manual_seed(1)
@@ -164,7 +175,6 @@ def torchft_job() -> None:
     torchft: Any = importlib.import_module("torchft")
     coordination: Any = importlib.import_module("torchft.coordination")
     lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=1)
-    began = time.monotonic()
     store: Any = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(),
@@ -180,10 +190,9 @@ def torchft_job() -> None:
     manager.start_quorum()
     total = torch.ones(1)
     manager.allreduce(total).wait()
-    formed = time.monotonic()
     committed = bool(manager.should_commit())
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    report([committed, total.item(), manager.num_participants()], began, formed)
+    report([committed, total.item(), manager.num_participants()])
     dist.destroy_process_group()
     manager.shutdown(wait=False)
     lighthouse.shutdown()
@@ -198,6 +207,7 @@ def ray_job() -> None:
         import contextlib
         import io
 
+        note_times()
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"})
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
@@ -230,8 +240,8 @@ _TORCHRUN: Final = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 _ACCELERATE: Final = ("-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no")
 
 JOBS: Final = {
-    "torchrun-static": Job("", torchrun_job, (*_TORCHRUN, "--master-port", "{port}")),
-    "torchrun-standalone": Job("", torchrun_job, (*_TORCHRUN, "--standalone")),
+    "torchrun-static": Job("", group_job, (*_TORCHRUN, "--master-port", "{port}")),
+    "torchrun-standalone": Job("", group_job, (*_TORCHRUN, "--standalone")),
     "accelerate": Job(
         "accelerate",
         accelerate_job,
@@ -280,13 +290,15 @@ def prepare() -> None:
 
 
 def run(name: str, mode: str) -> dict[str, Any]:
-    """Run a job; return its report, or `error`."""
+    """Run a job; return its report with the times in seconds, `group` and `since_launch`; or `error`."""
     job = JOBS[name]
     launcher = [part.format(port=free_port()) for part in job.launcher]
     env = {key: text for key, text in os.environ.items() if not key.startswith(("TCPSTORE_", "PYTHONPATH"))}
     env |= {"TCPSTORE_INSTALL": mode, "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
     env |= {"ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore"}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as times:
+        env[TIMES] = times
+        launched = time.monotonic()
         command = [str(PYTHON), *launcher, str(Path(__file__).resolve()), "--job", name]
         try:
             done = subprocess.run(
@@ -294,11 +306,14 @@ def run(name: str, mode: str) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired:
             return {"error": f"not finished within {JOB_LIMIT:g} s"}
+        found = [[float(text) for text in file.read_text().split()] for file in Path(times).iterdir()]
     lines = [line.partition("REPORT ")[2] for line in done.stdout.splitlines() if "REPORT " in line]
     if done.returncode or len(lines) != 1:
         return {"error": f"status {done.returncode}: {done.stderr[-1500:]}"}
-    found: dict[str, Any] = json.loads(lines[0])
-    return found
+    if not found:
+        return {"error": "no process has written when its group formed"}
+    called, returned = (max(ends) for ends in zip(*found, strict=True))
+    return {**json.loads(lines[0]), "group": returned - called, "since_launch": returned - launched}
 
 
 def judge(name: str, mode: str, found: dict[str, Any], stock: dict[str, Any]) -> str:
@@ -313,9 +328,17 @@ def judge(name: str, mode: str, found: dict[str, Any], stock: dict[str, Any]) ->
     return "" if found["server"] == expected else f"the server is {found['server']}"
 
 
+def describe(runs: list[dict[str, Any]]) -> str:
+    """Return the median times of runs, and the shortest time to form a group."""
+    group = [1000 * run["group"] for run in runs]
+    least = f" (at least {min(group):.1f})" if len(runs) > 1 else ""
+    since_launch = statistics.median(run["since_launch"] for run in runs)
+    return f"group {statistics.median(group):.1f} ms{least}, since launch {since_launch:.2f} s"
+
+
 def compare(name: str, modes: list[str], rounds: int) -> int:
     """Run each mode in turn, several times; return how many runs failed, without stock PyTorch's."""
-    times: dict[str, list[float]] = {mode: [] for mode in modes}
+    seen: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     wrong = 0
     stock: dict[str, Any] = {}
     for _ in range(rounds):
@@ -327,12 +350,13 @@ def compare(name: str, modes: list[str], rounds: int) -> int:
                 return 0
             why = judge(name, mode, found, stock)
             wrong += bool(why)
-            times[mode].append(found.get("seconds", float("nan")))
-            text = why or f"{found['result']}, server {found['server']}, group after {found['seconds']} s"
+            if "error" not in found:
+                seen[mode].append(found)
+            text = why or f"{found['result']}, server {found['server']}, {describe([found])}"
             print(f"{name}, TCPSTORE_INSTALL={mode}: {'FAILED: ' if why else ''}{text}", flush=True)
-    if rounds > 1:
-        medians = ", ".join(f"{mode}: {statistics.median(seconds):.3f}" for mode, seconds in times.items())
-        print(f"{name}: median seconds until the group formed: {medians}", flush=True)
+    for mode, several in seen.items():
+        if len(several) > 1:
+            print(f"{name}, TCPSTORE_INSTALL={mode}, {len(several)} runs: {describe(several)}", flush=True)
     return wrong
 
 
@@ -342,10 +366,11 @@ def main() -> None:
     parser.add_argument(
         "--modes", nargs="+", default=["1", "python"], choices=MODES, help="in addition to 0, stock PyTorch"
     )
-    parser.add_argument("--rounds", type=int, default=1, help="with more than one, print median times")
+    parser.add_argument("--rounds", type=int, default=1, help="with more than one, print medians")
     parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.job:
+        note_times()
         JOBS[given.job].run()
         return
     if unknown := sorted({*given.names} - {*JOBS}):

@@ -1,6 +1,6 @@
 """The command line: options, output and exit status, without logic of its own.
 
-Exit status: 0 success, 1 failure, 2 usage error, 3 timeout, 4 server unreachable.
+Exit status: 0 success, 1 failure, 2 usage error, 3 timeout, 4 server unreachable, 5 not allowed.
 """
 
 import dataclasses
@@ -14,17 +14,34 @@ from ..errors import DistError
 from ..limits import Limits
 from ..server.backends import BACKENDS, DEFAULT_BACKEND
 from ..serving import build, run, run_loop, serve_owner
+from ..session.server import ALL, REMOTE
+from ..tokens import TokenFiles
 from .bench import bench
 from .client import add_client_commands
 from .commands import Program
-from .listen import grace_option, link_grace_option, listen_options, write_atomically
+from .doctor import doctor_command
+from .http import Where, http_command, listen_for_http, parse_address
+from .listen import (
+    grace_option,
+    linger_option,
+    link_grace_option,
+    listen_options,
+    log_format_option,
+    tls_server_options,
+    write_atomically,
+)
+from .look import info, keys, latency, monitor, stat
 from .output import print_json, stdout_is_closed
 from .record import record_command, replay
 from .relay import relay_command
-from .stdio import log_without_blocking, open_standard_streams
+from .stdio import fail, log_without_blocking, open_standard_streams
+from .token import token
+from .top import top
+from .who import clients, stores, waiters, who
 
 if TYPE_CHECKING:
     from ..server.base import Server
+    from ..web.process import HttpOptions
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -32,8 +49,8 @@ if TYPE_CHECKING:
 def main() -> None:
     """Key-value store for distributed jobs, compatible with PyTorch's TCPStore.
 
-    'tcpstore serve' runs a server. The other commands connect to a running server, ours or PyTorch's, at the address
-    given by --url or TCPSTORE_URL.
+    'tcpstore serve' runs a server; 'relay' and 'record' stand between a job and its server. Most other commands connect
+    to a running server, ours or PyTorch's, at the address given by --url or TCPSTORE_URL.
 
     \b
       tcpstore serve &
@@ -42,7 +59,7 @@ def main() -> None:
       tcpstore wait ready --timeout 60
 
     Exit status: 0 success, 1 failure (check: a key is missing; delete: the key did not exist), 2 usage error,
-    3 timeout, 4 server unreachable; 130 in a shell after Ctrl-C.
+    3 timeout, 4 server unreachable, 5 not allowed (see 'tcpstore token'); 130 in a shell after Ctrl-C.
     """
     open_standard_streams()
 
@@ -77,6 +94,42 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
 )
 @grace_option
 @link_grace_option
+@linger_option
+@log_format_option
+@tls_server_options
+@click.option(
+    "--token-keys",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Accept tokens signed by a key of this file: one id:secret per line. Reloaded on SIGHUP.",
+)
+@click.option(
+    "--revoked-tokens",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Refuse the tokens with these ids, one per line. Reloaded on SIGHUP.",
+)
+@click.option(
+    "--require-auth",
+    is_flag=False,
+    flag_value=REMOTE,
+    default="",
+    type=click.Choice(["", REMOTE, ALL]),
+    metavar="[=all]",
+    help="Refuse connections without a token, except from this host's loopback addresses; with '=all', those too.",
+)
+@click.option(
+    "--admin",
+    metavar="PATH",
+    help="Path of the admin socket, which 'tcpstore who' and others use; '' for none.  [default: a file named after "
+    "the port, in a folder that only this user can enter]",
+)
+@click.option(
+    "--http",
+    metavar="HOST:PORT",
+    callback=parse_address,
+    help="Serve a status page (/), /metrics, /livez and /readyz over HTTP, from a separate process.",
+)
 @click.option(
     "--owner-pid",
     type=click.IntRange(1),
@@ -105,6 +158,16 @@ def serve(
     port_file: Path | None,
     grace: float,
     link_grace: float,
+    admin: str | None,
+    http: Where | None,
+    linger: float | None,
+    log_format: str,
+    token_keys: Path | None,
+    revoked_tokens: Path | None,
+    require_auth: str,
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_ca: str | None,
     owner_pid: int | None,
     control_fd: int | None,
     limits: Limits,
@@ -112,34 +175,86 @@ def serve(
     """Run a server in the foreground.
 
     Prints one line of JSON once it accepts connections. On SIGTERM, open connections get up to --grace seconds to
-    finish; SIGINT stops at once.
+    finish; SIGINT stops at once. With --linger, the server exits once its job has ended.
+
+    On SIGHUP, the server reloads the files given by --tls-cert, --tls-key, --tls-ca, --token-keys and --revoked-tokens.
+    They apply to new connections; connections whose tokens are no longer valid are closed.
+
+    Under systemd, the server listens on the socket of its socket unit, if it has one, and reports when it is ready.
     """
+    if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
+        raise click.UsageError("--tls-cert and --tls-key must be given together, also with --tls-ca.")
+    if token_keys is None and revoked_tokens is not None:
+        raise click.UsageError("--revoked-tokens needs --token-keys.")
+    if require_auth and token_keys is None and tls_ca is None:
+        raise click.UsageError("--require-auth needs --token-keys or --tls-ca.")
+    if token_keys is not None and owner_pid is not None:
+        raise click.UsageError("--token-keys cannot be used with --owner-pid.")
     if owner_pid is not None or control_fd is not None:
         if owner_pid is None or control_fd is None or listen_fd is None:
             raise click.UsageError("--owner-pid, --control-fd and --listen-fd must be given together.")
         if port_file is not None:
             raise click.UsageError("--port-file cannot be used with --owner-pid.")
-    log_without_blocking()
+        if linger is not None:
+            raise click.UsageError("--linger cannot be used with --owner-pid.")
+        if http is not None:
+            raise click.UsageError("--http cannot be used with --owner-pid: use 'tcpstore http'.")
+    if http is not None and admin == "":
+        raise click.UsageError("--http needs the admin socket.")
+    log_without_blocking(log_format)
+    tokens = None
+    try:
+        if token_keys is not None:
+            tokens = TokenFiles(token_keys, revoked_tokens)
+    except OSError as error:
+        raise click.ClickException(f"cannot read {error.filename}: {error.strerror}") from None
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+
+    page: HttpOptions | None = None
 
     def announce(server: "Server") -> None:
         if port_file is not None:
             write_atomically(port_file, f"{server.port}\n")
         event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
         if not stdout_is_closed():
-            print_json({**event, "backend": backend, "build": build()})
+            tls = {} if server.tls is None else {"tls": True}
+            admin_path = {"admin": server.admin} if server.admin else {}
+            http_url = {} if page is None else {"http": page.url}
+            print_json({**event, "backend": backend, "build": build(), **tls, **admin_path, **http_url})
 
     try:
         if owner_pid is not None and control_fd is not None and listen_fd is not None:
             serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
             return
+        if http is not None:
+            page = listen_for_http(http, same_user=require_auth == ALL, log_format=log_format)
         running = run(
-            host, port, listen_fd, backend=backend, limits=limits, grace=grace, link_grace=link_grace, ready=announce
+            host,
+            port,
+            listen_fd,
+            backend=backend,
+            limits=limits,
+            grace=grace,
+            link_grace=link_grace,
+            admin=admin,
+            http=page,
+            linger=linger,
+            ready=announce,
+            tokens=tokens,
+            require_auth=require_auth,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
         )
         run_loop(running)
     except DistError as error:
-        raise click.ClickException(str(error)) from None
+        fail(error, log_format)
 
 
 add_client_commands(main)
-for _command in (bench, record_command, relay_command, replay):
+for _command in (
+    bench, clients, doctor_command, http_command, info, keys, latency, monitor, record_command, relay_command, replay,
+    stat, stores, token, top, waiters, who,
+):  # fmt: skip
     main.add_command(_command)

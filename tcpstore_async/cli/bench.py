@@ -12,15 +12,14 @@ from contextlib import closing
 
 import click
 
-from ..client.aio import AsyncTCPStore
-from ..errors import DistError
+from ..errors import AccessDeniedError, DistError, DistNetworkError, StoreTimeoutError
 from ..interrupts import die_of
 from ..load.generator import Late, LoadError, Unreachable
 from ..load.quick_bench import SATURATED, Row, measure
 from ..load.scripts import OPERATIONS
 from ..serving import run_loop
 from ..session.identity import Identity
-from .client import FAILED, OTHER_SERVER, TIMED_OUT, UNREACHABLE, ClientContext, client_command
+from .client import FAILED, NOT_ALLOWED, OTHER_SERVER, TIMED_OUT, UNREACHABLE, ClientContext, client_command
 from .output import escape, print_error, print_json, print_result
 
 _QUIET_SECONDS = 2.0
@@ -74,6 +73,9 @@ def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, val
     "load CPU" is the share of time that the load-generating process spent running or waiting for a core. If it is
     marked "sat." (saturated), that process may have been the bottleneck, not the server.
 
+    With a token, or TLS, the ranks connect through a relay that is started for them, and the results are those of ranks
+    behind a relay.
+
     PyTorch's servers look up the name of every peer when it connects: if the name server does not respond, connecting
     many ranks can exceed --timeout.
     """
@@ -84,19 +86,26 @@ def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, val
     failure, status = "", 0
     _raise_interrupts()
     try:
-        rows = measure(
-            _address(context), context.port, ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
-            progress=progress.show,
-        )  # fmt: skip
-        with closing(rows):
-            for row in rows:
-                done.append(row)
-                if len(done) == 1:  # not earlier: only now is it known that there is a server that answers
-                    server = _identify(context) or server
+        with context.plain_address("tcpstore-bench/") as where:
+            rows = measure(
+                *_address(context, *where), ranks=ranks, names=ops, requests=requests, size=value_size, limit=limit,
+                progress=progress.show,
+            )  # fmt: skip
+            with closing(rows):
+                for row in rows:
+                    done.append(row)
+                    if len(done) == 1:  # not earlier: only now is it known that there is a server that answers
+                        server = _identify(context) or server
     except Unreachable as error:
         failure, status = str(error), UNREACHABLE
     except Late as error:
         failure, status = str(error), TIMED_OUT
+    except AccessDeniedError as error:
+        failure, status = str(error), NOT_ALLOWED
+    except StoreTimeoutError as error:
+        failure, status = str(error), TIMED_OUT
+    except DistNetworkError as error:
+        failure, status = str(error), UNREACHABLE
     except LoadError as error:
         failure, status = str(error), FAILED
     except _Interrupt as interrupt:
@@ -115,12 +124,12 @@ def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, val
         context.fail(failure, status)
 
 
-def _address(context: ClientContext) -> str:
+def _address(context: ClientContext, host: str, port: int) -> tuple[str, int]:
     """Return the first of the host's addresses that accepts a connection. Raises Unreachable and Late."""
     limit = max(context.timeout, 0.001) if context.timeout >= 0 else None
     try:
-        with socket.create_connection((context.host, context.port), limit) as one:
-            return str(one.getpeername()[0])
+        with socket.create_connection((host, port), limit) as one:
+            return str(one.getpeername()[0]), port
     except socket.gaierror as error:
         raise Unreachable(f"cannot resolve {context.host}: {error.strerror}") from None
     except TimeoutError:
@@ -153,7 +162,7 @@ def _identify(context: ClientContext) -> dict[str, str] | None:
     found: list[Identity | None] = []
 
     async def request() -> None:
-        async with await AsyncTCPStore.connect(context.host, context.port, timeout=context.timeout) as store:
+        async with await context.connect() as store:
             found.append(await store.server())
 
     try:

@@ -1,7 +1,8 @@
 """The commands that use a running server, ours or PyTorch's.
 
 They parse options, make one call of the asynchronous client and print its result; they do not know how a call is made.
-Exit status: 0 success, 1 failure (`check`: a key is missing), 2 usage error, 3 timeout, 4 server unreachable.
+Exit status: 0 success, 1 failure (`check`: a key is missing), 2 usage error, 3 timeout, 4 server unreachable, 5 not
+allowed.
 """
 
 import base64
@@ -9,21 +10,24 @@ import math
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, NoReturn
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, Final, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import click
-import msgspec
 from click.shell_completion import get_completion_class
 
 from ..client.aio import AsyncTCPStore
-from ..errors import DistError, DistNetworkError, DistStoreError, StoreTimeoutError
+from ..client.credentials import find_token, read_token
+from ..client.tls import CA, CERT, KEY, wants_tls
+from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..limits import Limits
-from ..serving import build, run_loop
-from ..version import VERSION
+from ..relay.process import RelayProcess
+from ..secret_files import TlsFiles
+from ..serving import run_loop
 from .commands import Commands
-from .output import escape, escape_line_breaks, print_error, print_json, print_result, stdout_is_closed
+from .output import print_error, print_json, print_result, stdout_is_closed
 
 DEFAULT_URL: Final = "tcp://127.0.0.1:29500"
 DEFAULT_PORT: Final = 29500
@@ -31,6 +35,7 @@ DEFAULT_PORT: Final = 29500
 FAILED: Final = 1
 TIMED_OUT: Final = 3
 UNREACHABLE: Final = 4
+NOT_ALLOWED: Final = 5
 
 OTHER_SERVER: Final = "PyTorch or compatible"
 """Printed for a server that does not identify itself as ours."""
@@ -39,28 +44,37 @@ Operation = Callable[[AsyncTCPStore], Awaitable[Any]]
 
 
 class ClientContext:
-    """What every client command needs: the server's address, the timeout in seconds, the output format."""
+    """What every client command needs: the server's address, the timeout in seconds, the output format, the token."""
 
-    def __init__(self, url: tuple[str, int], timeout: float, output: str) -> None:
-        self.host, self.port = url
+    def __init__(
+        self, url: "ServerUrl", timeout: float, output: str, tls_files: TlsFiles, token_file: str | None = None
+    ) -> None:
+        self.host, self.port = url.host, url.port
+        self.tls = wants_tls(url.tls or None)
+        self.tls_files = tls_files
         self.timeout = timeout
         self.output = output
+        self.token_file = token_file
 
-    def run(self, operation: Operation) -> Any:
-        """Connect, execute the operation, disconnect and return its result; exit with the right status on failure."""
+    def run(self, operation: Operation, otherwise: "Callable[[DistError], Any] | None" = None) -> Any:
+        """Connect, execute the operation, disconnect and return its result; exit with the right status on failure.
+
+        If it fails, the result is what `otherwise` returns, unless that is None.
+        """
         results: list[Any] = []
 
         async def main() -> None:
-            async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout) as store:
+            async with await self.connect() as store:
                 results.append(await operation(store))
 
         try:
             run_loop(main())
-        except StoreTimeoutError as error:
-            self.fail(str(error), TIMED_OUT)
-        except DistNetworkError as error:
-            self.fail(str(error), UNREACHABLE)
-        except (DistError, NotImplementedError) as error:
+        except DistError as error:
+            instead = None if otherwise is None else otherwise(error)
+            if instead is None:
+                self.fail(str(error), _status(error))
+            return instead
+        except NotImplementedError as error:
             self.fail(str(error), FAILED)
         except UnicodeDecodeError as error:
             self.fail(f"cannot list the keys: {error.object!r} is not UTF-8", FAILED)
@@ -84,8 +98,38 @@ class ClientContext:
 
     async def check_connection(self) -> None:
         """Raise DistNetworkError if the server cannot be reached any more."""
-        async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout):
+        async with await self.connect():
             pass
+
+    async def connect(self) -> AsyncTCPStore:
+        """Return a new store. Raises DistNetworkError, AccessDeniedError."""
+        token = None if self.token_file is None else read_token(self.token_file).decode()
+        return await AsyncTCPStore.connect(
+            self.host, self.port, timeout=self.timeout, token=token, tls=self.tls, tls_files=self.tls_files, server=""
+        )
+
+    @contextmanager
+    def plain_address(self, key: str = "") -> Iterator[tuple[str, int]]:
+        """Give the host and port of a server for plain connections without tokens: of a relay, if it takes one.
+
+        Raises DistError; AccessDeniedError if the token does not allow to write `key`, unless that is empty.
+        """
+        token = find_token() if self.token_file is None else read_token(self.token_file)
+        if not token and not self.tls:
+            yield self.host, self.port
+            return
+
+        async def check() -> None:
+            async with await self.connect() as store:
+                await store.check([])
+                if key:
+                    await store.delete_key(key)
+
+        run_loop(check())
+        url = str(ServerUrl(self.host, self.port, self.tls))
+        relay = RelayProcess(url, token=token.decode(), files=self.tls_files if self.tls else None, quiet=True)
+        with closing(relay):
+            yield "127.0.0.1", relay.port
 
     def fail(self, text: str, status: int) -> NoReturn:
         print_error(text, status, self.output)
@@ -106,6 +150,12 @@ class ClientContext:
             self.show(name, yes)
         if not yes:
             sys.exit(FAILED)
+
+
+def _status(error: DistError) -> int:
+    """Return the exit status for an error."""
+    kinds = ((StoreTimeoutError, TIMED_OUT), (DistNetworkError, UNREACHABLE), (AccessDeniedError, NOT_ALLOWED))
+    return next((status for kind, status in kinds if isinstance(error, kind)), FAILED)
 
 
 def _exceeded_limit(key: str, value: bytes) -> str:
@@ -131,47 +181,95 @@ def _jsonable(name: str, value: Any) -> dict[str, Any]:
         return {f"{name}_base64": base64.b64encode(value).decode()}
 
 
-def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, int]:
-    """Return the host and port of an option tcp://HOST:PORT. Raises BadParameter."""
+class ServerUrl(NamedTuple):
+    """A server's address."""
+
+    host: str
+    port: int
+    tls: bool
+    """Whether the URL asks for TLS."""
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'tcps' if self.tls else 'tcp'}://{host}:{self.port}"
+
+
+def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl:
+    """Return the address of an option tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter."""
     try:
         parts = urlsplit(text)
-        if parts.scheme != "tcp" or not parts.hostname or parts.path.strip("/"):
+        if parts.scheme not in ("tcp", "tcps") or not parts.hostname or parts.path.strip("/"):
             raise ValueError
-        return parts.hostname, DEFAULT_PORT if parts.port is None else parts.port
+        return ServerUrl(parts.hostname, DEFAULT_PORT if parts.port is None else parts.port, parts.scheme == "tcps")
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not of the form tcp://HOST:PORT", ctx, param) from None
+        text = f"{text!r} is not of the form tcp://HOST:PORT, or tcps://HOST:PORT for TLS"
+        raise click.BadParameter(text, ctx, param) from None
 
 
-def _seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
+_TLS_OPTIONS: Final = (
+    ("--tls-ca", CA, "Trust the certificates of these CAs (PEM) with tcps://, instead of the system's."),
+    ("--tls-cert", CERT, "Present this client certificate (PEM) to the server, with tcps://."),
+    ("--tls-key", KEY, "The private key of --tls-cert (PEM, not encrypted)."),
+)
+
+
+def tls_client_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options to what connects to a server, which gets them as `tls_ca`, `tls_cert` and `tls_key`."""
+    for name, variable, text in reversed(_TLS_OPTIONS):
+        command = click.option(name, envvar=variable, default="", metavar="FILE", show_envvar=True, help=text)(command)
+    return command
+
+
+def parse_seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
     if math.isnan(number) or number == math.inf:
         raise click.BadParameter(f"{number} is not a finite number; use a negative number for no timeout", ctx, param)
     return number
 
 
+output_option = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Output format of results and errors.",
+)
+
+token_file_option = click.option(
+    "--token-file",
+    type=click.Path(),
+    metavar="FILE",
+    help="File with the token to present; default: TCPSTORE_TOKEN, or the file named by TCPSTORE_TOKEN_FILE.",
+)
+
+
 def client_command(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options of all client commands to a command, which gets them as a `ClientContext`."""
 
-    def command(url: tuple[str, int], timeout: float, output: str, **given: Any) -> None:
-        function(ClientContext(url, timeout, output), **given)
+    def command(
+        url: ServerUrl,
+        timeout: float,
+        output: str,
+        tls_ca: str,
+        tls_cert: str,
+        tls_key: str,
+        token_file: str | None,
+        **given: Any,
+    ) -> None:
+        function(ClientContext(url, timeout, output, TlsFiles(tls_ca, tls_cert, tls_key), token_file), **given)
 
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__
     command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
     for option in (
-        click.option(
-            "-o",
-            "--output",
-            type=click.Choice(["text", "json"]),
-            default="text",
-            show_default=True,
-            help="Output format of results and errors.",
-        ),
+        tls_client_options,
+        output_option,
         click.option(
             "--timeout",
             type=float,
             default=10.0,
             show_default=True,
-            callback=_seconds,
+            callback=parse_seconds,
             help="Timeout in seconds; negative for none.",
         ),
         click.option(
@@ -181,8 +279,9 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
             show_default=True,
             show_envvar=True,
             callback=parse_url,
-            help="Address of the server.",
+            help="Address of the server; tcps://HOST:PORT for TLS.",
         ),
+        token_file_option,
     ):
         command = option(command)
     return command
@@ -206,7 +305,8 @@ def _value(text: str) -> bytes:
     return sys.stdin.buffer.read() if text == "-" else _bytes(text)
 
 
-async def _ping_milliseconds(store: AsyncTCPStore) -> float:
+async def ping_milliseconds(store: AsyncTCPStore) -> float:
+    """Return the time of one round trip."""
     began = time.perf_counter()
     await store.ping()
     return round((time.perf_counter() - began) * 1000, 3)
@@ -216,7 +316,7 @@ async def _ping_milliseconds(store: AsyncTCPStore) -> float:
 @client_command
 def ping(context: ClientContext) -> None:
     """Measure the round-trip time to the server, in milliseconds."""
-    context.show("milliseconds", context.run(_ping_milliseconds))
+    context.show("milliseconds", context.run(ping_milliseconds))
 
 
 @click.command()
@@ -315,24 +415,6 @@ def delete(context: ClientContext, key: str) -> None:
     context.answer("deleted", context.run(lambda store: store.delete_key(_bytes(key))))
 
 
-@click.command()
-@click.option("--prefix", default="", help="List only keys with this prefix.")
-@click.option("--raw", is_flag=True, help="Do not escape anything.")
-@client_command
-def keys(context: ClientContext, prefix: str, raw: bool) -> None:
-    """List the keys, sorted, one per line.
-
-    Line breaks in keys (on a terminal, all control characters) are escaped unless --raw is given. Only the output of
-    -o json is unambiguous.
-    """
-    found: list[str] = context.run(lambda store: store.list_keys())
-    names = sorted(name for name in found if name.startswith(prefix))
-    if context.output == "json":
-        print_json({"keys": names})
-    elif names:
-        print_result("\n".join(names if raw else map(escape_line_breaks, names)))
-
-
 @click.command("num-keys")
 @client_command
 def num_keys(context: ClientContext) -> None:
@@ -397,41 +479,6 @@ def barrier(context: ClientContext, key: str, world_size: int) -> None:
 
 
 @click.command()
-@click.option("--local", is_flag=True, help="Describe this installation instead of a server.")
-@client_command
-def info(context: ClientContext, local: bool) -> None:
-    """Print the server's identity, number of keys and latency."""
-
-    async def describe(store: AsyncTCPStore) -> dict[str, Any]:
-        milliseconds = await _ping_milliseconds(store)
-        known = {
-            "host": context.host,
-            "port": context.port,
-            "num_keys": await store.num_keys(),
-            "ping_milliseconds": milliseconds,
-        }
-        server = await store.server()
-        return {**known, **(msgspec.to_builtins(server) if server else {"server": OTHER_SERVER})}
-
-    known = _describe_installation() if local else context.run(describe)
-    if context.output == "json":
-        print_json(known)
-        return
-    lines = []
-    for name, value in known.items():
-        if isinstance(value, dict):
-            lines += [f"{name}.{inner}: {number}" for inner, number in value.items()]
-        else:
-            lines.append(escape(f"{name}: {value}"))
-    print_result("\n".join(lines))
-
-
-def _describe_installation() -> dict[str, Any]:
-    limits = msgspec.to_builtins(Limits())
-    return {"version": VERSION, "build": build(), "loop": "uvloop", "limits": limits}
-
-
-@click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
@@ -447,7 +494,6 @@ def completion(ctx: click.Context, shell: str) -> None:
 def add_client_commands(group: click.Group) -> None:
     """Add all client commands to a group."""
     for command in (
-        ping, get, set_, add, append, compare_set, check, wait, delete, keys, num_keys, queue, barrier, info,
-        completion,
+        ping, get, set_, add, append, compare_set, check, wait, delete, num_keys, queue, barrier, completion,
     ):  # fmt: skip
         group.add_command(command)

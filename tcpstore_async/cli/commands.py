@@ -7,7 +7,7 @@ import click
 from ..interrupts import reset_sigint
 from .output import print_error
 
-_OPTIONS: Final = ("--url", "--timeout", "--output", "-o")
+_OPTIONS: Final = ("--url", "--timeout", "--output", "-o", "--tls-ca", "--tls-cert", "--tls-key", "--token-file")
 """The options of every client command. Each takes a value."""
 
 

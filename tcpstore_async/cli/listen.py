@@ -9,6 +9,10 @@ from typing import Any, Final
 import click
 
 from ..server.backends import DEFAULT_GRACE, LINK_GRACE
+from .stdio import LOG_FORMATS, TEXT
+
+LINGER: Final = 60.0
+"""Seconds that `--linger` without a number stands for: a job that restarts is back by then."""
 
 
 def _seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
@@ -44,6 +48,26 @@ def listen_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+_TLS_OPTIONS: Final = (
+    click.option(
+        "--tls-cert",
+        metavar="FILE",
+        help="Serve TLS 1.3 beside plain connections, with this certificate (PEM, with its chain).",
+    ),
+    click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM, not encrypted)."),
+    click.option(
+        "--tls-ca", metavar="FILE", help="Ask every peer that uses TLS for a certificate of one of these CAs (PEM)."
+    ),
+)
+
+
+def tls_server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options to a server, which gets them as `tls_cert`, `tls_key` and `tls_ca`."""
+    for option in reversed(_TLS_OPTIONS):
+        command = option(command)
+    return command
+
+
 def _seconds_option(name: str, default: float, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return click.option(
         name, default=default, show_default=True, type=click.FloatRange(0, 1e9), callback=_seconds, help=text
@@ -55,6 +79,25 @@ link_grace_option = _seconds_option(
     "--link-grace",
     LINK_GRACE,
     "Seconds for which the sessions of a link, such as a relay's, are kept when its connection breaks.",
+)
+
+
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(LOG_FORMATS),
+    default=TEXT,
+    show_default=True,
+    help="Format of the log on standard error; 'json' is one object per line.",
+)
+linger_option = click.option(
+    "--linger",
+    is_flag=False,
+    flag_value=LINGER,
+    type=click.FloatRange(0, 1e9),
+    callback=lambda ctx, param, number: number if number is None else _seconds(ctx, param, number),
+    metavar="[SECONDS]",
+    help="Exit once no client has been connected for this many seconds, after one has written a key.  "
+    f"[default without a number: {LINGER:g}]",
 )
 
 

@@ -1,7 +1,7 @@
 """What commands print: results on standard output, whole or not at all, and errors on standard error.
 
-Invariants: a command that exits with status 0 has written everything. Names and messages of others reach a terminal as
-text without control characters; only values, and what is requested raw, are printed as they are.
+Invariants: a command that exits with status 0 has written everything. Names and messages of others are printed
+without control characters, as a pipe may lead to a terminal; only values, and what is requested raw, are not changed.
 """
 
 import errno
@@ -15,8 +15,6 @@ from typing import IO, Any, Final
 
 import click
 import msgspec
-
-_LINE_BREAKS: Final = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 _QUIET_SECONDS: Final = 2.0
 """Progress is shown only after this time."""
@@ -75,19 +73,6 @@ def escape(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape_char(char) for char in text)
-
-
-def escape_line_breaks(text: str) -> str:
-    """Return an untrusted name as one line; if standard output is a terminal, as printable text."""
-    if sys.stdout is None or sys.stdout.isatty():
-        return escape(text)
-    if not _has_line_breaks(text):
-        return text
-    return "".join(_escape_char(char) if char in _LINE_BREAKS else char for char in text)
-
-
-def _has_line_breaks(text: str) -> bool:
-    return len(text.splitlines()) > 1 or text.endswith(tuple(_LINE_BREAKS))
 
 
 def _escape_char(char: str) -> str:

@@ -12,21 +12,40 @@ from typing import Any
 
 import click
 
-from ..errors import DistError, DistNetworkError, StoreTimeoutError
+from ..client.tls import wants_tls
+from ..errors import AccessDeniedError, DistError, DistNetworkError, StoreTimeoutError, counted
 from ..interrupts import die_of
-from ..load.player import Player, Report, counted
+from ..load.player import Player, Report
 from ..load.recorder import record
 from ..load.recording import Recording, RecordingError, read_recording
 from ..load.summary import Summary, summarize
+from ..secret_files import TlsFiles
 from ..serving import run_loop
-from .client import FAILED, TIMED_OUT, UNREACHABLE, ClientContext, client_command, parse_url
+from .client import (
+    FAILED,
+    NOT_ALLOWED,
+    TIMED_OUT,
+    UNREACHABLE,
+    ClientContext,
+    ServerUrl,
+    client_command,
+    parse_url,
+    tls_client_options,
+)
 from .listen import listen_options, write_atomically
 from .output import ProgressLine, escape, print_error, print_json, print_result, stdout_is_closed
 from .stdio import log_without_blocking
 
 
 @click.command("record")
-@click.option("--upstream", required=True, metavar="URL", callback=parse_url, help="Address of the server.")
+@click.option(
+    "--upstream",
+    required=True,
+    metavar="URL",
+    callback=parse_url,
+    help="Address of the server; tcps://HOST:PORT for TLS.",
+)
+@tls_client_options
 @click.option(
     "-w",
     "--write",
@@ -44,7 +63,10 @@ from .stdio import log_without_blocking
 )
 @listen_options
 def record_command(
-    upstream: tuple[str, int],
+    upstream: ServerUrl,
+    tls_ca: str,
+    tls_cert: str,
+    tls_key: str,
     path: Path,
     values: bool,
     host: str,
@@ -58,7 +80,7 @@ def record_command(
     contains the time, command, keys and sizes of every request and reply, the numbers added, and which values are
     equal, but no values unless --values is given. Play it back with 'tcpstore replay'.
 
-    Start with an empty server, as a replay will.
+    The server should be empty at the start, as it should be for a replay.
 
     Prints one line of JSON once it accepts connections. On SIGTERM or SIGINT, closes the remaining connections and
     exits, so stop it after the job has ended. The file is readable even if the recorder was killed.
@@ -75,7 +97,11 @@ def record_command(
     done: list[Any] = []
 
     async def main() -> None:
-        done.append(await record(upstream, path, host=host, port=port, fd=listen_fd, values=values, ready=announce))
+        files = TlsFiles(tls_ca, tls_cert, tls_key) if wants_tls(upstream.tls or None) else None
+        where = upstream.host, upstream.port
+        done.append(
+            await record(where, path, host=host, port=port, fd=listen_fd, values=values, tls=files, ready=announce)
+        )
 
     try:
         run_loop(main())
@@ -119,17 +145,19 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
     """Replay a recording against a server and compare the replies.
 
     Opens every recorded connection again and sends the same requests at the recorded times. A request that depended on
-    requests of other ranks is sent after those. Values that were not recorded are replaced by others of the same
+    requests of other ranks is sent after them. Values that were not recorded are replaced by others of the same
     length. Compares the numbers, types and lengths of replies, and their contents if these were recorded. Use an empty
     server.
 
     --ranks does not make the job larger: with --ranks 20, a job of 8 ranks is played three times at once. The first
     copy uses the recorded keys, and each of the others adds a prefix of its own. A rank is a recorded process.
 
+    With a token, or TLS, the connections are made through a relay that is started for them.
+
     The replay fails after --timeout seconds without progress. Ctrl-C stops it and prints the results so far.
 
     Exit status: 0 all replies match the recording, 1 some differ or the recording cannot be played, 2 usage error, 3
-    timeout, 4 server unreachable.
+    timeout, 4 server unreachable, 5 not allowed.
     """
     signals: list[int] = []
     try:
@@ -143,6 +171,8 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
             return
     except RecordingError as error:
         context.fail(str(error), FAILED)
+    except AccessDeniedError as error:
+        context.fail(str(error), NOT_ALLOWED)
     except StoreTimeoutError as error:
         context.fail(str(error), TIMED_OUT)
     except DistNetworkError as error:
@@ -155,7 +185,9 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
         print_error("interrupted", 128 + signals[0], context.output)
         die_of(signals[0])
     if report.different:
-        context.fail(f"{report.different} of {report.replies} replies differ; first: {report.first}", FAILED)
+        verb = "differs" if report.different == 1 else "differ"
+        replies = counted(report.replies, "reply", "replies")
+        context.fail(f"{report.different} of {replies} {verb}; first: {report.first}", FAILED)
     if report.broken:
         context.fail(f"{counted(report.broken, 'connection')} ended early; first: {report.first}", FAILED)
 
@@ -170,8 +202,6 @@ def _play(
 ) -> Report:
     """Play it; the signals that end it early are added to `signals`. Before it begins they end the process."""
     copies = 1 if ranks is None or not recording.connections else -(-ranks // max(1, recording.ranks))
-    player = Player(recording, context.host, context.port, copies=copies, speed=speed, timeout=context.timeout)
-    progress.describe = player.describe_progress
     reports: list[Report] = []
 
     def interrupt(number: int) -> None:
@@ -186,7 +216,10 @@ def _play(
     async def main() -> None:
         reports.append(await player.play(handle_signals))
 
-    run_loop(main())
+    with context.plain_address() as (host, port):
+        player = Player(recording, host, port, copies=copies, speed=speed, timeout=context.timeout)
+        progress.describe = player.describe_progress
+        run_loop(main())
     return reports[0]
 
 
@@ -196,7 +229,7 @@ def _describe(report: Report) -> str:
         f"{'interrupted while playing' if report.interrupted else 'played'} {job}: {counted(report.ranks, 'rank')}, "
         f"{counted(report.connections, 'connection')}, {counted(report.requests, 'request')} "
         f"in {report.seconds:.3f} s (recorded: {report.recorded_seconds:.3f} s)",
-        f"{report.replies - report.different} of {report.replies} replies match the recording",
+        f"replies that match the recording: {report.replies - report.different} of {report.replies}",
     ]
     if report.opaque:
         lines.append(f"recorded only in part, because of undecodable traffic: {counted(report.opaque, 'connection')}")

@@ -4,24 +4,31 @@ This module does not know how a relay works.
 """
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from ..client.credentials import find_token, read_token
+from ..client.tls import wants_tls
 from ..errors import DistError
+from ..secret_files import TlsFiles
 from ..serving import build, run_loop
-from .client import parse_url
-from .listen import grace_option, listen_options, write_atomically
+from .client import ServerUrl, parse_url, tls_client_options, token_file_option
+from .listen import grace_option, listen_options, log_format_option, write_atomically
 from .output import print_json, stdout_is_closed
-from .stdio import log_without_blocking
+from .stdio import fail, log_without_blocking
 
 if TYPE_CHECKING:
     from ..relay.core import Relay
 
 
-def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[tuple[str, int]]:
-    return [parse_url(ctx, param, url.strip()) for url in text.split(",")]
+def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[ServerUrl]:
+    urls = [parse_url(ctx, param, url.strip()) for url in text.split(",")]
+    if len({url.tls for url in urls}) > 1:
+        raise click.BadParameter("either all servers use TLS (tcps://), or none does (tcp://)", ctx, param)
+    return urls
 
 
 @click.command("relay")
@@ -30,10 +37,18 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[t
     required=True,
     metavar="URL[,URL...]",
     callback=_parse_urls,
-    help="Address of the server; if several are given, the first reachable one is used.",
+    help="Address of the server, tcps://HOST:PORT for TLS; if several are given, the first reachable one is used.",
 )
+@tls_client_options
 @listen_options
+@log_format_option
 @grace_option
+@token_file_option
+@click.option(
+    "--same-user",
+    is_flag=True,
+    help="Reject connections of other users' processes, and of other hosts. Linux only.",
+)
 @click.option(
     "--owner-fd",
     type=click.IntRange(0),
@@ -41,13 +56,19 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[t
     help="Ignore signals, and exit when the other end of this pipe or socket is closed (internal).",
 )
 def relay_command(
-    upstream: list[tuple[str, int]],
+    upstream: list[ServerUrl],
     host: str,
     port: int,
     listen_fd: int | None,
     port_file: Path | None,
+    log_format: str,
     grace: float,
+    same_user: bool,
+    token_file: str | None,
     owner_fd: int | None,
+    tls_ca: str,
+    tls_cert: str,
+    tls_key: str,
 ) -> None:
     """Serve the ranks of this host over one connection to the server.
 
@@ -64,17 +85,35 @@ def relay_command(
     """
     from ..relay.running import run  # not for the other commands, which have to start fast
 
-    log_without_blocking()
+    log_without_blocking(log_format)
+    tls = wants_tls(upstream[0].tls or None)
+    files = TlsFiles(tls_ca, tls_cert, tls_key) if tls else None
+    servers = [(url.host, url.port) for url in upstream]
 
     def announce(relay: "Relay") -> None:
         if port_file is not None:
             write_atomically(port_file, f"{relay.port}\n")
         event = {"event": "ready", "role": "relay", "host": relay.host, "port": relay.port, "pid": os.getpid()}
-        servers = [f"tcp://{f'[{name}]' if ':' in name else name}:{number}" for name, number in upstream]
+        urls = [str(url._replace(tls=tls)) for url in upstream]
         if not stdout_is_closed():
-            print_json({**event, "upstream": ",".join(servers), "build": build()})
+            print_json({**event, "upstream": ",".join(urls), "build": build()})
 
     try:
-        run_loop(run(upstream, host, port, listen_fd, grace=grace, owner_fd=owner_fd, ready=announce))
+        token = find_token if token_file is None else partial(read_token, token_file)
+        token()  # what is wrong with it is said at once; it is read again for every connection
+        run_loop(
+            run(
+                servers,
+                host,
+                port,
+                listen_fd,
+                grace=grace,
+                same_user=same_user,
+                owner_fd=owner_fd,
+                token=token,
+                tls=files,
+                ready=announce,
+            )
+        )
     except DistError as error:
-        raise click.ClickException(str(error)) from None
+        fail(error, log_format)

@@ -1,15 +1,24 @@
 """The standard streams of a server process, which must exist and must never block it.
 
-Invariant: a reader of standard error cannot stop the server by not reading.
+Invariants: a reader of standard error cannot stop the server by not reading. Whatever peers send, a record is one line
+of printable text, or several if it has a traceback.
 """
 
 import logging
 import os
-from typing import Final
+from types import TracebackType
+from typing import Final, NoReturn
 
-from ..server.log_handlers import NonBlockingHandler
+import click
+
+from ..server.log_handlers import JsonHandler, NonBlockingHandler
+from .output import escape
 
 STANDARD_ERROR: Final = 2
+
+TEXT: Final = "text"
+JSON: Final = "json"
+LOG_FORMATS: Final = (TEXT, JSON)
 
 
 def open_standard_streams() -> None:
@@ -21,10 +30,31 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
-def log_without_blocking() -> None:
-    """Log to standard error from level INFO on."""
-    handler = NonBlockingHandler(STANDARD_ERROR)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+_ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
+class _EscapingFormatter(logging.Formatter):
+    """Escapes control characters: part of a message may come from a peer, or from another server."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escape(super().formatMessage(record))
+
+    def formatException(self, ei: _ExcInfo) -> str:
+        return "\n".join(map(escape, super().formatException(ei).split("\n")))
+
+
+def fail(error: Exception, log_format: str) -> NoReturn:
+    """End the process with status 1 because of an error, which is the last line of the log."""
+    if log_format != JSON:
+        raise click.ClickException(str(error)) from None
+    logging.getLogger("tcpstore_async.server").critical("%s", error)
+    raise SystemExit(1) from None
+
+
+def log_without_blocking(log_format: str = TEXT) -> None:
+    """Log to standard error from level INFO on, as text or as one JSON object per line."""
+    handler = JsonHandler(STANDARD_ERROR) if log_format == JSON else NonBlockingHandler(STANDARD_ERROR)
+    handler.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.addHandler(handler)

@@ -18,17 +18,21 @@ from typing import Any, cast
 
 from ..coercion import Text, Timeout, to_host, to_port, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
-from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
+from ..errors import DistError, DistNetworkError, ProtocolError, QueueEmptyError, StoreTimeoutError
 from ..keys import caller_keys, decode_keys, stored_key, stored_keys
+from ..secret_files import TlsFiles
 from ..session.client import PendingCall
-from ..session.identity import SINGLE_LINKS, Identity, read_identity
+from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
 from ..values import Framed, unpack
-from . import capabilities, exchanges, requests
+from . import capabilities, exchanges, explanation, requests
 from .async_connection import AsyncConnection
 from .client_info import introduction
 from .connect import connect
+from .credentials import find_token
 from .requests import ANOTHER, Request
 from .resume import resume
+from .store_name import StoreName, find_server, name_of
+from .tls import ClientTls, files_from_environment, wants_tls
 
 _RETRY_SECONDS = 0.05
 """Seconds until a probe is repeated that failed for lack of time of another call."""
@@ -55,11 +59,24 @@ class AsyncTCPStore:
     tasks may make calls at once.
     """
 
-    def __init__(self, host: str, port: int, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        *,
+        token: str | None = None,
+        tls: ClientTls | None = None,
+        name: StoreName | None = None,
+    ) -> None:
+        self._name = name
+        """The store on that server, if it has a name."""
         self.host = to_host("host", host)
         self.port = to_port("port", port)
+        self._token = find_token(token)
         self.identity: Identity | None = None
         """The server's identity, once requested, if the server is one of ours."""
+        self._tls = tls
         self._timeout = to_seconds("timeout", timeout)
         self._connections: dict[AsyncConnection, None] = {}
         self._free: dict[AsyncConnection, None] = {}
@@ -81,13 +98,53 @@ class AsyncTCPStore:
         """Tasks that push back the items of pops, on servers of PyTorch, whose callers have given up."""
 
     @classmethod
-    async def connect(cls, host: str, port: int, *, timeout: Timeout = DEFAULT_TIMEOUT) -> "AsyncTCPStore":
+    async def connect(
+        cls,
+        host: str,
+        port: int,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        token: str | None = None,
+        tls: bool | None = None,
+        tls_files: TlsFiles | None = None,
+        server: str | None = None,
+    ) -> "AsyncTCPStore":
         """Connect to the server at this address, retrying until the timeout. Raises DistNetworkError.
 
-        The timeout, in seconds or a timedelta, is also that of later calls; negative means none, 0 one attempt.
+        The timeout, in seconds or a timedelta, is also that of later calls; negative means none, 0 one attempt. Every
+        connection presents the token, which is by default that of TCPSTORE_TOKEN or of the file TCPSTORE_TOKEN_FILE;
+        without one, none is presented. Raises AccessDeniedError if the server refuses it. `tls` encrypts the
+        connections; None does if the environment variable TCPSTORE_TLS is 1. `tls_files` take the place of those that
+        TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name. With `server`, by default that of TCPSTORE_SERVER_URL, the
+        address is the name of a store on that server, and this waits until there is one; an empty one leaves it an
+        address.
         """
-        store = cls(host, port, timeout)
-        await store._open_connection()
+        url = find_server(server)
+        name = None
+        if url is not None:
+            name = StoreName(name_of(to_host("host", host), to_port("port", port)))
+            host, port = url.host, url.port
+        return await cls._connect(host, port, timeout, token, wants_tls(tls, url), tls_files, name)
+
+    @classmethod
+    async def _connect(
+        cls,
+        host: str,
+        port: int,
+        timeout: Timeout,
+        token: str | None,
+        tls: bool,
+        tls_files: TlsFiles | None,
+        name: StoreName | None,
+    ) -> "AsyncTCPStore":
+        client_tls = ClientTls(tls_files or files_from_environment()) if tls else None
+        store = cls(host, port, timeout, token=token, tls=client_tls, name=name)
+        try:
+            await store._open_connection()
+        except BaseException:
+            if store._tls is not None:
+                await store._tls.close()
+            raise
         return store
 
     async def __aenter__(self) -> "AsyncTCPStore":
@@ -100,10 +157,12 @@ class AsyncTCPStore:
         """Close every connection. Calls in progress fail, and so do later ones."""
         if self._stranded and self._lost is None:
             await asyncio.wait(self._stranded, timeout=MIN_ROUND_TRIP)
-        self._lose(DistNetworkError("the store has been closed"))
-        tasks = [*([self._opening] if self._opening else []), *self._probing.values()]
+        self._lose(DistNetworkError("the store has been closed"), closed=True)
+        tasks = [task for task in (self._opening, self._identifying, *self._probing.values()) if task]
         if tasks:
             await asyncio.wait(tasks)
+        if self._tls is not None:
+            await self._tls.close()
 
     def __del__(self) -> None:
         connections = getattr(self, "_connections", None)
@@ -125,7 +184,11 @@ class AsyncTCPStore:
         """Return a store with its own connections to the same server and the same timeout."""
         if self._lost is not None:
             raise self._lost
-        clone = await self.connect(self.host, self.port, timeout=self.timeout)
+        files = None if self._tls is None else self._tls.files
+        name = None if self._name is None else self._name.of_a_guest()
+        clone = await self._connect(
+            self.host, self.port, self.timeout, self._token.decode(), files is not None, files, name
+        )
         if self.identity is not None and await clone.server() != self.identity:
             await clone.close()
             raise DistNetworkError(ANOTHER)
@@ -373,7 +436,9 @@ class AsyncTCPStore:
         self._supported[what] = False
 
     async def _probe_once(self, batch: list[Request]) -> bool:
-        peer, session = await connect(self.host, self.port, Deadline(self._timeout))
+        peer, session = await connect(
+            self.host, self.port, Deadline(self._timeout), token=self._token, tls=self._tls, name=self._name
+        )
         connection = AsyncConnection(session, lambda *_: None, lambda _: None)
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
         try:
@@ -386,10 +451,12 @@ class AsyncTCPStore:
         return True
 
     async def _identify(self) -> None:
-        if await self._call(requests.HAS_EXTENSION):
-            self.identity = read_identity(unpack(await self._call(requests.WHO_ARE_YOU)))
+        if await self._call_when_free(requests.HAS_EXTENSION):
+            self.identity = read_identity(unpack(await self._call_when_free(requests.WHO_ARE_YOU)))
         if self.identity is not None:
-            await self._call(requests.introduce(introduction()))
+            check_admitted(self.identity)
+            self._restrict(self._connections)
+            await self._call_when_free(requests.introduce(introduction()))
             deadline = _CallDeadline(requests.HAS_EXTENSION, self._timeout)
             await self._open_link(await self._free_connection(deadline), deadline)
         self._identified = True
@@ -420,7 +487,14 @@ class AsyncTCPStore:
             error = DistNetworkError(ANOTHER)
             self._connection_lost(connection, error)
             raise error
+        self._restrict([connection])
         await self._open_link(connection, deadline)
+
+    def _restrict(self, connections: Iterable[AsyncConnection]) -> None:
+        """Let connections send only what the server has said that it allows: by the token of a relay, say."""
+        if self.identity is not None and not self._token:
+            for connection in connections:
+                connection.session.access = granted_access(self.identity.access)
 
     async def _open_link(self, connection: AsyncConnection, deadline: _CallDeadline) -> None:
         """Have the server keep the session when the connection breaks, if it can."""
@@ -435,13 +509,25 @@ class AsyncTCPStore:
 
     def _call(self, request: Request) -> Awaitable[Any]:
         """Make a call that the server answers at once, or not at all."""
-        connection = self._ready_connection()
+        connection = self._ready_connection() if self._identified else None
         if connection is not None:  # the common case, without a coroutine
             _, future = connection.call(*request)
             if self._timeout >= 0 and not future.done():
                 connection.limit(future, request, self._timeout)
             return future
-        return self._call_when_free(request)
+        return self._call_when_free(request) if self._identified else self._call_first(request)
+
+    async def _call_first(self, request: Request) -> Any:
+        """Request the server's identity before a call that does not depend on it.
+
+        Otherwise the store would not survive a reset connection. A call with little time must not fail because of it:
+        it leaves that to a later one.
+        """
+        deadline = _CallDeadline(request, self._timeout)
+        if not 0 <= deadline.timeout < MIN_ROUND_TRIP:
+            await self._extended(deadline)
+        # A timeout of 0 allows that, and then the call, one second each.
+        return await self._call_when_free(request, None if deadline.once else deadline)
 
     async def _call_when_free(self, request: Request, deadline: _CallDeadline | None = None) -> Any:
         deadline = deadline or _CallDeadline(request, self._timeout)
@@ -450,15 +536,37 @@ class AsyncTCPStore:
         return future.result() if future.done() else await self._await_reply(future, deadline)
 
     async def _call_blocking(self, request: Request, deadline: _CallDeadline) -> Any:
-        """Make a call that is answered when something happens, and cancel it at the deadline."""
+        """Make a call that is answered when something happens, and cancel it at the deadline.
+
+        A server of ours is asked why it has timed out, which may take a second more; see `StoreTimeoutError`.
+        """
         connection = await self._connection_to_wait_on(deadline)
         call, future = self._lease(connection, request)
         if deadline.once:
             connection.cancel(call)
-        result = await self._await_blocking(connection, call, future, deadline)
-        if call.canceled and not call.woken:
-            raise deadline.error()
+        try:
+            result = await self._await_blocking(connection, call, future, deadline)
+            if call.canceled and not call.woken:
+                raise deadline.error()
+        except StoreTimeoutError as error:
+            await self._explain(error, request, connection, call, 0.0 if deadline.once else deadline.timeout)
+            raise
         return result
+
+    async def _explain(
+        self, error: StoreTimeoutError, request: Request, connection: AsyncConnection, call: PendingCall, seconds: float
+    ) -> None:
+        """Ask the server why a call has timed out, and say so in its error; without an answer, leave that as it is."""
+        asked = explanation.question(request, seconds, self.identity)
+        if asked is None:
+            return
+        limit = _CallDeadline(asked, min(seconds, explanation.MOST_SECONDS))
+        try:
+            if not call.done:  # on a connection that is free again, rather than another one
+                await self._await_reply(connection.rest_of(call), limit)
+            explanation.explain(error, asked, await self._call_when_free(asked, limit))
+        except (DistError, ProtocolError):
+            pass  # what has happened to the connection shows at the next call
 
     def _lease(self, connection: AsyncConnection, request: Request) -> tuple[PendingCall, "asyncio.Future[Any]"]:
         """Send a blocking call, behind a fence if writes are unconfirmed that other connections must not overtake."""
@@ -564,12 +672,14 @@ class AsyncTCPStore:
             await self._join_task(self._opening, deadline)
 
     async def _open_connection(self) -> None:
-        peer, session = await connect(self.host, self.port, Deadline(self._timeout))
+        peer, session = await connect(
+            self.host, self.port, Deadline(self._timeout), token=self._token, tls=self._tls, name=self._name
+        )
         connection = AsyncConnection(
             session,
             _weak(self._connection_lost),
             _weak(self._connection_freed),
-            functools.partial(resume, self.host, self.port),
+            functools.partial(resume, self.host, self.port, self._token, self._tls),
         )
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
         try:
@@ -619,11 +729,11 @@ class AsyncTCPStore:
         if connection in self._connections or not connection.is_broken:
             self._lose(error)
 
-    def _lose(self, error: DistNetworkError) -> None:
+    def _lose(self, error: DistNetworkError, closed: bool = False) -> None:
         self._lost = self._lost or error
         for connection in list(self._connections):
             self._drop(connection)
-            connection.close(self._lost)
+            connection.close(self._lost, lost=not closed)
         for task in (self._opening, *self._probing.values()):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()

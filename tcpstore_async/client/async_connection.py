@@ -16,13 +16,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from ..deadline import MIN_ROUND_TRIP, Deadline
-from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
+from ..errors import AccessDeniedError, DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.single_client import ACKNOWLEDGED_AT_ONCE, UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import unpack
 from ..wire.codecs import Fields
 from ..wire.commands import BY_METHOD, Command
-from .requests import VALUE_BYTES, Request, confirm, give_back, size_hint, timeout_message
+from .last_byte import describe_silence
+from .requests import VALUE_BYTES, Request, confirm, give_back, lost_during, size_hint, timeout_message
 from .sync_connection import reset_when_closed
 
 
@@ -61,6 +62,10 @@ class AsyncConnection(asyncio.Protocol):
         """Futures of the requests in the outbox that have no reply."""
         self._drained: asyncio.Future[None] | None = None
         self._closing = False
+        self._is_lost = False
+        """Whether it, or the store, was lost, and not closed."""
+        self._silence = ""
+        """How long nothing had arrived when the connection was lost."""
         self._due: deque[tuple[float, asyncio.Future[Any], Request, float]] = deque()
         """Calls with a timeout, the first to expire first."""
         self._timer: asyncio.TimerHandle | None = None
@@ -126,6 +131,13 @@ class AsyncConnection(asyncio.Protocol):
         if call is self.session.waiting and not call.canceled and self.lost is None:
             self._write(self.session.cancel(call))
 
+    def rest_of(self, call: PendingCall) -> "asyncio.Future[Any]":
+        """Return a future for the reply to a cancel. Raises DistNetworkError if the connection was lost."""
+        if self.lost is not None:
+            raise self.lost
+        future = self._futures[call] = self._loop.create_future()
+        return future
+
     def confirm(self, lease: Request) -> None:
         """Confirm that a leased item has reached its caller. Raises DistNetworkError if it goes back instead."""
         if self.lost is not None:
@@ -144,9 +156,12 @@ class AsyncConnection(asyncio.Protocol):
         """Return whether nothing is in progress on it."""
         return not self.session.pending and not self._outbox and self._drained is None and not self._held
 
-    def close(self, reason: DistNetworkError | None = None) -> None:
-        """Close the connection. Calls in progress fail."""
+    def close(self, reason: DistNetworkError | None = None, lost: bool = False) -> None:
+        """Close the connection, perhaps because the store has been lost with another one. Calls in progress fail."""
         self._closing = True
+        self._is_lost = lost
+        if lost:
+            self._silence = describe_silence(self.transport.get_extra_info("socket"))
         if self._resuming is not None:
             self._resuming.cancel()
         self._flush()
@@ -196,12 +211,19 @@ class AsyncConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
+        if not self._closing:
+            self._is_lost = True
+            self._silence = describe_silence(self.transport.get_extra_info("socket"))
         if self.link is not None and is_break(error) and not self._closing and self.lost is None:
             self._held = True
-            self._resuming = self._loop.create_task(self._resume(self.link, str(error)))
+            self._resuming = self._loop.create_task(
+                self._resume(self.link, LOST if error is None else reason_of(error))
+            )
             return
         self.is_broken = is_break(error)
-        self._fail(DistNetworkError((str(error) if error is not None else LOST) + size_hint(self._longest)))
+        reason = (LOST if error is None else reason_of(error)) + size_hint(self._longest)
+        idle = f" ({self._silence})" if self._silence and not self._futures else ""
+        self._fail(DistNetworkError(reason + idle))
 
     def pause_writing(self) -> None:
         self._drained = self._loop.create_future()
@@ -260,7 +282,7 @@ class AsyncConnection(asyncio.Protocol):
                 peer.close()
                 raise
             rest = link.resume(reply)
-        except (OSError, ProtocolError, DistNetworkError) as error:
+        except (OSError, ProtocolError, DistNetworkError, AccessDeniedError) as error:
             self._fail(DistNetworkError(f"{reason}; {reason_of(error)}" + size_hint(self._longest)))
             self.transport.abort()
             return
@@ -306,17 +328,24 @@ class AsyncConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        futures = [*self._futures.values(), *self._silent]
+        failed: list[tuple[asyncio.Future[Any], DistNetworkError]] = [
+            (future, self._error_of(call, error) if self._is_lost else error) for call, future in self._futures.items()
+        ]
+        failed += [(future, error) for future in self._silent]
         self._futures.clear()
         self._silent.clear()
         if self._drained is not None:
-            futures.append(self._drained)
-        for future in futures:
+            failed.append((self._drained, error))
+        for future, its_error in failed:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(its_error)
                 future.exception()  # marks it as retrieved: the caller may have gone
         if not self._closing:
             self._on_lost(self, error)
+
+    def _error_of(self, call: PendingCall, error: DistNetworkError) -> DistNetworkError:
+        """Return the error of a call that was in progress when the connection was lost."""
+        return DistNetworkError(f"{error}{lost_during((call.command, call.fields), self._silence)}")
 
 
 def _expire(future: "asyncio.Future[Any]", request: Request, seconds: float) -> None:

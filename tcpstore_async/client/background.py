@@ -62,6 +62,22 @@ class Client(Protocol):
         ...
 
 
+class Carried(Protocol):
+    """What the loop keeps going on behalf of synchronous stores: the bridge of a TLS connection."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve on this loop, in whose thread this is called. Idempotent."""
+        ...
+
+    def detach(self) -> None:
+        """Stop serving until the next `attach`."""
+        ...
+
+    def finish(self) -> None:
+        """Bring it to its end, without a loop."""
+        ...
+
+
 class BackgroundLoop:
     """An event loop in a daemon thread, and the connections that it watches."""
 
@@ -102,6 +118,10 @@ class BackgroundLoop:
         # Neither `join` nor `current_thread`: in a thread of `uninterrupted` they would register a dummy for good.
         if self._done.wait(_STOP_SECONDS):
             _await_exit(self._thread.native_id)
+
+    def is_current(self) -> bool:
+        """Return whether this is the loop's thread."""
+        return self._thread.ident == threading.get_ident()
 
     def close_inherited(self) -> None:
         """In a forked child: close the parent's epoll set, which knows the parent's connections."""
@@ -153,13 +173,44 @@ class BackgroundLoop:
                 self._loop.add_reader(self._epoll.fileno(), self._report)
             else:
                 self._loop.call_later(_SWEEP_SECONDS, self._sweep)
+            self._loop.call_soon(self._attach_all)
             self._loop.run_forever()
         finally:
             self._close()
             _alive.discard(self)
             self._done.set()
 
+    def attach_soon(self, carried: Carried) -> None:
+        """Serve a bridge. Raises RuntimeError if the loop has ended."""
+        self.call_soon(functools.partial(carried.attach, self._loop))
+
+    def _attach_all(self) -> None:
+        for carried in list(_carried):
+            carried.attach(self._loop)
+
+    def stop_if_idle(self) -> None:
+        """In the loop's thread: stop if neither stores nor bridges need it."""
+        global _loop
+        if self.clients or _carried or self.stopping:
+            return
+        if not _changing.acquire(blocking=False):
+            self._loop.call_later(_RETRY_SECONDS, self.stop_if_idle)
+            return
+        try:
+            if _loop is self and not self.clients and not _carried:
+                _loop = None
+                self.stop()
+        finally:
+            _changing.release()
+
+    def await_end(self) -> None:
+        """Wait, within a limit, for the end of a thread that has been told to stop."""
+        if self.stopping and self._thread.ident != threading.get_ident() and self._done.wait(_STOP_SECONDS):
+            _await_exit(self._thread.native_id)
+
     def _close(self) -> None:
+        for carried in list(_carried):
+            carried.detach()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -187,6 +238,9 @@ class BackgroundLoop:
         self._loop.call_later(_SWEEP_SECONDS, self._sweep)
 
 
+_carried: Final[set[Carried]] = set()
+"""The bridges of synchronous stores. They outlive a loop, which is stopped while the process forks."""
+
 _loop: BackgroundLoop | None = None
 _alive: Final[set[BackgroundLoop]] = set()
 """Those whose threads have not ended, also after `stop`."""
@@ -199,6 +253,12 @@ _ended = False
 def running() -> BackgroundLoop | None:
     """Return the process's loop, if there is one."""
     return _loop
+
+
+def is_running_here() -> bool:
+    """Return whether this is the loop's thread, which must not wait."""
+    loop = _loop
+    return loop is not None and loop.is_current()
 
 
 def uninterrupted(function: Callable[[], object]) -> None:
@@ -277,6 +337,76 @@ def spawn(work: Coroutine[object, object, None], report: Callable[["asyncio.Task
     asyncio.get_running_loop().create_task(work).add_done_callback(report)
 
 
+def carry(carried: Carried) -> bool:
+    """Keep a bridge going until it calls `drop`; return False if no thread can be started for that."""
+    loop = _loop
+    if loop is not None and loop.is_current():
+        _carried.add(carried)
+        loop.attach_soon(carried)
+        return True
+    uninterrupted(functools.partial(_carry, carried))
+    return carried in _carried
+
+
+def _carry(carried: Carried) -> None:
+    if _ended or not _changing.acquire(timeout=2 * _STOP_SECONDS):
+        return
+    try:
+        loop = _started()
+        if loop is not None:
+            _carried.add(carried)
+            loop.attach_soon(carried)
+    finally:
+        _changing.release()
+
+
+def drop(carried: Carried) -> None:
+    """A bridge has ended; with the last one, and without stores to watch, so does the loop."""
+    _carried.discard(carried)
+    loop = _loop
+    if loop is not None and not _carried and not loop.clients:
+        try:
+            loop.call_soon(loop.stop_if_idle)
+        except RuntimeError:
+            pass  # it has ended
+
+
+def call_soon(callback: Callable[[], object]) -> None:
+    """Have the loop's thread call this; without a loop, call it."""
+    loop = _loop
+    try:
+        if loop is not None:
+            loop.call_soon(callback)
+            return
+    except RuntimeError:
+        pass  # it has just ended
+    callback()
+
+
+def settle() -> None:
+    """Wait for the end of loops that have nothing left to do, within a limit."""
+    loop = _loop
+    if loop is not None:
+        if _carried or loop.clients or loop.is_current():
+            return
+        uninterrupted(_stop_idle)
+    for stopping in list(_alive):
+        stopping.await_end()
+
+
+def _stop_idle() -> None:
+    global _loop
+    if not _changing.acquire(timeout=_STOP_SECONDS):
+        return
+    try:
+        loop = _loop
+        if loop is not None and not loop.clients and not _carried:
+            _loop = None
+            loop.stop()
+    finally:
+        _changing.release()
+
+
 def release(client: Client) -> None:
     """Stop watching a client, which is about to close its connections; with the last one, stop the loop."""
     if _loop is not None:
@@ -289,12 +419,12 @@ def _release(client: Client) -> None:
     if loop is None:
         return
     loop.forget(client)
-    if loop.clients:
+    if loop.clients or _carried:
         return
     if not _changing.acquire(timeout=_STOP_SECONDS):
         return  # the loop is being stopped, which takes too long
     try:
-        if _loop is loop and not loop.clients:
+        if _loop is loop and not loop.clients and not _carried:
             _loop = None
             loop.stop()
     finally:
@@ -342,6 +472,8 @@ def _before_fork() -> None:
 
 def _after_fork_in_parent() -> None:
     if _held and _held.pop():
+        if _carried and not _ended:  # a thread may be waiting for a reply behind a bridge
+            _started()
         _changing.release()
 
 
@@ -349,6 +481,7 @@ def _after_fork_in_child() -> None:
     global _changing
     _changing = threading.Lock()
     _held.clear()
+    _carried.clear()
     _inherited.extend(_alive)
     _alive.clear()
     for loop in _inherited:
@@ -360,6 +493,8 @@ def _at_exit() -> None:
     _ended = True
     if _stop():
         _changing.release()
+    for carried in list(_carried):
+        carried.finish()
 
 
 if hasattr(os, "register_at_fork"):

@@ -23,6 +23,9 @@ from aiohappyeyeballs import start_connection
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..errors import DistNetworkError, ProtocolError, reason_of
 from ..session.client import ClientSession, PendingCall
+from .credentials import authenticate
+from .store_name import StoreName
+from .tls import ClientTls, TlsFailed
 
 _LAST_TRY: Final = 0.05
 """Seconds reserved for the last attempt."""
@@ -48,13 +51,18 @@ its own defaults apply."""
 _TICK: Final = 0.1
 """Seconds between two checks whether a connection that is being made is still wanted."""
 
+_REPLY: Final = 4096
+
 AddressInfo = tuple[Any, Any, int, str, Any]
 
 
 class _Tries:
     """Decides when to retry, and when to give up."""
 
-    def __init__(self, host: str, port: int, deadline: Deadline, refused_is_final: bool) -> None:
+    def __init__(
+        self, host: str, port: int, deadline: Deadline, refused_is_final: bool, name: StoreName | None
+    ) -> None:
+        self.name = name
         self.host = host
         self.port = port
         self.deadline = deadline
@@ -78,11 +86,15 @@ class _Tries:
         """Return the seconds until the next attempt. Raises DistNetworkError if there is none."""
         if self.refused_is_final and isinstance(error, ConnectionRefusedError):
             raise error
+        if isinstance(error, TlsFailed) and error.final:
+            raise DistNetworkError(f"cannot connect to ({self.host}, {self.port}): {error}") from None
         self._hung_up = self._hung_up + 1 if isinstance(error, _HungUp) else 0
         if self._hung_up == _HANG_UPS:
             self._hung_up = 0
             self.pings = not self.pings
         cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
+        if cause == _NO_ANSWER and self.name is not None:
+            cause = self.name.missing() or cause
         if cause != _NO_ANSWER or not self._short or not self.cause:
             self.cause = cause
         left = self.deadline.left()
@@ -113,24 +125,33 @@ class _HungUp(ConnectionError):
 
 
 async def connect(
-    host: str, port: int, deadline: Deadline, refused_is_final: bool = False
+    host: str,
+    port: int,
+    deadline: Deadline,
+    refused_is_final: bool = False,
+    token: bytes = b"",
+    tls: ClientTls | None = None,
+    name: StoreName | None = None,
 ) -> tuple[socket.socket, ClientSession]:
-    """Connect to the store at this address and shake hands.
+    """Connect to the store at this address, shake hands, present the token, and enter the named store, if given.
 
-    A timeout of 0 allows one attempt. Raises DistNetworkError with the last error, and, if that is said to be final,
+    A timeout of 0 allows one attempt. With `tls` the connection is encrypted, and the server's certificate verified.
+    Raises DistNetworkError with the last error, AccessDeniedError, and, if that is said to be final,
     ConnectionRefusedError.
     """
-    tries = _Tries(host, port, deadline, refused_is_final)
+    tries = _Tries(host, port, deadline, refused_is_final, name)
     while True:
         try:
-            return await asyncio.wait_for(_try(host, port, tries.pings), tries.limit())
+            return await asyncio.wait_for(_try(host, port, tries.pings, token, tls, name), tries.limit())
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
         await asyncio.sleep(pause)
 
 
-async def _try(host: str, port: int, pings: bool) -> tuple[socket.socket, ClientSession]:
-    peer = await open_connection(host, port)
+async def _try(
+    host: str, port: int, pings: bool, token: bytes, tls: ClientTls | None, name: StoreName | None
+) -> tuple[socket.socket, ClientSession]:
+    peer = await open_connection(host, port, tls)
     try:
         loop = asyncio.get_running_loop()
         session, hello, call = _hello(peer, pings)
@@ -139,18 +160,33 @@ async def _try(host: str, port: int, pings: bool) -> tuple[socket.socket, Client
             while not call.done:
                 _receive(session, await loop.sock_recv(peer, 4))
         except ConnectionError as error:
-            raise _HungUp(*error.args) from None
+            raise _hung_up(error, tls) from None
         _check(call)
+        for data, asked in authenticate(session, token, host, port) if token else ():
+            await loop.sock_sendall(peer, data)
+            while not asked.done:
+                _receive(session, await loop.sock_recv(peer, _REPLY))
+        for data, asked in name.entering(session, host, port) if name is not None else ():
+            await loop.sock_sendall(peer, data)
+            while not asked.done:
+                _receive(session, await loop.sock_recv(peer, _REPLY))
         return peer, session
     except BaseException:
         peer.close()
         raise
 
 
-async def open_connection(host: str, port: int) -> socket.socket:
-    """Return a socket that is connected to this address, without a handshake. Raises OSError."""
+async def open_connection(host: str, port: int, tls: ClientTls | None = None) -> socket.socket:
+    """Return a socket that is connected to this address, without the store's handshake. Raises OSError.
+
+    With `tls` it is the end of a pair on loopback that stands for the TLS connection.
+    """
     addresses = _literal(host, port) or await _look_up(host, port)
-    return await start_connection(addresses, happy_eyeballs_delay=_STAGGER)
+    peer = await start_connection(addresses, happy_eyeballs_delay=_STAGGER)
+    if tls is None:
+        return peer
+    keep_alive(peer)
+    return await tls.wrap(peer, host)
 
 
 async def _look_up(host: str, port: int) -> list[AddressInfo]:
@@ -235,23 +271,37 @@ def connect_blocking(
     deadline: Deadline,
     wanted: Callable[[], bool] = _always,
     refused_is_final: bool = False,
+    token: bytes = b"",
+    tls: ClientTls | None = None,
+    name: StoreName | None = None,
 ) -> tuple[socket.socket, ClientSession]:
     """Connect as `connect` does, from a thread without a loop. The socket returned is blocking.
 
-    Raises DistNetworkError, ConnectionRefusedError, or Cancelled if `wanted` no longer returns True.
+    Raises DistNetworkError, AccessDeniedError, ConnectionRefusedError, or Cancelled if `wanted` no longer returns True.
     """
-    tries = _Tries(host, port, deadline, refused_is_final)
+    tries = _Tries(host, port, deadline, refused_is_final, name)
     while True:
         try:
-            return _try_in_this_thread(host, port, Attempt(tries.limit(), wanted), tries.pings)
+            return _try_in_this_thread(host, port, Attempt(tries.limit(), wanted), tries.pings, token, tls, name)
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
         Attempt(pause, wanted).sleep()
 
 
-def _try_in_this_thread(host: str, port: int, attempt: Attempt, pings: bool) -> tuple[socket.socket, ClientSession]:
+def _try_in_this_thread(
+    host: str,
+    port: int,
+    attempt: Attempt,
+    pings: bool,
+    token: bytes,
+    tls: ClientTls | None,
+    name: StoreName | None,
+) -> tuple[socket.socket, ClientSession]:
     addresses = _literal(host, port)
     peer = _connect_to(addresses[0], attempt) if addresses else _connect_in_a_helper(host, port, attempt)
+    if tls is not None:
+        keep_alive(peer)
+        peer = tls.wrap_blocking(peer, host, attempt)
     try:
         session, hello, call = _hello(peer, pings)
         try:
@@ -260,8 +310,18 @@ def _try_in_this_thread(host: str, port: int, attempt: Attempt, pings: bool) -> 
                 attempt.wait_for(peer, select.POLLIN)
                 _receive(session, peer.recv(4))
         except ConnectionError as error:
-            raise _HungUp(*error.args) from None
+            raise _hung_up(error, tls) from None
         _check(call)
+        for data, asked in authenticate(session, token, host, port) if token else ():
+            peer.sendall(data, NO_SIGPIPE)
+            while not asked.done:
+                attempt.wait_for(peer, select.POLLIN)
+                _receive(session, peer.recv(_REPLY))
+        for data, asked in name.entering(session, host, port) if name is not None else ():
+            peer.sendall(data, NO_SIGPIPE)
+            while not asked.done:
+                attempt.wait_for(peer, select.POLLIN)
+                _receive(session, peer.recv(_REPLY))
         peer.settimeout(None)
         return peer, session
     except BaseException:
@@ -334,6 +394,12 @@ def _close_all(peers: list[socket.socket]) -> None:
 
 
 # Shared by both
+
+
+def _hung_up(error: ConnectionError, tls: ClientTls | None) -> ConnectionError:
+    """Return why the handshake was cut off."""
+    cause = None if tls is None else tls.cause()
+    return _HungUp(*error.args) if cause is None else cause
 
 
 def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, PendingCall]:

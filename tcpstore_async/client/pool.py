@@ -26,16 +26,19 @@ from threading import RLock, get_ident
 from typing import Any, Final
 
 from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
-from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, reason_of
+from ..errors import DistError, DistNetworkError, DistStoreError, ProtocolError, StoreTimeoutError, reason_of
 from ..session.client import PendingCall
-from ..session.identity import SINGLE_LINKS, Identity, read_identity
+from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
 from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
 from ..values import Framed, unpack
-from . import background, capabilities, requests
+from . import background, capabilities, explanation, requests
 from .connect import Cancelled, connect_blocking
+from .last_byte import describe_silence
 from .requests import ANOTHER, Request
 from .resume import resume_blocking, resume_idle
-from .sync_connection import FLAGS, NO_THREAD, DeadlineExceeded, SyncConnection
+from .store_name import StoreEndedError, StoreName
+from .sync_connection import FLAGS, NO_THREAD, DeadlineExceeded, Leased, Stranded, SyncConnection
+from .tls import ClientTls
 from .wait_queue import Ticket, WaitQueue
 
 log = logging.getLogger("tcpstore_async.client")
@@ -71,15 +74,24 @@ class TCPClient:
         timeout: float,
         introduction: dict[str, str] | None = None,
         began: float | None = None,
+        token: bytes = b"",
+        tls: ClientTls | None = None,
+        name: StoreName | None = None,
     ) -> None:
         """Connect, retrying until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
 
-        `introduction` describes this client to the server, if the server turns out to be one of ours.
+        `introduction` describes this client to the server, if the server turns out to be one of ours. With a `token`,
+        every connection presents it; raises AccessDeniedError if it is refused. With `tls`, which is this client's
+        alone, connections are encrypted. With a `name`, they are put into the store of that name.
         """
+        self.name = name
+        self._why_ended: str | None = None
+        """Why the store with a name has ended, if it has; None before that was asked."""
         self.host = host
         self.port = port
         self.timeout = timeout
         self.introduction = introduction or {}
+        self.token = token
         self.identity: Identity | None = None
         """The server's identity, once requested, if the server is one of ours."""
         self.farewell: Request | None = None
@@ -94,7 +106,14 @@ class TCPClient:
         self._supported: dict[str, bool] = {}
         """Whether the server supports what older servers of PyTorch do not, as far as probed."""
         self._lost = ""
-        self._start([SyncConnection(*connect_blocking(host, port, Deadline(timeout, began)))])
+        self.tls = tls
+        try:
+            limit = Deadline(timeout, began)
+            self._start([SyncConnection(*connect_blocking(host, port, limit, token=token, tls=tls, name=name))])
+        except BaseException:
+            if tls is not None:
+                tls.close_blocking()
+            raise
 
     def _start(self, connections: list[SyncConnection]) -> None:
         self._connections = connections
@@ -115,22 +134,27 @@ class TCPClient:
         """Whether the background loop watches the connections: from the first call on, so that a store without calls
         starts no thread. See `joining`."""
         self._detour = True
-        """Whether calls must not simply take the only connection, because threads starve or the connection has to be
-        handed to the background loop."""
+        """Whether calls must not simply take the only connection, because threads starve, the server is to be
+        identified, or the connection has to be handed to the background loop or has items to push back."""
 
     def close(self) -> None:
         """Close every connection. Calls in progress in other threads fail, and so do later ones."""
         if not self.closed:
             self._return_stranded()
+            self._end_named_store()
             self._send_farewell()
         self.closed = True
         self._lose("the store has been closed")
+        if self.tls is not None:
+            self.tls.close_blocking()
 
     def clone(self) -> "TCPClient":
         """Return a client of the same server. Raises DistNetworkError, also if another server has replaced it."""
         if self._lost:
             raise self._lost_error()
-        clone = TCPClient(self.host, self.port, self.timeout, self.introduction)
+        tls = None if self.tls is None else self.tls.renewed()
+        name = None if self.name is None else self.name.of_a_guest()
+        clone = TCPClient(self.host, self.port, self.timeout, self.introduction, token=self.token, tls=tls, name=name)
         clone._supported = dict(self._supported)
         try:
             if self.identity is not None and (not clone.extended() or clone.identity != self.identity):
@@ -161,6 +185,10 @@ class TCPClient:
                 _replace(connection.peer)  # a signal handler has forked; the interrupted call still uses it
             else:
                 connection.peer.close()
+        if self.tls is not None:
+            self.tls = self.tls.renewed()
+        if self.name is not None:
+            self.name = self.name.of_a_guest()
         self._start([])
 
     # Calls
@@ -180,10 +208,14 @@ class TCPClient:
                     connection = connections[0]
                     connection.user = me
             if connection is None or connection.session.pending:
+                if connection is None and not self._identified:
+                    spent = deadline or Deadline.of_a_call(self.timeout)
+                    self._identify_first(spent)
+                    deadline = spent if self.timeout else deadline  # 0 allows this, and then the call, one second each
                 deadline = deadline or Deadline.of_a_call(self.timeout)
                 if connection is None:
                     connection = self._lease_later(me, deadline)
-                if connection.session.pending:
+                if connection.session.pending or connection.stranded:
                     connection.settle(deadline)
             data, call = connection.session.prepare(*request)
             writes = call is None and request[0].mutates
@@ -210,7 +242,7 @@ class TCPClient:
         except DeadlineExceeded as out:
             raise requests.late(request, self.timeout, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._failed(connection, error) from None
+            raise self._failed(connection, error, request) from None
         except BaseException as error:
             if connection is not None:
                 connection.interrupted(error)
@@ -240,7 +272,8 @@ class TCPClient:
         """Make a call that is answered when something happens. Raises StoreTimeoutError, DistNetworkError.
 
         The timeout is in seconds, from `began` if given; 0 checks once, negative means none. With `then`, that request
-        follows on the same connection before any other, and its result is returned.
+        follows on the same connection before any other, and its result is returned. A server of ours is asked why the
+        call has timed out, which may take a second more; see `StoreTimeoutError`.
         """
 
         def wait(connection: SyncConnection, deadline: Deadline) -> Any:
@@ -252,7 +285,22 @@ class TCPClient:
                 connection.read_until(call, deadline)
             return call.result
 
-        return self._on_a_connection(wait, request, Deadline.of_a_call(seconds, began), seconds)
+        try:
+            return self._on_a_connection(wait, request, Deadline.of_a_call(seconds, began), seconds)
+        except StoreTimeoutError as error:
+            self._explain(error, request, seconds)
+            raise
+
+    def _explain(self, error: StoreTimeoutError, request: Request, seconds: float) -> None:
+        """Ask the server why a call has timed out, and say so in its error; without an answer, leave that as it is."""
+        asked = explanation.question(request, seconds, self.identity)
+        if asked is None or self._lost:
+            return
+        try:
+            answer = self.call(asked, Deadline(min(seconds, explanation.MOST_SECONDS)))
+            explanation.explain(error, asked, answer)
+        except (DistError, ProtocolError) as failure:
+            log.debug("%s:%d does not say why a call timed out: %s", self.host, self.port, failure)
 
     def _on_a_connection(
         self, work: Callable[[SyncConnection, Deadline], Any], request: Request, deadline: Deadline, seconds: float
@@ -268,7 +316,7 @@ class TCPClient:
         except DeadlineExceeded as out:
             raise requests.late(request, seconds, out.__cause__) from out.__cause__
         except (OSError, ProtocolError) as error:
-            raise self._failed(connection, error) from None
+            raise self._failed(connection, error, request) from None
         except BaseException as error:
             if connection is not None:
                 connection.interrupted(error)
@@ -300,23 +348,20 @@ class TCPClient:
         self, lease: Request, seconds: float, began: float, taken: list[Framed], confirmed: list[int]
     ) -> bytes | None:
         def pop(connection: SyncConnection, deadline: Deadline) -> bytes | None:
-            try:
-                call = connection.request(lease, deadline)
-                if lease[0].parks:
-                    self._wait_for(connection, call, deadline, once=False)
-                else:
-                    connection.read_until(call, deadline)
-                _, item = call.result
-                if item is None:
-                    return None
-                taken.append(item)
-                value = unpack(item)
-                connection.confirm(lease, confirmed, deadline)
-                return value
-            except BaseException:
-                if not confirmed:
-                    connection.give_back(lease)
-                raise
+            connection.leased = Leased(lease, confirmed)  # before the request: `_release` gives it back
+            call = connection.request(lease, deadline)
+            if lease[0].parks:
+                self._wait_for(connection, call, deadline, once=False)
+            else:
+                connection.read_until(call, deadline)
+            _, item = call.result
+            if item is None:
+                connection.leased = None
+                return None
+            taken.append(item)
+            value = unpack(item)
+            connection.confirm(lease, confirmed, deadline)
+            return value
 
         value: bytes | None = self._on_a_connection(pop, lease, Deadline.of_a_call(seconds, began), seconds)
         return value
@@ -338,13 +383,21 @@ class TCPClient:
                 item: Framed | None = mine[0].result[1]
                 return None if item is None else unpack(item)
             except BaseException:
-                connection.stranded += mine or [
-                    call for call in connection.session.pending if call.fields is request[1]
-                ]
+                calls = mine or [call for call in connection.session.pending if call.fields is request[1]]
+                connection.stranded += map(Stranded, calls)
+                self._detour = True
                 raise
 
         value: bytes | None = self._on_a_connection(pop, wait or request, Deadline.of_a_call(seconds, began), seconds)
         return value
+
+    def _end_named_store(self) -> None:
+        """Before closing: end the store, if this client owns it, so that its name is free when this returns."""
+        if self.name is not None and self.name.owner and not self._lost:
+            try:
+                self.call(requests.END_STORE, Deadline(MIN_ROUND_TRIP))
+            except (DistNetworkError, StoreTimeoutError):
+                pass  # it ends when the server notices that the connection is lost
 
     def _send_farewell(self) -> None:
         farewell = self.farewell
@@ -368,23 +421,25 @@ class TCPClient:
                     pass  # it was lost with the connection
 
     def call_all(self, batch: list[Request], deadline: Deadline) -> list[Any]:
-        """Make calls that the server answers at once, in one round trip. Raises StoreTimeoutError, DistNetworkError.
+        """Make calls that have replies, at once, in one round trip. Raises StoreTimeoutError, DistNetworkError.
 
         All requests are sent before the first reply is read, so the replies must be of a few bytes.
         """
 
         def exchange(connection: SyncConnection, deadline: Deadline) -> list[Any]:
-            connection.broken = True
-            sent = [connection.session.request(*request) for request in batch]
-            connection.send(b"".join([data for data, _ in sent]), deadline)
-            connection.broken = False
-            results: list[Any] = []
-            for _, call in sent:
-                if call is not None:
-                    connection.read_until(call, deadline)
-                    results.append(call.result)
-            return results
+            prepared = [connection.session.prepare(*request) for request in batch]
+            data = b"".join([data for data, _ in prepared])
+            calls = [call for _, call in prepared if call is not None]
+            ahead = tuple(calls[:-1])
+            if not connection.put(data, calls[-1], False, ahead):
+                connection.put_rest(data, calls[-1], deadline, False, ahead)
+            connection.read_until(calls[-1], deadline)
+            return [call.result for call in calls]
 
+        try:
+            self._identify_first(deadline)
+        except DeadlineExceeded:
+            raise requests.late(batch[0], deadline.timeout) from None
         results: list[Any] = self._on_a_connection(exchange, batch[0], deadline, deadline.timeout)
         return results
 
@@ -488,33 +543,67 @@ class TCPClient:
             elif not ticket.wait(deadline.poll_seconds()) and deadline.passed():
                 raise DeadlineExceeded
 
+    def _identify_first(self, deadline: Deadline) -> None:
+        """Before a call that does not depend on the server's identity: request that all the same.
+
+        Otherwise the store would not survive a reset connection. A call with little time must not fail because of it:
+        it leaves that to a later one. Raises DeadlineExceeded, DistNetworkError.
+        """
+        if self._identified or 0 <= deadline.timeout < MIN_ROUND_TRIP:
+            return
+        try:
+            self._identify(deadline)
+        except StoreTimeoutError:
+            raise DeadlineExceeded from None
+
     def _identify_now(self, deadline: Deadline) -> None:
         try:
-            if self.identity is None and self.call(requests.HAS_EXTENSION, deadline):
-                self.identity = read_identity(unpack(self.call(requests.WHO_ARE_YOU, deadline)))
-            if self.identity is not None:
-                self.call(requests.introduce(self.introduction), deadline)
-                self._on_a_connection(self._open_link, requests.HAS_EXTENSION, deadline, deadline.timeout)
+            self._on_a_connection(self._identify_on, requests.HAS_EXTENSION, deadline, deadline.timeout)
             self._identified = True
         finally:
             with self._lock:
                 self._identifying = NO_THREAD
                 self._identity_queue.notify_all()
 
+    def _identify_on(self, connection: SyncConnection, deadline: Deadline) -> None:
+        if self.identity is None and self._result(connection, requests.HAS_EXTENSION, deadline):
+            self.identity = read_identity(unpack(self._result(connection, requests.WHO_ARE_YOU, deadline)))
+        if self.identity is not None:
+            check_admitted(self.identity)
+            if not self.token:  # what a relay's token allows
+                self._restrict(self._connections)
+            self._introduce(connection, deadline)
+            self._open_link(connection, deadline)
+
+    def _result(self, connection: SyncConnection, request: Request, deadline: Deadline) -> Any:
+        call = connection.request(request, deadline)
+        connection.read_soon()
+        connection.read_until(call, deadline)
+        return call.result
+
+    def _introduce(self, connection: SyncConnection, deadline: Deadline) -> None:
+        data, _ = connection.session.prepare(*requests.introduce(self.introduction))
+        if not connection.put(data, None):
+            connection.put_rest(data, None, deadline)
+
     def _verify(self, connection: SyncConnection, deadline: Deadline) -> None:
         """Check that a further connection leads to the same server. Raises ProtocolError."""
         known = self.identity
         if known is None:
             return
-        data, _ = connection.session.prepare(*requests.introduce(self.introduction))
-        if not connection.put(data, None):
-            connection.put_rest(data, None, deadline)
-        call = connection.request(requests.WHO_ARE_YOU, deadline)
-        connection.read_until(call, deadline)
-        found = read_identity(unpack(call.result))
+        self._introduce(connection, deadline)
+        found = read_identity(unpack(self._result(connection, requests.WHO_ARE_YOU, deadline)))
         if found is None or found.instance != known.instance:
             raise ProtocolError(ANOTHER)
+        if not self.token:
+            self._restrict([connection])
         self._open_link(connection, deadline)
+
+    def _restrict(self, connections: list[SyncConnection]) -> None:
+        """Let connections send only what the server has said that it allows."""
+        access = None if self.identity is None else granted_access(self.identity.access)
+        for connection in list(connections):
+            connection.session.access = access
 
     def _open_link(self, connection: SyncConnection, deadline: Deadline) -> None:
         """Have the server keep the session when the connection breaks, if it can."""
@@ -526,7 +615,7 @@ class TCPClient:
     def _reach(self, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
         """Connect again for a link whose connection is broken. See `resume_blocking`."""
         try:
-            return resume_blocking(self.host, self.port, link, deadline, lambda: not self._lost)
+            return resume_blocking(self.host, self.port, link, deadline, lambda: not self._lost, self.token, self.tls)
         except Cancelled:
             raise ConnectionError(self._lost) from None
 
@@ -549,7 +638,7 @@ class TCPClient:
             if connection is None:
                 deadline = deadline or Deadline.of_a_call(seconds, began)
                 connection = self._lease_later(me, deadline)
-            if connection.session.pending:
+            if connection.session.pending or connection.stranded:
                 connection.settle(deadline or Deadline.of_a_call(seconds, began))
             return connection
         except BaseException:
@@ -628,7 +717,8 @@ class TCPClient:
     def _leave(self, ticket: Ticket) -> None:
         self._starving -= ticket.starving
         ticket.starving = False
-        self._detour = self._starving > 0 or not self._watched
+        stranded = [connection for connection in self._connections if connection.stranded]
+        self._detour = self._starving > 0 or not self._watched or not self._identified or bool(stranded)
         self._free_queue.leave(ticket)
 
     def _give_up(self, connection: SyncConnection | None, ticket: Ticket, me: int) -> None:
@@ -717,7 +807,11 @@ class TCPClient:
     def _connect(self, deadline: Deadline) -> SyncConnection:
         """Connect once more. Raises DistNetworkError, or DeadlineExceeded if only the time was too short."""
         try:
-            return SyncConnection(*connect_blocking(self.host, self.port, deadline, lambda: not self._lost))
+            wanted = lambda: not self._lost  # noqa: E731
+            connected = connect_blocking(
+                self.host, self.port, deadline, wanted, token=self.token, tls=self.tls, name=self.name
+            )
+            return SyncConnection(*connected)
         except Cancelled:
             raise self._lost_error() from None
         except DistNetworkError as error:
@@ -731,7 +825,8 @@ class TCPClient:
         """Return a connection to the pool in step, or close it. May be called again."""
         if connection.user == get_ident():
             connection.tidy()
-            if connection.session.waiting is not None and not connection.inherited:
+            if not connection.inherited and not self._lost:
+                connection.give_back()
                 connection.cancel()
             if connection.broken and not self._lost and not connection.inherited:
                 self._drop(connection)
@@ -771,17 +866,25 @@ class TCPClient:
                 self._connections.remove(connection)
         connection.peer.close()
 
-    def _failed(self, connection: SyncConnection | None, error: Exception) -> DistNetworkError:
-        """Lose the store because a connection failed; return the error for the call."""
+    def _failed(
+        self, connection: SyncConnection | None, error: Exception, request: Request | None = None
+    ) -> DistNetworkError:
+        """Lose the store because a connection failed; return the error for the call that made the request."""
         if connection is not None and connection.inherited:
             return DistNetworkError(_FORKED)
         reason = reason_of(error)
+        silence = "" if connection is None else describe_silence(connection.peer)
         if connection is not None and isinstance(error, OSError):
             reason += requests.size_hint(connection.longest)
-        return self._lose(reason)
+        if request is not None:
+            return self._lose(reason, requests.lost_during(request, silence))
+        return self._lose(f"{reason} ({silence})" if silence else reason)
 
-    def _lose(self, reason: str) -> DistNetworkError:
-        """Mark the store as lost, as PyTorch's is with its connection; return an error with the first reason."""
+    def _lose(self, reason: str, details: str = "") -> DistNetworkError:
+        """Mark the store as lost, as PyTorch's is with its connection; return an error with the first reason.
+
+        `details`, which follow it, are those of one call.
+        """
         with self._lock:
             self._lost = self._lost or reason
             try:
@@ -792,17 +895,43 @@ class TCPClient:
                 self._connections.clear()
                 self._free_queue.notify_all()
                 self._identity_queue.notify_all()
-        return self._lost_error()
+        return self._lost_error(details)
 
-    def _lost_error(self) -> DistNetworkError:
+    def _lost_error(self, details: str = "") -> DistNetworkError:
         """Return a new error for a call on a lost store."""
-        text = self._lost
+        text = self._lost + ("" if self.closed else details)
+        if self.name is not None and not self.closed:
+            why = self._ask_why_ended(self.name)
+            text = f"{why}: {text}" if why else text
         if self.server_crash is not None and not self.closed:
             crash = self.server_crash()
             text = f"{text}: {crash}" if crash else text
         error = DistNetworkError(text)
         error.__cause__ = None  # hides the context, in compiled code too
         return error
+
+    def _ask_why_ended(self, name: StoreName) -> str:
+        """Return why the store with this name has ended; "" if it has not, or if that cannot be found out now."""
+        why = self._why_ended
+        if why is None and not background.is_running_here():
+            why = self._why_ended = ""
+            ended = name.of_a_guest()
+            ended.waits = False
+            tls = None if self.tls is None else self.tls.renewed()
+            try:
+                deadline = Deadline(MIN_ROUND_TRIP)
+                peer, _ = connect_blocking(
+                    self.host, self.port, deadline, refused_is_final=True, token=self.token, tls=tls, name=ended
+                )
+                peer.close()
+            except StoreEndedError as error:
+                why = self._why_ended = str(error)
+            except (DistNetworkError, DistStoreError, OSError):
+                pass
+            finally:
+                if tls is not None:
+                    tls.close_blocking()
+        return why or ""
 
     # Background loop
 
@@ -823,7 +952,7 @@ class TCPClient:
             self._watched = True  # before `watch`: the loop may stop right after it
             if not background.watch(self, [connection.peer.fileno() for connection in new]):
                 self.unwatched()
-            self._detour = self._starving > 0 or not self._watched
+            self._detour = self._starving > 0 or not self._watched or not self._identified
         finally:
             self._lock.release()
 
@@ -865,7 +994,8 @@ class TCPClient:
         if connection.down is None:
             connection.mark_down(error)
         connection.user = _LOOP
-        background.spawn(resume_idle(self.host, self.port, connection), functools.partial(self._resumed, connection))
+        resuming = resume_idle(self.host, self.port, self.token, self.tls, connection)
+        background.spawn(resuming, functools.partial(self._resumed, connection))
         return True
 
     def _resumed(self, connection: SyncConnection, task: "asyncio.Task[None]") -> None:

@@ -13,7 +13,7 @@ from ..errors import StoreTimeoutError
 from ..keys import stored_key, stored_keys, wait_timeout_message
 from ..limits import Limits
 from ..values import Framed, pack
-from ..wire.codecs import Fields
+from ..wire.codecs import NO_REPLY, Fields
 from ..wire.commands import BY_METHOD, JOINS_KEY, SERVER_KEY, WORKERS_KEY, Command
 
 Request = tuple[Command, Fields]
@@ -47,11 +47,20 @@ WHO_ARE_YOU: Final[Request] = _GET, (SERVER_KEY,)
 
 DEPART: Final[Request] = BY_METHOD["depart"], ()
 
+END_STORE: Final[Request] = BY_METHOD["end_store"], ()
+
 JOINS: Final[Request] = _GET, (JOINS_KEY,)
 
 _tickets: Final = count_from(1)
 
 ANOTHER: Final = "a different server now listens at the address of this store's server"
+
+_CALLED: Final = {"fetch": "get", "lease": "queue_pop", "lease_later": "queue_pop", "give_back": "queue_pop"}
+"""The method that a caller has called, where it is not that of the command."""
+
+_MOST_SHOWN: Final = 3
+_LONGEST_SHOWN: Final = 100
+"""Keys of a request, and characters of each, that an error shows."""
 
 VALUE_BYTES: Final = Limits().value_bytes
 """The size of a value that every server accepts unless it was started with another limit."""
@@ -166,6 +175,16 @@ def introduce(known: dict[str, str]) -> Request:
     return BY_METHOD["introduce"], ([(name.encode(), pack(text.encode())) for name, text in known.items()],)
 
 
+def enter(items: dict[str, str]) -> Request:
+    """Put the connection into a store with a name."""
+    return BY_METHOD["enter"], ([(name.encode(), pack(text.encode())) for name, text in items.items()],)
+
+
+def auth(token: bytes) -> Request:
+    """Present a token."""
+    return BY_METHOD["auth"], (pack(token),)
+
+
 def timeout_message(request: Request, seconds: float) -> str:
     """Return the text of a timeout, PyTorch's where it has one."""
     command, fields = request
@@ -179,6 +198,32 @@ def timeout_message(request: Request, seconds: float) -> str:
     if command is _FETCH or command is _LEASE_LATER:
         return timeout_message(wait([fields[0]]), seconds)
     return str(text)
+
+
+def describe(request: Request) -> str:
+    """Return a request in the caller's terms, with some of its keys, for an error: `wait('a', 'b', 'c' and 8 more)`."""
+    command, fields = request
+    name = _CALLED.get(command.method, command.method)
+    first: Any = fields[0] if fields else b""
+    named: list[Any] = first if isinstance(first, list) else [first]
+    keys = [_shown(key[0] if isinstance(key, tuple) else key) for key in named[:_MOST_SHOWN]]
+    more = f" and {len(named) - _MOST_SHOWN} more" if len(named) > _MOST_SHOWN else ""
+    text = ", ".join([key for key in keys if key])
+    return f"{name}({text}{more})"
+
+
+def _shown(key: object) -> str:
+    """Return a stored key as printable text, shortened; "" for what is no key."""
+    if not isinstance(key, bytes) or not key:
+        return ""
+    text = (key[1:] if key.startswith(b"/") else key).decode(errors="replace")
+    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…")
+
+
+def lost_during(request: Request, silence: str) -> str:
+    """Return the end of the error of a call whose connection was lost; `silence` is since when nothing has arrived."""
+    doing = "sending" if request[0].reply is NO_REPLY else "awaiting the reply to"
+    return f" ({doing} {describe(request)}{'; ' if silence else ''}{silence})"
 
 
 def late(request: Request, seconds: float, cause: BaseException | None = None) -> StoreTimeoutError:

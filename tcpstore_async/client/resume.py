@@ -16,29 +16,44 @@ from collections.abc import Callable, Generator
 from typing import Final
 
 from ..deadline import Deadline, backoff
-from ..errors import DistNetworkError, ProtocolError
+from ..errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
 from ..session.single_client import ClientSingleLink, is_break
 from ..values import PREFIX
 from ..wire.commands import BY_METHOD
 from . import exchanges
 from .connect import NO_SIGPIPE, Attempt, connect, connect_blocking
 from .sync_connection import SyncConnection, reset_when_closed
+from .tls import ClientTls
 
 _LONGEST_REPLY: Final = 64 * 1024
 
 
 def resume_blocking(
-    host: str, port: int, link: ClientSingleLink, deadline: Deadline, wanted: Callable[[], bool]
+    host: str,
+    port: int,
+    link: ClientSingleLink,
+    deadline: Deadline,
+    wanted: Callable[[], bool],
+    token: bytes = b"",
+    tls: ClientTls | None = None,
 ) -> tuple[socket.socket, bytes]:
     """Return the next connection of a link, and the reply to LINK on it, for `ClientSingleLink.resume`.
 
     It is reset when it is closed, until the caller uses it and calls `reset_when_closed`.
 
-    Raises DistNetworkError at the deadline, ConnectionRefusedError, and Cancelled if `wanted` no longer returns True.
+    Raises DistNetworkError at the deadline, AccessDeniedError, ConnectionRefusedError, and Cancelled if `wanted` no
+    longer returns True.
     """
     failures = 0
     while True:
-        peer, _ = connect_blocking(host, port, deadline, wanted, refused_is_final=True)
+        try:
+            peer, _ = connect_blocking(host, port, deadline, wanted, refused_is_final=True, token=token, tls=tls)
+        except AccessDeniedError as error:
+            if error.final:
+                raise
+            failures += 1  # the broken connection still counts for the token, until the server notices its end
+            time.sleep(_pause(failures, deadline, error))
+            continue
         reset_when_closed(peer, True)
         try:
             peer.sendall(_request(link), NO_SIGPIPE)
@@ -53,11 +68,20 @@ def resume_blocking(
         time.sleep(pause)
 
 
-async def resume(host: str, port: int, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
+async def resume(
+    host: str, port: int, token: bytes, tls: ClientTls | None, link: ClientSingleLink, deadline: Deadline
+) -> tuple[socket.socket, bytes]:
     """Do what `resume_blocking` does, on an event loop."""
     failures = 0
     while True:
-        peer, _ = await connect(host, port, deadline, refused_is_final=True)
+        try:
+            peer, _ = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls)
+        except AccessDeniedError as error:
+            if error.final:
+                raise
+            failures += 1  # see `resume_blocking`
+            await asyncio.sleep(_pause(failures, deadline, error))
+            continue
         reset_when_closed(peer, True)
         try:
             return peer, await asyncio.wait_for(_exchange(peer, link), deadline.left())
@@ -86,12 +110,12 @@ def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
     """Return the seconds until the next attempt. Raises DistNetworkError if there is none."""
     left = deadline.left()
     if left == 0.0:
-        raise DistNetworkError(f"the session could not be continued: {error or 'no answer'}") from None
+        raise DistNetworkError(f"the session could not be continued: {reason_of(error) or 'no answer'}") from None
     wait = backoff(failures)
     return wait if left is None else min(wait, left)
 
 
-async def resume_idle(host: str, port: int, connection: SyncConnection) -> None:
+async def resume_idle(host: str, port: int, token: bytes, tls: ClientTls | None, connection: SyncConnection) -> None:
     """Replace a broken connection that no thread uses, within the server's grace period.
 
     Raises OSError, ProtocolError or DistNetworkError if that cannot be.
@@ -99,7 +123,7 @@ async def resume_idle(host: str, port: int, connection: SyncConnection) -> None:
     link = connection.counted()
     deadline = Deadline(max(0.0, connection.down_since + link.grace - time.monotonic()))
     while True:
-        peer, reply = await resume(host, port, link, deadline)
+        peer, reply = await resume(host, port, token, tls, link, deadline)
         with peer:
             try:
                 rest = link.resume(reply)

@@ -23,7 +23,7 @@ from operator import not_
 from typing import Final
 
 from ..deadline import Deadline
-from ..errors import DistNetworkError, ProtocolError, reason_of
+from ..errors import AccessDeniedError, DistNetworkError, ProtocolError, reason_of
 from ..session.client import LOST, ClientSession, PendingCall
 from ..session.identity import build
 from ..session.single_client import ACKNOWLEDGED_AT_ONCE, ClientSingleLink, is_break
@@ -63,6 +63,26 @@ def reset_when_closed(peer: socket.socket, reset: bool) -> None:
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
 
 
+class Leased:
+    """An item that a server of ours leases to a call, or will lease."""
+
+    def __init__(self, request: Request, confirmed: list[int]) -> None:
+        self.request = request
+        self.confirmed = confirmed
+        """How many bytes of the confirmation have been sent: from then on the item is the caller's."""
+        self.returned: list[int] = []
+        """How many bytes of the request that gives it back have been sent."""
+
+
+class Stranded:
+    """A pop, on a server of PyTorch, whose caller has given up: its item has to be pushed back."""
+
+    def __init__(self, call: PendingCall) -> None:
+        self.call = call
+        self.sent: list[int] = []
+        """How many bytes of the push each send has handed to the kernel."""
+
+
 class SyncConnection:
     """One connection, used by one thread at a time."""
 
@@ -89,8 +109,9 @@ class SyncConnection:
         an interrupt could lose it."""
         self._read: list[list[PendingCall]] = []
         """The calls that `_chunks` completed, once the session has it."""
-        self.stranded: list[PendingCall] = []
-        """Pops, on servers of PyTorch, whose callers have given up: their items have to be pushed back."""
+        self.leased: Leased | None = None
+        """What goes back with `give_back`, unless it has been confirmed."""
+        self.stranded: list[Stranded] = []
         self.longest: int = 0
         """Bytes of the longest request that one send did not hand over whole."""
         self.watched = False
@@ -114,11 +135,11 @@ class SyncConnection:
     # Writing
 
     def put(
-        self, data: bytes, call: PendingCall | None, mutates: bool = False, fence: PendingCall | None = None
+        self, data: bytes, call: PendingCall | None, mutates: bool = False, ahead: tuple[PendingCall, ...] = ()
     ) -> bool:
         """Hand a request to the kernel, as much as it takes. Return whether that was all. Raises OSError.
 
-        From the first byte on, the call and a fence ahead of it are pending.
+        From the first byte on, the call and those `ahead` of it in the same bytes are pending.
         """
         sent: list[int] = []
         session = self.session
@@ -133,8 +154,8 @@ class SyncConnection:
                 count: int = self.peer.send(data, FLAGS)
                 if self.link is not None:
                     self.link.note(data, call)
-                if fence is not None:
-                    session.pending.append(fence)
+                if ahead:
+                    session.pending.extend(ahead)
                 if call is not None and not call.done:
                     session.pending.append(call)
                 if count < len(data):
@@ -146,8 +167,9 @@ class SyncConnection:
                 if call is None or call.done:
                     sent += sending
                 else:  # sends when `extend` requests the first call, and appends the calls if something was taken
-                    calls = (call,) if fence is None else (fence, call)
-                    session.pending.extend(compress(calls, chain(filterfalse(sent.append, sending), repeat(True))))
+                    session.pending.extend(
+                        compress((*ahead, call), chain(filterfalse(sent.append, sending), repeat(True)))
+                    )
         except BlockingIOError:
             return False
         except OSError as error:
@@ -175,7 +197,7 @@ class SyncConnection:
         call: PendingCall | None,
         deadline: Deadline,
         mutates: bool = False,
-        fence: PendingCall | None = None,
+        ahead: tuple[PendingCall, ...] = (),
     ) -> None:
         """Hand over what `put` has left. Raises OSError, or DeadlineExceeded if some is still left."""
         whole = False
@@ -187,7 +209,7 @@ class SyncConnection:
                 whole = self._push()
                 self.session.written += mutates and whole
             else:
-                whole = self.put(data, call, mutates, fence)
+                whole = self.put(data, call, mutates, ahead)
         self.frame = b""
 
     def _push(self) -> bool:
@@ -212,25 +234,6 @@ class SyncConnection:
             return False
         return sum(sent) >= len(view)
 
-    def send(self, data: bytes, deadline: Deadline) -> None:
-        """Hand all bytes to the kernel. Raises OSError, or DeadlineExceeded if some are left."""
-        if self.down is not None:
-            self.resume(deadline)
-        if self.link is not None:
-            self.link.note(data)
-        view = memoryview(data)
-        while view:
-            try:
-                sent = self.peer.send(view, FLAGS)  # in the slice mypyc would make the call twice
-                view = view[sent:]
-            except BlockingIOError:
-                self._poll(select.POLLOUT, deadline)
-            except OSError as error:
-                if not self._breaks(error):
-                    raise
-                self.resume(deadline)  # sends all of it again, as far as necessary
-                return
-
     def request(self, request: Request, deadline: Deadline) -> PendingCall:
         """Send a request that has a reply, behind a fence if it blocks and writes are unconfirmed.
 
@@ -238,13 +241,16 @@ class SyncConnection:
         """
         session = self.session
         self._canceled = []
-        ahead, fence = b"", None
+        ahead: tuple[PendingCall, ...] = ()
+        first = b""
         if session.unconfirmed() and request[0].parks:
-            ahead, fence = session.prepare_fence(0)
+            first, fence = session.prepare_fence(0)
+            ahead = (fence,)
         data, call = session.prepare(*request)
         assert call is not None
-        if not self.put(ahead + data, call, False, fence):
-            self.put_rest(ahead + data, call, deadline, False, fence)
+        data = first + data
+        if not self.put(data, call, False, ahead):
+            self.put_rest(data, call, deadline, False, ahead)
         return call
 
     def tidy(self) -> None:
@@ -261,29 +267,44 @@ class SyncConnection:
         call = self.session.waiting
         if call is None or call.canceled or self.broken or self.down is not None:
             return
+        data = self.session.prepare_cancel(call)
         if not self._canceled:
-            data = self.session.prepare_cancel(call)
             try:
                 self._canceled += self._sending(data)
             except OSError as error:  # lost, or the kernel's buffer is full
                 self.broken = not self._breaks(error)
                 return
-            self.broken = self._canceled[0] < len(data)
+        self.broken = self._canceled[0] < len(data)
         call.canceled = True
 
-    def give_back(self, lease: Request) -> None:
-        """Return an item to the server that was leased, is on its way, or is waited for; without blocking."""
-        self.tidy()
-        call = self.session.waiting
-        if call is not None and call.fields is lease[1]:
+    def give_back(self) -> None:
+        """Return what is leased, on its way, or waited for, unless it was confirmed; without blocking.
+
+        May be called again, as after an interrupt in the middle of it.
+        """
+        leased = self.leased
+        if leased is None:
+            return
+        if self.session.waiting is not None:
             self.cancel()
-        elif not self.broken:
-            self.broken = True
-            data, _ = self.session.request(*requests.give_back(lease))
+        elif not leased.confirmed and not self.broken:
+            data, _ = self.session.prepare(*requests.give_back(leased.request))
+            if self.link is not None and self.down is not None:
+                self.link.note(data)  # sent with the next connection; the server ignores a second one
+            else:
+                self._give_back(leased, data)
+        self.leased = None
+
+    def _give_back(self, leased: Leased, data: bytes) -> None:
+        if not leased.returned:
             try:
-                self.broken = list(self._sending(data)) != [len(data)]
-            except OSError:
-                pass  # the server takes it back with the end of the connection
+                leased.returned += self._sending(data)
+            except OSError as error:  # the server takes it back with the end of the connection, or gets this afterwards
+                self.broken = not self._breaks(error)
+                if not self.broken and self.link is not None:
+                    self.link.note(data)
+                return
+        self.broken = leased.returned[0] < len(data)
 
     def confirm(self, lease: Request, sent: list[int], deadline: Deadline) -> None:
         """Confirm that a leased item has arrived; `sent` is not empty from the moment the confirmation is sent.
@@ -298,10 +319,16 @@ class SyncConnection:
             sent += map(self.peer.send, (data,), _EACH)  # no interrupt strikes between call and list
         except BlockingIOError:
             sent.append(0)
+        self._confirm_rest(data, sent, deadline)
+
+    def _confirm_rest(self, data: bytes, sent: list[int], deadline: Deadline) -> None:
         if sent[0] < len(data):
-            left = data[sent.pop() :]
             self.broken = True
-            self.send(left, deadline)
+            self.frame = data
+            self.sent = [sent.pop()]
+            while not self._push():
+                self._poll(select.POLLOUT, deadline)
+            self.frame = b""
             self.broken = False
             sent.append(len(data))
 
@@ -381,13 +408,20 @@ class SyncConnection:
             self.push_back(self.stranded[0], deadline)
             del self.stranded[0]
 
-    def push_back(self, pop: PendingCall, deadline: Deadline) -> None:
-        """Push back the item of a pop whose caller has given up. Raises OSError or DeadlineExceeded."""
-        if pop.result[1] is not None:
-            self.broken = True
-            data, _ = self.session.request(*requests.push_back(pop.fields[0], pop.result[1]))
-            self.send(data, deadline)
-            self.broken = False
+    def push_back(self, stranded: Stranded, deadline: Deadline) -> None:
+        """Push back the item of a pop whose caller has given up. Raises OSError or DeadlineExceeded.
+
+        After an interrupt, `tidy` finds out whether it was sent in part, and a second call does not send it again.
+        """
+        call = stranded.call
+        if call.result[1] is not None and not stranded.sent:
+            data, _ = self.session.prepare(*requests.push_back(call.fields[0], call.result[1]))
+            self.sent = stranded.sent
+            self.frame = data
+            while not self._push():
+                self._poll(select.POLLOUT, deadline)
+            self.session.written += 1
+            self.frame = b""
 
     def read_until(self, call: PendingCall, deadline: Deadline) -> None:
         """Read replies until this call is answered. Raises OSError, ProtocolError or DeadlineExceeded."""
@@ -495,7 +529,7 @@ class SyncConnection:
             left = deadline.left()
             try:
                 peer, reply = reach(link, Deadline(grace if left is None else min(grace, left)))
-            except (OSError, DistNetworkError) as error:
+            except (OSError, DistNetworkError, AccessDeniedError) as error:
                 if isinstance(error, DistNetworkError) and left is not None and left < grace:
                     raise DeadlineExceeded from None
                 raise OSError(down.errno, f"{down.strerror}; {reason_of(error)}") from None
@@ -601,14 +635,7 @@ class SyncConnection:
             except OSError as error:
                 if not self._breaks(error):
                     raise
-        if sent[0] < len(data):
-            self.broken = True
-            self.frame = data
-            self.sent = sent[:]
-            while not self._push():
-                self._poll(select.POLLOUT, deadline)
-            self.frame = b""
-            self.broken = False
+        self._confirm_rest(data, sent, deadline)
 
     def _poll(self, event: int, deadline: Deadline) -> None:
         if self.down is not None:

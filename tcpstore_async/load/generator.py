@@ -233,7 +233,7 @@ class Generator:
             while window and self.started < total and self.started - background - self.finished < window:
                 self._start_next()
             if time.perf_counter() > deadline:
-                raise late(limit, f"{self.finished} of {self.foreground} connections done")
+                raise late(limit, f"connections done: {self.finished} of {self.foreground}")
         self.result.finish()
         self._drain(deadline)
         return self.result
@@ -263,7 +263,7 @@ class Generator:
         while self.finished < total:
             now = time.perf_counter()
             if now > began + limit:
-                raise late(limit, f"{self.result.operations} of {planned} requests answered")
+                raise late(limit, f"requests answered: {self.result.operations} of {planned}")
             while sent < planned and began + interval * sent / total <= now:
                 slot = sent % total
                 # A connection whose reply is late sends its next request when that has arrived.
@@ -392,7 +392,7 @@ class Generator:
             raise self._connection_lost("closed by the server")
         expected = self.expected[slot]
         if count > expected:
-            raise LoadError(f"the server sent {count - expected} unexpected bytes")
+            raise LoadError(f"the server sent unexpected bytes: {count - expected}")
         self.expected[slot] = expected - count
         if count < expected:
             return

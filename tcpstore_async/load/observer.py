@@ -20,6 +20,7 @@ _LIMITS: Final = Limits(key_bytes=MIB, value_bytes=4 * GIB, keys=1 << 24, reques
 
 _LINK: Final = BY_METHOD["link"]
 _TAKEN: Final = BY_METHOD["taken"]
+_AUTH: Final = BY_METHOD["auth"]
 _PING: Final = BY_METHOD["ping"]
 _LEASE_LATER: Final = BY_METHOD["lease_later"]
 _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
@@ -138,7 +139,7 @@ class Observer:
     def _request(self, command: Command, fields: Fields, now: float) -> None:
         if command is _TAKEN:  # of the connection, as LINK is, and not of the job
             return
-        if command is _LINK:
+        if command is _LINK or command is _AUTH:  # tokens are not recorded
             self._session.pending.append(PendingCall(command, 0, 0, ()))
             return
         self.count += 1
@@ -168,7 +169,7 @@ class Observer:
     def _reply(self, call: PendingCall, now: float) -> None:
         if call.canceled and call.command is not _LEASE_LATER:
             self._rows.add(now, self._number, "REPLY", call.woken)
-        elif call.command.reply in REPLIES and call.command is not _LINK:
+        elif call.command.reply in REPLIES and call.command not in (_LINK, _AUTH):
             self._rows.add_reply(now, self._number, call.command, call.result)
 
     def _give_up(self, why: str, now: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from ..client.aio import AsyncTCPStore
-from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError
+from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, counted
 from ..server.listen_socket import format_address, raise_file_limit
 from ..session.client import ClientSession, PendingCall
 from ..values import PREFIX, Framed, pack
@@ -40,11 +40,6 @@ _KEPT_BYTES: Final = 4096
 _RETRIES: Final = 10
 """How often a connection is made again that the server did not accept."""
 _PAUSE: Final = 0.05
-
-
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun: `1 reply`, `2 replies`."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 class Report(msgspec.Struct):
@@ -173,8 +168,10 @@ class Player:
         """Say what the replay is doing; may be called in any thread."""
         if self.stage:
             return self.stage
-        done = f"played {self.requests:,} of {self.copies * len(self.recording.steps):,} requests"
-        return f"{done}, {self.open:,} of {len(self.peers):,} connections have not finished"
+        total = counted(self.copies * len(self.recording.steps), "request")
+        return (
+            f"played {self.requests:,} of {total}, {self.open:,} of {counted(len(self.peers), 'connection')} unfinished"
+        )
 
     def interrupt(self) -> None:
         """End the replay; `play` returns the report of what has been played."""
@@ -185,7 +182,7 @@ class Player:
 
     async def _check_server(self) -> None:
         """Raise DistNetworkError without a server, and RecordingError if it lacks our extension and that is needed."""
-        async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout) as store:
+        async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout, server="") as store:
             needed = sorted({s.command.name for s in self.recording.steps if s.command.flags & Flag.EXTENSION})
             if needed and await store.server() is None:
                 raise RecordingError(
@@ -256,7 +253,7 @@ class Player:
     def _describe_stall(self) -> str:
         waiting = [peer for peer in self.peers if not peer.done]
         oldest = next((text for peer in waiting if (text := peer.describe())), "")
-        return f"{len(waiting)} of {len(self.peers)} connections have not finished{'; ' * bool(oldest)}{oldest}"
+        return f"{len(waiting)} of {counted(len(self.peers), 'connection')} unfinished{'; ' * bool(oldest)}{oldest}"
 
     def fail(self, error: Exception) -> None:
         assert self.end is not None
@@ -266,7 +263,8 @@ class Player:
     def fail_unreachable(self, text: str) -> None:
         """End the replay, as the server cannot be reached any more."""
         expected = self.copies * sum(connection.replies for connection in self.recording.connections)
-        progress = f"{self.replies - self.different} of {expected} replies matched the recording before that"
+        replies = counted(expected, "reply", "replies")
+        progress = f"{self.replies - self.different} of {replies} matched the recording before that"
         self.fail(DistNetworkError(f"{text}; {progress}{self._describe_differences()}"))
 
     def differs(self, text: str, replies: int = 1) -> None:
@@ -541,7 +539,7 @@ class _Peer(asyncio.Protocol):
             return (
                 ""
                 if found == reply[:2]
-                else f"recorded {reply[0]} keys ({reply[1]} bytes), got {found[0]} ({found[1]})"
+                else f"recorded {counted(reply[0], 'key')} ({counted(reply[1], 'byte')}), got {found[0]} ({found[1]})"
             )
         if kind == "v":
             return self._value_difference(reply[0], result)
@@ -553,7 +551,7 @@ class _Peer(asyncio.Protocol):
         if kind == "p":
             length, item = result
             if length != reply[0] or (item is None) != (len(reply) == 1):
-                return f"recorded {reply[0]} items, got {length}"
+                return f"recorded {counted(reply[0], 'item')}, got {length}"
             if item is not None:
                 return self._value_difference(reply[1], item)
         return ""
@@ -562,7 +560,7 @@ class _Peer(asyncio.Protocol):
         value = self.player.recording.values[number]
         size = len(found) - PREFIX
         if size != value.size:
-            return f"recorded {value.size} bytes, got {size}"
+            return f"recorded {counted(value.size, 'byte')}, got {size}"
         if value.content is not None and found[PREFIX:] != value.content:
             return f"recorded {value.content[:32]!r}, got {bytes(found[PREFIX : PREFIX + 32])!r}"
         return ""
@@ -573,7 +571,7 @@ class _Peer(asyncio.Protocol):
     def _name(self, step: Step) -> str:
         keys = [self.job.keys[key].decode(errors="replace") for key in step.keys]
         what = f" {keys[0]}" if keys else ""
-        more = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
+        more = f" and {counted(len(keys) - 1, 'more key')}" if len(keys) > 1 else ""
         copy = f" of copy {self.job.copy + 1}" if self.player.copies > 1 else ""
         return f"connection {step.connection.number}{copy}, request {step.index + 1}, {step.command.name}{what}{more}"
 

@@ -24,8 +24,10 @@ from typing import Any, Final
 from aiohappyeyeballs import AddrInfoType, start_connection
 
 from ..client.forwarding import ForwardedConnection
+from ..client.tls import ClientTls
 from ..errors import DistNetworkError
 from ..limits import MIB
+from ..secret_files import TlsFiles
 from ..server.listen_socket import BACKLOG, adopt, format_address, listen, log_short_backlog, raise_file_limit
 from ..server.rate_limited_log import RateLimitedLog
 from .observer import Observer, Processes
@@ -54,7 +56,7 @@ class RecordingFile:
         """Why nothing is written any more."""
         self._unwritten = 0
         try:
-            self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0)
+            self._file = os.fdopen(_create(path), "wb", buffering=0)
         except OSError as error:
             raise RecordingError(f"cannot write {path}: {error.strerror}") from None
         self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
@@ -116,11 +118,44 @@ class RecordingFile:
             self.error = f"cannot write {self.path}: {error.strerror}"
 
 
+def _create(path: Path) -> int:
+    """Return a descriptor of a new file, or of what is there, unless somebody else has put it there.
+
+    A link of theirs could lead to any file of ours, and a file of theirs is one that they can read. Raises OSError and
+    RecordingError.
+    """
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        pass
+    found = os.lstat(path)
+    ours = found.st_uid in (0, os.geteuid())
+    is_link = stat.S_ISLNK(found.st_mode)
+    if not ours and (is_link or stat.S_ISREG(found.st_mode)):
+        kind = "symbolic link" if is_link else "file"
+        raise RecordingError(
+            f"cannot write {path}: it is a {kind} of user {found.st_uid}; remove it, or choose another"
+        )
+    return os.open(path, os.O_WRONLY | (os.O_CREAT if is_link else os.O_NOFOLLOW), 0o666)
+
+
 class Recorder:
     """Records the traffic of all connections into one file."""
 
-    def __init__(self, host: str, port: int, addresses: list[AddrInfoType], file: RecordingFile, values: bool) -> None:
-        """`host`, `port` and `addresses` are the server's. `values` includes the contents of values."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        addresses: list[AddrInfoType],
+        file: RecordingFile,
+        values: bool,
+        tls: ClientTls | None = None,
+    ) -> None:
+        """`host`, `port` and `addresses` are the server's. `values` includes the contents of values.
+
+        With `tls`, connections to the server are encrypted.
+        """
+        self.tls = tls
         self.host = host
         self.port = port
         self.addresses = addresses
@@ -139,7 +174,8 @@ class Recorder:
 
     async def connect(self) -> socket.socket:
         """Return a socket that is connected to the server. Raises OSError."""
-        return await start_connection(self.addresses, happy_eyeballs_delay=_STAGGER)
+        peer = await start_connection(self.addresses, happy_eyeballs_delay=_STAGGER)
+        return peer if self.tls is None else await self.tls.wrap(peer, self.host)
 
     async def flush_regularly(self) -> None:
         """Give rows to the file until cancelled; log once if recording has failed."""
@@ -221,6 +257,7 @@ async def record(
     port: int,
     fd: int | None = None,
     values: bool = False,
+    tls: TlsFiles | None = None,
     ready: Callable[[str, int], None],
 ) -> Recorder:
     """Forward connections to the server at `upstream` and record them into a file, until SIGTERM or SIGINT.
@@ -228,19 +265,22 @@ async def record(
     `ready` is called with host and port once connections are accepted; a file that exists is kept until it has
     returned. Returns the recorder, whose `file.error` tells whether all was written. Raises DistNetworkError if the
     address, or the socket `fd`, cannot be had, or if the server's name cannot be resolved, and RecordingError if
-    the file cannot be written.
+    the file cannot be written. With `tls`, connections to the server are encrypted.
     """
     raise_file_limit()
+    client_tls = None if tls is None else ClientTls(tls)
     addresses = await _resolve(*upstream)
     listener = listen(host, port) if fd is None else adopt(fd)
     try:
         if listener.getsockname()[:2] in [address[4][:2] for address in addresses]:
             raise RecordingError(f"{format_address(*upstream)} is the recorder's own address, not a server's")
-        recorder = Recorder(*upstream, addresses, RecordingFile(path), values)
+        recorder = Recorder(*upstream, addresses, RecordingFile(path), values, client_tls)
         try:
             await _forward(recorder, listener, ready)
         finally:
             recorder.finish()
+            if client_tls is not None:
+                await client_tls.close()
     finally:
         with suppress(OSError):
             listener.close()

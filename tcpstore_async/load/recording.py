@@ -33,12 +33,14 @@ from ..wire.codecs import (
     KEY_VALUE_3_I64,
     KEY_VALUE_VALUE,
     KEYS,
+    NAMED_VALUES,
     NO_REPLY,
     NO_VALUE,
     NOTHING,
     NUMBER,
     POPPED,
     PRESENCE,
+    TOKEN,
     U32,
     VALUE,
     VALUES,
@@ -77,6 +79,8 @@ FIELDS: Final[dict[RequestCodec, str]] = {
     KEY_VALUE_VALUE: "kvv",
     KEYS: "l",
     ITEMS: "i",
+    NAMED_VALUES: "i",
+    TOKEN: "",
 }
 """What a request's row holds, by codec: `n` a number, `k` a key, `l` a list of keys, `v` a value, `i` pairs of key and
 value; keys, lists and values by their numbers."""

@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
+from ..errors import counted
 from ..server.listen_socket import max_connections_by_files
 from .recording import Recording, RecordingError
 
@@ -28,7 +29,7 @@ _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def check_limits(recording: Recording, copies: int, speed: float) -> None:
     """Raise RecordingError, naming the limit, if this machine cannot play so many copies."""
     at_once = copies * _most_at_once(recording, speed)
-    needs = f"the replay needs {at_once:,} simultaneous connection{'s' * (at_once != 1)}"
+    needs = f"the replay needs {counted(at_once, 'simultaneous connection')}"
     allowed = max_connections_by_files(_RESERVED_FILES)
     if at_once > allowed:
         raise RecordingError(f"{needs}, but the limit on open files (ulimit -Hn) allows only {allowed:,}")

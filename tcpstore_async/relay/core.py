@@ -20,14 +20,20 @@ from collections.abc import Callable
 from typing import Final
 
 from ..errors import ProtocolError
+from ..limits import Limits
 from ..server.accepting import Acceptor
+from ..server.audit import AuditLog
 from ..server.listen_socket import format_address, reserve_connections
+from ..server.peer_user import PeerUsers, UnknownOwnerError
 from ..server.poller import READ, WRITE, WatchWith, make_poller
 from ..server.rate_limited_log import RateLimitedLog
 from ..session.link_client import ClientLink, Stream
 
 _read = os.read
 _write = os.write
+
+HEAD_BYTES: Final = 10
+"""Bytes of a rank that tell who it is: its first two requests."""
 
 _FIRST_READ: Final = 960
 """Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
@@ -86,6 +92,10 @@ class Rank(Stream):
         """Replies that the kernel has not taken, if there are any."""
         self.moved_at: float = 0.0
         """When the kernel last took bytes of those, once it is leaving."""
+        self.described = relay.describe is None
+        """Whether its first bytes have told who it is, as far as they do."""
+        self._head: bytes = b""
+        """Its first bytes, until then."""
 
     # The rank's side
 
@@ -134,9 +144,23 @@ class Rank(Stream):
                 self.end()
                 return
             link.send(self, chunk)
+            if not self.described:
+                self.describe(chunk)
             if len(chunk) < size and not self.hung_up:
                 return
         relay.put_off(self)
+
+    def describe(self, chunk: bytes) -> None:
+        """Say who the rank is, once its first bytes are there."""
+        relay = self.relay
+        head = self._head + chunk[: HEAD_BYTES - len(self._head)]
+        if len(head) < HEAD_BYTES:
+            self._head = head
+            return
+        self._head = b""
+        self.described = True
+        if relay.link.describes and relay.describe is not None:
+            relay.link.describe(self, relay.describe(head, self.host))
 
     def end(self) -> None:
         """Pass on that the rank sends no more."""
@@ -232,9 +256,18 @@ class Relay:
     """The ranks' connections and the link, on one loop. Not to be shared between threads."""
 
     def __init__(
-        self, listener: socket.socket, make_link: Callable[[], ClientLink], watch_with: WatchWith = make_poller
+        self,
+        listener: socket.socket,
+        make_link: Callable[[], ClientLink],
+        watch_with: WatchWith = make_poller,
+        users: PeerUsers | None = None,
+        describe: Callable[[bytes, str], dict[str, str]] | None = None,
     ) -> None:
-        """`make_link` makes a link with a new identity. `listener` is closed when the relay stops accepting."""
+        """`make_link` makes a link with a new identity. `listener` is closed when the relay stops accepting.
+
+        With `users`, only connections of this process's user are accepted. `describe` returns what is known of a rank,
+        by its first `HEAD_BYTES` bytes and its address.
+        """
         self.listener = listener
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
@@ -264,8 +297,11 @@ class Relay:
         """Called when the link itself cannot go on, with the reason."""
         self.on_direct: Callable[[int, str, int], object] | None = None
         """Takes over a rank's connection while the state is DIRECT."""
+        self.users = users
+        self.describe = describe
         self.poller = watch_with(self.loop, self.ready)
         self.rate_limited = RateLimitedLog()
+        self.audit = AuditLog(Limits().audit_lines)
         self._acceptor = Acceptor(self.loop, listener, self._serve, None, self.log_limited)
         self._waiting: list[tuple[int, str, int, float]] = []
         """Connections accepted while the state is WAITING: descriptor, host, port, and when."""
@@ -304,6 +340,7 @@ class Relay:
         self.stopped = True
         self.poller.close()
         self.rate_limited.flush()
+        self.audit.flush()
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies of the descriptors, without touching the parent's connections."""
@@ -369,11 +406,11 @@ class Relay:
         self._to_read.clear()
         self._close_waiting_since(math.inf)
 
-    def close_waiting(self, seconds: float) -> None:
+    def close_waiting(self, seconds: float, reason: str = "there is no server yet; it may retry") -> None:
         """Close the connections that have waited for so long, or whose ranks have given up."""
-        self._close_waiting_since(time.monotonic() - seconds)
+        self._close_waiting_since(time.monotonic() - seconds, reason)
 
-    def _close_waiting_since(self, latest: float) -> None:
+    def _close_waiting_since(self, latest: float, reason: str = "") -> None:
         waiting = self._waiting
         self._waiting = []
         for entry in waiting:
@@ -384,9 +421,7 @@ class Relay:
             os.close(fd)
             self.left()
             if since <= latest < math.inf:
-                self.log_limited(
-                    "waiting", f"closed {format_address(host, port)}: there is no server yet; it may retry"
-                )
+                self.log_limited("waiting", f"closed {format_address(host, port)}: {reason}")
 
     def end_link(self) -> None:
         """End a link that has no ranks: a server that is about to stop waits for its connections to end."""
@@ -399,6 +434,7 @@ class Relay:
 
         The server limits how many there are, and for how long they may be silent.
         """
+        self.audit.flush_due()
         if self.silent:
             for rank in list(self.silent):
                 if self.link.has_room():
@@ -457,6 +493,8 @@ class Relay:
                 chunk = _read(fd, _FIRST_READ)
                 if chunk:
                     link.send(rank, chunk)
+                    if not rank.described:
+                        rank.describe(chunk)
                     if len(chunk) == _FIRST_READ:
                         rank.go_on()
                 else:
@@ -644,13 +682,32 @@ class Relay:
                 f"rejected {format_address(host, port)}: connection limit {self.count} reached; raise ulimit -n",
             )
             os.close(fd)
-        elif self.link.going_away:
+        elif self.link.going_away or (self.users is not None and not self._is_same_user(fd, host, port, self.users)):
             os.close(fd)
         else:
             os.set_blocking(fd, False)
             self._admit(fd, sys.intern(host), port)
             self.count += 1
             self.empty.clear()
+
+    def _is_same_user(self, fd: int, host: str, port: int, users: PeerUsers) -> bool:
+        """Return whether a new connection comes from a process of this process's user; log one that does not."""
+        connection = socket.socket(fileno=fd)
+        try:
+            user = users.look_up(connection)
+        except UnknownOwnerError as error:
+            reason = f"cannot tell whose process it is: {error}"
+        else:
+            if user == users.user:
+                return True
+            reason = f"its process belongs to user {user}"
+        finally:
+            connection.detach()
+        self.audit.add(
+            host,
+            f"rejected {format_address(host, port)}: {reason}; --same-user admits only user {users.user} of this host",
+        )
+        return False
 
     def _admit(self, fd: int, host: str, port: int) -> None:
         if self.state == WAITING:

@@ -15,7 +15,10 @@ import weakref
 from contextlib import suppress
 from typing import Final
 
+from ..client.credentials import TOKEN, TOKEN_FILE
+from ..client.tls import CA, CERT, KEY
 from ..errors import DistNetworkError
+from ..secret_files import TlsFiles
 from ..server.fork_safety import close_on_fork
 
 _START_SECONDS: Final = 60.0
@@ -25,19 +28,36 @@ _STOP_SECONDS: Final = 5.0
 class RelayProcess:
     """A running relay on a port of 127.0.0.1."""
 
-    def __init__(self, upstream: str, timeout: float = _START_SECONDS) -> None:
+    def __init__(
+        self,
+        upstream: str,
+        timeout: float = _START_SECONDS,
+        token: str = "",
+        files: TlsFiles | None = None,
+        quiet: bool = False,
+    ) -> None:
         """Start a relay in front of the server at the URL `upstream`; wait up to `timeout` seconds until it listens.
 
-        The server may start later. Raises DistNetworkError if the relay does not start.
+        The server may start later. The relay presents `token`, and none if it is empty, whatever the environment says.
+        `files` take the place of those that the environment names for TLS. With `quiet` its log is dropped.
+        Raises DistNetworkError if the relay does not start.
         """
         command = [sys.executable, "-m", "tcpstore_async", "relay", "--upstream", upstream, "--port", "0"]
+        given = {TOKEN: token}
+        if files is not None:
+            given |= {CA: files.ca, CERT: files.cert, KEY: files.key}
         # The relay ends when its standard input does: when this process has closed it, or has ended.
         end, stdin = socket.socketpair()
         close_on_fork(end)  # a child that outlives this process would keep the relay running
         try:
             with stdin:
                 process = subprocess.Popen(
-                    [*command, "--owner-fd", "0"], stdin=stdin.fileno(), stdout=subprocess.PIPE, start_new_session=True
+                    [*command, "--owner-fd", "0"],
+                    stdin=stdin.fileno(),
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                    stderr=subprocess.DEVNULL if quiet else None,
+                    env={name: value for name, value in os.environ.items() if name != TOKEN_FILE} | given,
                 )
         except BaseException:
             end.close()

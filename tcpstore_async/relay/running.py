@@ -10,18 +10,31 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ..errors import DistNetworkError
+from ..client.credentials import find_token
+from ..client.tls import ClientTls
+from ..errors import DistNetworkError, counted
+from ..secret_files import TlsFiles
 from ..server.fork_safety import close_on_fork, closed_in_children
-from ..server.listen_socket import adopt, format_address, listen, log_short_backlog, raise_file_limit
+from ..server.listen_socket import (
+    adopt,
+    format_address,
+    is_loopback,
+    listen,
+    log_short_backlog,
+    raise_file_limit,
+)
+from ..server.peer_user import PeerUsers
 from ..server.process.child import ignore_signals
+from ..server.systemd import activated_fd, supervised
 from ..serving import drain_when_told, tune_gc, watch_signals
 from ..session.link_client import ClientLink
 from .core import Relay
+from .describing import describer
 from .upstream import Upstream
 
 log = logging.getLogger("tcpstore_async.server")
@@ -34,20 +47,34 @@ _NETWORK: Final = "/proc/self/ns/net"
 
 @asynccontextmanager
 async def relay(
-    servers: list[tuple[str, int]], host: str = "127.0.0.1", port: int = 0, *, listener: socket.socket | None = None
+    servers: list[tuple[str, int]],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    listener: socket.socket | None = None,
+    same_user: bool = False,
+    token: Callable[[], bytes] = find_token,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[Relay]:
     """Run a relay on the running loop for as long as the context lasts; `.port` is its port.
 
     `servers`, hosts and ports, are tried in order. `listener`, a TCP socket that is listening, takes the place of
-    `host` and `port`; it is closed at the end. Raises DistNetworkError if the address cannot be had.
+    `host` and `port`; it is closed at the end. `same_user` rejects connections of other users' processes, and of other
+    hosts. `token` is called for every connection and returns what it presents; by default that is the token of the
+    environment. With `tls`, connections to the servers are encrypted. Raises DistNetworkError if the address cannot be
+    had, if one of the files of `tls` cannot be used, or if `same_user` is not possible on this system.
     """
+    client_tls = None if tls is None else ClientTls(tls)
     listening = listener if listener is not None else listen(host, port)
     with close_on_fork(listening), ExitStack() as inherited:
         where = listening.getsockname()[:2]
         if where in servers:
             raise DistNetworkError(f"{format_address(*where)} is the relay's own address, not a server's")
-        running = Relay(listening, partial(ClientLink, _place(*where), _description()))
-        upstream = Upstream(running, servers)
+        users = inherited.enter_context(closing(PeerUsers())) if same_user else None
+        running = Relay(
+            listening, partial(ClientLink, _place(*where), _description()), users=users, describe=describer()
+        )
+        upstream = Upstream(running, servers, token, client_tls)
         connecting: asyncio.Task[None] | None = None
         try:
             running.start()
@@ -61,6 +88,8 @@ async def relay(
             while connecting is not None and not connecting.done():
                 connecting.cancel()  # `asyncio.wait_for` may miss it when an attempt fails just then
                 await asyncio.wait([connecting], timeout=_CANCEL_SECONDS)
+            if client_tls is not None:
+                await client_tls.close()
 
 
 async def run(
@@ -70,23 +99,45 @@ async def run(
     fd: int | None,
     *,
     grace: float,
+    same_user: bool = False,
     owner_fd: int | None = None,
+    token: Callable[[], bytes] = find_token,
+    tls: TlsFiles | None = None,
     ready: Callable[[Relay], None],
 ) -> None:
     """Relay until SIGTERM, after which ranks get up to `grace` seconds to leave, or SIGINT. For a process of its own.
 
     With the pipe or socket `owner_fd` signals are ignored, and its end ends the relay: the process that started it
-    holds the other end. `ready` is called once connections are accepted. Raises DistNetworkError if the address, or the
-    socket `fd`, cannot be had.
+    holds the other end. `same_user`, `token` and `tls` are as for `relay`. `ready` is called once connections are
+    accepted. A socket that systemd has passed takes the place of the address. Raises DistNetworkError if the address,
+    or the socket `fd`, cannot be had, or if `same_user` is not possible.
     """
     signals = watch_signals() if owner_fd is None else _watch_owner(owner_fd)
     raise_file_limit()
+    fd = activated_fd() if fd is None and owner_fd is None else fd
     listener = listen(host, port) if fd is None else adopt(fd)
     log_short_backlog()
-    async with relay(servers, listener=listener) as running:
+    _warn_if_exposed(listener, same_user)
+    async with relay(servers, listener=listener, same_user=same_user, token=token, tls=tls) as running:
         tune_gc()
         ready(running)
-        await drain_when_told(signals, _drain(running, grace))
+        if owner_fd is not None:  # the service manager, if there is one, is the owner's
+            await drain_when_told(signals, _drain(running, grace), lambda: None)
+            return
+        where = format_address(running.host, running.port)
+        async with supervised(lambda: f"listening on {where}, {counted(running.count, 'rank')}") as manager:
+            await drain_when_told(signals, _drain(running, grace), manager.stopping)
+
+
+def _warn_if_exposed(listener: socket.socket, same_user: bool) -> None:
+    """Warn of a relay that others than the ranks of this host can reach."""
+    host, port = listener.getsockname()[:2]
+    if not same_user and not is_loopback(host):
+        log.warning(
+            "%s is reachable from other hosts: anyone who can reach this port uses this relay's link, and token if it "
+            "has one; let it listen on 127.0.0.1, or give it --same-user (docs/security.md)",
+            format_address(host, port),
+        )
 
 
 def _watch_owner(fd: int) -> "asyncio.Queue[signal.Signals]":
@@ -109,7 +160,7 @@ async def _drain(running: Relay, grace: float) -> None:
     try:
         await asyncio.wait_for(running.empty.wait(), grace)
     except asyncio.TimeoutError:
-        log.info("closing %d connections that are still open after %g s", running.count, grace)
+        log.info("closing %s still open after %g s", counted(running.count, "connection"), grace)
 
 
 def _report(task: "asyncio.Task[None]") -> None:

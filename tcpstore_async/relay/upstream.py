@@ -3,13 +3,15 @@
 It knows LINK and the two commands that ask a server who it is. It must not know how ranks' bytes travel.
 
 Invariants: LINK is sent only to a server that has it. A link goes on after its connection broke for as long as the
-server keeps it, and no longer; then its ranks are closed, as if the server had died.
+server keeps it, and no longer; then its ranks are closed, as if the server had died. No rank waits for a server that
+refuses the relay for good.
 """
 
 import asyncio
 import logging
 import socket
 import time
+from collections.abc import Callable
 from contextlib import closing
 from struct import Struct
 from typing import Final
@@ -18,10 +20,11 @@ from ..client import requests
 from ..client.connect import open_connection
 from ..client.forwarding import ForwardedConnection
 from ..client.requests import Request
+from ..client.tls import ClientTls
 from ..deadline import backoff
-from ..errors import ProtocolError
+from ..errors import AccessDeniedError, ProtocolError, counted
 from ..server.listen_socket import format_address
-from ..session.identity import LINKS, read_identity
+from ..session.identity import LINKS, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
 from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..wire.commands import BY_METHOD, MAGIC
 from .core import LINKED, Relay
@@ -43,6 +46,9 @@ _MOST_REPLY: Final = 64 * 1024
 
 _READY: Final = b"\x00"
 
+_ALL: Final = ("::", "0.0.0.0")
+"""What listens on these listens on every address of the host."""
+
 _U64: Final = Struct("<Q")
 
 log = logging.getLogger("tcpstore_async.server")
@@ -55,9 +61,20 @@ class _RefusedError(Exception):
 class Upstream:
     """Keeps a relay connected to the first of its servers that can be reached."""
 
-    def __init__(self, relay: Relay, servers: list[tuple[str, int]]) -> None:
-        """`servers` are hosts and ports."""
+    def __init__(
+        self,
+        relay: Relay,
+        servers: list[tuple[str, int]],
+        token: Callable[[], bytes] = bytes,
+        tls: ClientTls | None = None,
+    ) -> None:
+        """`servers` are hosts and ports; `token` returns what to present to them, empty for nothing.
+
+        With `tls`, connections to them are encrypted.
+        """
         self.relay = relay
+        self.token = token
+        self.tls = tls
         self.servers = servers
         self.direct: set[_DirectConnection] = set()
         """The connections of ranks without a link."""
@@ -104,11 +121,16 @@ class Upstream:
         Returns whether it was of use: another one is tried at once.
         """
         causes: list[str] = []
+        refusals = 0
         for server in self._candidates():
             try:
                 peer, reply = await asyncio.wait_for(self._reach(server), _ATTEMPT_SECONDS)
-            except (OSError, ProtocolError, asyncio.TimeoutError, _RefusedError) as error:
+            except (OSError, ProtocolError, asyncio.TimeoutError, AccessDeniedError, _RefusedError) as error:
                 causes.append(f"{format_address(*server)}: {_cause(error)}")
+                if isinstance(error, AccessDeniedError) and error.final:
+                    refusals += 1
+                    if self._giving_up is not None and server == self._server:
+                        self._give_up(_cause(error))
                 continue
             with closing(peer):
                 if reply is None:
@@ -118,6 +140,8 @@ class Upstream:
                     return True
                 return await self._hold(reply)
         self.relay.log_limited("upstream", f"cannot connect to {'; '.join(causes)}; retrying")
+        if refusals == len(causes):
+            self.relay.close_waiting(0, "the relay is not allowed to use its server")
         return False
 
     def _candidates(self) -> list[tuple[str, int]]:
@@ -131,25 +155,53 @@ class Upstream:
     async def _reach(self, server: tuple[str, int]) -> tuple[socket.socket, LinkReply | None]:
         """Connect to a server; the reply to LINK, or None if it has no links.
 
-        Raises OSError, ProtocolError and _RefusedError.
+        Raises OSError, ProtocolError, AccessDeniedError and _RefusedError.
         """
-        peer = await open_connection(*server)
+        token = self.token()
+        peer = await open_connection(*server, self.tls)
         try:
+            if self._is_own(peer):
+                raise _RefusedError("this is the relay itself; --upstream has to be the address of a server")
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if await _has_links(peer):
-                return peer, await self._open_link(peer, server)
+            identity = await _identify(peer)
+            if token:
+                await _authenticate(peer, identity, token)
+            if identity is not None and identity.extension >= LINKS:
+                try:
+                    return peer, await self._open_link(peer, server, identity.extension >= QUESTIONS)
+                except ConnectionError:
+                    if not token:
+                        check_admitted(identity)
+                    raise
             self._check_that_link_may_end(server)
             return peer, None
+        except ConnectionError:
+            peer.close()
+            cause = None if self.tls is None else self.tls.cause()
+            if cause is not None:
+                raise cause from None
+            raise
         except BaseException:
             peer.close()
             raise
 
-    async def _open_link(self, peer: socket.socket, server: tuple[str, int]) -> LinkReply:
-        """Make the connection that of the link, or of a new one if the server does not know it any more."""
+    def _is_own(self, peer: socket.socket) -> bool:
+        """Return whether a connection leads to the relay itself, perhaps by a name such as localhost."""
+        own = self.relay.host
+        host, port = peer.getpeername()[:2]
+        local = host == peer.getsockname()[0]
+        return port == self.relay.port and (own == host or (own in _ALL and local))
+
+    async def _open_link(self, peer: socket.socket, server: tuple[str, int], describes: bool) -> LinkReply:
+        """Make the connection that of the link, or of a new one if the server does not know it any more.
+
+        `describes` is whether the server takes descriptions of ranks.
+        """
         relay = self.relay
         loop = asyncio.get_running_loop()
         for _ in range(2):
             link = relay.link
+            link.describes = describes
             await loop.sock_sendall(peer, link.request(validate=False))
             raw = await _read_value(peer)
             if relay.link is not link:
@@ -239,7 +291,10 @@ class Upstream:
         relay = self.relay
         count = relay.ranks_on_link()
         log.warning(
-            "the link to %s has ended: %s; closing %d connections", format_address(*self._server), reason, count
+            "the link to %s has ended: %s; closing %s",
+            format_address(*self._server),
+            reason,
+            counted(count, "connection"),
         )
         self._announced = ""
         relay.abandon_link()
@@ -276,7 +331,7 @@ class Upstream:
 
     async def connect(self) -> socket.socket:
         """Return a socket that is connected to the server that was reached last. Raises OSError."""
-        return await open_connection(*self._server)
+        return await open_connection(*self._server, self.tls)
 
     def server_address(self) -> str:
         return format_address(*self._server)
@@ -329,15 +384,25 @@ class _DirectConnection(ForwardedConnection):
             self.upstream.relay.left()
 
 
-async def _has_links(peer: socket.socket) -> bool:
-    """Ask a server, on a new connection, whether it has links. Raises OSError and ProtocolError."""
+async def _identify(peer: socket.socket) -> Identity | None:
+    """Ask a server, on a new connection, who it is; None if it is not one of ours. Raises OSError and ProtocolError."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(peer, _encode((BY_METHOD["validate"], (MAGIC,))) + _encode(requests.HAS_EXTENSION))
     if await _read_exactly(peer, 1) != _READY:
-        return False
+        return None
     await loop.sock_sendall(peer, _encode(requests.WHO_ARE_YOU))
-    identity = read_identity(await _read_value(peer))
-    return identity is not None and identity.extension >= LINKS
+    return read_identity(await _read_value(peer))
+
+
+async def _authenticate(peer: socket.socket, identity: Identity | None, token: bytes) -> None:
+    """Present a token, to a server that checks it. Raises OSError, ProtocolError and AccessDeniedError.
+
+    A server without links checks none, so no rank gets a connection of its own that would need the token.
+    """
+    if identity is None or identity.extension < TOKENS:
+        raise AccessDeniedError("it checks no tokens: it was not sent the one given")
+    await asyncio.get_running_loop().sock_sendall(peer, _encode(requests.auth(token)))
+    read_auth_reply(await _read_value(peer))
 
 
 def _encode(request: Request) -> bytes:

@@ -3,11 +3,8 @@
 Knows the names. Must not know how a server works; importing this imports none.
 """
 
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
-
-from ..limits import Limits
 
 if TYPE_CHECKING:
     from .base import Server
@@ -31,8 +28,8 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"unknown backend {backend!r}; choose {' or '.join(BACKENDS)}")
 
 
-def server_class(backend: str) -> "Callable[[socket.socket, Limits], Server]":
-    """Return the server of that name, to be called with a listener and its limits. Raises ValueError."""
+def server_class(backend: str) -> "Callable[..., Server]":
+    """Return the server of that name, to be called with a listener, its limits, and `tls`. Raises ValueError."""
     check_backend(backend)
     if backend == "threaded":  # each is imported by those who use it only: a server has to start fast
         from .threaded import ThreadedServer

@@ -9,6 +9,7 @@ while a method runs that is listed below as needing it.
 """
 
 import asyncio
+import errno
 import logging
 import secrets
 import socket
@@ -18,16 +19,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-from ..errors import LimitError, PeerError, ProtocolError
+from ..access import Access
+from ..errors import LimitError, NotAllowedError, PeerError, ProtocolError, counted
 from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
 from ..session.budget import SESSION_BYTES
 from ..session.identity import identity
 from ..session.link_registry import LinkRegistry
+from ..session.named_stores import NamedStore, NamedStores, StoreEnded
 from ..session.server import Engine, ServerSession, Transport, latecomers
-from .backends import LINK_GRACE
+from ..session.tls import TlsError
+from .audit import AuditLog
+from .backends import DEFAULT_GRACE, LINK_GRACE
 from .listen_socket import format_address, reserve_connections
 from .rate_limited_log import RateLimitedLog
+from .service_times import ServiceTimes
+from .tls import MOST_HANDSHAKES, ServerTls
 
 log = logging.getLogger("tcpstore_async.server")
 
@@ -54,13 +61,15 @@ class Server:
         backend: str,
         session_bytes: int = SESSION_BYTES,
         lock: AbstractContextManager[object] | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         """Serve the peers of `listener`, which is closed when the server stops accepting.
 
         `session_bytes` is what one connection costs. `lock` guards everything here, if connections are served by
-        several threads.
+        several threads. With `tls`, peers may use TLS.
         """
         self.listener = listener
+        self.tls: ServerTls | None = tls
         self.limits = limits
         self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
         self.engine: Engine = Engine(limits, session_bytes=session_bytes)
@@ -70,21 +79,44 @@ class Server:
         self.links.on_work = self._schedule_links
         self.links.on_link = self._schedule_tick
         self.links.on_end = self._report_end
+        self.links.on_refused = self._report_refused
+        self.links.on_refusal = self._report_refusal
         self.links.on_failure = self.give_up
         self.links.clock = time.monotonic
         self.engine.keyspace.on_work = self._schedule_work
+        self.named: NamedStores = NamedStores(self.engine, instance)
+        self.named.clock = time.monotonic
+        self.named.on_work = self._schedule_work
+        self.named.on_released = self._expect_leaving
+        self._working: bool = False
+        """Whether `_work` will be called."""
         self.host: str = listener.getsockname()[0]
         self.port: int = listener.getsockname()[1]
         self.max_connections: int = 0
         """Connections that it can hold; known once it has started."""
+        self.admin: str = ""
+        """The path of its admin socket; empty if it has none."""
         self.count: int = 0
         """Connections that are open."""
+        self.accepted: int = 0
+        """Connections that were accepted and admitted, so far."""
+        self.rejected: int = 0
+        """Connections that were closed at once, as there were too many."""
+        self.closed_for: dict[str, int] = {}
+        """Connections that were closed for what their peers did: `protocol`, `tls`, `access`, or the limit's name."""
+        self.received: int = 0
+        """Bytes read from connections, decrypted."""
+        self.sent: int = 0
+        """Bytes of replies that the kernel has accepted, before they are encrypted."""
+        self.times: ServiceTimes | None = None
+        """What is measured of the time that requests take, if anything is."""
         self.empty = asyncio.Event()
         """Set while no connection is open."""
         self.empty.set()
         self.stopped: bool = False
         self.loop = asyncio.get_running_loop()
         self.rate_limited = RateLimitedLog()
+        self.audit = AuditLog(limits.audit_lines)
         self._suppressing: bool = False
         """Whether the number of suppressed messages will be logged."""
         self._suppressed_timer: asyncio.TimerHandle | None = None
@@ -141,6 +173,7 @@ class Server:
             if timer is not None:
                 timer.cancel()
         self.rate_limited.flush()
+        self.audit.flush()
         self._note_empty()
 
     async def drain(self, grace: float) -> None:
@@ -153,8 +186,20 @@ class Server:
         try:
             await asyncio.wait_for(self.empty.wait(), grace)
         except asyncio.TimeoutError:
-            log.info("closing %d connections that are still open after %g s", self.count, grace)
+            log.info("closing %s still open after %g s", counted(self.count, "connection"), grace)
         self.stop()
+
+    def close_invalid(self, ended: Callable[[Access], str]) -> None:
+        """Close every connection whose token is no longer valid; `ended` returns why, or nothing."""
+        with self.lock:
+            for session, access in list(self.engine.granted.items()):
+                reason = "" if access is None else ended(access)
+                owner = session.owner
+                if reason and isinstance(owner, Transport):
+                    self.log_refusal(session.host, f"closed the connection from {session}: not allowed: {reason}")
+                    owner.close()
+            if self.engine.pending_flush:
+                self.flush_pending()
 
     def announce(self, joins: int) -> None:
         """Publish how many ranks are expected to join in all."""
@@ -182,6 +227,13 @@ class Server:
             if self.engine.pending_flush:
                 self.flush_pending()
 
+    def drop_store(self, name: str, why: str) -> bool:
+        """End a store with a name; return whether there is one. With the lock."""
+        found = self.named.drop(name, why)
+        if self.engine.pending_flush:
+            self.flush_pending()
+        return found
+
     # Called with the lock by connections and by what accepts them
 
     def reserve(self) -> None:
@@ -189,9 +241,10 @@ class Server:
         self.max_connections = reserve_connections(self.listener, self.host, self.port, self.limits.connections)
 
     def admits(self, host: str, port: int) -> bool:
-        """Return whether a new connection fits, if need be in place of one that has not sent VALIDATE; log if not."""
+        """Return whether a new connection fits, if need be in place of one that is not validated; log if not."""
         if self.count < self.max_connections or self._evict_unvalidated():
             return True
+        self.rejected += 1
         self.log_limited(
             "connections", f"rejected {format_address(host, port)}: connection limit {self.max_connections} reached"
         )
@@ -200,6 +253,7 @@ class Server:
     def opened(self) -> None:
         """Count a connection that was admitted."""
         self.count += 1
+        self.accepted += 1
         if self.count == 1:
             self.call_soon(self._note_empty)
 
@@ -240,8 +294,18 @@ class Server:
 
     def close_for(self, connection: Transport, error: PeerError) -> None:
         """Close a connection because of what its peer did; replies to earlier requests still go out."""
-        kind = error.limit if isinstance(error, LimitError) else "protocol"
-        self.log_limited(kind, f"closed the connection from {connection.session}: {error}")
+        session = connection.session
+        text = f"closed the connection from {session}: {error}"
+        kind = error.limit if isinstance(error, LimitError) else "tls" if isinstance(error, TlsError) else "protocol"
+        if isinstance(error, NotAllowedError):
+            kind = "access"
+        elif isinstance(error, StoreEnded):
+            kind = "stores"
+        self.closed_for[kind] = self.closed_for.get(kind, 0) + 1
+        if kind in ("access", "tls") or self.engine.must_authenticate(session):
+            self.log_refusal(session.host, text)
+        else:
+            self.log_limited(kind, text)
         if connection.session.out:
             connection.flush()
         connection.close()
@@ -256,9 +320,29 @@ class Server:
 
     def log_limited(self, kind: str, text: str) -> None:
         """Log what a peer did, or count it and log the count within a second."""
-        if not self.rate_limited.add(kind, text) and not self._suppressing:
-            self._suppressing = True
-            self.call_soon(self._schedule_suppressed)
+        if not self.rate_limited.add(kind, text):
+            self._count_suppressed()
+
+    def log_refusal(self, host: str, text: str) -> None:
+        """Log in the audit log what was refused to a peer, or count it."""
+        if not self.audit.add(host, text):
+            self._count_suppressed()
+
+    def note_admin(self, user: str, text: str) -> None:
+        """Log in the audit log what a user has done to the server as its administrator, or count it."""
+        if not self.audit.add(user, text, logging.INFO):
+            self._count_suppressed()
+
+    def begin_handshake(self, connection: Transport) -> None:
+        """Count a TLS handshake; if there are too many, close the connection whose handshake has lasted longest."""
+        oldest = None if self.tls is None else self.tls.begin(connection)
+        if oldest is not None:
+            self.close_for(oldest, ProtocolError(f"{MOST_HANDSHAKES} newer TLS handshakes are under way"))
+
+    def broken_tls(self, connection: Transport, error: TlsError) -> OSError:
+        """Log an error after the handshake, which counts as a break of the connection; return that."""
+        self.log_limited("tls", f"lost the connection from {connection.session}: {error}")
+        return ConnectionResetError(errno.ECONNRESET, str(error))
 
     def expect_validation(self) -> None:
         """From now on close connections that do not send VALIDATE in time."""
@@ -268,6 +352,12 @@ class Server:
 
     # Internal; with the lock
 
+    def _count_suppressed(self) -> None:
+        """Have the number of messages that were not logged be logged in a while."""
+        if not self._suppressing:
+            self._suppressing = True
+            self.call_soon(self._schedule_suppressed)
+
     def _evict_unvalidated(self) -> bool:
         """Close the oldest connection that has not sent VALIDATE, if there is one."""
         session = self.engine.oldest_unvalidated()
@@ -276,9 +366,10 @@ class Server:
         owner = session.owner
         if not isinstance(owner, Transport):
             return False
+        self.closed_for["connections"] = self.closed_for.get("connections", 0) + 1
         self.log_limited(
             "connections",
-            f"closed the connection from {session}, which had not sent VALIDATE: connection limit "
+            f"closed the connection from {session}, which had not sent {session.expected()}: connection limit "
             f"{self.max_connections} reached",
         )
         owner.close()
@@ -313,13 +404,28 @@ class Server:
         pending_flush[:] = [session for session in pending_flush if session in evicted] if evicted else []
 
     def _schedule_work(self) -> None:
-        self.call_soon(self._work)
+        if not self._working:
+            self._working = True
+            self.call_soon(self._work)
+
+    def _expect_leaving(self, store: NamedStore) -> None:
+        """Close after the grace period what is still in a store then that its owner has ended."""
+        self.call_soon(lambda: self._close_later(store))
 
     def _schedule_links(self) -> None:
         self.call_soon(self._serve_links)
 
     def _report_end(self, link: object, reason: str) -> None:
         self.log_limited("links", f"ended {link}: {reason}")
+
+    def _report_refused(self, host: str, port: int) -> None:
+        most = self.limits.sessions
+        self.log_limited(
+            "sessions", f"rejected {format_address(host, port)}: there are already {most} sessions (limit sessions)"
+        )
+
+    def _report_refusal(self, host: str, peer: str, reason: str) -> None:
+        self.log_refusal(host, f"not allowed to {peer}: {reason}")
 
     def _schedule_tick(self) -> None:
         self.links.now = time.monotonic()
@@ -346,14 +452,27 @@ class Server:
     def _work(self) -> None:
         """Do one portion of what long commands have left to do."""
         with self.lock:
-            keyspace = self.engine.keyspace
-            if self.stopped or not keyspace.work:
+            self._working = False
+            if self.stopped:
                 return
-            keyspace.step()
+            keyspace = self.engine.keyspace
+            if keyspace.work:
+                self.engine.activate()
+                keyspace.step()
+            more = self.named.work()
             if self.engine.pending_flush:
                 self.flush_pending()
-            if keyspace.work:
-                self.call_soon(self._work)
+            if more or keyspace.work:
+                self._schedule_work()
+
+    def _close_later(self, store: NamedStore) -> None:
+        if not self.stopped:
+            self.loop.call_later(DEFAULT_GRACE, self._close_store, store)
+
+    def _close_store(self, store: NamedStore) -> None:
+        with self.lock:
+            if not self.stopped:
+                self.named.close(store)
 
     def _serve_links(self) -> None:
         """Write what sessions on links have been given, once all that were woken together have been flushed."""
@@ -392,8 +511,11 @@ class Server:
 
     def _log_suppressed(self) -> None:
         with self.lock:
-            self._suppressing = False
-            self.rate_limited.flush()
+            due = [seconds for seconds in (self.rate_limited.flush_due(), self.audit.flush_due()) if seconds > 0]
+            seconds = min(due, default=0.0)
+            self._suppressing = seconds > 0 and not self.stopped
+            if self._suppressing:
+                self._suppressed_timer = self.loop.call_later(seconds, self._log_suppressed)
 
     def _schedule_expiry(self) -> None:
         """Come back when the oldest connection without VALIDATE is overdue."""
@@ -416,4 +538,4 @@ class Server:
         owner = session.owner
         assert isinstance(owner, Transport)
         seconds = self.limits.validate_seconds
-        self.close_for(owner, ProtocolError(f"no VALIDATE within {seconds} s (limit validate_seconds)"))
+        self.close_for(owner, ProtocolError(f"no {session.expected()} within {seconds} s (limit validate_seconds)"))

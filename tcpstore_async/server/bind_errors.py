@@ -1,6 +1,7 @@
 """The errors that PyTorch's two servers raise for a socket that a master cannot listen on.
 
-Knows their texts and types, which differ between the two. Must not know where the socket comes from.
+Knows their texts and types, which differ between the two; who holds the port follows PyTorch's text. Must not know
+where the socket comes from.
 """
 
 import errno
@@ -9,6 +10,7 @@ import socket
 
 from ..errors import DistError, DistNetworkError, DistStoreError
 from .listen_socket import format_address
+from .port_holder import by_holder
 
 Tried = list[tuple[int, str, OSError]]
 """Family and address, and why listening there failed."""
@@ -23,7 +25,7 @@ class UvErrors:
     def no_address(self, port: int, tried: Tried) -> DistError:
         return DistNetworkError(
             "The server socket has failed to listen on any local network address. "
-            f"port: {port}, useIpv6: false, {_as_libuv(tried[-1][2])}"
+            f"port: {port}, useIpv6: false, {_as_libuv(tried[-1][2])}{_held(port, tried)}"
         )
 
     def no_socket(self, fd: int, error: OSError) -> DistError:
@@ -58,6 +60,7 @@ class ThreadedErrors(UvErrors):
         ]
         return DistNetworkError(
             f"The server socket has failed to listen on any local network address. {' '.join(failures)}"
+            f"{_held(port, tried)}"
         )
 
     def no_socket(self, fd: int, error: OSError) -> DistError:
@@ -81,6 +84,13 @@ def errors_of(backend: str) -> UvErrors:
 
 def _other_port(fd: int, bound: int, port: int) -> str:
     return f"listen fd {fd} is bound to port {bound}, expected to be bound to port {port}"
+
+
+def _held(port: int, tried: Tried) -> str:
+    """Return who holds the port, to follow PyTorch's text; "" if that is not the reason, or nobody is found."""
+    _, host, error = tried[-1]
+    held = by_holder(error, host, port)
+    return f"; port {port} is in use{held}" if held else ""
 
 
 def _as_libuv(error: OSError) -> str:

@@ -14,20 +14,27 @@ import threading
 from concurrent.futures import Future
 
 from ..limits import Limits
+from ..tokens import HostTokens
+from .admin import admin_socket
 from .backends import server_class
 from .base import Server
 from .fork_safety import close_on_fork, closed_in_children
 from .threads import Worker
+from .tls import ServerTls
 
 
 class ServerThread:
     """A server in a thread, with the interface of `ServerProcess`. Thread-safe."""
 
-    def __init__(self, listener: socket.socket, backend: str) -> None:
+    def __init__(
+        self, listener: socket.socket, backend: str, tls: ServerTls | None = None, tokens: HostTokens | None = None
+    ) -> None:
         """Serve on `listener`, which is closed with the server. Raises what keeps the server from starting."""
         self.port: int = listener.getsockname()[1]
         self.pid = os.getpid()
         self._backend = backend
+        self._tls = tls
+        self._tokens = tokens
         self._joins = 0
         self._listener = close_on_fork(listener)
         self._lock = threading.RLock()
@@ -89,11 +96,15 @@ class ServerThread:
             started.set_exception(error)
 
     async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
-        server = server_class(self._backend)(self._listener, Limits())
+        server = server_class(self._backend)(self._listener, Limits(), tls=self._tls)
+        if self._tokens is not None:
+            server.engine.authenticate = self._tokens.checker().authenticate
+            server.engine.require_auth = self._tokens.require_auth
         with closed_in_children(server):
             try:
                 server.start()
-                started.set_result((asyncio.get_running_loop(), server))
-                await self._over.wait()
+                async with admin_socket(server, None):
+                    started.set_result((asyncio.get_running_loop(), server))
+                    await self._over.wait()
             finally:
                 server.stop()

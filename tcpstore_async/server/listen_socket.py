@@ -6,15 +6,19 @@ Invariant: no name is resolved but that of the address to listen on, before ther
 
 import errno
 import fcntl
+import ipaddress
 import logging
 import os
 import resource
 import socket
+import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ..errors import DistNetworkError
+from ..errors import DistNetworkError, counted
+from .port_holder import by_holder
 
 BACKLOG: Final = 65_535
 """Connections that the kernel may hold until they are accepted: a whole job may connect at once."""
@@ -27,6 +31,9 @@ CONNECTION_ERRORS: Final = frozenset(
     )
 )  # fmt: skip
 """Errors of `accept` that concern one connection, which is lost: accepting goes on with the next one."""
+
+_TCP_INFO: Final = struct.Struct("=24xII")
+"""What the kernel says of a socket, up to two numbers that are those of its backlog if it listens."""
 
 _KEEPALIVE_IDLE: Final = 180
 _KEEPALIVE_PROBES: Final = 4
@@ -71,7 +78,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return listen_at(family, address)
     except OSError as error:
-        raise DistNetworkError(f"cannot listen on {format_address(host, port)}: {error.strerror or error}") from None
+        held = by_holder(error, address[0], port)
+        raise DistNetworkError(
+            f"cannot listen on {format_address(host, port)}: {error.strerror or error}{held}"
+        ) from None
 
 
 def resolve(host: str, port: int) -> tuple[int, Address]:
@@ -160,6 +170,38 @@ def log_short_backlog(ranks: int | None = None) -> None:
     )
 
 
+def warn_if_exposed(listener: socket.socket, *, has_tls: bool, requires_auth: bool) -> None:
+    """Warn if a server can be reached from other hosts without protection: what that means, and what to do.
+
+    `has_tls`: it has a certificate; `requires_auth`: it admits nobody from another host without a token.
+    """
+    host, port = listener.getsockname()[:2]
+    if is_loopback(host) or (has_tls and requires_auth):
+        return
+    if requires_auth:
+        lacks, danger = "TLS", "anyone who sees its traffic can read tokens, keys and values"
+        advice = "give it --tls-cert and --tls-key"
+    else:
+        lacks = "required tokens" if has_tls else "TLS and required tokens"
+        danger = "anyone who can reach this port can read and change every key"
+        advice = "give it --token-keys and --require-auth" + ("" if has_tls else ", --tls-cert and --tls-key")
+    log.warning(
+        "%s is reachable from other hosts, without %s: %s; %s, or let it listen on 127.0.0.1 (docs/security.md)",
+        format_address(host, port),
+        lacks,
+        danger,
+        advice,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address, an IPv4 or IPv6 literal, is reachable from this host only."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback
+
+
 def raise_file_limit() -> None:
     """Raise the soft limit on open files to the hard one. Only for a process that is a server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -197,15 +239,27 @@ def presize_file_table(fd: int, connections: int) -> None:
         os.close(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(connections + RESERVE, _PRESIZED) - 1))
 
 
+def accept_queue(listener: socket.socket) -> tuple[int, int] | None:
+    """Return how many connections wait to be accepted, and how many may; None if the kernel does not say."""
+    if not sys.platform.startswith("linux") or listener.fileno() < 0:
+        return None
+    try:
+        known = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        waiting, most = _TCP_INFO.unpack(known)
+    except (OSError, struct.error):
+        return None
+    return waiting, most
+
+
 def reserve_connections(listener: socket.socket, host: str, port: int, limit: int) -> int:
     """Return how many connections a server can hold, at most `limit` unless that is 0; prepare the kernel for them."""
     allowed_by_files = max_connections_by_files()
     connections = min(allowed_by_files, limit or allowed_by_files)
     presize_file_table(listener.fileno(), connections)
-    log.info("listening on %s for up to %d connections", format_address(host, port), connections)
+    log.info("listening on %s for up to %s", format_address(host, port), counted(connections, "connection"))
     if connections == allowed_by_files < _FEW:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        log.warning("ulimit -n is %d and allows only %d connections; raise it", files, allowed_by_files)
+        log.warning("ulimit -n is %d and allows only %s; raise it", files, counted(allowed_by_files, "connection"))
     return connections
 
 

@@ -5,6 +5,7 @@ Invariant: whoever has the other end of a descriptor, or serves the file behind 
 reading. A line that cannot be written is dropped and counted; the next one that can be ends with the count.
 """
 
+import json
 import logging
 import os
 import queue
@@ -12,6 +13,7 @@ import select
 import stat
 import threading
 import time
+from datetime import datetime, timezone
 from typing import Final
 
 from .process.protocol import LogLine, encode
@@ -65,6 +67,23 @@ class NonBlockingHandler(logging.Handler):
             return _write(self._fd, line) == len(line)
         except OSError:
             return False  # the other end is gone
+
+
+class JsonHandler(NonBlockingHandler):
+    """Writes a record as one line of JSON, shortened if it does not fit a pipe."""
+
+    def encode(self, record: logging.LogRecord, dropped: str) -> bytes:
+        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        entry = {"time": time, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            entry["exception"] = logging.Formatter().formatException(record.exc_info)
+        if dropped:
+            entry["dropped"] = dropped.strip(" ()")
+        for longest in (2 * _LONGEST, 1000, 150):
+            line = json.dumps({name: text[:longest] for name, text in entry.items()}).encode()
+            if len(line) < _LONGEST:
+                break
+        return line + b"\n"
 
 
 class OwnerHandler(NonBlockingHandler):

@@ -16,11 +16,14 @@ import warnings
 import weakref
 from typing import Final, Protocol
 
-from ..errors import DistNetworkError, DistStoreError
+from ..errors import AccessDeniedError, DistNetworkError, DistStoreError, counted
+from ..secret_files import TlsFiles
+from ..tokens import HostTokens
 from .backends import DEFAULT_BACKEND, START_TIMEOUT, check_backend
 from .bind_errors import Tried, UvErrors, errors_of
 from .fork_safety import close_on_fork
 from .listen_socket import Address, check_port, listen_at, log_short_backlog, prepare, resolve
+from .tls import ServerTls, make_context
 
 WHERE: Final = "TCPSTORE_SERVER"
 BIND: Final = "TCPSTORE_BIND"
@@ -52,13 +55,15 @@ class RunningServer(Protocol):
 class _CountedServer:
     """A running server and the number of its handles."""
 
-    def __init__(self, server: RunningServer, backend: str, shared: bool, address: str, from_fd: bool) -> None:
+    def __init__(self, server: RunningServer, listening: "_Listening", shared: bool, address: str) -> None:
         self.server = server
+        self.tls = listening.tls
+        self.tokens = listening.tokens
         self.address = address
         """Host that it listens on."""
-        self.from_fd = from_fd
+        self.from_fd = listening.fd is not None
         """Whether its socket was given by the caller."""
-        self.backend = backend
+        self.backend = listening.backend
         self.shared = shared
         self.handles = 0
         self.owner = os.getpid()
@@ -148,24 +153,33 @@ def host(
     backend: str = DEFAULT_BACKEND,
     may_be_thread: bool = True,
     timeout: float | None = None,
+    tls: TlsFiles | None = None,
+    tokens: HostTokens | None = None,
 ) -> ServerHandle:
     """Start a server on `port`, or share one; port 0 lets the kernel choose. It serves on return.
 
     It listens on `bind_host`, by default what TCPSTORE_BIND names, else every address of this machine; or on the socket
     `listen_fd`, of which it takes ownership. With `multi_tenant`, stores of this process share the server of a port. It
     runs in a process of its own; in a thread of this process if TCPSTORE_SERVER asks for that or no process can be
-    started, and `may_be_thread` allows it.
+    started, and `may_be_thread` allows it. With `tls` it serves TLS beside plain connections. `tokens` says whom it
+    lets in: everybody without it.
 
     `timeout`, in seconds, limits how long this takes: None is no limit, and 0 waits for the server that is started, but
     for nothing else. Raises DistNetworkError if the address cannot be had or the server is not ready in time,
-    DistStoreError if `listen_fd` has another port, and RuntimeError if the server could only be a thread and must not.
+    DistStoreError if `listen_fd` has another port or the file of token keys cannot be used, and RuntimeError if the
+    server could only be a thread and must not.
     """
     check_backend(backend)
     in_thread = _runs_in_thread()
     if in_thread and not may_be_thread:
         raise RuntimeError(f"{_NO_THREAD}: unset {WHERE}")
     check_port(port)
-    listening = _Listening(port, bind_host or os.environ.get(BIND), listen_fd, backend)
+    if tls is not None:
+        tls = TlsFiles(*[path and os.path.abspath(path) for path in tls])
+        make_context(tls)  # what is wrong with the files is not to be found in another process's log
+    if tokens is not None:
+        check_host_tokens(tokens)
+    listening = _Listening(port, bind_host or os.environ.get(BIND), listen_fd, backend, tls, tokens)
     if not multi_tenant:
         return ServerHandle(_start(listening, in_thread, may_be_thread, timeout, shared=False))
     began, lock = time.monotonic(), _shared_lock
@@ -184,11 +198,31 @@ def host(
             listening.open().close()
         else:
             _check_address(counted, listening.bind_host)
+        if tls != counted.tls:
+            raise DistNetworkError(
+                f"cannot share the server on port {counted.server.port}: it was started with another certificate than "
+                "this store asks for, or with none; use another port"
+            )
+        if tokens != counted.tokens:
+            raise DistNetworkError(
+                f"cannot share the server on port {counted.server.port}: it was started with a token or token "
+                "keys other than this store's, or with none; use another port"
+            )
         if not may_be_thread and counted.server.pid == os.getpid():
             raise RuntimeError(f"{_NO_THREAD}, but another store has already started it in a thread")
         return ServerHandle(counted)
     finally:
         lock.release()
+
+
+def check_host_tokens(tokens: HostTokens) -> None:
+    """Raise AccessDeniedError if the file of token keys cannot be used: it would be in another process's log."""
+    try:
+        tokens.checker()
+    except OSError as error:
+        raise AccessDeniedError(f"cannot read the token keys {tokens.keys}: {error.strerror}") from None
+    except ValueError as error:
+        raise AccessDeniedError(str(error)) from None
 
 
 def _runs_in_thread() -> bool:
@@ -204,7 +238,7 @@ def _too_many(joins: int, server: RunningServer) -> str:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0 if is_thread else 1]
     return (
         f"the server on port {server.port} cannot accept {joins} ranks: the limit on open files "
-        f"(ulimit -{'S' if is_thread else 'H'}n: {limit}) allows only {server.max_connections} connections; "
+        f"(ulimit -{'S' if is_thread else 'H'}n: {limit}) allows only {counted(server.max_connections, 'connection')}; "
         f"start rank 0 with a limit of at least {joins + limit - server.max_connections}"
     )
 
@@ -227,7 +261,17 @@ def _check_address(counted: _CountedServer, bind_host: str | None) -> None:
 class _Listening:
     """What a server is to listen on."""
 
-    def __init__(self, port: int, bind_host: str | None, listen_fd: int | None, backend: str) -> None:
+    def __init__(
+        self,
+        port: int,
+        bind_host: str | None,
+        listen_fd: int | None,
+        backend: str,
+        tls: TlsFiles | None,
+        tokens: HostTokens | None,
+    ) -> None:
+        self.tls = tls
+        self.tokens = tokens
         self.port = port
         self.bind_host = bind_host
         self.fd = listen_fd
@@ -288,14 +332,14 @@ def _start(
 ) -> _CountedServer:
     with close_on_fork(listening.open()) as listener:
         address = str(listener.getsockname()[0])
-        server = None if in_thread else _start_process(listener, listening.backend, may_be_thread, timeout)
+        server = None if in_thread else _start_process(listener, listening, may_be_thread, timeout)
         if server is None:
-            server = _start_thread(listener, listening.backend)
-        return _CountedServer(server, listening.backend, shared, address, from_fd=listening.fd is not None)
+            server = _start_thread(listener, listening)
+        return _CountedServer(server, listening, shared, address)
 
 
 def _start_process(
-    listener: socket.socket, backend: str, may_be_thread: bool, timeout: float | None
+    listener: socket.socket, listening: _Listening, may_be_thread: bool, timeout: float | None
 ) -> RunningServer | None:
     """Start a server process; return None, after a warning, if that fails and a thread will do.
 
@@ -304,7 +348,9 @@ def _start_process(
     from .process import parent  # for masters only: it costs other clients nothing
 
     try:
-        return parent.start(listener, backend=backend, timeout=timeout)
+        return parent.start(
+            listener, backend=listening.backend, timeout=timeout, tls=listening.tls, tokens=listening.tokens
+        )
     except parent.StartTimeout as error:
         port = listener.getsockname()[1]
         raise DistNetworkError(
@@ -318,10 +364,11 @@ def _start_process(
         return None
 
 
-def _start_thread(listener: socket.socket, backend: str) -> RunningServer:
+def _start_thread(listener: socket.socket, listening: _Listening) -> RunningServer:
     from .in_process import ServerThread
 
-    return ServerThread(listener.dup(), backend)
+    tls = None if listening.tls is None else ServerTls(listening.tls)
+    return ServerThread(listener.dup(), listening.backend, tls, listening.tokens)
 
 
 _warned = False

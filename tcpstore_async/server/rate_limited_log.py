@@ -1,35 +1,96 @@
-"""A log that peers cannot flood.
+"""A log that peers and outages cannot flood: one line per distinct failure, and then how often it has repeated.
 
-Knows: clocks, logging. Must not know: what is logged.
+Knows clocks and logging. Must not know what is logged.
+Invariant: every message is logged or counted, and every count is logged in the end.
 """
 
 import logging
+import re
 import time
+from collections.abc import Callable
+from typing import Final
 
-log = logging.getLogger("tcpstore_async.server")
+_FIRST_SECONDS: Final = 1.0
+_MOST_SECONDS: Final = 60.0
+"""Time between two lines about the same failure: the first two, and after it has doubled with each line."""
+
+_NUMBERS: Final = re.compile(r"\d+")
+"""Ports, process ids and counts: texts that differ only in them are about the same failure."""
+
+
+class _Kind:
+    """What was logged last about failures of one kind."""
+
+    def __init__(self) -> None:
+        self.failure = ""
+        """The text, without numbers."""
+        self.logged_at = 0.0
+        self.seconds = _FIRST_SECONDS
+        """Until the next line about the same failure."""
+        self.suppressed = 0
+
+    def log(self, now: float) -> int:
+        """Note that a line is logged; return how many were not before it."""
+        suppressed, self.suppressed, self.logged_at = self.suppressed, 0, now
+        return suppressed
 
 
 class RateLimitedLog:
-    """Logs at most one message of each kind per second and counts the others."""
+    """Logs one message of each kind per second at most, and the same failure ever less often, once a minute in the end.
 
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-        self._suppressed: dict[str, int] = {}
+    What is not logged is counted, and a later line has the count.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger = logging.getLogger("tcpstore_async.server"),  # noqa: B008
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._clock = clock
+        self._kinds: dict[str, _Kind] = {}
 
     def add(self, kind: str, text: str) -> bool:
         """Log a message or count it; return whether it was logged."""
-        now = time.monotonic()
-        if now - self._last.get(kind, -1.0) < 1.0:
-            self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
-            return False
-        self._last[kind] = now
-        suppressed = self._suppressed.pop(kind, 0)
-        log.warning("%s%s", text, f" ({suppressed} similar messages suppressed)" if suppressed else "")
+        now = self._clock()
+        failure = _NUMBERS.sub("", text)
+        known = self._kinds.get(kind)
+        if known is None:
+            known = self._kinds[kind] = _Kind()
+        else:
+            is_same = failure == known.failure
+            passed = now - known.logged_at
+            if passed < (known.seconds if is_same else _FIRST_SECONDS):
+                known.suppressed += 1
+                return False
+            if is_same and passed < 2 * known.seconds:
+                known.seconds = min(2 * known.seconds, _MOST_SECONDS)
+            else:  # another failure, or it had stopped
+                known.seconds = _FIRST_SECONDS
+        known.failure = failure
+        suppressed = known.log(now)
+        self._log.warning("%s%s", text, f" ({suppressed} similar messages suppressed)" if suppressed else "")
         return True
+
+    def flush_due(self) -> float:
+        """Log the counts that are due; return the seconds until another one is, 0 if there is none."""
+        now = self._clock()
+        next_one = 0.0
+        for name, kind in self._kinds.items():
+            if kind.suppressed and now - kind.logged_at >= kind.seconds:
+                self._log_count(name, kind, now)
+                kind.seconds = min(2 * kind.seconds, _MOST_SECONDS)
+            elif kind.suppressed:
+                left = kind.logged_at + kind.seconds - now
+                next_one = min(next_one, left) if next_one else left
+        return next_one
 
     def flush(self) -> None:
         """Log how many messages of each kind have been suppressed since the last one that was logged."""
-        for kind, count in self._suppressed.items():
-            self._last[kind] = time.monotonic()
-            log.warning("%d similar messages of kind %r suppressed", count, kind)
-        self._suppressed.clear()
+        now = self._clock()
+        for name, kind in self._kinds.items():
+            if kind.suppressed:
+                self._log_count(name, kind, now)
+
+    def _log_count(self, name: str, kind: _Kind, now: float) -> None:
+        self._log.warning("%d similar messages of kind %r suppressed", kind.log(now), name)

@@ -23,11 +23,13 @@ from ..errors import PeerError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.server import Transport
+from ..session.tls import HANDSHAKE, TlsError
 from ..session.unsent import PIECES
 from ..values import Framed, length
 from . import base
 from .listen_socket import CONNECTION_ERRORS, free_large_memory
 from .threads import FairLock, Worker
+from .tls import TLS_BYTES, ServerTls, TlsChannel
 
 _READ: Final = 16 * 1024
 """More would let others wait longer than 10 ms for a peer that sends nothing but the shortest commands."""
@@ -69,8 +71,13 @@ class Connection(Transport):
 
     def _serve(self) -> None:
         while chunk := self._read():
+            times = self.server.times
+            began = 0.0 if times is None else times.begin()
             with self.server.lock:
                 self._execute(chunk)
+                if began and times is not None:
+                    times.served(began)
+                    times.end(began)
             while self._behind():
                 self._catch_up()
             if self.is_closed:
@@ -107,6 +114,7 @@ class Connection(Transport):
         """Execute what the peer sent, and write the replies as far as the kernel takes them."""
         if self.is_closed:
             return
+        self.server.received += len(chunk)
         if self.single is not None:
             self.single.received += len(chunk)
         try:
@@ -173,6 +181,7 @@ class Connection(Transport):
             self._close(True)
             return -1
         self.session.unsent -= count
+        self.server.sent += count
         return count
 
     def close(self) -> None:
@@ -188,6 +197,122 @@ class Connection(Transport):
         self.leave(broken)
         self.server.connections.discard(self)
         self.server.closed()
+
+
+class TlsConnection(Connection):
+    """A connection to a server that has TLS: the first byte shows whether the peer uses it.
+
+    Its own thread alone uses the TLS object until the handshake is complete; then it is used with the lock.
+    """
+
+    def __init__(self, server: "ThreadedServer", tls: ServerTls, peer: socket.socket, host: str, port: int) -> None:
+        super().__init__(server, peer, host, port)
+        self.tls = tls
+        self.channel: TlsChannel | None = None
+        """None before the first byte, and without TLS."""
+        self._first = True
+
+    # Its own thread
+
+    def _read(self) -> bytes:
+        if self._first:
+            self._first = False
+            chunk = super()._read()
+            if not chunk or chunk[0] != HANDSHAKE:
+                return chunk
+            if not self._shake_hands(chunk):
+                return b""
+        channel = self.channel
+        if channel is None:
+            return super()._read()
+        try:
+            return self._read_plaintext(channel)
+        except TlsError as error:
+            with self.server.lock:
+                self.server.broken_tls(self, error)
+            self.broken = True
+            return b""
+
+    def _shake_hands(self, chunk: bytes) -> bool:
+        """Return whether the handshake, which began with these bytes, is complete."""
+        server = self.server
+        channel = TlsChannel(self.tls.context, self._send_all)
+        with server.lock:
+            if self.is_closed:
+                return False
+            budget = server.engine.budget
+            budget.charge(TLS_BYTES)
+            self.channel = channel
+            try:
+                budget.relieve(self.session)
+            except PeerError as error:
+                server.close_for(self, error)
+                return False
+            server.begin_handshake(self)
+        try:
+            channel.stream.feed(chunk)
+            while not channel.shake_hands():
+                channel.stream.feed(super()._read())
+        except TlsError as error:
+            with server.lock:
+                if not self.is_closed:
+                    server.close_for(self, error)
+            return False
+        except OSError:
+            return False
+        with server.lock:
+            self.tls.end(self)
+            if channel.stream.certified():
+                self.session.certify()
+            channel.send = self._send_now
+            channel.stream.readable = True
+        return not self.is_closed
+
+    def _read_plaintext(self, channel: TlsChannel) -> bytes:
+        stream = channel.stream
+        while True:
+            with self.server.lock:
+                data = channel.read(_READ) if stream.readable and not self.is_closed else b""
+                if data or stream.ended or self.is_closed:
+                    return data
+            chunk = super()._read()
+            if self.broken:
+                return b""
+            with self.server.lock:
+                stream.feed(chunk)
+
+    def _send_all(self, data: memoryview) -> int:
+        self.peer.sendall(data)
+        return len(data)
+
+    # With the lock
+
+    def _send_now(self, data: memoryview) -> int:
+        return self.peer.send(data, socket.MSG_DONTWAIT)
+
+    def _write(self, batch: Sequence[Framed | memoryview]) -> int:
+        channel = self.channel
+        if channel is None:
+            return super()._write(batch)
+        try:
+            count = channel.write(list(batch))
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self._close(True)
+            return -1
+        self.session.unsent -= count
+        self.server.sent += count
+        return count
+
+    def _close(self, broken: bool) -> None:
+        channel = self.channel
+        if channel is not None and not self.is_closed:
+            self.tls.end(self)
+            self.server.engine.budget.charge(-TLS_BYTES)
+            if not broken:
+                channel.finish()
+        super()._close(broken)
 
 
 class Writer:
@@ -252,9 +377,9 @@ class Writer:
 class ThreadedServer(base.Server):
     """The server, whose loop waits for signals and timers while threads serve."""
 
-    def __init__(self, listener: socket.socket, limits: Limits) -> None:
+    def __init__(self, listener: socket.socket, limits: Limits, *, tls: ServerTls | None = None) -> None:
         lock = FairLock()
-        super().__init__(listener, limits, "threaded", _SESSION_BYTES, lock)
+        super().__init__(listener, limits, "threaded", _SESSION_BYTES, lock, tls)
         self.writer = Writer(lock)
         self.connections: set[Connection] = set()
         self._accepting: Worker | None = None
@@ -343,7 +468,10 @@ class ThreadedServer(base.Server):
         with self.lock:
             if not self.admits(host, port):
                 return None
-            connection = Connection(self, peer, host, port)
+            if self.tls is None:
+                connection = Connection(self, peer, host, port)
+            else:
+                connection = TlsConnection(self, self.tls, peer, host, port)
             self.connections.add(connection)
             self.opened()
             self.expect_validation()

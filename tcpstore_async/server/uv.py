@@ -15,11 +15,13 @@ from typing import Any, Final
 from ..errors import PeerError
 from ..limits import Limits
 from ..session.server import Transport
+from ..session.tls import HANDSHAKE, TlsError
 from ..session.unsent import PIECES, first_bytes
 from ..values import Framed, length
 from . import base
 from .accepting import Acceptor
 from .poller import READ, WRITE, WatchWith, make_poller
+from .tls import CIPHERTEXT, CIPHERTEXT_ON, TLS_BYTES, ServerTls, TlsChannel
 
 _read = os.read
 _read_into = os.readv
@@ -111,6 +113,7 @@ class Connection(Transport):
             size = _READ if partial is None or partial.endless else _READ_ON
             chunk = _read(self.fd, size)
             if chunk:
+                self.server.received += len(chunk)
                 if self.single is not None:
                     self.single.received += len(chunk)
                 session.receive(chunk)
@@ -121,6 +124,7 @@ class Connection(Transport):
             size = len(space)
             count = _read_into(self.fd, [space])
         if count:
+            self.server.received += count
             if self.single is not None:
                 self.single.received += count
             value.fill(count)
@@ -237,14 +241,19 @@ class Connection(Transport):
     def _hand_over(self, data: list[Any]) -> int:
         """Write; return how many bytes the kernel took, or -1 if the connection is lost, and closed now."""
         try:
-            count = _write(self.fd, data[0]) if len(data) == 1 else _write_pieces(self.fd, data)
+            count = self._send(data)
         except BlockingIOError:
             return 0
         except OSError as error:
             self.lost(error)
             return -1
         self.session.unsent -= count
+        self.server.sent += count
         return count
+
+    def _send(self, data: list[Any]) -> int:
+        """Write; return how many bytes the kernel took. Raises OSError."""
+        return _write(self.fd, data[0]) if len(data) == 1 else _write_pieces(self.fd, data)
 
     def _write_unsent(self) -> None:
         session = self.session
@@ -264,14 +273,160 @@ class Connection(Transport):
             written += count
 
 
+class TlsConnection(Connection):
+    """A connection to a server that has TLS: the first byte shows whether the peer uses it.
+
+    One that does not is served from then on like any other.
+    """
+
+    def __init__(self, server: "UvServer", tls: ServerTls, fd: int, host: str, port: int) -> None:
+        super().__init__(server, fd, host, port)
+        self.tls = tls
+        self.channel: TlsChannel | None = None
+        """None before the first byte, and without TLS."""
+        self.drained = False
+        """Whether the kernel had no more ciphertext when it was last asked, and has reported none since."""
+
+    def attend(self, events: int) -> None:
+        self.drained = False  # also if reading has been put off: nothing more may be reported
+        super().attend(events)
+
+    def _read_much(self) -> bool:
+        channel = self.channel
+        if channel is None:
+            return super()._read_much() if self.server.connections[self.fd] is self else self._begin()
+        try:
+            return self._read_plaintext(channel)
+        except TlsError as error:
+            if not channel.stream.established:
+                raise
+            raise self.server.broken_tls(self, error) from None
+        finally:
+            if channel.behind() and self.fd >= 0:
+                self.server.poller.watch_writing(self.fd, True)
+
+    def _begin(self) -> bool:
+        """Read what shows whether the peer uses TLS."""
+        server = self.server
+        chunk = _read(self.fd, _FIRST_READ)
+        if not chunk:
+            self._end()
+            return False
+        if chunk[0] != HANDSHAKE:
+            server.use_no_tls(self)
+            server.received += len(chunk)
+            self.session.receive(chunk)
+            return True
+        fd = self.fd
+        budget = server.engine.budget
+        budget.charge(TLS_BYTES)
+        channel = self.channel = TlsChannel(self.tls.context, lambda data: _write(fd, data))
+        channel.stream.feed(chunk)
+        budget.relieve(self.session)
+        server.begin_handshake(self)
+        return True
+
+    def _read_plaintext(self, channel: TlsChannel) -> bool:
+        session = self.session
+        stream = channel.stream
+        if session.stalled():
+            session.receive(b"")
+            return True
+        if not stream.established:
+            return self._shake_hands(channel)
+        if stream.ended and not stream.readable:
+            self._end()
+            return False
+        value = session.large_value()
+        if value is None:
+            chunk = channel.read(_READ) if stream.readable else b""
+            if not chunk:
+                self._feed(channel, CIPHERTEXT)
+                chunk = channel.read(_READ)
+            if chunk:
+                self.server.received += len(chunk)
+                if self.single is not None:
+                    self.single.received += len(chunk)
+                session.receive(chunk)
+        else:
+            with value.free_space() as space:
+                count = channel.read_into(space)
+                if not count:
+                    self._feed(channel, CIPHERTEXT_ON)
+                    count = channel.read_into(space)
+            if count:
+                self.server.received += count
+                if self.single is not None:
+                    self.single.received += count
+                value.fill(count)
+                session.receive(b"")
+        return stream.readable or stream.ended or not self.drained
+
+    def _shake_hands(self, channel: TlsChannel) -> bool:
+        stream = channel.stream
+        if not stream.readable:
+            self._feed(channel, CIPHERTEXT)
+        if channel.shake_hands():
+            self.tls.end(self)
+            if stream.certified():
+                self.session.certify()
+            stream.readable = True
+        return stream.readable or not self.drained
+
+    def _feed(self, channel: TlsChannel, size: int) -> None:
+        """Read ciphertext. Raises BlockingIOError if there is none."""
+        chunk = _read(self.fd, size)
+        self.drained = 0 < len(chunk) < size
+        channel.stream.feed(chunk)
+
+    def _send(self, data: list[Any]) -> int:
+        channel = self.channel
+        return super()._send(data) if channel is None else channel.write(data)
+
+    def _behind(self) -> bool:
+        channel = self.channel
+        return self.session.backlog is not None or (channel is not None and channel.behind())
+
+    def _write_unsent(self) -> None:
+        channel = self.channel
+        if channel is None or self.session.backlog is not None:
+            super()._write_unsent()
+            return
+        try:
+            channel.push()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.lost(error)
+
+    def _close(self, broken: bool) -> None:
+        channel = self.channel
+        if self.fd >= 0:
+            self.server.tls_connections.pop(self.fd, None)
+            if channel is not None:
+                self.tls.end(self)
+                self.server.engine.budget.charge(-TLS_BYTES)
+                if not broken:
+                    channel.finish()
+        super()._close(broken)
+
+
 class UvServer(base.Server):
     """The server on one loop. Not to be shared between threads."""
 
-    def __init__(self, listener: socket.socket, limits: Limits, watch_with: WatchWith = make_poller) -> None:
-        super().__init__(listener, limits, "uv")
+    def __init__(
+        self,
+        listener: socket.socket,
+        limits: Limits,
+        watch_with: WatchWith = make_poller,
+        tls: ServerTls | None = None,
+    ) -> None:
+        super().__init__(listener, limits, "uv", tls=tls)
         self.high_water = limits.unsent_high_water
         self.connections: list[Connection | None] = []
-        """By file descriptor."""
+        """By file descriptor; without those in `tls_connections`."""
+        self.tls_connections: dict[int, TlsConnection] = {}
+        """Those with TLS, and those that have not shown yet whether they use it."""
         self.poller = watch_with(self.loop, self.ready)
         self._put_off: list[Connection] = []
         """Connections that have more to read."""
@@ -287,13 +442,14 @@ class UvServer(base.Server):
         self.acceptor.close()
 
     def open_connections(self) -> list[Transport]:
-        return [connection for connection in self.connections if connection is not None]
+        found: list[Transport] = [connection for connection in self.connections if connection is not None]
+        return [*found, *self.tls_connections.values()]
 
     def release(self) -> None:
         self.poller.close()
 
     def close_inherited(self) -> None:
-        for connection in self.connections:
+        for connection in [*self.connections, *self.tls_connections.values()]:
             if connection is not None and connection.fd >= 0:
                 os.close(connection.fd)
 
@@ -307,16 +463,25 @@ class UvServer(base.Server):
         """
         connections = self.connections
         pending_flush = self.engine.pending_flush
+        times = self.times
+        began = 0.0 if times is None else times.begin()
         for fd, events in reported:
             connection = connections[fd]
             if connection is None:
+                if self.tls_connections:
+                    self._ready_with_tls(fd, events)
+                    if began and times is not None:
+                        times.served(began)
                 continue
             session = connection.session
             try:
                 if events != READ or session.unsent or session.partial is not None or connection.queued:
                     connection.attend(events)
+                    if began and times is not None:
+                        times.served(began)
                     continue
                 chunk = _read(fd, _FIRST_READ)
+                self.received += len(chunk)
                 single = connection.single
                 if single is not None:
                     single.received += len(chunk)
@@ -331,10 +496,13 @@ class UvServer(base.Server):
                         count = _write(fd, data)
                         out.clear()
                         session.unsent -= count
+                        self.sent += count
                         if count < size:
                             connection.keep([data], count)
                 elif out:
                     connection.flush()
+                if began and times is not None:
+                    times.served(began)
                 if pending_flush:
                     self.flush_pending()
                 if len(chunk) == _FIRST_READ or not chunk or session.input_buffer is not None:
@@ -347,6 +515,17 @@ class UvServer(base.Server):
                 self.close_for(connection, error)
             except Exception:
                 self.give_up(connection)
+        if began and times is not None:
+            times.end(began)
+
+    def _ready_with_tls(self, fd: int, events: int) -> None:
+        connection = self.tls_connections.get(fd)
+        if connection is None:
+            return
+        try:
+            connection.attend(events)
+        except Exception:
+            self.give_up(connection)
 
     def _blocked(self, connection: Connection) -> None:
         """There is nothing to read, or the kernel takes nothing."""
@@ -360,6 +539,11 @@ class UvServer(base.Server):
             self.give_up(connection)
 
     # Called by connections
+
+    def use_no_tls(self, connection: TlsConnection) -> None:
+        """Serve a connection without TLS from now on."""
+        del self.tls_connections[connection.fd]
+        self.connections[connection.fd] = connection
 
     def write_later(self, connection: Connection) -> None:
         """Go on writing in the next turn of the loop."""
@@ -412,7 +596,10 @@ class UvServer(base.Server):
             host = sys.intern(host)  # a host has many ranks
             while fd >= len(self.connections):
                 self.connections.extend([None] * (len(self.connections) + 64))
-            self.connections[fd] = Connection(self, fd, host, port)
+            if self.tls is None:
+                self.connections[fd] = Connection(self, fd, host, port)
+            else:
+                self.tls_connections[fd] = TlsConnection(self, self.tls, fd, host, port)
         except BaseException:
             self.poller.forget(fd)
             raise

@@ -3,7 +3,10 @@
 It knows what each thing costs in memory, which peer holds how much, and which one to evict when it is too much. It does
 not know how bytes travel, opcodes, or what time it is.
 
-Invariants: `used` counts the store and what every session holds, overheads included. A session that leaves or is
+A server may have many stores. One is active, the one in which something happens; what the others count does not change
+and is among `others`.
+
+Invariants: `used` counts the stores and what every session holds, overheads included. A session that leaves or is
 evicted releases at once everything that no other session holds. Above the first mark the largest holder is evicted;
 above the second mark no command enlarges the store; the rest, up to the limit, is for replies, incomplete requests and
 connections.
@@ -33,17 +36,36 @@ _STEP: Final = 128
 _SMALLEST_SCALE: Final = 1e-9
 
 
+class StoreShare:
+    """A store as the budget sees it."""
+
+    def __init__(self, keyspace: Keyspace, serving: "Callable[[], Holder | None]") -> None:
+        self.keyspace = keyspace
+        self.serving = serving
+        """Returns the peer of this store whose command was executed last."""
+        self.counted: int = 0
+        """While it is not active: its bytes among `Budget.others`."""
+        self.stored: int = 0
+        """The size of the store without waiters when `Budget.attribute` last ran."""
+        self.scale: float = 1.0
+        """Bytes that one unit of `Holder.stored` is worth now."""
+
+
 class Holder(Waiter):
     """A peer as the budget sees it: what it makes the server hold."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stored: float = 0.0
-        """Its share of the store, in units of `Budget._scale`."""
+        """Its share of its store, in units of `StoreShare.scale`."""
         self.held: int = 0
         """Bytes counted for its incomplete requests."""
         self.backlog: Unsent | None = None
         """Its replies that the kernel has not accepted; None while it accepts everything."""
+
+    def share(self) -> StoreShare | None:
+        """Return the store that it is in, if that is known."""
+        return None
 
     def introduction_bytes(self) -> int:
         """Return the bytes counted for its INTRODUCE."""
@@ -57,32 +79,37 @@ class Holder(Waiter):
 class Budget:
     """Counts what all peers of one server make it hold, and evicts the largest holder when that is too much."""
 
-    def __init__(self, limit: int, keyspace: Keyspace, serving: Callable[[], Holder | None]) -> None:
+    def __init__(self, limit: int, share: StoreShare, session_bytes: int = SESSION_BYTES) -> None:
+        """`share` is the store that is never removed."""
         self.limit = limit
-        self.keyspace = keyspace
-        self.serving = serving
-        """Returns the peer whose command is being executed."""
+        self.session_bytes = session_bytes
+        """Bytes counted for one connection of this kind of server."""
+        self.root = share
+        self.share = share
+        """The active store."""
+        self.keyspace = share.keyspace
+        """Its keyspace."""
         self.others: int = 0
-        """Bytes counted for everything but the store."""
+        """Bytes counted for everything but the active store."""
+        self.lists: int = 0
+        """Of these, bytes of lists of keys: see `KeyListCache`."""
+        self.unfinished: int = 0
+        """Of these, bytes of incomplete requests."""
         self.orphaned: int = 0
         """Of these, bytes of pinned pieces that count for no queue in particular."""
         self.pins: dict[int, Pin] = {}
         """By the identity of the piece."""
         self.holders: dict[Holder, bool] = {}
         self.seen: int = 0
-        """The size of the store when `attribute` last ran."""
-        self._stored: int = 0
-        """The same without waiters."""
+        """The size of the active store when `attribute` last ran."""
         self._listing: KeyListing | None = None
         """The last long reply to LIST_KEYS, for the next client that asks."""
-        self._scale: float = 1.0
-        """Bytes that one unit of `Holder.stored` is worth now."""
         self._next: int = 0
         """Bytes that may be used before the next eviction."""
         self._first_mark: int = 0
         self._second_mark: int = 0
         self.resize(limit)
-        keyspace.on_full = self._evict_for_growth
+        self.keyspace.on_full = self._evict_for_growth
 
     def resize(self, limit: int) -> None:
         """Set the limit, in bytes."""
@@ -91,6 +118,33 @@ class Budget:
         self._second_mark = limit - limit // _SHARES
         self._next = self._first_mark
         self.charge(0)
+
+    # Stores
+
+    def add(self, share: StoreShare) -> None:
+        """Count a new store, which is empty."""
+        share.keyspace.on_full = self._evict_for_growth
+
+    def switch(self, share: StoreShare) -> None:
+        """Make another store the active one."""
+        self.attribute()
+        self._drop_listing()
+        before = self.share
+        before.counted = self.keyspace.size
+        self.share = share
+        self.keyspace = share.keyspace
+        self.others += before.counted - share.counted
+        share.counted = 0
+        self.attribute()
+        self.charge(0)
+
+    def remove(self, share: StoreShare) -> None:
+        """Count a store no more: it has ended, and nothing happens in it again."""
+        if self.share is share:
+            self.switch(self.root)
+        share.keyspace.on_full = None
+        self.charge(-share.counted)
+        share.counted = 0
 
     def used(self) -> int:
         """Return all bytes that are counted."""
@@ -122,23 +176,25 @@ class Budget:
         return True
 
     def attribute(self) -> None:
-        """Add what the store has grown by to the serving peer's share, or shrink all shares in proportion."""
+        """Add what the store has grown by to the serving peer's share, or shrink all shares of it in proportion."""
         keyspace = self.keyspace
+        share = self.share
         self.seen = keyspace.size
         if self._listing is not None and self._listing.changes != keyspace.changes:
             self._drop_listing()
-        before = self._stored
-        stored = self._stored = keyspace.size - keyspace.parked
+        before = share.stored
+        stored = share.stored = keyspace.size - keyspace.parked
         if stored > before:
-            holder = self.serving()
+            holder = share.serving()
             if holder is not None:
-                holder.stored += (stored - before) / self._scale
+                holder.stored += (stored - before) / share.scale
         elif stored < before:
-            self._scale *= stored / before
-            if self._scale < _SMALLEST_SCALE:
+            share.scale *= stored / before
+            if share.scale < _SMALLEST_SCALE:
                 for holder in self.holders:
-                    holder.stored *= self._scale
-                self._scale = 1.0
+                    if holder.share() is share or holder.share() is None:
+                        holder.stored *= share.scale
+                share.scale = 1.0
 
     def listing(self) -> KeyListing | None:
         """Return the cached reply to LIST_KEYS if the keys are still the same."""
@@ -190,7 +246,7 @@ class Budget:
         """Evict peers so that the store may grow above a mark. Raises BudgetError if it must not grow."""
         self.attribute()
         self._drop_listing()
-        serving = self.serving()
+        serving = self.share.serving()
         used = self.used() + growth
         if used > self._next:
             victim, most = self._largest(self._holds)
@@ -231,7 +287,9 @@ class Budget:
         """Bytes that a peer holds, with its waiter and its shares of that waiter's group and of the store."""
         group = holder.group
         shared = group.weight // len(group.members) if isinstance(group, SharedWait) else 0
-        return self._releases(holder) + holder.weight + shared + int(holder.stored * self._scale)
+        share = holder.share()
+        scale = self.share.scale if share is None else share.scale
+        return self._releases(holder) + holder.weight + shared + int(holder.stored * scale)
 
     def _releases(self, holder: Holder) -> int:
         """Bytes that are free again at once if a peer is evicted."""

@@ -11,7 +11,8 @@ step. After a ProtocolError, drop the session.
 from collections import deque
 from typing import Any, Final
 
-from ..errors import ProtocolError
+from ..access import Access
+from ..errors import AccessDeniedError, ProtocolError, counted
 from ..values import ABSENT, PREFIX
 from ..wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, VALUES, WAIT_CANCELED, Fields, PartialReply
 from ..wire.commands import BY_METHOD, MAGIC, Command
@@ -49,6 +50,10 @@ class ClientSession:
     """One connection."""
 
     def __init__(self, pings: bool = True) -> None:
+        self.access: Access | None = None
+        """What its token allows; None without one, if it is not known, or if that is everything."""
+        self.store: str | None = None
+        """The name of the store that it is in; None for the one without a name."""
         self._pings = pings
         """Whether the server knows PING, which PyTorch's do since 2.5."""
         self.pending: deque[PendingCall] = deque()
@@ -93,8 +98,13 @@ class ClientSession:
     def prepare(self, command: Command, fields: Fields) -> tuple[bytes, PendingCall | None]:
         """As `request`, but without recording it in the session.
 
-        When sending it, add the call to `pending` unless it is done, or the write without reply to `written`.
+        When sending it, add the call to `pending` unless it is done, or the write without reply to `written`. Raises
+        AccessDeniedError for what the server would not allow.
         """
+        if self.access is not None:
+            refusal = self.access.refusal(command, fields, self.store)
+            if refusal:
+                raise AccessDeniedError(f"not allowed: {refusal}")
         waiting = self.waiting
         if waiting is not None and not (command.reply is NO_REPLY and command.holds):
             raise RuntimeError(f"cannot send {command.name} while {waiting.command.name} blocks")
@@ -157,7 +167,7 @@ class ClientSession:
         end = len(data)
         while at < end:
             if not self.pending:
-                raise ProtocolError(f"server sent {end - at} unexpected bytes")
+                raise ProtocolError(f"server sent {counted(end - at, 'unexpected byte')}")
             call = self.pending[0]
             stop = self._decode_reply(call, data, at, end)
             if stop < 0:

@@ -4,14 +4,16 @@ This module knows the identity's JSON, not when it is requested or how bytes tra
 `read_identity` classifies it: one of our servers, or another one.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from .. import values
+from ..access import Access
+from ..errors import AccessDeniedError, ProtocolError
 from ..version import VERSION
 
-EXTENSION: Final = 5
+EXTENSION: Final = 8
 """The version of the extension: which of its commands the server has."""
 
 ROUNDS: Final = 3
@@ -23,20 +25,81 @@ LINKS: Final = 4
 SINGLE_LINKS: Final = 5
 """The version from which on a link may be a single one, and it has TAKEN."""
 
+TOKENS: Final = 6
+"""The version from which on it has AUTH."""
+
+QUESTIONS: Final = 7
+"""The version from which on it has MISSING, and a link may describe ranks."""
+
+NAMES: Final = 8
+"""The version from which on it has ENTER and END_STORE."""
+
 _LEAST: Final = 2
 """The version with what every client of this package relies on."""
 
 
-class Identity(msgspec.Struct, frozen=True):
+TOKEN: Final = "token"
+CERTIFICATE: Final = "certificate"
+"""What a server may require."""
+
+
+class Granted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a token allows, as a server tells the client that has presented it."""
+
+    id: str = ""
+    store: str = ""
+    prefix: str = ""
+    rights: str = ""
+    expires: int = 0
+    """In seconds since 1970; 0 for never."""
+
+
+class AuthReply(Granted, frozen=True, kw_only=True, omit_defaults=True):
+    """The reply to AUTH, which has what the token allows unless it is refused."""
+
+    status: str
+    """One of the following."""
+    reason: str = ""
+    """Why it was refused."""
+
+
+OK: Final = "ok"
+REFUSED: Final = "refused"
+CROWDED: Final = "crowded"
+"""What becomes of a token: it is accepted, or not, or not now, as there are as many sessions with it as it allows."""
+
+ENTERED: Final = "entered"
+TAKEN: Final = "taken"
+ENDED: Final = "ended"
+"""Results of ENTER, besides REFUSED: the connection is in the store; it has another owner; it has ended, or there is
+none."""
+
+
+class EnterReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The reply to ENTER."""
+
+    status: str
+    incarnation: str = ""
+    """Which of the stores that had this name, one after the other, the connection is in."""
+    reason: str = ""
+
+
+class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """A server's identity."""
 
     server: str
     version: str
     extension: int
     instance: str
-    """Unique to each server ever started."""
+    """Unique to each server ever started and, for a connection in a store with a name, to each such store."""
     backend: str = ""
     build: str = ""
+    access: Granted | None = None
+    """What the token allows that has been presented for this connection, if one was."""
+    requires: str = ""
+    """What this connection has to present before it may do anything: `token` or `certificate`, if it has to."""
+    store: str = ""
+    """The name of the store that this connection is in, if it has one."""
 
 
 def identity(instance: str, backend: str) -> bytes:
@@ -51,6 +114,84 @@ def read_identity(raw: bytes) -> Identity | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found if found.extension >= _LEAST else None
+
+
+def with_access(identity: bytes, access: Access) -> bytes:
+    """Return a server's identity as a client sees it for which this token was presented."""
+    found = msgspec.json.decode(identity, type=Identity)
+    return msgspec.json.encode(msgspec.structs.replace(found, access=Granted(**_granted(access))))
+
+
+def with_store(identity: bytes, name: str, incarnation: str) -> bytes:
+    """Return a server's identity as a client sees it that is in a store with a name."""
+    found = msgspec.json.decode(identity, type=Identity) if len(identity) > 2 else Identity("", "", 0, "")
+    return msgspec.json.encode(msgspec.structs.replace(found, instance=incarnation, store=name))
+
+
+def read_enter_reply(raw: bytes) -> EnterReply:
+    """Decode the reply to ENTER. Raises ProtocolError."""
+    try:
+        return msgspec.json.decode(raw, type=EnterReply)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ProtocolError("invalid reply to ENTER") from None
+
+
+def with_requirement(identity: bytes, requires: str) -> bytes:
+    """Return a server's identity as a client sees it that has not authenticated, and has to."""
+    return msgspec.json.encode(msgspec.structs.replace(msgspec.json.decode(identity, type=Identity), requires=requires))
+
+
+def check_admitted(identity: Identity) -> None:
+    """Raise AccessDeniedError if the server lets this client do nothing, which has presented all that it has."""
+    if identity.requires:
+        error = AccessDeniedError(
+            "the server requires a client certificate: use TLS, with TCPSTORE_CERT and TCPSTORE_KEY"
+            if identity.requires == CERTIFICATE
+            else "the server requires a token: set TCPSTORE_TOKEN_FILE"
+        )
+        error.final = True
+        raise error
+
+
+def granted_access(granted: Granted | None) -> Access | None:
+    """Return what a client may do; None for everything. Raises ProtocolError for rights that it does not know."""
+    if granted is None:
+        return None
+    try:
+        return Access(granted.id, granted.rights, granted.prefix, granted.store, granted.expires)
+    except ValueError as error:
+        raise ProtocolError(f"invalid description of a token: {error}") from None
+
+
+def _granted(access: Access) -> dict[str, Any]:
+    """Return the fields of a `Granted`."""
+    fields = (access.identity, access.store, access.prefix, access.rights, access.expires)
+    return dict(zip(Granted.__struct_fields__, fields, strict=True))
+
+
+def auth_reply(access: Access) -> bytes:
+    """Encode the reply to AUTH with a token that allows this."""
+    return msgspec.json.encode(AuthReply(status=OK, **_granted(access)))
+
+
+def auth_refusal(status: str, reason: str) -> bytes:
+    """Encode the reply to AUTH with a token that is not accepted."""
+    return msgspec.json.encode(AuthReply(status=status, reason=reason))
+
+
+def read_auth_reply(raw: bytes) -> Access:
+    """Return what the token allows. Raises AccessDeniedError if it was refused, and ProtocolError."""
+    try:
+        reply = msgspec.json.decode(raw, type=AuthReply)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ProtocolError("invalid reply to AUTH") from None
+    if reply.status != OK:
+        error = AccessDeniedError(f"the server refused the token: {reply.reason or reply.status}")
+        error.final = reply.status == REFUSED
+        raise error
+    access = granted_access(reply)
+    assert access is not None
+    return access
 
 
 def build() -> str:

@@ -6,7 +6,8 @@ A `SharedKeys` codec compares the bytes of a request with those of a known list 
 
 Invariants: what is executed does not depend on how bytes are cut into chunks, nor on what lists are known. A frame that
 equals a known list so far holds only its last, incomplete key. A frame is never kept waiting for the length of a known
-list. The lists never count more than `capacity`, and one with which an incomplete frame is being compared stays.
+list. The lists of all stores never count more than `capacity`, and one with which an incomplete frame is being compared
+stays.
 """
 
 from bisect import bisect_right
@@ -52,7 +53,7 @@ class KeyListCache:
         self.lists: dict[bytes, KeyList] = {}
         """By count and first key, as they are sent: one list for each."""
         self.size: int = 0
-        """Bytes counted for the lists and the replies that are kept for them."""
+        """Bytes counted for the lists and the replies that are kept for them. `Budget.lists` is that of all stores."""
         keyspace.max_kept_reply = self.capacity // 8
 
     def add(self, raw: bytes, keys: list[bytes]) -> KeyList:
@@ -91,13 +92,14 @@ class KeyListCache:
         """Forget the oldest lists until `size` bytes fit, which must not be more than half. False if they do not."""
         if size > self.capacity // 2:
             return False
-        if self.size + size > self.capacity:
+        budget = self.budget
+        if budget.lists + size > self.capacity:
             for first, listed in list(self.lists.items()):
                 if listed is not spared and not listed.compared:
                     self._remove(first, listed)
-                    if self.size + size <= self.capacity:
+                    if budget.lists + size <= self.capacity:
                         return True
-        return self.size + size <= self.capacity
+        return budget.lists + size <= self.capacity
 
     def _remove(self, first: bytes, listed: KeyList) -> None:
         del self.lists[first]
@@ -106,7 +108,12 @@ class KeyListCache:
 
     def _charge(self, growth: int) -> None:
         self.size += growth
+        self.budget.lists += growth
         self.budget.charge(growth)
+
+    def release(self) -> None:
+        """Count the lists no more: the store has ended."""
+        self._charge(-self.size)
 
 
 class SharedKeys(CountedList):

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 from librt.strings import read_i64_le
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, counted
 from ..wire.link import (
     ACKNOWLEDGE_BYTES,
     BATCH_BYTES,
@@ -236,7 +236,7 @@ class Link:
                 if flags == UNNUMBERED and not size:
                     continue
                 if flags or not size:
-                    raise ProtocolError(f"batch with flags {flags:#x} and {size} bytes")
+                    raise ProtocolError(f"batch with flags {flags:#x} and {counted(size, 'byte')}")
                 if 0 < number <= self.taken:
                     at += size
                     continue

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, counted
 from ..mypyc_shim import mypyc_attr
 from ..values import pack
 from ..wire.codecs import Fields
@@ -22,6 +22,8 @@ from ..wire.link import (
     CREDIT,
     CREDIT_BYTES,
     DATA,
+    DESCRIBE,
+    DESCRIPTION_BYTES,
     END_OF_FILE,
     GOING_AWAY,
     LINK,
@@ -35,6 +37,9 @@ from ..wire.link import (
 from .link import NEW, RESUMED, Link, LinkReply
 
 _ALL: Final = 1 << 60
+
+_MOST_SECONDS: Final = 1e9
+"""A time in a reply to LINK that is longer, or negative, is none."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -82,6 +87,8 @@ class ClientLink(Link):
         """Whether the server admits no more streams."""
         self.is_over = False
         """Whether the server has ended the link."""
+        self.describes = False
+        """Whether the server takes descriptions of ranks."""
         self._attempts: int = 0
         """How often the server was asked for the link."""
         self._last: int = 0
@@ -137,6 +144,12 @@ class ClientLink(Link):
         self.streams[self._last] = stream
         self.add(OPEN, self._last, U16.pack(port) + host.encode())
 
+    def describe(self, stream: Stream, known: dict[str, str]) -> None:
+        """Say what is known of a rank, if the server can use it and it is not too long."""
+        payload = b"\0".join([f"{name}={text}".encode(errors="replace") for name, text in known.items()])
+        if self.describes and 0 < len(payload) <= DESCRIPTION_BYTES and stream.number in self.streams:
+            self.add(DESCRIBE, stream.number, payload)
+
     def send(self, stream: Stream, data: bytes) -> None:
         """Send bytes, no more than `stream.credit`, and only if `has_room`."""
         stream.credit -= len(data)
@@ -185,7 +198,7 @@ class ClientLink(Link):
                 stream.received(payload)
         elif kind == CREDIT:
             if len(payload) != 4:
-                raise ProtocolError(f"CREDIT of {len(payload)} bytes")
+                raise ProtocolError(f"CREDIT of {counted(len(payload), 'byte')}")
             if stream is not None:
                 stream.credit += U32.unpack(payload)[0]
                 stream.credited()
@@ -208,7 +221,11 @@ def link_fields(items: dict[str, bytes]) -> Fields:
 
 def read_reply(raw: bytes) -> LinkReply:
     """Decode the reply to LINK, without its length. Raises ProtocolError if it is none."""
+    reply: LinkReply | None
     try:
-        return msgspec.json.decode(raw, type=LinkReply)
+        reply = msgspec.json.decode(raw, type=LinkReply)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise ProtocolError(f"invalid reply to LINK: {raw[:100]!r}") from None
+        reply = None
+    if reply is None or not (0 <= reply.keep_alive <= _MOST_SECONDS and 0 <= reply.grace <= _MOST_SECONDS):
+        raise ProtocolError(f"invalid reply to LINK: {raw[:100]!r}")
+    return reply

@@ -55,8 +55,8 @@ class LinkRegistry:
         self.keep_alive = keep_alive
         self.links: dict[bytes, ServerLink] = {}
         """By id."""
-        self.places: dict[bytes, ServerLink] = {}
-        """By place, for links that named one."""
+        self.places: dict[tuple[str, bytes], ServerLink] = {}
+        """By the id of their token and place, for links that named one: others cannot take it."""
         self.sessions: int = 0
         """Of all links, but single ones."""
         self.singles: dict[bytes, SingleLink] = {}
@@ -75,6 +75,10 @@ class LinkRegistry:
         """Called when there is a link after none: have `tick` called from now on, once a second."""
         self.on_end: Callable[[object, str], object] | None = None
         """Called when a link that still had sessions ends, with the reason."""
+        self.on_refused: Callable[[str, int], object] | None = None
+        """Called with the host and port of a rank whose session the limit does not allow."""
+        self.on_refusal: Callable[[str, str, str], object] | None = None
+        """Called when a link, or a session on one, is refused, with the peer's host, the peer and the reason."""
         self.on_failure: Callable[[Transport], object] | None = None
         """Called in an exception's handler for a session that failed: close it. Without it, the exception is raised."""
         self.stopping = False
@@ -103,7 +107,7 @@ class LinkRegistry:
         if len(identity) != _ID_BYTES or len(secret) != _ID_BYTES or carrier.state != IDLE:
             raise ProtocolError("LINK without a valid id and secret, or from a connection with a pending wait")
         if isinstance(carrier.owner, LinkedSession):
-            return self._reply(LINK_REFUSED, 0, "this connection is a session of a link")
+            return self._reply(LINK_REFUSED, 0, "this is a connection to a relay; connect to its server instead")
         owner = carrier.owner
         if carrier in self.engine.attaching or (isinstance(owner, Transport) and owner.single is not None):
             return self._reply(LINK_REFUSED, 0, "this connection has a link")
@@ -113,10 +117,19 @@ class LinkRegistry:
         link = self.links.get(identity)
         single = self.singles.get(identity)
         for known in (link, single):
-            if known is not None and not compare_digest(known.secret, secret):
-                return self._reply(LINK_REFUSED, 0, "wrong secret")
-            if known is not None and 0 < attempt <= known.attempt:  # it was delayed, and the link has moved on since
-                return self._reply(LINK_REFUSED, 0, f"attempt {attempt} came after attempt {known.attempt}")
+            if known is None:
+                continue
+            refusal = ""
+            if not compare_digest(known.secret, secret):
+                refusal = "wrong secret"
+            elif known.attempt and attempt <= known.attempt:
+                # It was delayed, or recorded, and the link has moved on since.
+                refusal = f"attempt {attempt} came after attempt {known.attempt}"
+            elif not self._same_access(carrier, known):
+                refusal = "the link belongs to a client that has authenticated otherwise"
+            if refusal:
+                self.refuse(carrier.host, str(carrier), f"LINK refused: {refusal}")
+                return self._reply(LINK_REFUSED, 0, refusal)
         if said.get(b"single"):
             return self._open_single(carrier, single, said, attempt)
         if said.get(b"instance"):
@@ -126,19 +139,38 @@ class LinkRegistry:
         if self.stopping:
             return self._reply(LINK_REFUSED, 0, "the server is stopping")
         place = said.get(b"place", b"")[:_MAX_TEXT]
-        other = self.places.get(place)
+        access = self.engine.granted.get(carrier)
+        seat = ("" if access is None else access.identity, place)
+        other = self.places.get(seat)
         if other is not None:
             other.end("another link has taken its place")
         if len(self.links) >= self.engine.limits.links:
             return self._reply(LINK_REFUSED, 0, f"there are already {len(self.links)} links, the maximum (limit links)")
         link = self.links[identity] = ServerLink(self, identity, secret, place)
         link.attempt = attempt
+        link.granted = carrier in self.engine.granted
+        link.access = access
+        link.seat = seat
         if place:
-            self.places[place] = link
+            self.places[seat] = link
         if len(self.links) == 1 and self.on_link is not None:
             self.on_link()
         link.attach(carrier, 0)
         return self._reply(NEW, 0)
+
+    def _same_access(self, carrier: ServerSession, known: "ServerLink | SingleLink") -> bool:
+        """Return whether a connection has authenticated as the one did that made the link."""
+        granted = self.engine.granted
+        if isinstance(known, SingleLink):
+            was, access = known.session in granted, granted.get(known.session)
+        else:
+            was, access = known.granted, known.access
+        return was == (carrier in granted) and access == granted.get(carrier)
+
+    def refuse(self, host: str, peer: str, reason: str) -> None:
+        """Report that something was refused to a peer."""
+        if self.on_refusal is not None:
+            self.on_refusal(host, peer, reason)
 
     def _resume(
         self, carrier: ServerSession, link: "ServerLink | None", said: dict[bytes, bytes], attempt: int
@@ -294,6 +326,14 @@ class LinkRegistry:
     def all_sessions(self) -> list[ServerSession]:
         linked = [linked.session for link in self.links.values() for linked in link.sessions.values()]
         return linked + [single.session for single in self.suspended]
+
+    def clients(self, connections: int) -> int:
+        """Return how many clients there are, given the number of connections: ranks on links, but not the links.
+
+        A client whose connection is broken counts as long as it may come back.
+        """
+        carriers = sum([link.carrier is not None for link in self.links.values()])
+        return connections - carriers + self.sessions + len(self.suspended)
 
     def is_carrier(self, session: ServerSession) -> bool:
         """Return whether a session's connection is a link's."""

@@ -12,13 +12,16 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import BudgetError, PeerError, ProtocolError
+from ..access import Access
+from ..errors import BudgetError, PeerError, ProtocolError, counted
 from ..limits import Limits
 from ..wire.codecs import Handler, PartialRequest
 from ..wire.link import (
     CLOSE,
     CREDIT,
     DATA,
+    DESCRIBE,
+    DESCRIPTION_BYTES,
     END_OF_FILE,
     LINK,
     LOST,
@@ -41,6 +44,9 @@ LINK_BYTES: Final = 3 * SESSION_BYTES
 """Bytes counted for a link without sessions."""
 
 _MAX_TEXT: Final = 256
+_OF_ADDRESSES: Final = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.:%_-"
+"""Bytes of addresses, which may name an interface."""
+
 _MAX_HOSTS: Final = 64
 
 
@@ -106,6 +112,12 @@ class ServerLink(Link):
         self.secret = secret
         self.place = place
         """Which relay this is: a link of the same place takes the place of this one."""
+        self.seat = ("", place)
+        """The same, with the id of its token."""
+        self.granted = False
+        """Whether its connection has authenticated."""
+        self.access: Access | None = None
+        """What the connection, and with it its sessions, may do, if it has; None for everything."""
         self.attempt: int = 0
         """Of the LINKs for this link, the highest number; 0 if they have none."""
         self.carrier: ServerSession | None = None
@@ -136,7 +148,7 @@ class ServerLink(Link):
 
     def __str__(self) -> str:
         place = f" of {printable(self.place)}" if self.place else ""
-        return f"the link{place} from {self.host} with {len(self.sessions)} sessions"
+        return f"the link{place} from {self.host} with {counted(len(self.sessions), 'session')}"
 
     # The connection
 
@@ -160,7 +172,7 @@ class ServerLink(Link):
         self.carrier = None
         self.passed.connected = False
         self.disconnect()
-        self._lost = self.registry.now
+        self._lost = self.registry.time()
         if self.registry.stopping:
             self.end("the server is stopping")
 
@@ -188,8 +200,8 @@ class ServerLink(Link):
         self.drop_carrier(ProtocolError("its link has ended"))
         registry = self.registry
         del registry.links[self.identity]
-        if registry.places.get(self.place) is self:
-            del registry.places[self.place]
+        if registry.places.get(self.seat) is self:
+            del registry.places[self.seat]
         registry.engine.budget.forget(self._memory, LINK_BYTES)
         self.forget()
         self._waiting.clear()
@@ -249,11 +261,13 @@ class ServerLink(Link):
                 if linked.waiting:
                     self._wait(linked)
             else:
-                raise ProtocolError(f"CREDIT of {len(payload)} bytes")
+                raise ProtocolError(f"CREDIT of {counted(len(payload), 'byte')}")
         elif kind == OPEN:
             self._open(session, payload)
         elif kind == CLOSE:
             self._close(session, payload)
+        elif kind == DESCRIBE:
+            self._describe(session, payload)
         else:
             raise ProtocolError(f"frame of kind {kind}")
 
@@ -263,23 +277,43 @@ class ServerLink(Link):
         self._last_opened = session
         registry = self.registry
         engine = registry.engine
-        if registry.sessions >= engine.limits.sessions or registry.stopping:
-            self.add(CLOSE, session, REFUSED)
-            return
-        registry.sessions += 1
         host = self._hosts.get(payload[2:])
         if host is None:
             host = self._host(payload[2:])
         port = U16.unpack_from(payload)[0]
-        self.sessions[session] = LinkedSession(engine, self, session, host, port, registry.time())
+        if registry.sessions >= engine.limits.sessions or registry.stopping:
+            self.add(CLOSE, session, REFUSED)
+            if registry.on_refused is not None and not registry.stopping:
+                registry.on_refused(host, port)
+            return
+        crowded = engine.crowded(self.access)
+        if crowded:
+            registry.refuse(self.host, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", crowded)
+            self.add(CLOSE, session, REFUSED)
+            return
+        registry.sessions += 1
+        linked = self.sessions[session] = LinkedSession(engine, self, session, host, port, registry.time())
+        if self.granted:
+            linked.session.grant_access(self.access)
         if self.over:  # the session was one too many for the budget
             registry.end_later(self)
 
+    def _describe(self, session: int, payload: bytes) -> None:
+        if session > self._last_opened or not session or len(payload) > DESCRIPTION_BYTES:
+            raise ProtocolError(f"DESCRIBE of session {session} with {counted(len(payload), 'byte')}")
+        linked = self.sessions.get(session)
+        if linked is not None:
+            pairs = [pair.partition(b"=") for pair in payload.split(b"\0")]
+            linked.session.describe({printable(name): printable(text) for name, _, text in pairs})
+
     def _host(self, address: bytes) -> str:
-        """Return the host of a rank with this address there: the peer's host, unless the relay serves other hosts."""
+        """Return the host of a rank with this address there: the peer's host, unless the relay serves other hosts.
+
+        Of an address that is none, too: it would be the beginning of lines in the log.
+        """
         host = self.host
-        if not address.startswith((b"127.", b"::1")):
-            host = printable(address)
+        if not address.startswith((b"127.", b"::1", b"::ffff:127.")) and not address.translate(None, _OF_ADDRESSES):
+            host = address.decode()
         if len(self._hosts) < _MAX_HOSTS:
             self._hosts[address] = host
         return host

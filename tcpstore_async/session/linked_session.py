@@ -20,7 +20,7 @@ from ..wire.link import (
     PIECE_BYTES,
     U32,
 )
-from .server import Engine, Transport
+from .server import NO_COMMANDS, Engine, Transport
 from .unsent import first_bytes
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class LinkedSession(Transport):
         self.closed = False
         super().__init__(engine, host, port, now)
 
-    def pass_over(self, queue: bytes) -> bool:
-        return self.link.passed.pass_over(queue)
+    def pass_over(self, engine: Engine, queue: bytes) -> bool:
+        return self.link.passed.pass_over(engine, queue)
 
     def awaited_since(self) -> float:
         link = self.link
@@ -69,7 +69,7 @@ class LinkedSession(Transport):
         self.received += len(payload)
         if self.received > CREDIT_BYTES:
             raise ProtocolError(f"DATA of session {self.number} without credit")
-        if self.ended or session.table is session.engine.no_commands:
+        if self.ended or session.table is NO_COMMANDS:
             return
         try:
             if session.stalled():
@@ -84,7 +84,7 @@ class LinkedSession(Transport):
     def go_on(self) -> int:
         """Execute what was held back. Returns what that cost, compared with a frame."""
         session = self.session
-        if self.closed or not session.stalled() or session.table is session.engine.no_commands:
+        if self.closed or not session.stalled() or session.table is NO_COMMANDS:
             return 1
         buffer = session.input_buffer
         cost = 1 + (0 if buffer is None else len(buffer) >> 6)

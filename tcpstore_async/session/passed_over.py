@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .link_registry import LinkRegistry
+    from .server import Engine
 
 _PASSED_SHIFT: Final = 4
 """Sixteen sessions are passed over in the time in which one is offered an item."""
@@ -20,13 +21,14 @@ class PassedOver:
         self.registry = registry
         self.connected = False
         """Whether the link has a connection."""
-        self.queues: dict[bytes, None] = {}
+        self.queues: dict[tuple[Engine, bytes], None] = {}
+        """Each with the engine of its store."""
 
-    def pass_over(self, queue: bytes) -> bool:
+    def pass_over(self, engine: "Engine", queue: bytes) -> bool:
         """Return whether no item of a queue must be offered to a session now; see `Waiter.pass_over`."""
         if self.connected:
             return False
-        self.queues[queue] = None
+        self.queues[engine, queue] = None
         self.registry.passed_over += 1
         return True
 
@@ -42,16 +44,17 @@ class PassedOver:
         The sessions of other links, which these items pass over in turn, cost time too.
         """
         registry = self.registry
-        keyspace = registry.engine.keyspace
         most += registry.passed_over >> _PASSED_SHIFT
-        for queue in list(islice(self.queues, registry.portion)):
+        for place in list(islice(self.queues, registry.portion)):
             if not self.connected:
                 return True
-            while keyspace.offer(queue):
+            engine, queue = place
+            engine.activate()
+            while engine.keyspace.offer(queue):
                 most -= 1
                 if most <= registry.passed_over >> _PASSED_SHIFT:
                     return False
-            del self.queues[queue]
+            del self.queues[place]
             if most <= registry.passed_over >> _PASSED_SHIFT:
                 break
         return not self.queues

@@ -1,7 +1,7 @@
 """The server's side of a connection, without I/O: bytes in, commands executed, replies out.
 
-There is one `Engine` for each server and one `ServerSession` for each connection. Neither knows how bytes travel or
-what time it is.
+There is one `Engine` for each store of a server, the one without a name and those of `named_stores.py`, and one
+`ServerSession` for each connection. Neither knows how bytes travel or what time it is.
 
 Invariants: commands and replies do not depend on how bytes are cut into chunks. A command is executed once, when it is
 complete. Whatever arrives, a session replies or raises PeerError; after an error, call `leave` and drop it.
@@ -10,9 +10,10 @@ complete. Whatever arrives, a session replies or raises PeerError; after an erro
 from collections import OrderedDict
 from collections.abc import Callable
 from sys import getsizeof
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import BudgetError, LimitError, PeerError, ProtocolError
+from ..access import Access
+from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError
 from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPieces, Value
 from ..keyspace import Keyspace
 from ..limits import Limits
@@ -29,11 +30,18 @@ from ..wire.codecs import (
     encode_popped,
 )
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
-from .budget import SESSION_BYTES, Budget, Holder
+from .budget import SESSION_BYTES, Budget, Holder, StoreShare
+from .guard import Guard, Usage, authentication_required
+from .history import NEVER, History
+from .identity import CERTIFICATE, CROWDED, REFUSED, TOKEN, auth_refusal, auth_reply, with_access, with_requirement
 from .key_list_cache import KeyListCache, SharedKeys
+from .missing import Questions
+from .tls import HANDSHAKE
 from .unsent import Unsent
 
 if TYPE_CHECKING:
+    from .monitor import Monitor
+    from .named_stores import NamedStore, NamedStores
     from .single_link import SingleLink
 
 NO_PID: Final = -1
@@ -54,44 +62,119 @@ _MAX_PID_DIGITS: Final = 19
 _MAX_TOKEN: Final = PREFIX + 64
 """Bytes of the token of a rank that joins, framed."""
 
+_MOST_BEFORE_AUTH: Final = 8192
+"""Bytes of incomplete requests that are kept for a session that has to authenticate: more than any it may send."""
+
+REMOTE: Final = "remote"
+ALL: Final = "all"
+"""Who has to present a token: nobody, connections from other hosts, or all."""
+
 Introduction = dict[str, str]
+
+
+def _nobody() -> None:
+    return None
+
 
 _NO_INTRODUCTION: Final[Introduction] = {}
 """Shared by all sessions that have not sent INTRODUCE; never changed."""
 
 
+class Tally:
+    """How often a command has been executed, whichever table it was in."""
+
+    def __init__(self) -> None:
+        self.count: int = 0
+
+
 class _Slot:
     """A row of the command table as an engine serves it: its codecs and the method that executes it."""
 
-    def __init__(self, command: Command, call: Handler) -> None:
+    def __init__(self, command: Command, call: Handler, tally: Tally) -> None:
         self.command = command
+        self.tally = tally
         self.request: RequestCodec = command.request
         self.call = call
         self.encode = command.reply.encode if command.reply.measure is None else None
         self.in_pieces = command.reply.in_pieces or command.reply.measure is not None
+        self._unwatched: list[Handler] = []
+        """What `call` is, and for shared keys that of `request`, while nobody watches; empty then."""
+
+    def executing(self) -> Handler:
+        """Return the function that executes the command, without those that only note it."""
+        return self._unwatched[0] if self._unwatched else self.call
+
+    def executing_shared(self) -> Handler:
+        """Do the same for lists of keys that many send, of a command that has them."""
+        request = self.request
+        assert isinstance(request, SharedKeys)
+        return self._unwatched[1] if self._unwatched else request.call
+
+    def watch(self, note: Handler) -> None:
+        """Have `note` called with the command and its fields before the command is executed."""
+        command, call, request = self.command, self.call, self.request
+        self._unwatched = [call]
+        self.call = lambda *fields: _noted(note, command, call, fields)
+        if isinstance(request, SharedKeys):
+            shared = request.call
+            self._unwatched.append(shared)
+            request.call = lambda listed: _noted(note, command, shared, (listed,))
+
+    def unwatch(self) -> None:
+        """Undo `watch`."""
+        if self._unwatched:
+            if isinstance(self.request, SharedKeys):
+                self.request.call = self._unwatched[1]
+            self.call = self._unwatched[0]
+            self._unwatched = []
+
+
+def _noted(note: Handler, command: Command, call: Handler, fields: tuple[Any, ...]) -> Any:
+    note(command, fields)
+    return call(*fields)
+
+
+NO_COMMANDS: Final[list[_Slot | None]] = [None] * 256
+"""The table of an evicted session, which must not make the server hold anything any more."""
 
 
 class Engine:
-    """What the sessions of one server share: keyspace, limits, budget and command table."""
+    """What the sessions of one store share: keyspace, limits, budget and command table.
 
-    def __init__(self, limits: Limits, portion: int = PORTION, session_bytes: int = SESSION_BYTES) -> None:
+    All stores of a server share the budget, and what concerns connections. The one without a name, in which every
+    session begins, is the `root` of the others. (With 30 attributes, plain Python would be slower to look them up.)
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        portion: int = PORTION,
+        session_bytes: int = SESSION_BYTES,
+        root: "Engine | None" = None,
+    ) -> None:
+        """`session_bytes` are counted for one connection of this kind of server."""
         self.limits = limits
         self.keyspace = Keyspace(limits, portion)
-        self.budget = Budget(limits.budget_bytes, self.keyspace, lambda: self.serving)
+        self.share = StoreShare(self.keyspace, lambda: self.serving)
+        self.budget: Budget = Budget(limits.budget_bytes, self.share, session_bytes) if root is None else root.budget
         self.key_lists = KeyListCache(self.keyspace, self.budget, min(portion, PORTION))
-        self.session_bytes = session_bytes
-        """Bytes counted for one connection of this kind of server."""
-        self.pending_flush: list[ServerSession] = []
+        self.named: NamedStores | None = None
+        """The stores with names, if this server can have them. Of the root only."""
+        self.store: NamedStore | None = None
+        """The store with a name whose engine this is."""
+        self.pending_flush: list[ServerSession] = [] if root is None else root.pending_flush
         """Sessions that another session's command gave output to, or evicted; the server flushes or closes them."""
-        self.evicted: dict[ServerSession, PeerError] = {}
+        self.evicted: dict[ServerSession, PeerError] = {} if root is None else root.evicted
         """Sessions whose connections the server has to close, and why."""
         self.open_link: Callable[[ServerSession, list[tuple[bytes, Framed]]], bytes] | None = None
         """Executes LINK; None if this server has no links."""
-        self.attaching: dict[ServerSession, SingleLink] = {}
+        self.attaching: dict[ServerSession, SingleLink] = {} if root is None else root.attaching
         """Sessions that have sent LINK, and the single links for which their connections are used from its reply on."""
-        self.unvalidated: OrderedDict[ServerSession, bool] = OrderedDict()
+        self.unvalidated: OrderedDict[ServerSession, bool] = OrderedDict() if root is None else root.unvalidated
         """Sessions on connections of their own that have not sent VALIDATE, oldest first."""
-        self.unvalidated_on_links: OrderedDict[ServerSession, bool] = OrderedDict()
+        self.unvalidated_on_links: OrderedDict[ServerSession, bool] = (
+            OrderedDict() if root is None else root.unvalidated_on_links
+        )
         """The same for sessions on links."""
         self.listing: KeyListing | None = None
         """The reply to LIST_KEYS that is being made in steps."""
@@ -99,23 +182,133 @@ class Engine:
         """How many ranks the owner of this server expects to join, if it has one."""
         self.over = False
         """Whether the owner expected ranks, and expects no more: the round is over."""
-        self.unfinished: int = 0
-        """Bytes held of incomplete requests, all sessions together."""
-        self.handshake: list[_Slot | None] = [None] * 256
+        self.root: Engine = self if root is None else root
+        self.handshake: list[_Slot | None] = [None] * 256 if root is None else root.handshake
         self.commands: list[_Slot | None] = [None] * 256
-        self.no_commands: list[_Slot | None] = [None] * 256
-        """The table of an evicted session, which must not make the server hold anything any more."""
+        """Of the root, all commands; else those that were sent to the store, and others when they are: see `slot`."""
+        self.authenticate: Callable[[bytes], Access | str] | None = None
+        """Returns what a token allows, or why it is refused; None if this server has no keys to check tokens with."""
+        self.require_auth: str = ""
+        """Whose sessions must present a token or certificate: `REMOTE`, `ALL`, or nobody's."""
+        self.granted: dict[ServerSession, Access | None] = {} if root is None else root.granted
+        """Sessions that have authenticated, and what they may do; None for everything."""
+        self.usage: dict[str, Usage] = {} if root is None else root.usage
+        """What is counted for tokens with limits, by their id."""
+        self._guarded: dict[Access | None, tuple[Guard, list[_Slot | None]]] = {}
+        """Guards, and the tables with them. None: of sessions that have to authenticate."""
         self.first: _Slot
         self.serving: ServerSession | None = None
         """The session whose command is being executed."""
+        self.history: History | None = None
+        """What is remembered of sessions, if the engine is observed."""
+        self._monitors: list[Monitor] = [] if root is None else root._monitors
+        """Those that note the commands of all stores."""
+        self.questions: Questions | None = None
+        """What peers have asked by MISSING, from the first time on."""
+        if root is not None:
+            self.first = root.first
+            self.open_link = root.open_link
+            self.authenticate = root.authenticate
+            self.require_auth = root.require_auth
+            return
         for command in filter(None, BY_OPCODE):
-            slot = _Slot(command, self._method(command, command.method))
-            if command.request is KEYS:
-                slot.request = SharedKeys(self.key_lists, self._method(command, command.method + "_shared"))
+            slot = self._make_slot(command)
             if command.flags & Flag.HANDSHAKE:
                 self.handshake[command.opcode] = self.first = slot
             else:
                 self.commands[command.opcode] = slot
+
+    def _make_slot(self, command: Command) -> _Slot:
+        known = self.root.commands[command.opcode]
+        slot = _Slot(command, self._method(command, command.method), Tally() if known is None else known.tally)
+        if command.request is KEYS:
+            slot.request = SharedKeys(self.key_lists, self._method(command, command.method + "_shared"))
+        if self.history is not None:
+            slot.call = self.history.recorded(command.method, slot.call)
+        if self._monitors:
+            slot.watch(self._note)
+        return slot
+
+    def slot(self, opcode: int) -> _Slot | None:
+        """Return how a command is executed in this store; None for an opcode that there is not, and for VALIDATE.
+
+        Making the whole table takes longer than anything else that is done for a store with a name.
+        """
+        slot = self.commands[opcode]
+        command = BY_OPCODE[opcode]
+        if slot is None and command is not None and not command.flags & Flag.HANDSHAKE:
+            slot = self.commands[opcode] = self._make_slot(command)
+        return slot
+
+    def take_apart(self) -> None:
+        """Break the cycles of an engine whose store has ended: nothing has to wait for the garbage collector."""
+        self.commands = NO_COMMANDS
+        self._guarded.clear()
+        self.key_lists.lists.clear()
+        self.serving = None
+        self.history = None
+        self.questions = None
+        self.store = None
+        self.share.serving = _nobody
+        self.share = self.root.share
+
+    def activate(self) -> None:
+        """Have the budget count this store. To be called before anything changes in it outside of `receive`."""
+        if self.budget.share is not self.share:
+            self.budget.switch(self.share)
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes held of incomplete requests, all sessions together."""
+        return self.budget.unfinished
+
+    def heard(self, holders: list[Holder]) -> "list[ServerSession]":
+        """Return those of some peers that are sessions and have been heard since the engine is observed."""
+        return [
+            one for one in holders if isinstance(one, ServerSession) and one.engine is self and one.heard_at != NEVER
+        ]
+
+    def observe(self, history: History) -> None:
+        """Have a history note what sessions do from now on. To be called once."""
+        self.history = history
+        for slot in self.commands:
+            if slot is not None:
+                slot.call = history.recorded(slot.command.method, slot.call)
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each command has been executed, in all stores of the server."""
+        slots = [slot for table in (self.root.handshake, self.root.commands) for slot in table if slot is not None]
+        return {slot.command.name: slot.tally.count for slot in slots}
+
+    def watch(self, monitor: "Monitor") -> None:
+        """Have a monitor note each command in any store from now on. Nothing is called for that while there is none."""
+        self._monitors.append(monitor)
+        if len(self._monitors) == 1:
+            for engine in self.engines():
+                for slot in engine._all_slots():
+                    slot.watch(engine._note)
+
+    def unwatch(self, monitor: "Monitor") -> None:
+        """Let a monitor note no more. Idempotent."""
+        if monitor in self._monitors:
+            self._monitors.remove(monitor)
+            if not self._monitors:
+                for engine in self.engines():
+                    for slot in engine._all_slots():
+                        slot.unwatch()
+
+    def _note(self, command: Command, fields: tuple[Any, ...]) -> None:
+        for monitor in self._monitors:
+            monitor.note(command, fields, self.serving)
+
+    def engines(self) -> "list[Engine]":
+        """Return the engines of all stores of the server."""
+        named = self.root.named
+        return [self.root, *([] if named is None else named.engines())]
+
+    def _all_slots(self) -> "list[_Slot]":
+        tables = [self.handshake, self.commands, *[table for _, table in self._guarded.values()]]
+        return [slot for table in tables for slot in table if slot is not None]
 
     def identify(self, identity: bytes) -> None:
         """Set the identity of this server, which clients of the extension read; see `session/identity.py`."""
@@ -126,6 +319,7 @@ class Engine:
 
         0 means that the server is about to stop. Sessions that this wakes are in `pending_flush`.
         """
+        self.activate()
         self.over = not joins and (self.over or self.joins > 0)
         self.joins = joins
         self.keyspace.reserve(JOINS_KEY, pack(b"%d" % joins), last=not joins)
@@ -156,6 +350,94 @@ class Engine:
             if isinstance(owner, Transport) and now - owner.awaited_since() >= most:
                 found.append(session)
         return found
+
+    # Authentication
+
+    def grant(self, session: "ServerSession", access: Access | None) -> None:
+        """Let a session do what `access` allows from now on; None allows everything."""
+        self.revoke(session)
+        self.granted[session] = access
+        if access is not None:
+            self._guard(access)[0].sessions += 1
+            if access.limited():
+                self.usage[access.identity].sessions.add(session)
+
+    def revoke(self, session: "ServerSession") -> None:
+        """Forget what a session was allowed: it has gone, or is about to be allowed something else."""
+        access = self.granted.pop(session, None)
+        if access is None:
+            return
+        self.count_session(session, access, False)
+        guard = self._guarded[access][0]
+        guard.sessions -= 1
+        if not guard.sessions:
+            del self._guarded[access]
+            usage = guard.usage
+            if usage is not None:
+                usage.guards -= 1
+                if not (usage.guards or usage.sessions or usage.keys or usage.bytes):
+                    del self.usage[access.identity]
+
+    def count_session(self, session: "ServerSession", access: Access | None, counts: bool) -> None:
+        """Let a session count for its token, or, while it has no connection, not."""
+        usage = None if access is None else self.usage.get(access.identity)
+        if usage is None:
+            return
+        if counts:
+            usage.sessions.add(session)
+        else:
+            usage.sessions.discard(session)
+
+    def crowded(self, access: Access | None) -> str:
+        """Return why there may be no further session with this token; empty if there may."""
+        usage = None if access is None else self.usage.get(access.identity)
+        if access is None or usage is None or not 0 < access.max_sessions <= len(usage.sessions):
+            return ""
+        return f"token {access.identity} has {len(usage.sessions)} sessions of {access.max_sessions}"
+
+    def table_of(self, session: "ServerSession") -> "list[_Slot | None]":
+        """Return the table of a session that has sent VALIDATE."""
+        if session in self.granted:
+            access = self.granted[session]
+            return self.commands if access is None else self._guard(access)[1]
+        return self._guard(None)[1] if self.must_authenticate(session) else self.commands
+
+    def must_authenticate(self, session: "ServerSession") -> bool:
+        """Return whether a session may do nothing yet."""
+        if not self.require_auth or session in self.granted or session.shares_connection():
+            return False  # one on a link may do what the link's connection may
+        return self.require_auth == ALL or not is_loopback(session.host)
+
+    def _guard(self, access: Access | None) -> "tuple[Guard, list[_Slot | None]]":
+        found = self._guarded.get(access)
+        if found is not None:
+            return found
+        identity = self.keyspace.reserved.get(SERVER_KEY, pack(b"{}"))
+        usage: Usage | None = None
+        if access is not None:
+            identity = pack(with_access(unpack(identity), access))
+            if access.limited():
+                usage = self.usage.setdefault(access.identity, Usage())
+                usage.guards += 1
+        elif SERVER_KEY in self.keyspace.reserved:
+            required = CERTIFICATE if self.authenticate is None else TOKEN
+            identity = pack(with_requirement(unpack(identity), required))
+        store = None if self.store is None else self.store.name
+        guard = Guard(self.keyspace, access, usage, identity, self.authenticate is None, store)
+        table: list[_Slot | None] = [None] * 256
+        for opcode in range(256):
+            slot = self.slot(opcode)
+            if slot is None or (access is None and not slot.command.flags & Flag.FIRST):
+                continue
+            command = slot.command
+            guarded = _Slot(command, guard.wrap(command, slot.executing()), slot.tally)
+            if isinstance(slot.request, SharedKeys):
+                guarded.request = SharedKeys(self.key_lists, guard.wrap_shared(command, slot.executing_shared()))
+            if self._monitors:
+                guarded.watch(self._note)
+            table[command.opcode] = guarded
+        self._guarded[access] = guard, table
+        return guard, table
 
     def _method(self, command: Command, name: str) -> Handler:
         """Return the function that executes a command, given its fields, by the method of this name."""
@@ -242,7 +524,7 @@ class Transport:
         """Go on soon with what the session, which comes from another connection, has kept back."""
         raise NotImplementedError
 
-    def pass_over(self, queue: bytes) -> bool:
+    def pass_over(self, engine: Engine, queue: bytes) -> bool:
         """See `Waiter.pass_over`."""
         return False
 
@@ -258,6 +540,9 @@ class Transport:
 class ServerSession(Holder):
     """One connection: its incomplete request, its replies, and what is known about its peer."""
 
+    __slots__ = ("heard_at", "serial")
+    """Python shares the names of 29 other attributes among all sessions. With one more, each would have its own."""
+
     def __init__(self, engine: Engine, owner: object, host: str, port: int, connected_at: float) -> None:
         super().__init__()
         self.engine = engine
@@ -267,6 +552,10 @@ class ServerSession(Holder):
         self.port = port
         self.connected_at = connected_at
         """In seconds of the server's clock."""
+        self.heard_at: float = NEVER
+        """When it last received something, on the same clock, if the engine is observed."""
+        self.serial: int = 0
+        """Its serial number in the history; 0 if it is not named there."""
         self.pid: int = NO_PID
         """The peer's process: from its INTRODUCE, else the number of its first PING, which PyTorch's client and ours
         send in the handshake."""
@@ -287,7 +576,7 @@ class ServerSession(Holder):
         """Bytes that are not decoded yet."""
         self.need: int = 0
         """The length of `input_buffer` from which decoding can go on; 0 if it waits for something else."""
-        (engine.unvalidated_on_links if self._shares_connection() else engine.unvalidated)[self] = True
+        (engine.unvalidated_on_links if self.shares_connection() else engine.unvalidated)[self] = True
         engine.budget.enter(self, self._base_bytes())
         self._relieve()
 
@@ -295,6 +584,9 @@ class ServerSession(Holder):
         address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         known = {} if self.pid == NO_PID else {"pid": str(self.pid)}
         known.update(self.peer)
+        access = self.engine.granted.get(self) if self.engine.granted else None
+        if access is not None:
+            known["token"] = access.identity
         return f"{address} ({', '.join(f'{name} {text}' for name, text in known.items())})" if known else address
 
     # Input
@@ -316,9 +608,13 @@ class ServerSession(Holder):
         engine = self.engine
         keyspace = engine.keyspace
         budget = engine.budget
-        if keyspace.size != budget.seen:
+        if keyspace is not budget.keyspace:
+            budget.switch(engine.share)
+        elif keyspace.size != budget.seen:
             budget.attribute()
         engine.serving = self
+        if engine.history is not None:
+            self.heard_at = engine.history.now
         limits = engine.limits
         high_water = limits.unsent_high_water
         out = self.out
@@ -326,9 +622,17 @@ class ServerSession(Holder):
         at = held = 0
         if keyspace.working:
             keyspace.resolve(self)
-        if self.incremental is not None and not self._go_on():
-            self._keep_for_incremental(chunk, 0)
-            return
+            if self.engine is not engine:  # it has been let into another store
+                self.receive(chunk)
+                return
+        if self.incremental is not None:
+            if not self._go_on():
+                self._keep_for_incremental(chunk, 0)
+                return
+            if self.engine is not engine:  # ENTER: what follows is for another store
+                if chunk:
+                    self._keep_for_incremental(chunk, 0)
+                return
         if self.unsent > high_water:
             self._stall(chunk, 0)
             return
@@ -338,7 +642,7 @@ class ServerSession(Holder):
             if partial is None:
                 slot = self.table[chunk[at]]
                 if slot is None:
-                    raise ProtocolError(self._refusal(chunk[at]))
+                    slot = self._missing(chunk[at])
                 self.slot = slot
                 result, stop = slot.request.decode(slot.call, chunk, at + 1, end, limits)
             else:
@@ -356,6 +660,7 @@ class ServerSession(Holder):
                 self._suspend(result, chunk, at, -stop)
                 return
             at = stop
+            slot.tally.count += 1
             if keyspace.working:  # it may have woken itself
                 keyspace.resolve(self)
             if keyspace.incremental is not None:
@@ -413,21 +718,34 @@ class ServerSession(Holder):
 
     def leave(self) -> None:
         """Release everything: the connection is gone. Sessions that this wakes are in `Engine.pending_flush`."""
-        self.engine.keyspace.leave(self)
+        engine = self.engine
+        engine.activate()
+        if engine.history is not None:
+            engine.history.leaves(self)
+        engine.keyspace.leave(self)
         self._let_go()
-        if self.engine.evicted:
-            self.engine.evicted.pop(self, None)
+        if engine.evicted:
+            engine.evicted.pop(self, None)
+        named = engine.root.named
+        if named is not None:
+            named.leave(self)
         self.owner = None
+
+    def share(self) -> StoreShare:
+        return self.engine.share
 
     def evict(self, error: PeerError) -> None:
         self.engine.evicted[self] = error
-        self.table = self.engine.no_commands
+        self.table = NO_COMMANDS
         self._let_go()
         self.engine.pending_flush.append(self)
 
     def keep_unsent(self, replies: list[Framed], taken: int) -> None:
         """Queue replies of which the kernel has accepted the first `taken` bytes, behind those that are queued."""
         if self in self.engine.evicted:
+            return
+        if self.engine.must_authenticate(self):
+            self.evict(self._stranger("having replies kept that are not read"))
             return
         if self.backlog is None:
             self.backlog = Unsent(self.engine.budget)
@@ -438,7 +756,9 @@ class ServerSession(Holder):
         """Release everything but what the keyspace holds."""
         engine = self.engine
         self._expect_nothing()
-        engine.unfinished -= self.held
+        if engine.granted:
+            engine.revoke(self)
+        engine.budget.unfinished -= self.held
         engine.budget.forget(self, self._base_bytes())
         if self.partial is not None:
             engine.keyspace.free_later(self.partial.items)
@@ -452,18 +772,19 @@ class ServerSession(Holder):
             self.incremental = None
 
     def _expect_nothing(self) -> None:
-        """Await VALIDATE no more."""
+        """Await VALIDATE, and authentication, no more."""
         engine = self.engine
         if not engine.unvalidated.pop(self, False) and engine.unvalidated_on_links:
             engine.unvalidated_on_links.pop(self, False)
 
-    def _shares_connection(self) -> bool:
+    def shares_connection(self) -> bool:
+        """Return whether this is a session on a link."""
         owner = self.owner
         return isinstance(owner, Transport) and owner.shares_connection()
 
     def _base_bytes(self) -> int:
         """Return the bytes counted for the session and its connection."""
-        return SESSION_BYTES if self._shares_connection() else self.engine.session_bytes
+        return SESSION_BYTES if self.shares_connection() else self.engine.budget.session_bytes
 
     def _relieve(self) -> None:
         """Have the budget evict a peer, perhaps this one, if too much is held now."""
@@ -550,6 +871,8 @@ class ServerSession(Holder):
         if self.incremental is not None:
             held += self.incremental.held
         if held != self.held:
+            if held > _MOST_BEFORE_AUTH and self.engine.must_authenticate(self):
+                raise self._stranger(f"{self.slot.command.name} with more than {_MOST_BEFORE_AUTH} bytes")
             self._count_held(held)
             self.engine.budget.relieve(self)
 
@@ -557,23 +880,88 @@ class ServerSession(Holder):
         engine = self.engine
         growth = held - self.held
         self.held = held
-        engine.unfinished += growth
+        engine.budget.unfinished += growth
         engine.budget.charge(growth)
 
-    def _refusal(self, opcode: int) -> str:
-        if self.table is self.engine.handshake:
-            return f"first frame has opcode {opcode}, expected VALIDATE"
-        if self.table is self.engine.no_commands:
-            return f"opcode {opcode} from an evicted session"
-        return f"unknown opcode {opcode}"
+    def _missing(self, opcode: int) -> _Slot:
+        """Return how a command is executed for which the table has nothing. Raises PeerError."""
+        engine = self.engine
+        slot = engine.slot(opcode) if self.table is engine.commands else None
+        if slot is None:
+            raise self._refusal(opcode)
+        return slot
+
+    def _refusal(self, opcode: int) -> PeerError:
+        engine = self.engine
+        if self.table is engine.handshake:
+            if opcode == HANDSHAKE:
+                return ProtocolError("it begins a TLS handshake, and this server does not use TLS")
+            return ProtocolError(f"first frame has opcode {opcode}, expected VALIDATE")
+        if self.table is NO_COMMANDS:
+            return ProtocolError(f"opcode {opcode} from an evicted session")
+        command = BY_OPCODE[opcode]
+        if command is not None and engine.must_authenticate(self):
+            return self._stranger(command.name)
+        return ProtocolError(f"unknown opcode {opcode}")
+
+    def _stranger(self, what: str) -> NotAllowedError:
+        """Return the error of a session that has not authenticated, and has to."""
+        return NotAllowedError(authentication_required(what, self.engine.authenticate is None))
+
+    def expected(self) -> str:
+        """Return what the peer has to send first, and has not sent."""
+        return "VALIDATE" if self.table is self.engine.handshake else "AUTH"
 
     # Commands that concern the connection
 
     def validate(self, magic: int) -> None:
         if magic != MAGIC:
             raise ProtocolError(f"VALIDATE carries {magic:#x}, expected {MAGIC:#x}")
-        self.table = self.engine.commands
+        engine = self.engine
+        if engine.granted or engine.require_auth:
+            self.table = engine.table_of(self)
+            if engine.must_authenticate(self):
+                return
+        else:
+            self.table = engine.commands
         self._expect_nothing()
+
+    def grant_access(self, access: Access | None) -> None:
+        """The peer has authenticated, by a token with this access, or by a certificate, which allows everything."""
+        engine = self.engine
+        if self.table is NO_COMMANDS:
+            return
+        engine.grant(self, access)
+        if self.table is not engine.handshake:
+            self.table = engine.table_of(self)
+            self._expect_nothing()
+
+    def certify(self) -> None:
+        """The peer has shown a certificate that the server demands, which allows everything unless tokens decide."""
+        if self.engine.authenticate is None:
+            self.grant_access(None)
+
+    def auth(self, token: Framed) -> Framed:
+        """Present a token. Raises NotAllowedError if it is refused, behind the reply that says so."""
+        engine = self.engine
+        if engine.authenticate is None:
+            found: Access | str = "the server has no keys to check tokens with; connect without one"
+        else:
+            found = engine.authenticate(unpack(token))
+        status = REFUSED
+        if isinstance(found, Access):
+            if found.store and engine.root.named is None:
+                found = f"token {found.identity} is for the store {found.store!r}, which this server does not have"
+            elif engine.granted.get(self) != found:
+                status = CROWDED
+                found = engine.crowded(found) or found
+        if isinstance(found, str):
+            reply = pack(auth_refusal(status, found))
+            self.out.append(reply)
+            self.unsent += len(reply)
+            raise NotAllowedError(found)
+        self.grant_access(found)
+        return pack(auth_reply(found))
 
     def ping(self, nonce: int) -> int:
         if self.pid == NO_PID:
@@ -592,6 +980,13 @@ class ServerSession(Holder):
         self.engine.budget.charge(self.introduction_bytes() - before)
         self.engine.budget.relieve(self)
 
+    def describe(self, peer: Introduction) -> None:
+        """Keep what a relay says of the peer, unless the peer has said it itself."""
+        if not self.peer and self.table is not NO_COMMANDS:
+            self.peer = peer
+            self.engine.budget.charge(self.introduction_bytes())
+            self._relieve()
+
     def introduction_bytes(self) -> int:
         peer = self.peer
         if not peer:
@@ -608,6 +1003,43 @@ class ServerSession(Holder):
         if self.engine.over and len(token) > PREFIX:
             raise ProtocolError("JOIN when the round is over; the rank will join the next one")
         return self.engine.keyspace.join(self, key, unpack(token))
+
+    def missing(self, items: list[tuple[bytes, Framed]]) -> Framed | None:
+        """Report which keys are missing, and what is most like them; see `session/missing.py`."""
+        engine = self.engine
+        questions = engine.questions
+        if questions is None:
+            questions = engine.questions = Questions(engine)
+        return questions.ask(self, items)
+
+    def enter(self, items: list[tuple[bytes, Framed]]) -> Framed | None:
+        """Put the connection into a store with a name; see `session/named_stores.py`."""
+        named = self.engine.root.named
+        if named is None:
+            raise ProtocolError("ENTER to a server without named stores")
+        return named.enter(self, items)
+
+    def end_store(self) -> int:
+        """End the store that the connection owns; return how many others are in it."""
+        named = self.engine.root.named
+        if named is None:
+            raise ProtocolError("END_STORE to a server without named stores")
+        return named.release(self)
+
+    def put_into(self, engine: Engine) -> None:
+        """Go on in another store. What the session has written in the one before is nobody's share any more."""
+        before = self.engine
+        self.heard_at = NEVER
+        granted = self in before.granted
+        access = before.granted.get(self)
+        if granted:
+            before.revoke(self)
+        self.engine = engine
+        self.stored = 0.0
+        before.serving = None
+        if granted:
+            engine.grant(self, access)
+        self.table = engine.table_of(self)
 
     def link(self, items: list[tuple[bytes, Framed]]) -> bytes:
         """Make the connection a link; see `session/link_registry.py`."""
@@ -628,7 +1060,7 @@ class ServerSession(Holder):
 
     def pass_over(self, queue: bytes) -> bool:
         owner = self.owner
-        return isinstance(owner, Transport) and owner.pass_over(queue)
+        return isinstance(owner, Transport) and owner.pass_over(self.engine, queue)
 
     def fire(self, value: Value | None) -> None:
         """Send the end of a wait, whatever is unsent: one value at most, which must not fail another's command."""
@@ -665,6 +1097,11 @@ def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSes
     """
     early = {(one.host, one.pid) for one in sessions if one.connected_at <= complete and one.pid != NO_PID}
     return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether this is the address of a peer on the same host."""
+    return host.removeprefix("::ffff:").startswith("127.") or host == "::1"
 
 
 def printable(raw: bytes) -> str:

@@ -95,7 +95,8 @@ class ClientSingleLink:
         at = sent[0][0]
         total = at + sum([len(data) for _, data, _ in sent])
         if reply.status != RESUMED or not at <= reply.taken <= total:
-            raise ProtocolError(f"the server has not kept the session ({reply.status})")
+            why = f": {reply.reason}" if reply.reason else ""
+            raise ProtocolError(f"the server has not kept the session ({reply.status}{why})")
         self._told = self.received
         rest: list[bytes] = []
         for _, data, _ in sent:

@@ -10,11 +10,11 @@ that are under way go on.
 
 from typing import TYPE_CHECKING, Final
 
-from ..errors import BudgetError, PeerError, ProtocolError
+from ..errors import BudgetError, PeerError, ProtocolError, counted
 from ..values import Framed, length
 from .budget import SESSION_BYTES, Holder
 from .passed_over import PassedOver
-from .server import ServerSession, Transport
+from .server import Engine, ServerSession, Transport
 from .unsent import Unsent
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class SingleLink(Transport):
         mine.port = session.port
         mine.owner = carrier
         carrier.session = mine
+        engine = self.registry.engine
+        engine.count_session(mine, engine.granted.get(mine), True)
 
     def detach(self) -> None:
         """Do without the connection, which is broken: wait for the next for as long as the grace period is."""
@@ -131,6 +133,8 @@ class SingleLink(Transport):
         session.owner = self
         self._forget_unsent()
         registry = self.registry
+        engine = registry.engine
+        engine.count_session(session, engine.granted.get(session), False)
         self._lost = registry.time()
         registry.suspended[self] = True
         if session in registry.engine.evicted or registry.stopping:
@@ -147,8 +151,8 @@ class SingleLink(Transport):
             session.backlog = None
         session.unsent = length(session.out)
 
-    def pass_over(self, queue: bytes) -> bool:
-        return self._passed.pass_over(queue)
+    def pass_over(self, engine: Engine, queue: bytes) -> bool:
+        return self._passed.pass_over(engine, queue)
 
     # Replies
 
@@ -187,7 +191,7 @@ class SingleLink(Transport):
         if self.over:
             return
         if not 0 <= taken <= self.sent:
-            raise ProtocolError(f"acknowledgement of {taken} bytes, of {self.sent} that were sent")
+            raise ProtocolError(f"acknowledgement of {counted(taken, 'byte')}, of {self.sent} that were sent")
         count = max(0, taken - self.sent + self._kept_bytes)  # one that is sent again says less than LINK did
         self._kept_bytes -= count
         kept = self._kept

@@ -19,7 +19,7 @@ from ..client import requests
 from ..client.pool import TCPClient
 from ..client.requests import Request
 from ..deadline import Deadline
-from ..errors import DistError, StoreTimeoutError
+from ..errors import DistError, StoreTimeoutError, counted
 from ..keys import stored_key
 from ..rounds import CLOSED, PARTICIPANT, REDUNDANT
 from ..session.identity import ROUNDS
@@ -217,7 +217,9 @@ def joining(
             assert reply is not None
             state = State(*_STATUS.unpack_from(reply, PREFIX))
             if state.standing != REDUNDANT and (state.standing != PARTICIPANT or state.round == left):
-                raise StoreTimeoutError(f"no round of {options.least} agents was formed within {options.join:g} s")
+                raise StoreTimeoutError(
+                    f"no round of {counted(options.least, 'agent')} was formed within {options.join:g} s"
+                )
             now = clock()
             deadline = now + options.join  # redundant, or the round was formed just now and MEET is answered at once
 

@@ -33,16 +33,22 @@ _NOTABLE_LOSSES: Final = 2
 _YES: Final = ("1", "t", "true", "y", "yes")
 
 
+def new_token() -> bytes:
+    """Return a token by which one rank is counted."""
+    return os.urandom(16)
+
+
 class Rank:
     """A rank that joins a world of a given size, if need be over several connections."""
 
-    def __init__(self, world: int, is_master: bool, deadline: Deadline) -> None:
+    def __init__(self, world: int, is_master: bool, deadline: Deadline, token: bytes = b"") -> None:
+        """With a `token`, the rank may have been counted by it already."""
         self.world = world
         self.is_master = is_master
         self.deadline = deadline
         self.losses = 0
         """Connections in a row that the same server closed during a join."""
-        self._token = os.urandom(16)
+        self._token = token or new_token()
         self._instance = ""
         self._counted = False
         """Whether a server of PyTorch may have counted this rank, so that the join must not be sent again."""

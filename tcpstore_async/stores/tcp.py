@@ -8,6 +8,7 @@ fails leaves nothing behind.
 import functools
 import logging
 import os
+import random
 import re
 import time
 import warnings
@@ -15,15 +16,29 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ..client import capabilities, exchanges, requests
+from ..client import capabilities, exchanges, explanation, requests
 from ..client.client_info import introduction
+from ..client.credentials import TOKEN, TOKEN_FILE, find_token
 from ..client.pool import TCPClient
 from ..client.requests import Request
+from ..client.store_name import (
+    ServerUrl,
+    StoreName,
+    StoreTakenError,
+    attempt_from_environment,
+    find_server,
+    name_of,
+    process_id,
+)
+from ..client.tls import CERT, KEY, ClientTls, files_from_environment, wants_tls
 from ..coercion import Text, Timeout, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
 from ..deadline import DEFAULT_TIMEOUT, Deadline
-from ..errors import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
+from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..keys import caller_keys, decode_keys, stored_key, stored_keys
-from ..server.master import ServerHandle, host
+from ..secret_files import TlsFiles
+from ..server.master import ServerHandle, check_host_tokens, host
+from ..session.server import ALL, REMOTE
+from ..tokens import HostTokens, read_keys
 from ..values import unpack
 from ..wire.commands import WORKERS_KEY
 from .base import Store
@@ -31,11 +46,17 @@ from .rank import Rank
 
 log = logging.getLogger("tcpstore_async.stores")
 
+TOKEN_KEYS: Final = "TCPSTORE_TOKEN_KEYS"
+"""Environment variable: the file of the keys with which a master's server checks tokens."""
+
 _LAST_LOOK: Final = 0.2
 """Seconds beyond the timeout for finding out how many ranks have joined."""
 
 _POLL_SECONDS: Final = 0.01
 """Seconds between two requests of a master to a stock server for the number of ranks, as PyTorch's does it."""
+
+_FREE_NAMES: Final = 64
+"""Names that a master of port 0 tries."""
 
 _CHECKS_AT_ONCE: Final = 512
 """Requests in one batch. PyTorch's legacy server stops reading from a peer that does not read; their replies fit any
@@ -50,12 +71,46 @@ class TCPStore(Store):
     joined, and every other rank's once that rank has. All of it takes at most `timeout` (a timedelta or seconds), which
     also applies to later calls.
 
-    Raises DistNetworkError if the server cannot be reached or its address is in use, StoreTimeoutError if it does not
-    reply, and DistStoreError if not all ranks have joined in time.
+    Every connection presents the `token`, which is by default that of TCPSTORE_TOKEN or of the file
+    TCPSTORE_TOKEN_FILE; without one, none is presented. A master's server then lets in only those who present the same
+    token, or that of the environment. With `token_keys`, by default the file that TCPSTORE_TOKEN_KEYS names, it lets in
+    those with a token signed by a key of that file, and a master without a token makes its own. `require_auth` says who
+    must have one: `all`, connections from other hosts (`remote`), or nobody (empty). With the token "" and without keys
+    it checks nothing.
+
+    `tls` encrypts the connections of this store, and has a master's server offer TLS beside plain connections; None
+    does if the environment variable TCPSTORE_TLS is 1. TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name the files.
+
+    With `server`, by default that of TCPSTORE_SERVER_URL, `tcp://HOST:PORT` or `tcps://HOST:PORT`, the address of the
+    store is a name on that server: nothing is bound, the master owns the store, and the others wait until there is one.
+    `bind_host` is without effect then, `master_listen_fd` is closed, and for port 0 a free name is chosen. An empty
+    `server` leaves the address an address.
+
+    Raises DistNetworkError if the server cannot be reached or its address or name is in use, StoreTimeoutError if it
+    does not reply, DistStoreError if not all ranks have joined in time, and AccessDeniedError if the server refuses the
+    token or the file of a token or of keys cannot be used.
     """
 
     _may_be_thread = True
     """Whether the server may run in a thread of this process."""
+
+    _began: float | None = None
+    """When the constructor's time began, on the monotonic clock; None if that is now."""
+
+    _rank_token = b""
+    """By which the rank may have been counted already; empty if it was not."""
+
+    _server: ServerUrl | None = None
+    """The server on which this store has a name, if it has one."""
+
+    _owns = False
+    """Whether this store is the owner of the one with that name."""
+
+    _shares = ""
+    """By what it shares that with other stores of this process."""
+
+    _ending: "weakref.finalize[Any, TCPStore] | None" = None
+    """Ends the store when the process does, if this is its owner."""
 
     def __init__(
         self,
@@ -70,11 +125,18 @@ class TCPStore(Store):
         use_libuv: bool | None = None,
         *,
         bind_host: str | None = None,
+        token: str | None = None,
+        tls: bool | None = None,
+        token_keys: str | os.PathLike[str] | None = None,
+        require_auth: str = ALL,
+        server: str | None = None,
     ) -> None:
         self._client: TCPClient | None = None
+        self._tls: ClientTls | None = None
         self._hosted: ServerHandle | None = None
         _remember(self)
         super().__init__(timeout)
+        self._token = find_token(token)
         host_name = to_host("host_name", host_name)
         bind_host = None if bind_host is None else to_host("bind_host", bind_host)
         master_listen_fd = None if master_listen_fd is None else to_int64("master_listen_fd", master_listen_fd)
@@ -83,12 +145,36 @@ class TCPStore(Store):
         multi_tenant = to_bool("multi_tenant", multi_tenant)
         wait_for_workers = to_bool("wait_for_workers", wait_for_workers)
         self._libuv = _use_libuv(use_libuv)
-        deadline = Deadline(self._timeout)
+        deadline = Deadline(self._timeout, self._began)
+        is_master = to_bool("is_master", is_master)
+        self._server = None if _is_agent_server(host_name, port) else find_server(server)
+        wanted = None if tls is None else to_bool("tls", tls)
+        files = files_from_environment() if wants_tls(wanted, self._server) else None
+        if files is not None:
+            self._check_tls()
+            self._tls = ClientTls(files, in_background=True)
         try:
-            if to_bool("is_master", is_master):
+            if self._server is not None:
+                self.host = host_name
+                self._owns = is_master
+                self._shares = process_id() if multi_tenant else ""
+                self._use_name(port, ranks if wait_for_workers else None, deadline)
+                if master_listen_fd is not None:
+                    os.close(master_listen_fd)
+                return
+            if is_master:
                 backend = "uv" if self._libuv else "threaded"
+                tokens = self._host_tokens(port, token_keys, require_auth)
                 self._hosted = _host(
-                    port, bind_host, master_listen_fd, multi_tenant, backend, self._may_be_thread, deadline.left()
+                    port,
+                    bind_host,
+                    master_listen_fd,
+                    multi_tenant,
+                    backend,
+                    self._may_be_thread,
+                    deadline.left(),
+                    files,
+                    tokens,
                 )
             hosted = self._hosted
             self.host = host_name
@@ -108,16 +194,57 @@ class TCPStore(Store):
             self.close()
             raise
 
+    def _use_name(self, port: int, ranks: int | None, deadline: Deadline) -> None:
+        """Join, or create, the store that has this address as its name. For port 0, choose a free name."""
+        self.port = port
+        tries = _FREE_NAMES if self._owns and port == 0 else 1
+        while self._client is None:
+            if tries > 1:
+                self.port = self._free_number()
+            try:
+                self._client = self._connect(ranks, deadline)
+            except StoreTakenError:
+                tries -= 1
+                if tries <= 1:
+                    raise
+        if self._owns:
+            # Otherwise the end of the process would look like its loss, which gives the ranks no time to leave.
+            self._ending = weakref.finalize(self, self._client.close)
+            if ranks is not None:
+                _wait_for_workers(self._client, ranks, deadline)
+
+    def _free_number(self) -> int:
+        """Return a number for a name that is not likely to be in use, in place of port 0."""
+        return random.randrange(1024, 65536)
+
+    def _name(self, ranks: int | None) -> StoreName | None:
+        """Return the name of this store for a new client of it, if it has one."""
+        if self._server is None:
+            return None
+        name = StoreName(name_of(self.host, self.port), attempt=attempt_from_environment())
+        if self._owns:
+            name.owner = os.urandom(16).hex()
+            name.shares = self._shares
+            name.joins = ranks or 0
+        return name
+
     def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
         """Connect and, with a number of ranks, join.
 
         A connection lost in between may have led to the previous round's server as it stopped. A server of ours counts
         a rank once, so a join is the one command that is sent again.
         """
-        rank = None if ranks is None else Rank(ranks, self._hosted is not None, deadline)
+        rank = (
+            None if ranks is None else Rank(ranks, self._owns or self._hosted is not None, deadline, self._rank_token)
+        )
+        host, port = (self.host, self.port) if self._server is None else self._server[:2]
         while True:
             try:
-                client = TCPClient(self.host, self.port, self._timeout, introduction(ranks), deadline.began)
+                tls = None if self._tls is None else self._tls.renewed()
+                name = self._name(ranks)
+                client = TCPClient(
+                    host, port, self._timeout, introduction(ranks), deadline.began, self._token, tls, name
+                )
             except DistNetworkError as error:
                 raise (error if rank is None else rank.blame(error)) from None
             client.joining = True
@@ -133,10 +260,36 @@ class TCPStore(Store):
                 rank.pause(error)
             except StoreTimeoutError as error:
                 client.close()
-                raise StoreTimeoutError(f"no reply from {self.host}:{self.port} while joining: {error}") from None
+                raise StoreTimeoutError(f"no reply from {host}:{port} while joining: {error}") from None
             except BaseException:
                 client.close()
                 raise
+
+    def _check_tls(self) -> None:
+        """Raise an error if this store cannot use TLS."""
+
+    def _check_tokens(self) -> None:
+        """Raise an error if this store cannot present a token to a server that requires one."""
+
+    def _host_tokens(self, port: int, given: str | os.PathLike[str] | None, require_auth: str) -> HostTokens | None:
+        """Return what the server of this master checks tokens with, and have this store present one."""
+        if require_auth not in ("", REMOTE, ALL):
+            raise ValueError(f"require_auth must be '', {REMOTE!r} or {ALL!r}, not {require_auth!r}")
+        keys = os.path.abspath(os.fspath(given)) if given else ""
+        if given is None and os.environ.get(TOKEN_KEYS):
+            keys = os.path.abspath(os.environ[TOKEN_KEYS])
+        if not keys and not self._token:
+            if os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE):
+                log.warning("this store's server lets in everybody: it was given the token '' instead of $%s", TOKEN)
+            return None
+        if not _is_agent_port(port):
+            self._check_tokens()
+        accepted = {self._token} | ({found} if (found := find_token()) else set())
+        tokens = HostTokens(keys, frozenset(accepted), require_auth)
+        check_host_tokens(tokens)
+        if not self._token:
+            self._token = read_keys(keys).create().encode()
+        return tokens
 
     def _leave_server(self) -> ServerHandle | None:
         """Close the connections; return the server, if this store owns one, for the caller to release."""
@@ -157,6 +310,7 @@ class TCPStore(Store):
         store.host = client.host
         store.port = client.port
         store._client = client
+        store._server = None
         store._hosted = None
         store._libuv = libuv
         return store
@@ -172,7 +326,9 @@ class TCPStore(Store):
 
     def clone(self) -> "TCPStore":
         """Return a store with its own connections and the same timeout, which does not own the server."""
-        return TCPStore._of(self._connection().clone(), self._libuv)
+        clone = TCPStore._of(self._connection().clone(), self._libuv)
+        clone.host, clone.port, clone._server = self.host, self.port, self._server
+        return clone
 
     def close(self) -> None:
         """Close the connections and stop the server, if this is the last store that owns it.
@@ -183,6 +339,8 @@ class TCPStore(Store):
         client, hosted = self._client, self._hosted
         if client is not None:
             client.close()
+        if self._ending is not None:
+            self._ending.detach()
         self._hosted = None
         if hosted is not None:
             hosted.release()
@@ -388,6 +546,14 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def _check_server_files(files: TlsFiles) -> None:
+    """Raise DistNetworkError if these are not enough for a server."""
+    if not files.cert or not files.key:
+        raise DistNetworkError(
+            f"a server with TLS needs a certificate and its key: set {CERT} and {KEY} for the rank that hosts it"
+        )
+
+
 def _use_libuv(given: bool | None) -> bool:
     """Return the argument or, without one, whether USE_LIBUV is exactly 1, as in PyTorch."""
     if given is None:
@@ -403,9 +569,13 @@ def _host(
     backend: str,
     may_be_thread: bool,
     timeout: float | None,
+    files: TlsFiles | None,
+    tokens: HostTokens | None,
 ) -> ServerHandle | None:
     """Host a server; return None if torchrun's agent hosts one at this address, as in PyTorch."""
     try:
+        if files is not None:
+            _check_server_files(files)
         return host(
             port,
             bind_host=bind_host,
@@ -414,11 +584,20 @@ def _host(
             backend=backend,
             may_be_thread=may_be_thread,
             timeout=timeout,
+            tls=files,
+            tokens=tokens,
         )
     except DistNetworkError:
         if _is_agent_port(port) and listen_fd is None:
             return None
         raise
+
+
+def _is_agent_server(host: str, port: int) -> bool:
+    """Whether torchrun's agent hosts a server at this address, which is no name then."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() not in _YES:
+        return False
+    return (host, str(port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
 
 
 _YES: Final = ("1", "t", "true", "y", "yes")
@@ -461,15 +640,19 @@ def _wait_for_workers(client: TCPClient, ranks: int, deadline: Deadline) -> None
             if deadline.passed():
                 raise StoreTimeoutError
             time.sleep(_POLL_SECONDS)
-    except StoreTimeoutError:
+    except StoreTimeoutError as late:
         seconds = -(-in_milliseconds(deadline.timeout) // 1000)
         try:
             joined = str(_joined(client, Deadline(_LAST_LOOK)))
         except StoreTimeoutError:
             joined = "?"
-        raise DistStoreError(
+        error = StoreTimeoutError(
             f"Timed out after {seconds} seconds waiting for clients. {joined}/{ranks} clients joined."
-        ) from None
+        )
+        error.missing_ranks, error.elsewhere = late.missing_ranks, late.elsewhere
+        if late.missing_ranks:
+            error.args = (f"{error} M{explanation.ranks_text(late)[1:]}",)
+        raise error from None
 
 
 def _joined(client: TCPClient, deadline: Deadline) -> int:

@@ -5,16 +5,27 @@ thread of this process, because two methods of PyTorch's client hold the GIL whi
 and the C++ client has connected before this rank is counted, so that it belongs to the round in which it is counted.
 """
 
-from collections.abc import Callable
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
 
+from ..client.brief_join import BriefJoin
+from ..client.credentials import find_token
+from ..client.named_ports import listen, open_port
 from ..client.pool import TCPClient
-from ..coercion import Timeout
+from ..client.tls import wants_tls
+from ..coercion import Timeout, to_seconds
 from ..deadline import Deadline
+from ..errors import AccessDeniedError, DistNetworkError, ProtocolError
 from ..rendezvous_url import Place
-from ..stores.rank import Rank
+from ..server.listen_socket import format_address
+from ..stores.rank import Rank, new_token
 from ..stores.tcp import TCPStore
 from .native_server import NativeServer, Sockets, sockets_to
 
@@ -23,43 +34,125 @@ _CppPrefixStore: Final = dist.PrefixStore
 """As they are now: `install(classes=True)` replaces them."""
 
 
+_thread: Final = threading.local()
+
+
+@contextmanager
+def for_ourselves() -> Iterator[None]:
+    """Have this thread's constructor of PyTorch's `TCPStore` be PyTorch's, whatever `install` has made of it."""
+    _thread.plain = True
+    try:
+        yield
+    finally:
+        _thread.plain = False
+
+
+def is_for_ourselves() -> bool:
+    return getattr(_thread, "plain", False)
+
+
 class _Joining(TCPStore):
     """Hosts and joins, with a C++ client beside its own that has connected before it joins."""
 
     _may_be_thread = False
 
-    def __init__(self, make: Callable[..., Any], *given: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        *given: Any,
+        began: float | None = None,
+        rank_token: bytes = b"",
+        **named: Any,
+    ) -> None:
         """`make` takes the arguments of PyTorch's constructor."""
         self._make = make
+        self._began = began
+        self._rank_token = rank_token
         self.native: Any = None
         self._sockets: Sockets = frozenset()
-        super().__init__(*given, **named)
+        self._listener: socket.socket | None = None
+        """For port 0 and a store with a name: what has the number that is part of that."""
+        self._asked = format_address(*given[:2]) if len(given) > 1 else "HOST:PORT"
+        try:
+            super().__init__(*given, **named)
+        finally:
+            if self._listener is not None:
+                self._listener.close()
+
+    def _free_number(self) -> int:
+        """The port of the C++ client, which the program may tell others: it has to be the one in the name."""
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = listen()
+        return int(self._listener.getsockname()[1])
+
+    def _check_tls(self) -> None:
+        if self._server is not None:
+            return  # what forwards the C++ client's bytes uses it
+        raise DistNetworkError(
+            f"PyTorch's C++ client cannot use TLS, which tcps:// or TCPSTORE_TLS=1 asks for: use our client "
+            f'(install(client="python") or TCPSTORE_INSTALL=python), or run `tcpstore relay --upstream '
+            f"tcps://{self._asked}` on this host and have the ranks use its address, without TCPSTORE_TLS"
+        )
+
+    def _check_tokens(self) -> None:
+        raise AccessDeniedError(
+            "PyTorch's C++ client cannot present a token, but this rank's server would require one because of "
+            "TCPSTORE_TOKEN or TCPSTORE_TOKEN_KEYS: use our client "
+            '(install(client="python") or TCPSTORE_INSTALL=python), or run `tcpstore serve --token-keys` and relays '
+            "that have a token, and unset both variables for the ranks"
+        )
 
     def _connect(self, ranks: int | None, deadline: Deadline) -> TCPClient:
-        if ranks is None:
+        if self._server is None and ranks is None:
             self._connect_native()
-        return super()._connect(ranks, deadline)
+        client = super()._connect(ranks, deadline)
+        if self._server is not None and ranks is None:
+            self._connect_native(client)
+        return client
 
     def _joins(self, client: TCPClient, rank: Rank) -> bool:
         # Check first: a C++ client logs when the server of the previous round closes its connection.
         if not rank.may_join(client):
             return False
-        self._connect_native()
+        self._connect_native(client)
         return super()._joins(client, rank)
 
-    def _connect_native(self) -> None:
-        hosts = self._hosted is not None
-        before = sockets_to(self.port) if hosts else frozenset()
-        self.native = self._make(
-            self.host, self.port, None, False, self.timeout, wait_for_workers=False, use_libuv=self.libuvBackend
-        )
-        self._sockets = sockets_to(self.port) - before if hosts else frozenset()
+    def _connect_native(self, client: TCPClient | None = None) -> None:
+        """Make the C++ client: of the server, or of a port that stands for the named store that `client` is in."""
+        host, port = self.host, self.port
+        if self._server is not None and client is not None and client.name is not None:
+            listener, self._listener = self._listener or listen(), None
+            host, port = "127.0.0.1", open_port(self._server, client.name, listener)
+        hosts = self._hosted is not None or self._owns
+        before = sockets_to(port) if hosts else frozenset()
+        with for_ourselves():
+            self.native = self._make(
+                host, port, None, False, self.timeout, wait_for_workers=False, use_libuv=self.libuvBackend
+            )
+        self._sockets = sockets_to(port) - before if hosts else frozenset()
 
     def detach_server(self, store: Any) -> NativeServer | None:
         """Close our own connections; if this rank hosts, leave the server to the C++ client `store`."""
         self.native = None
+        self._make = _CppTCPStore  # the other may refer to `store`, which must not live as long as this
+        if self._owns:
+            return NativeServer(store, _Owned(self), self._sockets)
         handle = self._leave_server()
         return None if handle is None else NativeServer(store, handle, self._sockets)
+
+
+class _Owned:
+    """A store with a name that lasts as long as the C++ client of its owner."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self.port = store.port
+        self.pid = os.getpid()
+        self._store = store
+
+    def release(self) -> None:
+        if os.getpid() == self.pid:
+            self._store.close()
 
 
 def open_native(
@@ -69,8 +162,16 @@ def open_native(
 
     `joined` is called with our own store, which is closed after that.
 
+    Under torchrun's agent, `joined` is not called if our server is there already.
+
     Raises DistNetworkError and DistStoreError as TCPStore does, and RuntimeError if the server could only be a thread.
     """
+    deadline = Deadline(to_seconds("timeout", timeout))
+    rank_token = new_token()
+    if place.agent_hosts() and place.world_size > 0 and not place.prefix and not wants_tls(place.tls):
+        native = _join_agents_server(place, deadline, rank_token)
+        if native is not None:
+            return native, None
     joining = _Joining(
         _CppTCPStore,
         place.host,
@@ -80,11 +181,36 @@ def open_native(
         timeout,
         multi_tenant=True,
         use_libuv=place.use_libuv,
+        tls=place.tls,
+        began=deadline.began,
+        rank_token=rank_token,
     )
     store = joining.native
     joined(joining)
     server = joining.detach_server(store)
     return (_CppPrefixStore(place.prefix, store) if place.prefix else store), server
+
+
+def _join_agents_server(place: Place, deadline: Deadline, rank_token: bytes) -> Any:
+    """Return the C++ client of the server of torchrun's agent; None if that is not ours, or on any trouble in between.
+
+    That server runs before its workers and as long as they do, so none of a `_Joining`'s doubts about the server's
+    round is needed here, which would take twice as many round trips.
+    """
+    try:
+        with BriefJoin(place.host, place.port, deadline, find_token()) as brief:
+            native = _CppTCPStore(
+                place.host,
+                place.port,
+                None,
+                False,
+                timedelta(seconds=deadline.timeout),
+                wait_for_workers=False,
+                use_libuv=place.use_libuv,
+            )
+            return native if brief.join(rank_token, place.world_size) else None
+    except (OSError, ProtocolError):
+        return None
 
 
 def host_native(store: Any, make: Callable[..., Any], *given: Any, **named: Any) -> NativeServer | None:

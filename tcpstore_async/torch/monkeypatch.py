@@ -13,9 +13,9 @@ class Monkeypatch:
         return bool(self._before)
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Replace an attribute or, if `owner` is a dict, an entry. Raises KeyError if there is none of that name."""
+        """Replace an attribute, which must exist, or, if `owner` is a dict, an entry. Raises KeyError."""
         if isinstance(owner, dict):
-            self._before.append((owner, name, owner[name]))
+            self._before.append((owner, name, owner.get(name)))
             owner[name] = new
         else:
             self._before.append((owner, name, vars(owner)[name]))  # the class's own function, not a bound one
@@ -25,7 +25,9 @@ class Monkeypatch:
         """Put everything back."""
         while self._before:
             owner, name, old = self._before.pop()
-            if isinstance(owner, dict):
+            if isinstance(owner, dict) and old is None:
+                del owner[name]
+            elif isinstance(owner, dict):
                 owner[name] = old
             else:
                 setattr(owner, name, old)

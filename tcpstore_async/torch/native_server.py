@@ -14,9 +14,17 @@ import stat
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from ..server.master import ServerHandle
+
+class Handle(Protocol):
+    """What keeps a server, or a store with a name on one."""
+
+    port: int
+    pid: int
+
+    def release(self) -> None: ...
+
 
 Sockets = frozenset[tuple[int, int, int]]
 """Open sockets of this process: descriptor, device and inode of each."""
@@ -61,7 +69,7 @@ def _peer_port(fd: int) -> int | None:
 class NativeServer:
     """Stops the server of a C++ client once neither Python nor C++ holds that client any more."""
 
-    def __init__(self, store: Any, handle: ServerHandle, sockets: Sockets) -> None:
+    def __init__(self, store: Any, handle: Handle, sockets: Sockets) -> None:
         """`sockets` are those that the client opened; one that others opened meanwhile keeps the server longer."""
         self.port = handle.port
         self.pid = handle.pid

@@ -40,10 +40,14 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from .. import errors
+from ..client.credentials import find_token
+from ..client.tls import wants_tls
 from ..relay.process import RelayProcess
 from ..rendezvous_url import ROUND_VARIABLE
 from ..server.listen_socket import format_address
+from ..server.rate_limited_log import RateLimitedLog
 from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, is_closed
+from ..stores.tcp import TOKEN_KEYS
 from .stores import PrefixStore, Store, TCPStore
 
 BACKEND: Final = "tcpstore"
@@ -73,7 +77,8 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
     Options in `--rdzv-conf`, times in seconds: is_host, read_timeout (60), join_timeout (600), last_call_timeout (30),
     close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). With relay=1, or
-    TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. Raises ValueError if one of the times
+    TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. With tls=1, or TCPSTORE_TLS=1, the
+    servers that agents host offer TLS, and agents and relays use it. Raises ValueError if one of the times
     is not positive, RendezvousConnectionError if the server cannot be reached or is not ours.
     """
     if not params.run_id:
@@ -90,10 +95,11 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         keep_alive_max_attempt=_positive(params, "keep_alive_max_attempt", 3),
     )
     relay = params.get_as_bool("relay", os.environ.get(RELAY) == "1")
-    store = _open_store(params, read_timeout)
+    tls = bool(params.get_as_bool("tls", wants_tls(None)))
+    store = _open_store(params, read_timeout, tls)
     try:
         key = _enter(store, params.run_id)
-        return _Handler(params.run_id, store, key, options, params.local_addr or socket.getfqdn(), bool(relay))
+        return _Handler(params.run_id, store, key, options, params.local_addr or socket.getfqdn(), bool(relay), tls)
     except (errors.DistError, NotImplementedError) as error:
         store.close()
         raise RendezvousConnectionError(str(error)) from error
@@ -102,8 +108,11 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 class _Handler(RendezvousHandler):
     """The rendezvous of one agent. Each round has a server of its own for its workers."""
 
-    def __init__(self, run_id: str, store: Store, key: str, options: Options, address: str, relay: bool) -> None:
+    def __init__(
+        self, run_id: str, store: Store, key: str, options: Options, address: str, relay: bool, tls: bool
+    ) -> None:
         self._run_id = run_id
+        self._tls = tls
         self._wants_relay = relay
         self._relay: RelayProcess | None = None
         self._store = store
@@ -183,22 +192,35 @@ class _Handler(RendezvousHandler):
         too.
         """
         if found.rank == 0:
+            token = ""
             if self.use_agent_store:
-                self._server = TCPStore("localhost", 0, is_master=True)
+                name = self._address if self._tls else "localhost"  # a certificate need not name the latter
+                token = secrets.token_hex(16) if _has_token() else ""
+                required = "all" if self._wants_relay else ""
+                self._server = TCPStore(
+                    name, 0, is_master=True, token=token, tls=self._tls, token_keys="", require_auth=required, server=""
+                )
+                if token and not required:
+                    log.warning(
+                        "the workers' server on port %d lets in clients without a token, because PyTorch's client "
+                        "cannot present one: with --rdzv-conf relay=1 the server requires one",
+                        self._server.port,
+                    )
             port = self._server.port if self._server is not None else _free_port()
-            store.set(_ROUND_KEY, json.dumps([self._address, port, secrets.token_hex(8)]))
-        address, port, name = json.loads(store.get(_ROUND_KEY))
+            store.set(_ROUND_KEY, json.dumps([self._address, port, secrets.token_hex(8), token]))
+        address, port, name, token = json.loads(store.get(_ROUND_KEY))
         if self._wants_relay:
-            address, port = self._start_relay(address, port)
+            address, port = self._start_relay(address, port, token)
         return RendezvousStoreInfo(address, port), name
 
-    def _start_relay(self, address: str, port: int) -> tuple[str, int]:
+    def _start_relay(self, address: str, port: int, token: str) -> tuple[str, int]:
         """Start a relay for this agent's workers, and return where it listens; without one, where the server does."""
         if not self.use_agent_store:
             log.warning("no relay: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 lets a worker host the server")
             return address, port
         try:
-            self._relay = RelayProcess(f"tcp://{format_address(address, port)}")
+            where = format_address(address, port)
+            self._relay = RelayProcess(f"{'tcps' if self._tls else 'tcp'}://{where}", token=token)
         except (OSError, errors.DistError) as error:
             where = format_address(address, port)
             log.warning("could not start a relay (%s); the workers connect to the server at %s", error, where)
@@ -274,6 +296,7 @@ class _Beats:
 
 
 def _send_beats(agent: "weakref.ref[Agent]", pulse: Pulse, stopped: threading.Event) -> None:
+    limited = RateLimitedLog(log)
     while not stopped.wait(max(0.0, pulse.due - time.monotonic())):
         alive = agent()
         if alive is None:
@@ -281,13 +304,18 @@ def _send_beats(agent: "weakref.ref[Agent]", pulse: Pulse, stopped: threading.Ev
         try:
             alive.beat()
         except errors.DistError as error:
-            log.warning("could not send a keep-alive heartbeat: %s", error)
+            limited.add("heartbeat", f"could not send a keep-alive heartbeat: {error}")
             if not isinstance(error, errors.StoreTimeoutError):
                 return  # the connection is lost, and with it the store
         del alive
 
 
-def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
+def _has_token() -> bool:
+    """Return whether the agents have a token: then it is from each other only that they take another one."""
+    return bool(find_token() or os.environ.get(TOKEN_KEYS))
+
+
+def _open_store(params: RendezvousParameters, timeout: timedelta, tls: bool) -> Store:
     """Host the server, or connect to the one that runs already."""
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     asked = params.get_as_bool("is_host")
@@ -295,14 +323,14 @@ def _open_store(params: RendezvousParameters, timeout: timedelta) -> Store:
     try:
         if hosts:
             try:
-                store = TCPStore(host, port, is_master=True, timeout=timeout, multi_tenant=True)
+                store = TCPStore(host, port, is_master=True, timeout=timeout, multi_tenant=True, tls=tls)
                 log.info("hosting the rendezvous server on port %d", store.port)
                 return store
             except errors.DistNetworkError:
                 if asked:
                     raise
                 log.info("port %d is in use: connecting to the server there", port)
-        return TCPStore(host, port, timeout=timeout)
+        return TCPStore(host, port, timeout=timeout, tls=tls)
     except errors.DistError as error:
         raise RendezvousConnectionError(f"cannot use the store at {host}:{port}: {error}") from error
 

@@ -201,10 +201,16 @@ class TCPStore(Store):
         use_libuv: bool | None = None,
         *,
         bind_host: str | None = None,
+        token: str | None = None,
+        tls: bool | None = None,
+        token_keys: str | os.PathLike[str] | None = None,
+        require_auth: str = "all",
+        server: str | None = None,
     ) -> None:
         flags = (wait_for_workers, multi_tenant, master_listen_fd, use_libuv)
         where = (host_name, port, world_size, is_master, timeout)
-        super().__init__(_make(_PlainTCPStore, *where, *flags, bind_host=bind_host))
+        more = {"token": token, "tls": tls, "token_keys": token_keys, "require_auth": require_auth, "server": server}
+        super().__init__(_make(_PlainTCPStore, *where, *flags, bind_host=bind_host, **more))
 
     @property
     def host(self) -> str:

@@ -1,4 +1,4 @@
-"""Have PyTorch's own `TCPStore` host our server wherever it would host PyTorch's.
+"""Have PyTorch's own `TCPStore` host our server wherever it would host PyTorch's, or use a store with a name.
 
 Every launcher, library and program calls this constructor, by whatever name it has imported the class. The class stays
 PyTorch's, and so do its objects: they are clients of our server. Rendezvous and launchers are unknown here.
@@ -7,15 +7,18 @@ PyTorch's, and so do its objects: they are clients of our server. Rendezvous and
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Final
 
 import torch.distributed as dist
 
 from .. import errors
+from ..client.store_name import find_server
 from ..coercion import to_seconds
 from . import native_server
-from .cpp_client import host_native
+from .cpp_client import host_native, is_for_ourselves
 from .errors import joint
 
 log = logging.getLogger("tcpstore_async.torch")
@@ -35,7 +38,10 @@ def _as_called(
     """The parameters of PyTorch's constructor; it has no signature that `inspect` can read."""
 
 
+_LAUNCHER: Final = "torch.distributed.elastic."
+
 _PARAMETERS: Final = inspect.signature(_as_called)
+_MASTER: Final = list(_PARAMETERS.parameters).index("is_master")
 
 Init = Callable[..., None]
 
@@ -43,12 +49,14 @@ Init = Callable[..., None]
 def constructor(stock: Init) -> Init:
     """Wrap PyTorch's constructor `stock` so that a master hosts our server and is a client of it.
 
+    With TCPSTORE_SERVER_URL, every store is a client of the store with that name.
+
     Where our server cannot be hosted, PyTorch's is, and one log line gives the reason.
     """
 
     @functools.wraps(stock)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
-        options = _master_options(given, named)
+        options = None if is_for_ourselves() else _our_options(given, named, _is_launchers(sys._getframe(1)))
         if options is None:
             stock(self, *given, **named)
         else:
@@ -57,15 +65,27 @@ def constructor(stock: Init) -> Init:
     return __init__
 
 
-def _master_options(given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of a master; None for a client, and where PyTorch's own constructor raises at once."""
+def _is_launchers(caller: FrameType) -> bool:
+    """Return whether torchrun makes a store: its agents and workers reach that by its address, which is no name."""
+    return str(caller.f_globals.get("__name__", "")).startswith(_LAUNCHER)
+
+
+def _our_options(given: tuple[Any, ...], named: dict[str, Any], launchers: bool) -> dict[str, Any] | None:
+    """Return the arguments of a master, and of any store whose address is a name.
+
+    None for other clients, and where PyTorch's own constructor raises at once.
+    """
+    is_master = bool(given[_MASTER] if len(given) > _MASTER else named.get("is_master"))
     try:
+        if not is_master and (launchers or find_server(None) is None):
+            return None  # before `bind`, which takes longer than all else that a client needs
         options = dict(_PARAMETERS.bind(*given, **named).arguments)
-        if not options.get("is_master") or to_seconds("timeout", options.get("timeout", 1)) <= 0:
+        options["is_master"] = is_master
+        if to_seconds("timeout", options.get("timeout", 1)) <= 0:
             return None
     except (TypeError, ValueError):
         return None
-    return {"use_libuv": True, **options, "is_master": True}
+    return {"use_libuv": True, **options, "server": "" if launchers else None}
 
 
 def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any], options: dict[str, Any]) -> None:

@@ -42,6 +42,9 @@ ITEM_BYTES: Final = 64
 _MANY_ITEMS: Final = 10_000
 """Items from which on a list must not be in the youngest generation of the garbage collector."""
 
+MAX_TOKEN: Final = 4096
+"""Bytes of the longest token that AUTH may carry."""
+
 _PAIR_BYTES: Final = 160
 """Bytes counted for a key and a value of an incomplete list."""
 
@@ -77,6 +80,13 @@ class RequestCodec:
     layout: str = ""
     """The fields as `docs/wire.md` writes them."""
 
+    names_keys: bool = False
+    """Whether there are keys among the fields."""
+
+    def keys(self, fields: Fields) -> list[bytes]:
+        """Return the keys among the fields."""
+        return []
+
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         """Decode the fields that start at `at` in data[:end] and pass them to `call`.
 
@@ -89,6 +99,13 @@ class RequestCodec:
     def encode(self, fields: Fields) -> bytes:
         """Return the fields as bytes."""
         raise NotImplementedError
+
+
+class _BeginsWithKey(RequestCodec):
+    """The first field is a key, the only one."""
+
+    def keys(self, fields: Fields) -> list[bytes]:
+        return [fields[0]]
 
 
 class _Nothing(RequestCodec):
@@ -159,8 +176,9 @@ def _value_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
     return stop if stop <= end else -stop
 
 
-class _Key(RequestCodec):
+class _Key(_BeginsWithKey):
     def __init__(self) -> None:
+        self.names_keys = True
         self.layout = "key"
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
@@ -175,8 +193,9 @@ class _Key(RequestCodec):
         return pack(fields[0])
 
 
-class _KeyI64(RequestCodec):
+class _KeyI64(_BeginsWithKey):
     def __init__(self) -> None:
+        self.names_keys = True
         self.arity = 2
         self.layout = "key, i64"
 
@@ -193,10 +212,33 @@ class _KeyI64(RequestCodec):
         return pack(fields[0]) + _I64.pack(fields[1])
 
 
-class _KeyValues(RequestCodec):
+class _ShortValue(RequestCodec):
+    """A value with a maximum length of its own, in bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.layout = "value"
+        self.most = most
+
+    def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        start = at + PREFIX
+        if start > end:
+            return None, -start
+        length: int = read_i64_le(data, at)
+        if length < 0 or length > self.most:
+            raise ProtocolError(f"a value of {_unsigned(length)} bytes (max {self.most})")
+        stop = start + length
+        return (call(data[at:stop]), stop) if stop <= end else (None, -stop)
+
+    def encode(self, fields: Fields) -> bytes:
+        value: bytes = fields[0]
+        return value
+
+
+class _KeyValues(_BeginsWithKey):
     """A key and one or more values."""
 
     def __init__(self, values: int, large: bool) -> None:
+        self.names_keys = True
         self.arity = 1 + values
         self.layout = "key" + ", value" * values
         self.large = large
@@ -254,10 +296,11 @@ class _KeyValue(_KeyValues):
         return pack(fields[0]) + value
 
 
-class _KeyValueNumbers(RequestCodec):
+class _KeyValueNumbers(_BeginsWithKey):
     """A key, a short value and numbers."""
 
     def __init__(self, numbers: int) -> None:
+        self.names_keys = True
         self.arity = 2 + numbers
         self.layout = "key, value" + ", i64" * numbers
         self.numbers = Struct(f"<{numbers}q")
@@ -350,11 +393,18 @@ def _pair(key: bytes, value: Framed) -> tuple[bytes, Framed]:
 class CountedList(RequestCodec):
     """A count and as many items."""
 
-    def __init__(self, item: RequestCodec, layout: str, pick: Handler) -> None:
+    def __init__(self, item: RequestCodec, layout: str, pick: Handler, names_keys: bool = True) -> None:
         self.layout = f"u64 *n*, *n* × {layout}"
+        self.names_keys = names_keys
         self.item = item
         self.pick = pick
         """Makes a list item from its fields."""
+
+    def keys(self, fields: Fields) -> list[bytes]:
+        items: list[Any] = fields[0]
+        if not self.names_keys:
+            return []
+        return items if self.item is KEY else [key for key, _ in items]
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
@@ -678,6 +728,8 @@ KEY_VALUE_2_I64: Final[RequestCodec] = _KeyValueNumbers(2)
 KEY_VALUE_3_I64: Final[RequestCodec] = _KeyValueNumbers(3)
 KEYS: Final[RequestCodec] = CountedList(KEY, "key", alone)
 ITEMS: Final[RequestCodec] = CountedList(_KeyValue(1, large=False), "(key, value)", _pair)
+NAMED_VALUES: Final[RequestCodec] = CountedList(_KeyValue(1, large=False), "(name, value)", _pair, names_keys=False)
+TOKEN: Final[RequestCodec] = _ShortValue(MAX_TOKEN)
 
 NO_REPLY: Final[ReplyCodec] = _NoReply()
 ECHO: Final[ReplyCodec] = _Echo()

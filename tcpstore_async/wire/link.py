@@ -54,6 +54,11 @@ GOING_AWAY: Final = 4
 """The server is about to stop: no new sessions."""
 SAME: Final = 5
 """u32 n, n x u32 session, and one payload: a DATA frame for each of them."""
+DESCRIBE: Final = 6
+"""What is known of the rank of a session: pairs `name=value`, with zero bytes between them."""
+
+DESCRIPTION_BYTES: Final = 1024
+"""Longest payload of a DESCRIBE frame."""
 
 END_OF_FILE: Final = b"\0"
 """Reason: the rank sends no more, but still receives. The server closes the session after its last reply."""

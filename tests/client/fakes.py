@@ -44,6 +44,12 @@ def greet(peer: socket.socket) -> bytes:
     return hello
 
 
+def answer_probe(peer: socket.socket) -> None:
+    """Reply as PyTorch's servers do to a client's request whether the server has our extension."""
+    assert exactly(peer, len(PROBE)) == PROBE
+    peer.sendall(STOCK)
+
+
 def answer_try(peer: socket.socket) -> None:
     """Reply to a probe for BARRIER, queues or LIST_KEYS as a server that has them."""
     opcode = exactly(peer, 1)

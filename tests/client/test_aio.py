@@ -308,6 +308,7 @@ async def test_what_is_there_needs_no_further_connection(port: int, key: str) ->
 async def test_what_is_written_in_one_turn_goes_out_together(port: int, key: str) -> None:
     async with store_at(port) as store:
         (connection,) = store._connections
+        await store.server()  # which a first call would request
         written: list[bytes] = []
         write = connection.transport.write
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from client.fakes import Fake, fake_server, greet
+from client.fakes import Fake, answer_probe, fake_server, greet
 from support import LIMIT, tcpstore_server
 from tcpstore_async import DistNetworkError, TCPStore
 from tcpstore_async.client import background
@@ -259,6 +259,7 @@ def test_a_reset_is_noticed_without_a_call(losses: Losses) -> None:
 
     def talk(peer: socket.socket) -> None:
         greet(peer)
+        answer_probe(peer)
         peer.recv(100)
         peer.sendall((1).to_bytes(8, "little"))
         reset.wait(LIMIT)
@@ -268,7 +269,9 @@ def test_a_reset_is_noticed_without_a_call(losses: Losses) -> None:
         assert store.add("n", 1) == 1
         reset.set()
         assert losses.noticed.wait(LIMIT)
-        with pytest.raises(DistNetworkError, match=r"^Connection reset by peer$"):
+        with pytest.raises(
+            DistNetworkError, match=r"^Connection reset by peer \(last byte from the server .* s ago\)$"
+        ):
             store.add("n", 1)
 
 
@@ -385,6 +388,7 @@ def test_a_large_value_that_the_server_rejects(losses: Losses) -> None:
 
     def talk(peer: socket.socket) -> None:
         greet(peer)
+        answer_probe(peer)
         while peer.recv(1 << 20):
             pass
 

@@ -86,7 +86,7 @@ def test_nothing_listens(how: How, host: str, unused: int) -> None:
 
 @pytest.mark.parametrize(("seconds", "cause"), [(0.02, "[Rr]efused"), (10.0, "no answer")])
 def test_a_last_try_of_little_time_does_not_hide_why_others_failed(seconds: float, cause: str) -> None:
-    tries = _Tries("host", 1, Deadline(60.0), False)
+    tries = _Tries("host", 1, Deadline(60.0), False, None)
     tries.limit()
     tries.after(ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)))
     tries.deadline = Deadline(60.0, time.monotonic() - 60.0 + seconds)
@@ -369,7 +369,7 @@ def test_a_host_that_is_gone_without_a_word_is_noticed(how: How) -> None:
 
 
 DEAD_HOST = """
-import ctypes, fcntl, os, socket, struct, subprocess, sys, threading
+import ctypes, fcntl, json, socket, struct, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
 if libc.unshare(0x40000000) and libc.unshare(0x50000000):  # CLONE_NEWNET, with CLONE_NEWUSER if need be
     sys.exit(77)
@@ -383,8 +383,11 @@ except OSError:
 from tcpstore_async import DistNetworkError, TCPStore
 from tcpstore_async.client import connect
 connect._KEEP_ALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 2000))
-master = TCPStore("127.0.0.1", 0, is_master=True, bind_host="127.0.0.1")
-with TCPStore("127.0.0.1", master.port, timeout=-1) as store:
+serve = [sys.executable, "-m", "tcpstore_async", "serve", "--host", "127.0.0.1", "--port", "0", "--link-grace", "1"]
+kill_with_parent = lambda: libc.prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+server = subprocess.Popen(serve, stdout=subprocess.PIPE, preexec_fn=kill_with_parent)
+port = json.loads(server.stdout.readline())["port"]
+with TCPStore("127.0.0.1", port, timeout=-1) as store:
     store.set("a", "")
     assert store.get("a") == b""
     tick = threading.Event()
@@ -402,8 +405,8 @@ with TCPStore("127.0.0.1", master.port, timeout=-1) as store:
         store.wait(["never"])
     except DistNetworkError as error:
         print("noticed:", error)
-loopback(1)
-master.close()
+server.kill()
+server.wait()
 """
 
 

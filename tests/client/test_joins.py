@@ -23,6 +23,7 @@ from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, 
 from tcpstore_async.client import requests
 from tcpstore_async.client.pool import TCPClient
 from tcpstore_async.deadline import Deadline
+from tcpstore_async.server.master import host
 from tcpstore_async.stores.rank import Rank
 from tcpstore_async.values import pack
 
@@ -158,6 +159,18 @@ def test_a_rank_that_makes_its_next_store_comes_to_the_next_round(port: int, clo
             assert rank.wait(LIMIT) == 0
         finally:
             rank.kill()
+
+
+def test_a_rank_that_left_before_its_master_came_counts_as_another(port: int) -> None:
+    """As in PyTorch: what has joined and left may as well have been the other rank of the world."""
+    server = host(port, bind_host=None, listen_fd=None, multi_tenant=False, backend="uv", timeout=LIMIT)
+    try:
+        server.announce(2)
+        TCPStore("127.0.0.1", port, 2, timeout=LIMIT).close()
+        with TCPStore("127.0.0.1", port, 2, timeout=LIMIT) as again:
+            assert counted(again) == 2
+    finally:
+        server.release()
 
 
 ONE = "store = t.TCPStore(*args)\nprint('there', flush=True)\nsys.stdin.readline()"

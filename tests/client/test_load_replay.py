@@ -29,6 +29,7 @@ from tcpstore_async import TCPStore
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import QueueEmptyError, StoreTimeoutError
 from tcpstore_async.load import replay_limits
+from tcpstore_async.load.recorder import RecordingFile
 from tcpstore_async.load.recording import Connection, Recording, RecordingError, RowEncoder, read_recording
 
 COMMAND = [sys.executable, "-m", "tcpstore_async"]
@@ -241,9 +242,7 @@ def test_a_replay_without_progress_times_out(tmp_path: Path) -> None:
     with tcpstore_server() as server:
         done = replay(file, server.port, "--timeout", "0.3")
     assert done.returncode == 3
-    assert (
-        b"no progress for 0.3 s: 1 of 1 connections have not finished; connection 0, request 2, WAIT /k" in done.stderr
-    )
+    assert b"no progress for 0.3 s: 1 of 1 connection unfinished; connection 0, request 2, WAIT /k" in done.stderr
 
 
 def rows(*lines: str) -> bytes:
@@ -416,7 +415,7 @@ def test_an_interrupted_replay_prints_what_was_played(tmp_path: Path, number: si
         assert json.loads(errors) == {"error": "interrupted", "status": 128 + number}
     else:
         assert said.startswith(b"interrupted while playing the job: 2 ranks, 2 connections, ")
-        assert re.search(rb"\n([67]) of \1 replies match the recording\n$", said)
+        assert re.search(rb"\nreplies that match the recording: ([67]) of \1\n$", said)
         assert errors == b"Error: interrupted\n"
 
 
@@ -425,12 +424,12 @@ def test_a_long_replay_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
     try:
         with long_replay(tmp_path, stderr=theirs) as process:
             said = b""
-            while b"connections have not finished" not in said:
+            while b" unfinished" not in said:
                 assert select.select([ours], [], [], LIMIT)[0]
                 said += os.read(ours, 1000)
             process.send_signal(signal.SIGINT)
             process.wait(LIMIT)
-        assert said.startswith(b"\r\x1b[Kplayed 11 of 12 requests, 2 of 2 connections have not finished")
+        assert said.startswith(b"\r\x1b[Kplayed 11 of 12 requests, 2 of 2 connections unfinished")
         assert os.read(ours, 1000).endswith(b"\r\x1b[KError: interrupted\r\n")
     finally:
         os.close(ours)
@@ -481,7 +480,7 @@ def test_the_server_closes_as_recorded(tmp_path: Path) -> None:
                 peer.send(data)
                 assert peer.closed()
         with RawPeer(proxy.port, validate=False) as peer:
-            peer.send(b"GET / HTTP/1.1\r\n")
+            peer.send(b"SSH-2.0-OpenSSH\r\n")
             assert peer.closed()
         proxy.stop()
     recording = read_recording(file)
@@ -723,3 +722,34 @@ def test_too_many_connections_do_not_end_the_recorder(tmp_path: Path) -> None:
                 peer.ping()
             process.terminate()
             assert process.wait(LIMIT) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be someone else")
+@pytest.mark.parametrize("kind", ["symbolic link", "file"])
+def test_what_someone_else_has_planted_is_not_written_to(kind: str, tmp_path: Path) -> None:
+    mine, planted = tmp_path / "mine", tmp_path / "job"
+    mine.write_bytes(b"precious")
+    if kind == "file":
+        planted.write_bytes(b"precious")
+    else:
+        planted.symlink_to(mine)
+    os.lchown(planted, 12345, 12345)
+    with pytest.raises(RecordingError) as caught:
+        RecordingFile(planted)
+    assert str(caught.value) == f"cannot write {planted}: it is a {kind} of user 12345; remove it, or choose another"
+    assert planted.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_of_ones_own_is_followed(there: bool, tmp_path: Path) -> None:
+    """As /dev/stdout is one."""
+    mine, link = tmp_path / "mine", tmp_path / "job"
+    if there:
+        mine.write_bytes(b"older")
+    link.symlink_to(mine)
+    file = RecordingFile(link)
+    file.start()
+    file.write(b"row")
+    file.close()
+    assert mine.read_bytes() == b"row"
+    assert link.is_symlink()

@@ -20,6 +20,7 @@ from client.test_sync import until
 from support import LIMIT, free_port, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.deadline import Deadline
+from tcpstore_async.server.port_holder import PROC, find_holder
 
 SOON = 3.0
 """Enough for a server to start on a busy machine."""
@@ -80,7 +81,7 @@ def test_some_do_not_join() -> None:
         began = time.monotonic()
         with pytest.raises(DistStoreError, match=rf"^Timed out after {said} seconds waiting for clients\. 1/2 clients"):
             TCPStore("127.0.0.1", 0, 2, True, timeout)
-        assert time.monotonic() - began < timeout + 5
+        assert time.monotonic() - began < LIMIT / 2
 
 
 def test_nobody_is_waited_for(port: int) -> None:
@@ -94,10 +95,12 @@ def test_nobody_is_waited_for(port: int) -> None:
             assert store.port > 0
 
 
-def test_a_port_in_use(port: int) -> None:
+def test_a_port_in_use(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_holder, "__defaults__", (PROC, LIMIT))  # the search gives up early on a busy machine
     text = (
         "^The server socket has failed to listen on any local network address. "
-        f"port: {port}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use$"
+        f"port: {port}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+        rf"; port {port} is in use by pid \d+ \(.* -c # the server of a TCPStore\(is_master=True\)"
     )
     with TCPStore("127.0.0.1", port, None, True, LIMIT) as store:
         for _ in range(2):

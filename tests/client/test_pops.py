@@ -214,8 +214,13 @@ TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60).queue_pop("q")
 """
 
 
-def test_the_item_of_a_killed_process_goes_back(port: int, other: TCPStore) -> None:
-    with link_to(port) as link:
+@pytest.mark.parametrize("backend", ["uv", "threaded"])
+def test_the_item_of_a_killed_process_goes_back(backend: str) -> None:
+    with (
+        tcpstore_server("--backend", backend, "--link-grace", "0.5") as server,
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT) as other,
+        link_to(server.port) as link,
+    ):
         link.holds = True
         with subprocess.Popen([sys.executable, "-c", CHILD, str(link.port)], cwd=tempfile.gettempdir()) as child:
             assert link.asked.wait(LIMIT)

@@ -14,18 +14,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from client.test_sync import until
-from support import LIMIT, tcpstore_server
+from conformance.frames import delete, get, i64, set_
+from support import LIMIT, blob, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import background
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.requests import NO_KEY
+from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.deadline import Deadline
 from tcpstore_async.server.backends import BACKENDS
@@ -50,6 +53,11 @@ class Resetter:
         self._refuses = False
         self.mutes = False
         """Whether what the server sends is dropped, but for the reply to the handshake."""
+        self.breaks: list[tuple[bool, int]] = []
+        """How many bytes each of the next connections carries before both of its ends are reset, and whether from the
+        server or to it."""
+        self._left: dict[int, int] = {}
+        """How many bytes are left, by the descriptor of the end that sends them."""
         self._replied: dict[int, int] = {}
         """Bytes from the server, by its end's descriptor."""
         self._thread = threading.Thread(target=self._run)
@@ -110,6 +118,11 @@ class Resetter:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one.settimeout(0.5)
         with self._lock:
+            for one in (client, server):
+                self._left.pop(one.fileno(), None)
+            if self.breaks:
+                from_server, count = self.breaks.pop(0)
+                self._left[(server if from_server else client).fileno()] = count
             self._replied.pop(client.fileno(), None)
             self._replied[server.fileno()] = 0
             self._pairs[client.fileno()] = client, server
@@ -122,11 +135,15 @@ class Resetter:
                 return
             data = b""
             try:
-                data = pair[0].recv(1 << 16)
+                data = pair[0].recv(self._left.get(fd, 1 << 16))
                 if not self.mutes or self._replied.get(fd, 0) < _PING_BYTES:
                     pair[1].sendall(data)
                 if fd in self._replied:
                     self._replied[fd] += len(data)
+                if data and fd in self._left:
+                    self._left[fd] -= len(data)
+                    if not self._left[fd]:
+                        raise ConnectionResetError
             except OSError:  # reset, or one end does not read while this thread serves no other connection
                 data = b""
                 for one in pair:
@@ -193,6 +210,146 @@ def test_what_was_written_is_executed_once(port: int) -> None:
         assert len(other.get("long")) == 2000 * count
         for key in ("once", "text", "long"):
             other.delete_key(key)
+
+
+ONLY: dict[str, Callable[[Any, str], Any]] = {
+    "set": lambda store, key: store.set(key, "v"),
+    "add": lambda store, key: store.add(key, 1),
+    "append": lambda store, key: store.append(key, "v"),
+    "check": lambda store, key: store.check([key]),
+}
+"""Calls that do not depend on who the server is."""
+
+COUNTS = {"set": b"v", "add": b"12", "append": b"v" * 12, "check": None}
+"""What is there after twelve of them."""
+
+
+def _remains(port: int, key: str) -> bytes | None:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        value = store.get(key) if store.check([key]) else None
+        store.delete_key(key)
+        return value
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_a_store_that_has_made_one_kind_of_call_only(port: int, name: str) -> None:
+    with resetter(port) as proxy:
+        for _ in range(4):
+            with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+                ONLY[name](store, f"only/{name}")
+                assert proxy.reset() == 1
+                for _ in range(2):
+                    ONLY[name](store, f"only/{name}")
+                store.check(["only"])
+    assert _remains(port, f"only/{name}") == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_an_async_store_that_has_made_one_kind_of_call_only(port: int, name: str) -> None:
+    async def main(proxy: Resetter) -> None:
+        for _ in range(4):
+            async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+                await ONLY[name](store, f"only/{name}")
+                assert proxy.reset() == 1
+                for _ in range(2):
+                    await ONLY[name](store, f"only/{name}")
+                await store.check(["only"])
+
+    with resetter(port) as proxy:
+        asyncio.run(main(proxy))
+    assert _remains(port, f"only/{name}") == COUNTS[name]
+
+
+def test_a_call_with_little_time_leaves_the_identity_to_a_later_one(port: int) -> None:
+    async def main(listening: int) -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", listening, timeout=LIMIT) as store:
+            store.set_timeout(0.001)
+            await store.set("little", "time")
+            assert store.identity is None
+            store.set_timeout(0)
+            assert await store.add("little/count", 1) == 2
+            assert store.identity is not None
+
+    with resetter(port) as proxy:
+        with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            client = store._client
+            assert client is not None
+            store.set_timeout(0.001)
+            store.set("little", "time")
+            assert client.identity is None
+            store.set_timeout(0)
+            assert store.add("little/count", 1) == 1
+            assert _connection(store).link is not None
+        asyncio.run(main(proxy.port))
+    assert _remains(port, "little") == b"time"
+    assert _remains(port, "little/count") == b"2"
+
+
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        pytest.param(5, 4, id="handshake"),
+        pytest.param(37, 5, id="LINK"),
+        pytest.param(160, 30, id="reply to LINK"),
+        pytest.param(280, 100, id="behind LINK"),
+    ],
+)
+def test_a_resumption_that_breaks_three_times(port: int, first: int, count: int) -> None:
+    """Both clients, wherever the connection breaks on which the session was to continue."""
+
+    async def main(proxy: Resetter) -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            await store.append("breaks", "a" * 50)
+            break_(proxy)
+            await store.append("breaks", "b" * 50)
+            assert await store.add("breaks/count", 1) == 2
+            assert await store.get("breaks") == expected * 2
+        assert not proxy.breaks
+
+    def break_(proxy: Resetter) -> None:
+        proxy.breaks = [(False, first), (True, count), (False, first)]
+        assert proxy.reset() == 1
+
+    expected = b"a" * 50 + b"b" * 50
+    with resetter(port) as proxy:
+        with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            store.append("breaks", "a" * 50)
+            break_(proxy)
+            store.append("breaks", "b" * 50)
+            assert store.add("breaks/count", 1) == 1
+            assert store.get("breaks") == expected
+        assert not proxy.breaks
+        asyncio.run(main(proxy))
+    assert _remains(port, "breaks") == expected * 2
+    assert _remains(port, "breaks/count") == b"2"
+
+
+def test_resets_right_after_writes_that_have_no_reply(port: int) -> None:
+    """Again and again on one connection, also while the session is being continued."""
+
+    async def main(proxy: Resetter) -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            for number in range(100):
+                await store.append("right/after", "v")
+                await store.set("right/last", str(number))
+                proxy.reset()
+                for _ in range(number % 5):
+                    await asyncio.sleep(0)
+            await store.check(["right/after"])
+
+    with resetter(port) as proxy:
+        with TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+            for number in range(100):
+                store.append("right/after", "v")
+                store.set("right/last", str(number))
+                proxy.reset()
+                for _ in range(number % 5):
+                    os.sched_yield()
+            store.check(["right/after"])
+        assert _remains(port, "right/last") == b"99"
+        asyncio.run(main(proxy))
+    assert _remains(port, "right/last") == b"99"
+    assert _remains(port, "right/after") == b"v" * 200
 
 
 def test_large_values_both_ways(port: int) -> None:
@@ -351,7 +508,9 @@ def test_a_server_that_has_not_kept_the_session_ends_the_store(port: int) -> Non
         assert link is not None
         link._secret = bytes(16)
         proxy.reset()
-        with pytest.raises(DistNetworkError, match=r"reset by peer; the server has not kept the session \(refused\)"):
+        with pytest.raises(
+            DistNetworkError, match=r"reset by peer; the server has not kept the session \(refused: wrong secret\)"
+        ):
             store.add("k", 1)
 
 
@@ -507,14 +666,39 @@ def test_an_interrupt_that_hides_a_reset(port: int) -> None:
 def test_a_call_that_times_out_while_it_resumes_does_not_end_the_session(port: int) -> None:
     with resetter(port) as proxy, opened(proxy.port) as store, ThreadPoolExecutor(1) as threads:
         connection = _connection(store)
-        wait = threads.submit(store.wait, ["never"], 0.5)
+        wait = threads.submit(store.wait, ["never"], 2.0)
         until(lambda: connection.parked)
         proxy.mutes = True  # LINK arrives, and its reply does not
         proxy.reset()
         with pytest.raises(StoreTimeoutError):
             wait.result(LIMIT)
         proxy.mutes = False
+        proxy.reset()  # a connection made in the meantime would wait for its reply as long as the session is kept
         assert store.check(["never"]) is False
+
+
+def test_unsent_bytes_of_a_connection_whose_end_the_server_has_not_noticed_are_sent_once(port: int) -> None:
+    value = os.urandom(6_000_000)
+    connection = SyncConnection(*connect_blocking("127.0.0.1", port, Deadline(LIMIT)))
+    with connection.peer as old:
+        old.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.open_link(Deadline(LIMIT))
+        link = connection.link
+        assert link is not None
+        link.note(set_(b"k", value) + get(b"k"))
+        old.sendall(set_(b"k", value) + get(b"k"))
+        select.select([old], [], [], LIMIT)
+        link.received += len(old.recv(8))  # the server has sent as much as the kernel accepts
+        peer, reply = resume_blocking("127.0.0.1", port, link, Deadline(LIMIT), lambda: True)
+        with peer:
+            assert link.resume(reply) == b""
+            peer.sendall(delete(b"k"))
+            expected = blob(value)[link.received :] + i64(1)
+            found = bytearray()
+            while len(found) < len(expected) and (data := peer.recv(1 << 20)):
+                found += data
+            assert found[:100] == expected[:100]
+            assert bytes(found) == expected
 
 
 def test_an_async_client_that_closes_while_it_resumes(port: int) -> None:
@@ -541,6 +725,15 @@ def test_an_idle_store_that_could_not_go_on_says_why() -> None:
         proxy.reset()
         until(lambda: not store._client or bool(store._client._lost))
         with pytest.raises(DistNetworkError, match="reset by peer; "):
+            store.check(["k"])
+
+
+def test_so_does_one_whose_server_does_not_answer() -> None:
+    with tcpstore_server("--link-grace", "1") as server, resetter(server.port) as proxy, opened(proxy.port) as store:
+        proxy.mutes = True
+        proxy.reset()
+        until(lambda: not store._client or bool(store._client._lost))
+        with pytest.raises(DistNetworkError, match="could not be continued: no answer"):
             store.check(["k"])
 
 

@@ -23,9 +23,11 @@ import pytest
 
 from client.fakes import Fake
 from support import LIMIT, tcpstore_server
-from tcpstore_async import DistNetworkError, TCPStore
-from tcpstore_async.client import background, wait_queue
+from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
+from tcpstore_async.client import background, capabilities, pool, requests, wait_queue
+from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.deadline import Deadline
+from tcpstore_async.keys import stored_key
 from tcpstore_async.serving import build
 
 TIMEOUT = 15.0
@@ -402,10 +404,12 @@ def test_another_thread_that_asks_who_the_server_is(gate: Gate, key: str, monkey
         asking = threading.Thread(target=lambda: store.get(key + "v"))
         client = store._client
         assert client is not None
+        client._identified = True  # so that neither call requests the identity
         store.set(key + "v", "x")
         gate.answering.clear()
 
         def handle() -> None:
+            client._identified = False
             asking.start()
             end = threading.Event()
             while client._identifying == 0 or not client._free_queue.tickets:
@@ -545,6 +549,135 @@ def _interrupt_at(port: int, call: Callable[[TCPStore], object], step: int, rais
         assert store._client is not None
         assert not any(connection.user for connection in store._client._connections)
         return step + 1 if left < 0 else -1
+
+
+class OutOfTime:
+    """Has the next wait of a connection end as if its deadline had passed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.armed = False
+        wait = SyncConnection._wait
+
+        def run_out(connection: SyncConnection, event: int, deadline: Deadline) -> None:
+            if self.armed:
+                self.armed = False
+                raise DeadlineExceeded
+            wait(connection, event, deadline)
+
+        monkeypatch.setattr(SyncConnection, "_wait", run_out)
+
+
+@contextmanager
+def stopped_at(step: int, passed: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """Interrupt the client at a step after `passed`. Yields a function that returns whether it was interrupted."""
+    left = step
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        nonlocal left
+        ours = "tcpstore_async/client/" in frame.f_code.co_filename or "session" in frame.f_code.co_filename
+        if ours and event in ("call", "c_return") and passed():
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise Stop
+
+    try:
+        sys.setprofile(profile)
+        try:
+            yield lambda: left < 0
+        finally:
+            sys.setprofile(None)
+    except Stop:
+        pass
+
+
+@pytest.mark.skipif(build() == "compiled", reason="compiled code has no steps between which an interrupt could strike")
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("block", [True, False])
+def test_an_interrupt_at_every_step_after_a_pop_has_timed_out(
+    port: int, observer: TCPStore, key: str, monkeypatch: pytest.MonkeyPatch, block: bool, linked: bool
+) -> None:
+    """It neither loses the store, although a write is unconfirmed, nor keeps the item."""
+    if not linked:
+        monkeypatch.setattr(pool, "SINGLE_LINKS", 1000)
+    out = OutOfTime(monkeypatch)
+    step = 0
+    stopped = True
+    while stopped:
+        queue = f"{key}{step}"
+        with TCPStore("127.0.0.1", port, timeout=TIMEOUT) as store:
+            assert store.queue_len(queue) == 0
+            if not block:
+                observer.queue_push(queue, "job")
+                assert observer.queue_len(queue) == 1
+            store.set(queue + "/written", "1")
+            out.armed = True
+            with stopped_at(step, lambda: not out.armed) as was_stopped:
+                with pytest.raises((StoreTimeoutError, Stop)) as raised:
+                    store.queue_pop(queue, block)
+                if raised.type is Stop:
+                    raise Stop
+            stopped = was_stopped()
+            assert store.check([queue + "/written"])
+            if block:
+                observer.queue_push(queue, "job")
+            assert observer.queue_pop(queue) == b"job"
+            assert observer.queue_len(queue) == 0
+            assert store._client is not None
+            assert not any(connection.user or connection.leased for connection in store._client._connections)
+        step += 1
+    assert step > 10
+
+
+@pytest.mark.skipif(build() == "compiled", reason="compiled code has no steps between which an interrupt could strike")
+def test_an_interrupt_at_every_step_of_pushing_back(
+    port: int, observer: TCPStore, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server without leases has sent too late returns once, whatever the next call is interrupted at."""
+    out = OutOfTime(monkeypatch)
+    step = 0
+    stopped = True
+    while stopped:
+        queue = f"{key}{step}"
+        with TCPStore("127.0.0.1", port, timeout=TIMEOUT) as store:
+            client = store._client
+            assert client is not None
+            client._identified = True  # as a server of PyTorch, which has queues
+            client._supported[capabilities.QUEUES] = True
+            observer.queue_push(queue, "job")
+            assert observer.queue_len(queue) == 1
+            store.set(queue + "/written", "1")
+            out.armed = True
+            with pytest.raises(StoreTimeoutError):
+                store.queue_pop(queue, block=False)
+            with stopped_at(step, lambda: True) as was_stopped:
+                assert store.check([queue + "/written"])
+            stopped = was_stopped()
+            assert store.check([queue + "/written"])
+            assert observer.queue_pop(queue) == b"job"
+            assert observer.queue_len(queue) == 0
+        step += 1
+    assert step > 10
+
+
+@pytest.mark.skipif(build() == "compiled", reason="compiled code has no steps between which an interrupt could strike")
+def test_an_interrupt_at_every_step_of_many_checks(port: int, key: str) -> None:
+    """They are sent together, when a wait for several keys has timed out say."""
+    step = 0
+    stopped = True
+    while stopped:
+        with TCPStore("127.0.0.1", port, timeout=TIMEOUT) as store:
+            client = store._client
+            assert client is not None
+            assert store.queue_len(key) == 0
+            store.set(f"{key}{step}", "1")
+            checks = [requests.check([stored_key(name)]) for name in (f"{key}{step}", key, f"{key}{step}")]
+            with stopped_at(step, lambda: True) as was_stopped:
+                assert client.call_all(checks, Deadline(TIMEOUT)) == [True, False, True]
+            stopped = was_stopped()
+            assert store.check([f"{key}{step}"])
+        step += 1
+    assert step > 10
 
 
 @pytest.mark.skipif(build() == "compiled", reason="compiled code runs no handlers there")

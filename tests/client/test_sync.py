@@ -372,13 +372,13 @@ def test_a_frozen_server(name: str, fresh: bool, request: pytest.FixtureRequest)
             with pytest.raises(StoreTimeoutError):
                 store.wait(["never"], 0)
         server.freeze()
-        store.set("other", "v")
         store.set_timeout(0.05)
+        store.set("other", "v")
         for _ in range(3):
             began = time.monotonic()
             with pytest.raises(StoreTimeoutError) as caught:
                 call(store)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < LIMIT / 2
             assert str(caught.value) == text.format(50)
         server.thaw()
         store.set_timeout(LIMIT)
@@ -398,7 +398,9 @@ def test_a_wait_keeps_its_own_deadline(frozen: Any) -> None:
     """Not the store's: for the request of the identity, the fence, the lease and a further connection."""
     with TCPStore("127.0.0.1", frozen.port, timeout=3600) as store, ThreadPoolExecutor(2) as threads:
         frozen.freeze()
+        store.set_timeout(0.05)  # too short for the request of the identity
         store.set("k", "v")
+        store.set_timeout(3600)
         for _ in range(2):
             for call in (lambda: store.wait(["never"], 0.05), lambda: store.barrier("never", 2, 0.05)):
                 with pytest.raises(StoreTimeoutError, match=r"^(wait|barrier) timeout after 50ms"):
@@ -464,7 +466,7 @@ def test_a_storm_of_signals_does_not_stop_the_clock(store: TCPStore, key: str) -
             began = time.monotonic()
             with pytest.raises(StoreTimeoutError):
                 call()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < LIMIT / 2
         for number in range(500):
             assert store.add(key + "n", 1) == number + 1
             store.set(key + "v", str(number))
@@ -650,7 +652,7 @@ def test_ctrl_c(call: str, record_property: Callable[[str, object], None]) -> No
     assert word == b"interrupted"
     record_property("milliseconds", round(1000 * float(seconds), 1))
     print(f"{call}: {1000 * float(seconds):.1f} ms")
-    assert float(seconds) < 5
+    assert float(seconds) < LIMIT / 2
 
 
 # Forks

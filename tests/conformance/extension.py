@@ -13,6 +13,7 @@ from conformance.frames import (
     CANCEL_WAIT,
     CANCELED,
     DEPART,
+    END,
     LIST_KEYS,
     NO_VALUE,
     NOT_READY,
@@ -23,11 +24,13 @@ from conformance.frames import (
     add,
     append,
     attend,
+    auth,
     barrier,
     check,
     compare_set,
     confirm,
     delete,
+    enter,
     fetch,
     get,
     give_back,
@@ -39,6 +42,7 @@ from conformance.frames import (
     link,
     meet,
     met,
+    missing,
     multi_set,
     ping,
     pop,
@@ -701,7 +705,99 @@ def only_replies_that_were_sent_are_acknowledged(s: Script) -> None:
     s.peer("b").asks(taken(-1), CLOSED)
 
 
+@case()
+def token_is_refused_without_keys_to_check_it(s: Script) -> None:
+    said = b'{"status":"refused","reason":"the server has no keys to check tokens with; connect without one"}'
+    s.peer("a").asks(set_(b"k", b"v") + auth(b"any") + set_(b"k", b"w"), Answer(blob(said), closed=True))
+    s.peer("b").asks(get(b"k"), blob(b"v"))
+
+
+@case()
+def token_of_at_most_4096_bytes(s: Script) -> None:
+    s.peer("a").asks(b"\x4e" + u64(4097), CLOSED)
+    s.peer("b").asks(b"\x4e" + u64(2**64 - 1), CLOSED)
+
+
+# MISSING
+
+
+@case()
+def missing_keys(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(set_(b"there", b"v") + push(b"queue", b"item"), b"")
+    a.asks(missing() + missing((b"there", b""), (b"queue", b"")), blob(b"{}") * 2)
+    a.asks(
+        missing((b"there", b""), (b"/not", b""), (b"queue", b""), (b"=nor=that=", b"")),
+        blob(b'{"missing":2,"keys":[{"index":1},{"index":3}]}'),
+    )
+    a.asks(NUM_KEYS + check(b"/not"), i64(1) + NOT_READY)
+
+
+@case()
+def missing_arrivals(s: Script) -> None:
+    a = s.peer("a")
+    a.asks(barrier(b"full", 1) + add(b"none", 2), WOKEN + i64(2))
+    a.asks(missing((b"full", b"1")), blob(b'{"arrived":1}'))
+    a.asks(missing((b"never", b"3")), blob(b'{"arrived":0}'))
+
+
+@case()
+def missing_while_waiting(s: Script) -> None:
+    """It waits for nothing, and changes nothing of what is waited for."""
+    a, b = s.peers("ab")
+    a.says(wait(b"k"))
+    b.asks(missing((b"k", b"")), blob(b'{"missing":1,"keys":[{"index":0}]}'))
+    b.says(set_(b"k", b"v"))
+    a.hears(WOKEN)
+
+
+@case()
+def missing_takes_at_most_1000_keys(s: Script) -> None:
+    s.peer("a").asks(set_(b"k", b"v") + missing(*[(b"k", b"")] * 1000), blob(b"{}"))
+    s.peer("b").asks(missing(*[(b"k", b"")] * 1001), CLOSED)
+
+
+@case()
+def missing_takes_numbers_only(s: Script) -> None:
+    for name, expected in zip("abcd", (b"x", b"-1", b"1234567890", bytes(100_000)), strict=True):
+        s.peer(name).asks(missing((b"k", expected)), CLOSED)
+
+
 # What PyTorch's server says to it, and what a stock client sees
+
+
+# ENTER
+
+
+@case()
+def enter_waits_for_an_owner_and_can_be_given_up(s: Script) -> None:
+    a, b = s.peers("ab")
+    a.says(enter("a store"))
+    a.asks(CANCEL_FETCH, NO_VALUE)
+    a.asks(ping(b"pong"), b"pong")
+    a.says(enter("a store"))
+    b.asks(set_(b"k", b"v") + get(b"k"), blob(b"v"))
+    a.asks(CANCEL_FETCH + get(b"k"), NO_VALUE + blob(b"v"))
+
+
+@case()
+def enter_without_waiting(s: Script) -> None:
+    none = b'{"status":"ended","reason":"there is no store \'a store\'"}'
+    s.peer("a").asks(enter("a store", wait=0) + ping(b"pong"), blob(none) + b"pong")
+    ended = b'{"status":"ended","reason":"the store \'a store\' ended"}'
+    s.peer("b").asks(enter("a store", incarnation="gone"), blob(ended))
+
+
+@case()
+def enter_closes_for_invalid_items(s: Script) -> None:
+    s.peer("a").asks(enter(None), CLOSED)
+    s.peer("b").asks(enter("n" * 513), CLOSED)
+    s.peer("c").asks(enter("n", joins="many"), CLOSED)
+    s.peer("d").asks(wait(b"k") + enter("n"), CLOSED)
+    e = s.peer("e")
+    e.asks(join(b"n", b"x"), i64(1))
+    e.asks(enter("n"), CLOSED)
+    s.peer("f").asks(END, CLOSED)
 
 
 @control()
@@ -718,6 +814,10 @@ def opcodes_close_on_pytorchs(s: Script) -> None:
     s.peer("j").asks(attend(b"q", b"x"), state(*[0] * 6), CLOSED)
     s.peer("k").asks(link(), CLOSED, CLOSED)
     s.peer("l").asks(taken(1 << 40), CLOSED)
+    s.peer("m").asks(b"\x4e" + u64(4097), CLOSED)
+    s.peer("n").asks(missing(), blob(b"{}"), CLOSED)
+    s.peer("o").asks(enter("a", wait=0), blob(b'{"status":"ended","reason":"there is no store \'a\'"}'), CLOSED)
+    s.peer("p").asks(END, CLOSED)
 
 
 @control()

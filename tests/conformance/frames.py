@@ -23,6 +23,14 @@ def link(*items: tuple[bytes, bytes]) -> bytes:
     return b"\x4c" + u64(len(items)) + b"".join(blob(name) + blob(value) for name, value in items)
 
 
+def missing(*pairs: tuple[bytes, bytes]) -> bytes:
+    return b"\x4f" + u64(len(pairs)) + b"".join(blob(key) + blob(expected) for key, expected in pairs)
+
+
+def auth(token: bytes) -> bytes:
+    return b"\x4e" + blob(token)
+
+
 def taken(count: int) -> bytes:
     return b"\x4d" + i64(count)
 
@@ -157,3 +165,14 @@ RETURNED = i64(-1)
 def popped(length: int, value: bytes) -> bytes:
     """The reply to QUEUE_POP: the length before it, and the item."""
     return i64(length) + blob(value)
+
+
+END = b"\x51"
+
+
+def enter(name: str | bytes | None, **items: object) -> bytes:
+    said = {} if name is None else {"name": name}
+    named = {
+        key: value if isinstance(value, bytes) else str(value).encode() for key, value in {**said, **items}.items()
+    }
+    return b"\x50" + u64(len(named)) + b"".join(blob(key.encode()) + blob(value) for key, value in named.items())

@@ -14,6 +14,7 @@ from tcpstore_async.session.identity import identity
 from tcpstore_async.session.link_client import ClientLink, Stream
 from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.linked_session import LinkedSession
+from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, Transport
 from tcpstore_async.wire.link import CREDIT_BYTES
 
@@ -60,6 +61,7 @@ class LinkTarget:
     ) -> None:
         self.engine = engine or Engine(Limits())
         self.engine.identify(identity("an engine", "none"))
+        NamedStores(self.engine, "an engine")
         self.registry = LinkRegistry(self.engine, "an engine", 30.0)
         self.link = ClientLink()
         self.cut = cut

@@ -14,6 +14,7 @@ from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.link_registry import LinkRegistry
+from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, Transport
 from tcpstore_async.session.single_client import ClientSingleLink
 from tcpstore_async.values import Framed, length
@@ -125,6 +126,7 @@ class SingleTarget:
     def __init__(self, cut: Cut = whole, breaks: random.Random | None = None) -> None:
         self.engine = Engine(Limits())
         self.engine.identify(identity("an engine", "none"))
+        NamedStores(self.engine, "an engine")
         self.registry = LinkRegistry(self.engine, "an engine", 30.0)
         self.cut = cut
         self.breaks = breaks

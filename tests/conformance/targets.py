@@ -27,6 +27,7 @@ from support import LIMIT, RawPeer, resting
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.identity import identity
+from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, ServerSession
 
 
@@ -105,6 +106,7 @@ class EngineTarget:
     def __init__(self, cut: Cut = whole, *, bulk: bool = False, limits: Limits | None = None) -> None:
         self.engine = Engine(limits or Limits())
         self.engine.identify(identity("an engine", "none"))
+        NamedStores(self.engine, "an engine")
         self.cut = cut
         self.bulk = bulk
         """Receive large values into their own buffer, as the running server does."""

@@ -34,8 +34,11 @@ from conformance.targets import (
 )
 from conformance.vectors import LISTS, STATES, libuv_vectors
 from support import RawPeer, torch_server
+from tcpstore_async.limits import Limits
 from tcpstore_async.server.backends import BACKENDS
+from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import EXTENSION, build, read_identity
+from tcpstore_async.session.server import Engine
 from tcpstore_async.version import VERSION
 from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
 
@@ -88,6 +91,25 @@ def test_engine_in_random_pieces(script: Script) -> None:
         target = EngineTarget(at_random(f"{script.name} {number}"), bulk=number % 2 == 1)
         play(script, target)
         target.finish()
+
+
+@every_on_the_engine
+def test_engine_that_is_observed(script: Script) -> None:
+    """A history makes no difference to a peer, even if it forgets all the time."""
+    for most_bytes in (2**30, 2048):
+        target = EngineTarget(at_random(script.name))
+        target.engine.observe(History(target.engine, most_bytes))
+        play(script, target)
+        target.finish()
+
+
+@every_on_the_engine
+def test_link_to_an_engine_that_is_observed(script: Script) -> None:
+    engine = Engine(Limits())
+    engine.observe(History(engine))
+    target = LinkTarget(engine=engine)
+    play(script, target)
+    target.finish()
 
 
 @every_on_the_engine

@@ -21,11 +21,11 @@ from tcpstore_async import DistStoreError, FileStore, HashStore, PrefixStore, St
 def test_ctrl_c_ends_a_wait_at_once() -> None:
     store = HashStore()
     store.set_timeout(LIMIT)
-    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
         store.queue_pop("q")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < LIMIT / 2
     store.queue_push("q", "item")
     assert store.queue_pop("q") == b"item"
 
@@ -116,7 +116,7 @@ def test_prefix_store_uses_the_underlying_timeout() -> None:
     began = time.monotonic()
     with pytest.raises(StoreTimeoutError, match=r"^Wait timeout after 100ms, keys: p/b/last_member$"):
         view.barrier("b", 2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < LIMIT / 2
 
 
 def test_view_closes_only_the_store_it_owns(tmp_path: Path) -> None:

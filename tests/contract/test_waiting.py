@@ -35,10 +35,10 @@ def let_it_wait(future: Future[Any]) -> None:
 
 
 @contextmanager
-def takes(least: float, most: float = 5.0) -> Iterator[None]:
+def takes(least: float) -> Iterator[None]:
     began = time.monotonic()
     yield
-    assert least - 0.002 <= time.monotonic() - began < most
+    assert least - 0.002 <= time.monotonic() - began < LIMIT / 2
 
 
 WRITES: dict[str, Callable[[Store, str], object]] = {
@@ -106,13 +106,16 @@ def test_wait_for_nothing(store: Store) -> None:
 
 # Timeouts
 
+REASON = r"(\. \d of \d keys? missing: .*)?"
+"""A server of ours may say more, if the keys of other tests are like those that are missing."""
+
 QUARTER: list[Timeout] = [0.25, timedelta(seconds=0.25), timedelta(microseconds=250_999)]
 
 
 @pytest.mark.parametrize("timeout", QUARTER, ids=str)
 def test_timeout_in_milliseconds(kind: Kind, store: Store, name: Name, timeout: Timeout) -> None:
     text = f"{kind.wait} timeout after 250ms, keys: {kind.shown}{name('a')}, {kind.shown}{name('z')}"
-    with takes(0.25, 1.0), pytest.raises(StoreTimeoutError, match=f"^{re.escape(text)}$"):
+    with takes(0.25), pytest.raises(StoreTimeoutError, match=f"^{re.escape(text)}{REASON}$"):
         store.wait([name("a"), name("z")], timeout)
 
 
@@ -129,7 +132,7 @@ def test_timeout_in_milliseconds(kind: Kind, store: Store, name: Name, timeout: 
 def test_the_timeout_of_the_store(kind: Kind, store: Store, key: str, call: Callable[[Store, str], object]) -> None:
     store.set_timeout(0.1)
     text = f"{kind.wait} timeout after 100ms, keys: {kind.shown}{key}"
-    with takes(0.1, 1.0), pytest.raises(DistStoreError, match=f"^{re.escape(text)}$"):
+    with takes(0.1), pytest.raises(DistStoreError, match=f"^{re.escape(text)}{REASON}$"):
         call(store, key)
     store.set_timeout(LIMIT)
     store.set(key, "1")
@@ -326,10 +329,10 @@ def test_a_barrier_of_a_small_world(store: Store, key: str, size: int) -> None:
 
 
 def test_barrier_timeout(store: Store, key: str) -> None:
-    with takes(0.25, 1.0), pytest.raises(StoreTimeoutError, match=r"timeout after 250ms, keys?: .*" + key):
+    with takes(0.25), pytest.raises(StoreTimeoutError, match=r"timeout after 250ms, keys?: .*" + key):
         store.barrier(key, 2, 0.25)
     store.set_timeout(0.1)
-    with takes(0.1, 1.0), pytest.raises(StoreTimeoutError, match="timeout after 100ms"):
+    with takes(0.1), pytest.raises(StoreTimeoutError, match="timeout after 100ms"):
         store.barrier(key, 3)
     store.barrier(key, 3)
 

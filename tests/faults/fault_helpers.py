@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
@@ -92,7 +91,7 @@ def server_under(prefix: list[str], *options: str) -> Iterator[Server]:
         try:
             line = process.stdout.readline()
             assert line, f"the server did not start: {log.read_text()}"
-            yield Server(process, json.loads(line)["port"], log)
+            yield Server(process, line, log)
         finally:
             process.kill()
             process.wait(LIMIT)

@@ -25,6 +25,7 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async import DistStoreError, FileStore, StoreTimeoutError
+from tcpstore_async.errors import counted
 from tcpstore_async.stores.file import records, reentrant_lock, torn_records
 from tcpstore_async.stores.file import store as file_store
 from torch_forker import Program
@@ -161,7 +162,7 @@ def test_a_torn_record_is_cut_off_once(
         assert path.read_bytes() == whole
         assert store.get("k") == b"v"
         assert [entry.message for entry in caplog.records] == [
-            f"{path}: removed {len(torn)} bytes: 1 incomplete record(s) left by writers that died"
+            f"{path}: removed {counted(len(torn), 'byte')}: 1 incomplete record left by writers that died"
         ]
 
 
@@ -218,7 +219,7 @@ def test_many_torn_records_take_linear_time(tmp_path: Path, caplog: pytest.LogCa
         assert path.read_bytes() == before + whole * 3
     assert [entry.message for entry in caplog.records] == [
         f"{path}: removed {3 * (len(RECORD) - 4) + len(RECORD) - 9} bytes: "
-        "4 incomplete record(s) left by writers that died"
+        "4 incomplete records left by writers that died"
     ]
 
 
@@ -331,7 +332,7 @@ def test_directory_never_created(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(StoreTimeoutError, match=r"^timeout after 200ms: .*/never/store: No such directory: .*/never$"):
         FileStore(tmp_path / "never" / "store", timeout=0.2)
-    assert 0.2 <= time.monotonic() - began < 2
+    assert 0.2 <= time.monotonic() - began < LIMIT / 2
 
 
 def test_removed_file(tmp_path: Path) -> None:
@@ -387,7 +388,7 @@ def test_lock_held_by_another(tmp_path: Path, timeout: float) -> None:
                     StoreTimeoutError, match=r"^timeout after \d+ms: .*/store: locked by another process or store$"
                 ):
                     call()
-                assert time.monotonic() - began < 2
+                assert time.monotonic() - began < LIMIT / 2
         store.set("k", "v")
 
 
@@ -444,11 +445,11 @@ def test_a_signal_handler_uses_the_store(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_wait_at_once(tmp_path: Path) -> None:
     with FileStore(tmp_path / "store", timeout=LIMIT) as store:
-        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
             store.get("k")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < LIMIT / 2
         store.set("k", "v")
         assert store.get("k") == b"v"
 

@@ -6,6 +6,8 @@ What a function here raises is a finding.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import os
 import struct
 import tempfile
@@ -15,19 +17,22 @@ from typing import Any
 
 import msgspec
 
-from tcpstore_async.errors import DistStoreError, PeerError, ProtocolError
+from tcpstore_async.access import Access
+from tcpstore_async.errors import AccessDeniedError, DistStoreError, PeerError, ProtocolError
 from tcpstore_async.limits import Limits
 from tcpstore_async.server.process import protocol
 from tcpstore_async.server.process.child import Owner
 from tcpstore_async.server.process.protocol import Event, LineReader
 from tcpstore_async.session.client import ClientSession, PendingCall
-from tcpstore_async.session.identity import Identity, read_identity
-from tcpstore_async.session.link_client import ClientLink, Stream
+from tcpstore_async.session.identity import Identity, read_auth_reply, read_identity
+from tcpstore_async.session.link_client import ClientLink, Stream, read_reply
 from tcpstore_async.session.link_registry import LinkRegistry
-from tcpstore_async.session.server import Engine, ServerSession, Transport
+from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
+from tcpstore_async.session.single_client import ClientSingleLink
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica
 from tcpstore_async.stores.file.store import FileStore
+from tcpstore_async.tokens import TokenKeys, parse_keys
 from tcpstore_async.values import ABSENT, pack
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, Command
 
@@ -54,11 +59,18 @@ def _fields(command: Command, count: int) -> tuple[Any, ...]:
     by_method |= {
         "multi_set": (values,),
         "introduce": (values,),
+        "enter": ([(b"name", pack(b"a")), (b"owner", pack(b"o"))],),
         "link": (values,),
+        "missing": ([(b"/k", pack(b""))] * count,),
         "compare_set": (b"/k", pack(b""), pack(b"v")),
     }
     by_method |= dict.fromkeys(("set", "append", "queue_push", "join"), (b"/k", pack(b"v")))
-    by_method |= {"link": (values,), "meet": (b"/k", pack(b"a"), 1, 2, -1), "attend": (b"/k", pack(b"a"), 1, 5)}
+    by_method |= {
+        "auth": (pack(b"t"),),
+        "link": (values,),
+        "meet": (b"/k", pack(b"a"), 1, 2, -1),
+        "attend": (b"/k", pack(b"a"), 1, 5),
+    }
     return by_method.get(command.method) or _FIELDS[type(command.request).__name__]
 
 
@@ -295,6 +307,161 @@ def _flush(engine: Engine, registry: LinkRegistry) -> None:
         more = registry.work()
 
 
+# LINK: its items at the server, and its reply at both kinds of clients
+
+_LINK = BY_METHOD["link"]
+_HELLO = bytes.fromhex("00cef7853c")
+_KNOWN, _KNOWN_SINGLE, _SECRET = b"the known link..", b"the single link.", b"its only secret."
+
+
+def _items(**given: bytes) -> bytes:
+    return _LINK.prefix + _LINK.request.encode(([(name.encode(), pack(text)) for name, text in given.items()],))
+
+
+def link_request(data: bytes) -> None:
+    """Whatever follows LINK: it is answered, or PeerError is raised, however the bytes are cut. Without the secret,
+    links that are there stay as they are. In the end nothing is held.
+    """
+    outcomes = []
+    for size in (max(1, len(data)), 1, 13):
+        engine = Engine(Limits(links=2, sessions=4))
+        registry = LinkRegistry(engine, "one", 30.0)
+        owner = ServerSession(engine, None, "h", 1, 0.0)
+        owner.receive(_HELLO + _items(version=b"1", id=_KNOWN, secret=_SECRET, place=b"here", attempt=b"3"))
+        owner.receive(_batch(1, (1, 1, b"\7\0127.0.0.1"), (0, 1, _HELLO)))
+        link = registry.links[_KNOWN]
+        stranger = ServerSession(engine, None, "h", 2, 0.0)
+        stranger.receive(_HELLO)
+        stranger.out.clear()
+        request = _LINK.prefix + data
+        error = reply = ""
+        try:
+            for at in range(0, len(request), size):
+                stranger.receive(request[at : at + size])
+            out = b"".join(stranger.out)
+            if out:
+                reply = str(read_reply(out[8 : 8 + int.from_bytes(out[:8], "little")]))
+        except PeerError as refusal:
+            error = type(refusal).__name__
+        _flush(engine, registry)
+        if _SECRET not in data and b"here" not in data and (registry.links.get(_KNOWN) is not link or link.over):
+            raise Broken("a stranger has ended a link")
+        if _SECRET not in data and registry.links.get(_KNOWN) is link and link.carrier is not owner:
+            raise Broken("a stranger has a link")
+        outcomes.append((error, reply, sorted(registry.links), sorted(registry.singles)))
+        while engine.attaching:
+            session, single = engine.attaching.popitem()
+            single.abandon(session)  # as its connection is lost before it is used
+        for session in (stranger, owner):
+            session.leave()
+        registry.tick(100.0)
+        registry.tick(200.0)
+        _flush(engine, registry)
+        if engine.budget.others or engine.unfinished or registry.sessions or registry.links or registry.singles:
+            raise Broken(f"{engine.budget.others} bytes are counted for nobody")
+    if outcomes[1:] != outcomes[:-1]:
+        raise Broken(f"{outcomes}")
+
+
+def link_reply(raw: bytes) -> None:
+    """Whatever a server answers to LINK, first and later: ProtocolError, or a link that goes on, or none."""
+    for before in (b"", b'{"status":"new","instance":"one","keep_alive":5,"grace":30}'):
+        link = ClientLink()
+        stream = _Fuzzed()
+        if before:
+            link.request()
+            link.answered(before)
+            link.open(stream, "h", 1)
+            link.close_batch()
+            link.disconnect()
+        link.request()
+        kept = list(link.kept)
+        try:
+            reply = link.answered(raw)
+        except ProtocolError:
+            if link.connected:
+                raise Broken("a link with an invalid reply is connected") from None
+            continue
+        if not (0 <= reply.keep_alive < 1e9 and 0 <= reply.grace < 1e9):
+            raise Broken(f"{reply.keep_alive} s, {reply.grace} s")
+        if link.connected and list(link.kept) != kept[len(kept) - len(link.kept) :]:
+            raise Broken("other batches are kept than were sent")
+        link.request()
+    for count in (0, 1):
+        single = ClientSingleLink()
+        single.fields()
+        if count:
+            single.begun(b'{"status":"new","instance":"one","grace":30}')
+            single.note(b"a request")
+            single.fields()
+        try:
+            if not count:
+                single.begun(raw)
+            elif not b"a request".endswith(single.resume(raw)):
+                raise Broken("other bytes are sent again than were sent")
+        except ProtocolError:
+            continue
+
+
+# Tokens
+
+_KEYS = TokenKeys([("k1", b"the fuzzer's"), ("k2", b"another")])
+TOKEN = _KEYS.create(prefix="job/").encode()
+
+
+def token(data: bytes) -> None:
+    """Only what was signed is accepted; claims that were are understood or refused; no reason has the token in it."""
+    found = _KEYS.check(data, 0)
+    if isinstance(found, Access):
+        _demand(data == TOKEN, "a forged token was accepted")
+    claims = base64.urlsafe_b64encode(data).rstrip(b"=")
+    signed = b"tcps1.k1." + claims
+    mac = base64.urlsafe_b64encode(hmac.digest(b"the fuzzer's", signed, "sha256")).rstrip(b"=")
+    for reason in (found, _KEYS.check(signed + b"." + mac, 0)):
+        _demand(isinstance(reason, Access) or reason.isprintable() or "token" in reason, "no reason")
+        _demand(isinstance(reason, Access) or claims not in reason.encode() or len(claims) < 8, "a token is shown")
+
+
+def auth(data: bytes) -> None:
+    """On a server that requires a token with a prefix, nothing else is ever stored, or awaited, whatever is sent."""
+    engine = Engine(Limits())
+    engine.identify(b'{"server":"tcpstore_async","version":"1","extension":8,"instance":"i"}')
+    engine.require_auth = ALL
+    engine.authenticate = lambda given: _KEYS.check(given, 0)
+    session = ServerSession(engine, None, "10.0.0.7", 1, 0.0)
+    try:
+        session.receive(bytes.fromhex("00cef7853c") + data)
+        while session.incremental is not None:
+            session.receive(b"")
+    except PeerError as error:
+        _demand(str(error).isprintable(), "a line of the log is broken")
+    keyspace = engine.keyspace
+    for key in (*keyspace.values, *keyspace.queues, *keyspace.waiters):
+        _demand(key.startswith(b"/job/"), f"{key!r} is outside of the prefix")
+    session.leave()
+    _demand(not engine.granted and not engine.unvalidated, "a session that has left is remembered")
+
+
+def auth_reply(data: bytes) -> None:
+    try:
+        read_auth_reply(data)
+    except (ProtocolError, AccessDeniedError):
+        pass
+
+
+def token_keys(data: bytes) -> None:
+    """A key file is read, or the error names a line but nothing in it."""
+    try:
+        parse_keys(data.decode(errors="replace"), "the file")
+    except ValueError as error:
+        _demand(str(error).startswith("the file") and str(error).isascii(), "a file is shown")
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Broken(otherwise)
+
+
 DECODERS: dict[str, Callable[[bytes], None]] = {
     "client_session": client_session,
     "file_records": file_records,
@@ -302,6 +469,12 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
     "identity": identity,
     "link_client": link_client,
     "link_server": link_server,
+    "link_request": link_request,
+    "link_reply": link_reply,
+    "token": token,
+    "auth": auth,
+    "auth_reply": auth_reply,
+    "token_keys": token_keys,
 }
 
 
@@ -391,6 +564,57 @@ def _batch(number: int, *frames: tuple[int, int, bytes], acknowledged: int = 0) 
     return struct.pack("<IIQQ", len(body), 0 if frames else 1, number, acknowledged) + body
 
 
+def _token_seeds() -> dict[str, bytes]:
+    _, key, claims, _ = TOKEN.split(b".")
+    return {
+        "empty": b"",
+        "ours": TOKEN,
+        "cut": TOKEN[:-1],
+        "claims": b'{"id":"a","rights":"write","prefix":"p","expires":1}',
+        "no-claims": b'{"id":"a","rights":"root"}',
+        "huge": b'{"id":"a","rights":"write","expires":' + b"9" * 400 + b"}",
+        "surrogate": b'{"id":"a","rights":"write","prefix":"\\ud800"}',
+        "deep": b"[" * 2000,
+        "points": b"." * 50,
+        "other-key": b".".join([b"tcps1", key + b"x", claims, b"mac"]),
+    }
+
+
+def _auth_seeds() -> dict[str, bytes]:
+    set_ = b"\x01" + pack(b"/job/k") + pack(b"v")
+    return {
+        "ours": b"\x4e" + pack(TOKEN) + set_,
+        "twice": (b"\x4e" + pack(TOKEN)) * 2 + set_,
+        "cut": (b"\x4e" + pack(TOKEN))[:-3],
+        "long": b"\x4e" + b"\xff" * 8,
+        "other": b"\x4e" + pack(TOKEN[:-1]) + set_,
+        "outside": b"\x4e" + pack(TOKEN) + b"\x01" + pack(b"/other") + pack(b"v"),
+        "without": set_,
+        "identity": b"\x03" + pack(b"tcpstore_async/server") + b"\x0dpong",
+        "all": b"".join(
+            b"\x4e" + pack(TOKEN) + command.prefix + command.request.encode(_fields(command, 5)) for command in ASKED
+        ),
+        **{
+            command.name: b"\x4e" + pack(TOKEN) + command.prefix + command.request.encode(_fields(command, 5))
+            for command in ASKED
+        },
+    }
+
+
+def _auth_reply_seeds() -> dict[str, bytes]:
+    return {
+        "ok": b'{"status":"ok","id":"a","prefix":"p","rights":"read"}',
+        "refused": b'{"status":"refused","reason":"why"}',
+        "rights": b'{"status":"ok","id":"a","rights":"root"}',
+        "bytes": b"\xff",
+        "deep": b'{"status":' * 2000,
+    }
+
+
+def _token_key_seeds() -> dict[str, bytes]:
+    return {"keys": b"# one\n\nk1:secret\nk2:hush\n", "none": b"", "twice": b"a:1\na:2", "half": b"k1:", "id": b"a b:c"}
+
+
 def _link_seeds() -> dict[str, bytes]:
     same = struct.pack("<III", 2, 1, 2)
     address = b"\7\0127.0.0.1"
@@ -418,6 +642,57 @@ def _link_seeds() -> dict[str, bytes]:
     }
 
 
+def _request_seeds() -> dict[str, bytes]:
+    ours = {"version": b"1", "id": bytes(16), "secret": bytes(16)}
+    known = {**ours, "id": _KNOWN, "secret": _SECRET}
+    resuming = {"instance": b"one", "taken": b"0", "told": b"1", "attempt": b"4"}
+    given: dict[str, dict[str, bytes]] = {
+        "none": {},
+        "new": {**ours, "place": b"there", "attempt": b"1", "host": b"node-1", "pid": b"7"},
+        "place-taken": {**ours, "place": b"here"},
+        "resume": {**known, **resuming},
+        "resume-without-secret": {**ours, "id": _KNOWN, **resuming},
+        "resume-delayed": {**known, **resuming, "attempt": b"3"},
+        "resume-lost": {**known, **resuming, "taken": b"9"},
+        "resume-unknown": {**ours, **resuming},
+        "other-server": {**known, **resuming, "instance": b"two"},
+        "over": known,
+        "single": {**ours, "single": b"1"},
+        "single-known": {**known, "single": b"1"},
+        "single-resume": {**ours, "id": _KNOWN_SINGLE, "single": b"1", **resuming},
+        "version": {**ours, "version": b"2"},
+        "short": {**ours, "id": b"short"},
+        "numbers": {**known, **resuming, "taken": b"9" * 19, "told": b"-1", "attempt": b"\xc2\xb2"},
+    }
+    return {name: _items(**items)[1:] for name, items in given.items()} | {
+        "twice": _items(**ours)[1:] * 2,
+        "many": b"\xff" * 8 + bytes(8),
+        "then-ping": _items(version=b"1")[1:] + b"\x0dpong",
+    }
+
+
+def _reply_seeds() -> dict[str, bytes]:
+    return {
+        "new": b'{"status":"new","instance":"one","taken":0,"keep_alive":5.0,"grace":30.0,"reason":""}',
+        "resumed": b'{"status":"resumed","instance":"one","taken":1,"keep_alive":5,"grace":30}',
+        "resumed-none": b'{"status":"resumed","instance":"one","taken":0}',
+        "resumed-more": b'{"status":"resumed","instance":"one","taken":7}',
+        "resumed-less": b'{"status":"resumed","instance":"one","taken":-1}',
+        "resumed-huge": b'{"status":"resumed","instance":"one","taken":99999999999999999999}',
+        "other": b'{"status":"resumed","instance":"two"}',
+        "unknown": b'{"status":"unknown"}',
+        "refused": b'{"status":"refused","reason":"\\u001b[2J wrong secret"}',
+        "times": b'{"status":"new","instance":"one","keep_alive":-5,"grace":1e308}',
+        "no-times": b'{"status":"new","instance":"one","keep_alive":1e999,"grace":null}',
+        "new-huge": b'{"status":"new","instance":"one","taken":18446744073709551616}',
+        "new-less": b'{"status":"new","instance":"one","taken":-1}',
+        "list": b"[]",
+        "deep": b'{"reason":' * 2000,
+        "bytes": b"\xff",
+        "empty": b"",
+    }
+
+
 SEEDS: dict[str, dict[str, bytes]] = {
     "client_session": _session_seeds(),
     "file_records": _file_seeds(),
@@ -425,6 +700,12 @@ SEEDS: dict[str, dict[str, bytes]] = {
     "identity": _identity_seeds(),
     "link_client": _link_seeds(),
     "link_server": _link_seeds(),
+    "link_request": _request_seeds(),
+    "link_reply": _reply_seeds(),
+    "token": _token_seeds(),
+    "auth": _auth_seeds(),
+    "auth_reply": _auth_reply_seeds(),
+    "token_keys": _token_key_seeds(),
 }
 
 assert set(SEEDS) == set(DECODERS)

@@ -116,7 +116,7 @@ class Machine:
         # What is leased, or given back, must not keep a full store full.
         if not 0 <= used <= LIMITS.budget_bytes + leases * PARKED_BYTES + (leases + queues) * (QUEUE_BYTES + 40):
             raise Broken(f"used: {used}")
-        others = sum(engine.session_bytes + session.held + session.introduction_bytes() for session in present)
+        others = sum(engine.budget.session_bytes + session.held + session.introduction_bytes() for session in present)
         others += engine.key_lists.size
         if engine.budget.others != others:
             raise Broken(f"counted beside the store: {engine.budget.others}, held {others}")

@@ -49,9 +49,13 @@ def refused(store: Any, fd: int | None, port: int, use_libuv: bool) -> tuple[lis
     more = {} if fd is None else {"master_listen_fd": fd}
     with pytest.raises(RuntimeError) as caught:
         store("127.0.0.1", port, 1, True, wait_for_workers=False, use_libuv=use_libuv, **more)
-    text = str(caught.value).partition("\nException raised")[0]
-    text = re.sub(r"(fd|port|socket:) \d{2,}|(?<=fd )\d|(?<=socket: )\d", "N", text)
+    text = re.sub(r"(fd|port|socket:) \d{2,}|(?<=fd )\d|(?<=socket: )\d", "N", stock_text(caught.value))
     return [kind.__name__ for kind in type(caught.value).__mro__], text
+
+
+def stock_text(error: BaseException) -> str:
+    """An error's text without PyTorch's stack, and without what follows PyTorch's text in ours."""
+    return re.sub(r"; port \d+ is in use by .*", "", str(error).partition("\nException raised")[0])
 
 
 def port_of(fd: int) -> int:
@@ -106,7 +110,7 @@ def outcome(store: Any, port: int) -> tuple[str, str]:
     try:
         made = store("127.0.0.1", port, 1, True, wait_for_workers=False)
     except RuntimeError as error:
-        return type(error).__name__, str(error).partition("\nException raised")[0]
+        return type(error).__name__, stock_text(error)
     if isinstance(made, tcpstore_async.TCPStore):
         made.close()
     return "", ""

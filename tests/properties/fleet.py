@@ -365,7 +365,8 @@ class Fleet:
         weights += sum(group.weight for group in groups)
         _same("weights", weights, keyspace.parked)
         others = sum(
-            engine.session_bytes + session.held + session.introduction_bytes() for session in [*sessions, *carriers]
+            engine.budget.session_bytes + session.held + session.introduction_bytes()
+            for session in [*sessions, *carriers]
         )
         others += self._check_key_lists() + self.counted_for_links()
         _same("counted beside the store", engine.budget.others, others)

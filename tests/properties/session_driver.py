@@ -23,7 +23,7 @@ def session_on(engine: Engine) -> ServerSession:
 def with_store_of(most: int) -> Engine:
     """Return an engine whose store alone is limited, so that no peer is evicted for another."""
     engine = Engine(Limits())
-    engine.budget.keyspace = Keyspace(Limits())
+    engine.budget.keyspace = engine.share.keyspace = Keyspace(Limits())
     engine.keyspace.on_full = None
     engine.keyspace.max_size = most
     return engine

@@ -32,6 +32,8 @@ REQUESTS: list[tuple[str, st.SearchStrategy[tuple[Any, ...]]]] = [
     ("KEY_VALUE_2_I64", st.tuples(keys, values, i64, i64)),
     ("KEY_VALUE_3_I64", st.tuples(keys, values, i64, i64, i64)),
     ("KEYS", st.tuples(st.lists(keys, max_size=8))),
+    ("TOKEN", st.tuples(values)),
+    ("NAMED_VALUES", st.tuples(st.lists(st.tuples(keys, values), max_size=8))),
     ("ITEMS", st.tuples(st.lists(st.tuples(keys, values), max_size=8))),
 ]
 

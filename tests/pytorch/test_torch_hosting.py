@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 import tcpstore_async
 import tcpstore_async.torch as ours
-from support import LIMIT, free_port
+from client.fakes import PROBE, proxy_to
+from client.test_joins import Cutter
+from support import LIMIT, blob, free_port, tcpstore_server
 from tcpstore_async.client import requests
 from tcpstore_async.torch import native_server, tcpstore_patch
 from torch_forker import Program
@@ -210,6 +212,70 @@ def test_a_server_of_an_agent_without_install_is_one_warning(
     ]
     assert lines == ([] if installed else expected)
     assert agent.get("1") == b"v"
+
+
+@pytest.fixture
+def under_an_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make this process rank 1 of 2 under an agent that hosts the server at a port."""
+
+    def be(port: int) -> None:
+        for name, text in {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            "RANK": "1",
+        }.items():
+            monkeypatch.setenv(name, text)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    return be
+
+
+def test_a_worker_joins_its_agents_server_in_three_round_trips(under_an_agent: Callable[[int], None]) -> None:
+    """Beside those of PyTorch's client; they used to be six. It says who it is, is counted, and says farewell."""
+    with tcpstore_server() as server, proxy_to(server.port) as proxy:
+        under_an_agent(proxy.port)
+        store, *_ = next(dist.rendezvous("env://"))
+        assert joined(server.port) == 1
+        (number,) = [number for number, sent in enumerate(proxy.sent) if PROBE in sent]
+        assert proxy.connections == 2
+        assert proxy.senders[number] == ["c", "s"] * 3
+        sent = bytes(proxy.sent[number])
+        assert blob(b"rank") + blob(b"1") in sent
+        assert sent.endswith(bytes([requests.DEPART[0].opcode]))
+        assert isinstance(store, Cpp)
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_worker_that_loses_its_connection_is_counted_once(
+    before: bool, under_an_agent: Callable[[int], None]
+) -> None:
+    with tcpstore_server() as server:
+        cutter = Cutter(server.port, "q")
+        cutter.times, cutter.before = 2, before
+        try:
+            under_an_agent(cutter.port)
+            store, *_ = next(dist.rendezvous("env://"))
+            assert cutter.times <= 0
+            assert joined(server.port) == 1
+            store.set("k", "v")
+            assert store.get("k") == b"v"
+        finally:
+            cutter.stop()
+
+
+def test_a_worker_is_counted_once_by_an_agent_without_install(port: int, under_an_agent: Callable[[int], None]) -> None:
+    ours.uninstall()
+    agent = Cpp("127.0.0.1", port, 1, True, SECONDS)
+    ours.install()
+    under_an_agent(port)
+    store, *_ = next(dist.rendezvous("env://"))
+    with tcpstore_async.TCPStore("127.0.0.1", port, timeout=LIMIT) as look:
+        assert look._connection().call(requests.count(0)) == 2  # with the agent
+    store.set("k", "v")
+    assert agent.get("k") == b"v"
 
 
 def test_the_constructor_takes_pytorchs_parameters() -> None:

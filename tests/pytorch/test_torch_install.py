@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 import tcpstore_async.torch as ours
 from support import free_port
+from tcpstore_async import TCPStore as PlainTCPStore
 from torch_forker import Program
 from versions import QUIET, VERSION, needs, since, unsaid
 
@@ -522,3 +523,35 @@ def test_a_large_gloo_group_gives_advice(
     said = [record.getMessage() for record in caplog.records if "gloo group" in record.getMessage()]
     assert len(said) == advice
     assert all("65 ranks sends 12,675 requests" in text and "GLOO_ENABLE_STORE_V2_API=1" in text for text in said)
+
+
+def test_a_token_protects_the_server_of_a_group(port: int) -> None:
+    """PyTorch's own client has none, so a server that requires one is not even started for it."""
+    code = f"""
+import os, sys, torch.distributed as dist, tcpstore_async.torch as ours
+from tcpstore_async import TCPStore
+os.environ["TCPSTORE_TOKEN"] = "a secret of all ranks".replace(" ", "-")
+ours.install(sys.argv[1])
+url = "tcp://127.0.0.1:{port}?rank=0&world_size=1"
+try:
+    dist.init_process_group("gloo", init_method=url)
+    try: TCPStore("127.0.0.1", {port}, timeout=10, token="").num_keys()
+    except dist.DistError as e: print(e)
+    except RuntimeError as e: print(e)
+    dist.destroy_process_group()
+except RuntimeError as e: print(str(e).partition(",")[0])"""
+    assert run(code, "python")[0] == "the server requires a token: set TCPSTORE_TOKEN_FILE"
+    assert run(code, "native")[0] == "PyTorch's C++ client cannot present a token"
+
+
+def test_pytorchs_client_beside_an_agents_server_needs_no_token() -> None:
+    """Rank 0 of torchrun's workers asks to host, and the agent already does: a server that lets in everybody."""
+    code = """
+import os, sys, torch.distributed as dist, tcpstore_async.torch as ours
+ours.install("native", classes=True)
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 1, True, wait_for_workers=False)
+store.set("k", "v")
+print(store.get("k"))"""
+    with PlainTCPStore("127.0.0.1", 0, is_master=True, timeout=60, token="secret", require_auth="") as agents:
+        env = {"MASTER_PORT": str(agents.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TCPSTORE_TOKEN": "secret"}
+        assert run(code, **env)[0] == "b'v'"

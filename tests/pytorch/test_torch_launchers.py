@@ -50,15 +50,13 @@ LAUNCHERS = {
     "tcpstore": ["--rdzv-backend", "tcpstore", "--rdzv-endpoint", "127.0.0.1:{port}"],
 }
 
-# Every launcher and every mode at least once; the rest of the product differs in nothing else.
-JOBS: list[Any] = [
-    *[("static", "0"), ("static", "1"), ("standalone", "python,classes")],
-    *[("c10d", "classes"), ("tcpstore", "")],
-]
+# Every launcher, and every mode that installs, at least once; the rest of the product differs in nothing else. That 0
+# installs nothing is tried by tests/pytorch/test_torch_install.py.
+JOBS: list[Any] = [("static", "1"), ("standalone", "python,classes"), ("c10d", "classes"), ("tcpstore", "")]
 JOBS += [
     pytest.param(launcher, mode, marks=pytest.mark.exhaustive)
     for launcher, mode in [
-        *[("static", mode) for mode in ("", "python", "classes", "python,classes")],
+        *[("static", mode) for mode in ("", "0", "python", "classes", "python,classes")],
         *[("standalone", "0"), ("standalone", "1"), ("c10d", "1"), ("tcpstore", "1"), ("tcpstore", "classes")],
     ]
 ]  # fmt: skip

@@ -30,7 +30,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from support import tcpstore_server, torch_server
+from tcpstore_async import AccessDeniedError
+from tcpstore_async import TCPStore as PlainTCPStore
+from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.torch import TCPStore, rendezvous_handler
+from tls.certificates import HOSTS, certificates
+from tls.peers import TlsPeer, context
 from torch_forker import Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,13 +63,13 @@ class Job:
         self.port = port
         self.agents: list[Program] = []
 
-    def agent(self, what: str, nodes: str = "2", workers: str = "1", **env: str) -> Program:
+    def agent(self, what: str, nodes: str = "2", workers: str = "1", conf: str = CONF, **env: str) -> Program:
         process = Program(
             HERE / "elastic_agent.py",
             *("--nnodes", nodes),
             *("--nproc-per-node", workers, "--max-restarts", "3", "--monitor-interval", "0.1"),
             *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"),
-            *("--rdzv-conf", CONF),
+            *("--rdzv-conf", conf),
             *(str(HERE / "elastic_worker.py"), str(self.folder), what),
             env={"OMP_NUM_THREADS": "1", **env},
             imports=["torch.distributed.run"],
@@ -144,6 +149,30 @@ def test_each_agent_runs_a_relay_for_its_workers(job: Job, env: dict[str, str]) 
         assert {one["sum"] for one in world} == {4.0}
         assert len({(one["agent"], one["port"]) for one in world}) == 2
         assert {one["host"] for one in world} == {"127.0.0.1"}
+
+
+@once
+def test_agents_with_tls_and_a_token(job: Job) -> None:
+    """Stock workers behind relays: what goes between the agents' hosts is encrypted, and nobody else is let in."""
+    known = certificates()
+    mine = known.ours.issue("agent", *HOSTS, socket.getfqdn())
+    env = {name: value for name, value in known.environment(mine).items() if name != "TCPSTORE_TLS"}
+    token = "a-secret-of-the-agents"
+    agents = [job.agent("hold", conf=f"{CONF},tls=1,relay=1", TCPSTORE_TOKEN=token, **env) for _ in range(2)]
+    job.until(lambda: len(job.seen()) == 2)
+    assert groups(job.seen()[:1])[0][0] == 2
+    for given, error in (("", "the server requires a token"), ("other", "it is not the token of the process")):
+        with (
+            pytest.raises(AccessDeniedError, match=error),
+            PlainTCPStore("127.0.0.1", job.port, timeout=PATIENCE, token=given) as store,
+        ):
+            store.num_keys()
+    with TlsPeer(job.port, using=context(mine)) as peer:
+        peer.ping()
+    (job.folder / "go").touch()
+    job.end(*agents)
+    assert {one["host"] for one in job.seen()} == {"127.0.0.1"}
+    assert token not in job.said()
 
 
 def hosting(job: Job) -> Program:
@@ -284,6 +313,35 @@ def test_a_handler_joins_and_closes(server: int) -> None:
     assert handler.num_nodes_waiting() == 0
     assert handler.shutdown()
     assert "TCPSTORE_ROUND" not in os.environ
+
+
+@pytest.mark.parametrize("relay", ["0", "1"])
+def test_a_token_protects_the_workers_server(
+    relay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With relays, which present one of the round, it is required; without, workers without one are let in."""
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret\n")
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+        with pytest.raises(RendezvousConnectionError, match="the server requires a token: set TCPSTORE_TOKEN_FILE"):
+            rendezvous_handler.create_handler(parameters(own.port))
+        monkeypatch.setenv("TCPSTORE_TOKEN", TokenKeys([("k1", b"a secret")]).create())
+        one = rendezvous_handler.create_handler(parameters(own.port, relay=relay))
+        where = one.next_rendezvous().bootstrap_store_info
+        assert where is not None
+        port = where.master_port
+        for token in ("", os.environ["TCPSTORE_TOKEN"]):
+            with TCPStore("127.0.0.1", port, token=token) as store:
+                store.set("k", "v")
+                assert store.get("k") == b"v"
+        if relay == "1":
+            with pytest.raises(RuntimeError, match="the server requires a token"):  # noqa: SIM117
+                with TCPStore("127.0.0.1", cast(Any, one)._server.port, token="") as store:
+                    store.set("k", "v")
+        warned = f"the workers' server on port {port} lets in clients without a token"
+        assert any(message.startswith(warned) for message in caplog.messages) == (relay == "0")
+        assert one.shutdown()
 
 
 def test_a_closed_rendezvous_is_left_for_the_next_epoch(server: int) -> None:

@@ -31,6 +31,16 @@ async def test_they_have_to_connect_again_after_a_while(monkeypatch: pytest.Monk
         await asyncio.wait_for(front.empty.wait(), LIMIT)
 
 
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "localhost"), ("::", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")])
+async def test_a_relay_in_front_of_itself_says_so(host: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Both ports are 29500 by default. It would wait for its own answer, and say that there is none."""
+    port = free_port()
+    async with relay([(name, port)], host, port):
+        while "is the relay itself" not in caplog.text:
+            assert "no answer" not in caplog.text
+            await asyncio.sleep(0.001)
+
+
 async def test_so_do_they_when_the_server_had_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "_WAITING_SECONDS", 0.0)
 

@@ -14,7 +14,7 @@ import pytest
 
 from conformance.frames import lease_later, popped, push
 from faults.fault_helpers import get, gone, until
-from support import RawPeer, Server, blob, free_port, tcpstore_relay, tcpstore_server, u64
+from support import RawPeer, Server, blob, free_port, refused, tcpstore_relay, tcpstore_server, u64
 from tcpstore_async.server.backends import BACKENDS
 
 
@@ -138,15 +138,7 @@ def test_sigterm_waits_for_the_ranks_and_sigint_does_not(server: Server) -> None
     with tcpstore_relay(server.port) as relay, RawPeer(relay.port) as rank:
         rank.ping()
         relay.process.send_signal(signal.SIGTERM)
-
-        def is_refused() -> bool:
-            try:
-                RawPeer(relay.port, validate=False).close()
-            except ConnectionRefusedError:
-                return True
-            return False
-
-        until(is_refused, "the relay has stopped accepting")
+        until(lambda: refused(relay.port), "the relay has stopped accepting")
         rank.ping()
         rank.close()
         assert relay.process.wait(60) == 0
@@ -192,6 +184,27 @@ def test_the_port_file(server: Server, tmp_path: Path) -> None:
         assert (tmp_path / "port").read_text() == f"{relay.port}\n"
         relay.stop()
     assert gone(relay.process.pid)
+
+
+def test_a_relay_in_front_of_a_relay_says_what_is_wrong(server: Server) -> None:
+    with tcpstore_relay(server.port) as relay, tcpstore_relay(relay.port) as another:
+        until(lambda: "this is a connection to a relay; connect to its server instead" in another.log(), "it says so")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_beyond_the_limit_of_sessions_are_rejected(backend: str) -> None:
+    """The server says so: the relay does not know the limit."""
+    with (
+        tcpstore_server("--limit", "sessions=1", "--backend", backend) as server,
+        tcpstore_relay(server.port) as relay,
+        RawPeer(relay.port) as first,
+    ):
+        first.ping()
+        with RawPeer(relay.port) as second:
+            assert second.closed()
+            own = second.socket.getsockname()[1]
+        until(lambda: f"rejected 127.0.0.1:{own}: there are already 1 sessions" in server.log(), "it is logged")
+        first.ping()
 
 
 def test_ranks_beyond_the_limit_of_files_are_rejected(server: Server) -> None:

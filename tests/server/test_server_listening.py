@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import resource
 import socket
 import tempfile
@@ -52,7 +53,7 @@ def test_ipv6(host: str, only: int) -> None:
 
 def test_a_port_in_use(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    with pytest.raises(DistNetworkError, match=rf"^cannot listen on 127\.0\.0\.1:{port}: Address already in use$"):
+    with pytest.raises(DistNetworkError, match=rf"^cannot listen on 127\.0\.0\.1:{port}: Address already in use\b"):
         listen("127.0.0.1", port)
 
 
@@ -149,3 +150,54 @@ def test_a_single_message_has_no_count(caplog: pytest.LogCaptureFixture) -> None
     limited.add("key_bytes", "peer")
     limited.flush()
     assert [record.getMessage() for record in caplog.records] == ["peer"]
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_failure_that_lasts_is_logged_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    limited = RateLimitedLog(clock=clock)
+    logged = []
+    for second in range(400):
+        if limited.add("upstream", f"cannot connect, attempt {second}"):
+            logged.append(second)
+        clock.now += 1
+    assert logged == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243, 303, 363]
+    assert caplog.messages[-1] == "cannot connect, attempt 363 (59 similar messages suppressed)"
+    clock.now += 120
+    assert limited.add("upstream", "cannot connect, attempt 400")  # it had stopped
+    assert caplog.messages[-1].endswith("(36 similar messages suppressed)")
+    clock.now += 1
+    assert limited.add("upstream", "cannot connect, attempt 401")
+
+
+def test_another_failure_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    limited = RateLimitedLog(clock=clock)
+    for text in ["refused"] * 20 + ["no answer"]:
+        limited.add("upstream", text)
+        clock.now += 1
+    assert [message.partition(" (")[0] for message in caplog.messages] == ["refused"] * 5 + ["no answer"]
+    assert caplog.messages[-1] == "no answer (4 similar messages suppressed)"
+
+
+def test_counts_are_logged_when_they_are_due(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    limited = RateLimitedLog(clock=clock)
+    assert limited.flush_due() == 0
+    for _ in range(1200):  # ten messages a second
+        limited.add("accept", "too many open files")
+        limited.flush_due()
+        clock.now += 0.1
+    limited.flush()
+    text = " ".join(caplog.messages)
+    counted = sum(map(int, re.findall(r"(\d+) similar", text)))
+    assert counted + text.count("too many open files") == 1200
+    assert len(caplog.messages) < 12

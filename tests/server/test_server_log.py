@@ -281,7 +281,8 @@ def test_a_server_in_its_grace_is_logged_until_its_end(caplog: pytest.LogCapture
         server.stop()
         assert peer.closed()
     until(
-        lambda: any("closing 1 connections" in line for line in lines(caplog, logging.INFO)), "its last line is logged"
+        lambda: any("closing 1 connection still open" in line for line in lines(caplog, logging.INFO)),
+        "its last line is logged",
     )
     until(lambda: threading.active_count() == before[1], "the thread has ended")
     del server

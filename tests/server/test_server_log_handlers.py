@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -14,7 +17,7 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async.server import log_handlers
-from tcpstore_async.server.log_handlers import NonBlockingHandler, OwnerHandler
+from tcpstore_async.server.log_handlers import JsonHandler, NonBlockingHandler, OwnerHandler
 from tcpstore_async.server.process.protocol import LogLine
 
 
@@ -118,3 +121,42 @@ def test_a_pipe_without_a_reader(tmp_path: Path) -> None:
     handler.handle(record("x"))
     assert handler._dropped == 1
     os.close(writer)
+
+
+# JSON
+
+
+def test_a_record_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        handler = JsonHandler(file.fileno())
+        handler._dropped = 3
+        failed = record("closing \u2028 %s")
+        failed.args = ("\x1b[2J\n",)
+        try:
+            raise ValueError("what failed")
+        except ValueError:
+            failed.exc_info = sys.exc_info()
+        handler.handle(failed)
+        handler.handle(record("next"))
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first["message"] == "closing \u2028 \x1b[2J\n"
+    assert "\x1b" not in path.read_text()
+    assert first["exception"].endswith("ValueError: what failed")
+    assert first["dropped"] == "3 earlier lines dropped"
+    assert set(second) == {"time", "level", "logger", "message"}
+    assert (second["level"], second["logger"]) == ("WARNING", "tcpstore_async.server")
+    assert datetime.fromisoformat(second["time"]).utcoffset() == timedelta(0)
+
+
+@pytest.mark.parametrize("text", ["x", "\x00", "\U0001f600"])
+def test_a_long_record_as_json_fits_a_pipe(text: str, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        long = record(text * 10_000)
+        try:
+            raise ValueError(text * 10_000)
+        except ValueError:
+            long.exc_info = sys.exc_info()
+        line = JsonHandler(file.fileno()).encode(long, " (1000000 earlier lines dropped)")
+    assert len(line) <= 4096
+    assert json.loads(line)["message"].startswith(text)

@@ -44,7 +44,7 @@ def serves(hosted: ServerHandle, address: str = "127.0.0.1") -> bool:
         with socket.create_connection((address, hosted.port), LIMIT) as peer:
             peer.sendall(bytes.fromhex("00cef7853c 0d01020304"))
             return peer.recv(4) == bytes([1, 2, 3, 4])
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # it may stop listening in the middle of the handshake
         return False
 
 
@@ -167,7 +167,7 @@ def test_an_exact_address(by: str, where: str, monkeypatch: pytest.MonkeyPatch) 
     assert not serves(hosted, "127.0.0.1")
     with pytest.raises(DistNetworkError) as caught:
         host(hosted.port, bind_host="127.0.0.2")
-    assert str(caught.value) == IN_USE.format(hosted.port)
+    assert str(caught.value).startswith(IN_USE.format(hosted.port))
     hosted.release()
 
 
@@ -193,7 +193,7 @@ def test_a_port_in_use(first: bool, second: bool) -> None:
     else:
         with pytest.raises(DistNetworkError) as caught:
             host(holder.port, multi_tenant=second)
-        assert str(caught.value) == IN_USE.format(holder.port)
+        assert str(caught.value).startswith(IN_USE.format(holder.port))
     assert serves(holder)
     holder.release()
     host(holder.port, multi_tenant=second).release()
@@ -447,10 +447,10 @@ def test_interrupted_while_it_starts_it_leaves_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(parent, "_PROGRAM", "import time; time.sleep(1000)")
     previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     fd, port = bound()
     try:
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             host(port, listen_fd=fd)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -26,7 +26,7 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.master import ServerHandle, host
-from tcpstore_async.server.threaded import Connection, ThreadedServer
+from tcpstore_async.server.threaded import _READ, Connection, ThreadedServer
 from tcpstore_async.server.threads import FairLock, Worker
 from tcpstore_async.values import Framed
 from tcpstore_async.wire.commands import JOINS_KEY
@@ -60,6 +60,10 @@ class Served:
 
     def drain(self, grace: float) -> "Future[None]":
         return asyncio.run_coroutine_threadsafe(self.server.drain(grace), self._loop)
+
+    def poll(self) -> None:
+        """Have the loop ask for the lock."""
+        self._loop.call_soon_threadsafe(self.server.all_joined)
 
     def connection(self, peer: RawPeer) -> Connection:
         """Return the server's connection for a peer, once there is one."""
@@ -146,10 +150,11 @@ def test_an_interrupt_while_waiting_for_the_lock_withdraws() -> None:
     holder.start()
     held.wait(LIMIT)
     former = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
-        with pytest.raises(KeyboardInterrupt), lock:
-            pass
+        with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with lock:
+                pass
     finally:
         signal.signal(signal.SIGALRM, former)
         go.set()
@@ -158,37 +163,31 @@ def test_an_interrupt_while_waiting_for_the_lock_withdraws() -> None:
         pass
 
 
-def test_a_peer_that_floods_does_not_starve_others() -> None:
-    """With an unfair lock nobody else is served for seconds."""
-    flood = b"\x0c" * MIB
-    with tcpstore_server("--backend", "threaded") as server, ExitStack() as stack:
-        floods = [stack.enter_context(RawPeer(server.port)) for _ in range(20)]
-        for peer in floods:
-            peer.socket.settimeout(None)
-        stop = threading.Event()
+def test_a_peer_that_floods_does_not_starve_others(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much a peer has sent, one that has waited for the lock is served after a single turn of it."""
+    turns: list[int] = []
+    real = Connection._execute
 
-        def pour(peer: RawPeer) -> None:
-            with suppress(OSError):
-                while not stop.is_set():
-                    peer.send(flood)
+    def execute(connection: Connection, chunk: bytes) -> None:
+        turns.append(connection.session.port)
+        real(connection, chunk)
 
-        def drain(peer: RawPeer) -> None:
-            with suppress(OSError):
-                while peer.socket.recv(MIB):
-                    pass
-
-        working = [threading.Thread(target=work, args=[peer]) for peer in floods for work in (pour, drain)]
-        for thread in working:
-            thread.start()
-        try:
-            with RawPeer(server.port) as other:
-                for _ in range(10):
-                    other.ping()
-        finally:
-            stop.set()
-            server.stop()
-            for thread in working:
-                thread.join(LIMIT)
+    lock = server.server.lock
+    assert isinstance(lock, FairLock)
+    with RawPeer(server.port) as flooding, RawPeer(server.port) as other:
+        flooding.ping()
+        other.ping()
+        monkeypatch.setattr(Connection, "_execute", execute)
+        with lock:
+            server.poll()
+            until(lambda: len(lock._waiting) == 1, "the loop waits for the lock, and no timer will")
+            flooding.send(b"\x0c" * (4 * _READ))
+            until(lambda: len(lock._waiting) == 2, "the flooding peer's thread waits for the lock")
+            other.send(SET_K)
+            until(lambda: len(lock._waiting) == 3, "the other peer's thread waits for the lock")
+        flooding.read(4 * _READ)
+        flood, second = (peer.socket.getsockname()[1] for peer in (flooding, other))
+    assert turns[:3] == [flood, second, flood]
 
 
 # Writing

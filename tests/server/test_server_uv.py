@@ -497,7 +497,7 @@ def test_draining_ends_with_the_grace(run: Run, watch_with: WatchWith, caplog: p
 
     with caplog.at_level(logging.INFO):
         run(main)
-    assert "closing 1 connections that are still open after 0.01 s" in caplog.text
+    assert "closing 1 connection still open after 0.01 s" in caplog.text
 
 
 def test_a_large_backlog_is_written_in_shares(run: Run) -> None:

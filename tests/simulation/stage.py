@@ -456,7 +456,9 @@ class Poll:
         return [(0, select.POLLIN)]
 
 
-def _connect(host: str, port: int, attempt: Any, pings: bool) -> tuple[socket.socket, ClientSession]:
+def _connect(
+    host: str, port: int, attempt: Any, pings: bool, token: bytes, tls: object, name: object
+) -> tuple[socket.socket, ClientSession]:
     """In place of `dial._try_in_this_thread`."""
     peer = Socket(_me().stage.connect())
     session = ClientSession(pings)
@@ -568,7 +570,7 @@ class Transport(asyncio.Transport):
             self._lose(None)
 
 
-async def _try(host: str, port: int, pings: bool) -> tuple[Any, ClientSession]:
+async def _try(host: str, port: int, pings: bool, token: bytes, tls: object, name: object) -> tuple[Any, ClientSession]:
     """In place of `dial._try`."""
     peer = Socket(_me().stage.connect())
     session = ClientSession(pings)

@@ -16,9 +16,10 @@ import pytest
 from click import ClickException
 from click.testing import CliRunner
 
-from support import LIMIT, RawPeer, blob, tcpstore_server
+from support import LIMIT, RawPeer, blob, refused, tcpstore_server
 from tcpstore_async.cli import main
 from tcpstore_async.cli.listen import write_atomically
+from tcpstore_async.server.admin_path import find
 from tcpstore_async.serving import build
 from tcpstore_async.session.link_client import ClientLink
 
@@ -74,14 +75,8 @@ def usage_error(*options: str) -> str:
 def wait_until_refused(port: int) -> None:
     """Wait until the server no longer listens."""
     deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), LIMIT).close()
-        except ConnectionRefusedError:
-            return
-        except ConnectionResetError:
-            pass
-    raise AssertionError("the server still listens")
+    while not refused(port):
+        assert time.monotonic() < deadline, "the server still listens"
 
 
 # Readiness
@@ -99,6 +94,7 @@ def test_ready_line(tmp_path: Path) -> None:
             "pid": process.pid,
             "backend": "uv",
             "build": build(),
+            "admin": str(find(port)[0]),
         }
         with RawPeer(port) as peer:
             peer.ping()
@@ -206,7 +202,9 @@ def test_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = fail(tmp_path, "--port", str(port))
-    assert said == f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert said.startswith(f"Error: cannot listen on 127.0.0.1:{port}: Address already in use")
+    assert f"by pid {os.getpid()} (" in said or not Path("/proc/net/tcp").exists()
+    assert said.count("\n") == 1
 
 
 def test_foreign_host(tmp_path: Path) -> None:
@@ -252,7 +250,7 @@ def test_grace_period_expires() -> None:
         peer.ping()
         assert server.stop(signal.SIGTERM) == 0
         assert peer.closed()
-        assert "that are still open after 0.2 s" in server.log()
+        assert "closing 1 connection still open after 0.2 s" in server.log()
 
 
 def test_sessions_of_a_broken_link_last_for_the_grace_period() -> None:
@@ -341,3 +339,27 @@ def test_the_tests_run_outside_the_checkout(tmp_path: Path) -> None:
     import tcpstore_async
 
     assert found.stdout.strip() == tcpstore_async.__file__
+
+
+# The log's format
+
+
+def test_json_log(tmp_path: Path) -> None:
+    with serving(tmp_path, "--port", "0", "--log-format", "json") as process:
+        assert ready(process)["event"] == "ready"  # as without
+        stdout, stderr = end(process)
+    assert stdout == ""
+    lines = [json.loads(line) for line in stderr.splitlines()]
+    assert any(line["message"].startswith("listening on 127.0.0.1:") for line in lines)
+    assert {line["logger"] for line in lines} == {"tcpstore_async.server"}
+
+
+def test_an_error_is_the_last_line_of_a_json_log(tmp_path: Path) -> None:
+    last = json.loads(fail(tmp_path, "--host", "192.0.2.1", "--port", "0", "--log-format", "json").splitlines()[-1])
+    assert last["level"] == "CRITICAL"
+    assert last["message"].startswith("cannot listen on 192.0.2.1:0: ")
+
+
+def test_a_masters_server_does_not_linger() -> None:
+    words = ("--owner-pid", "1", "--control-fd", "3", "--listen-fd", "4", "--linger")
+    assert "--linger cannot be used with --owner-pid" in usage_error(*words)

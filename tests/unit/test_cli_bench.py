@@ -109,7 +109,7 @@ def test_silent_server() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=9) as silent:
         done = bench(silent.getsockname()[1], "--ranks", "2", "--timeout", "0.3")
     assert done.returncode == 3
-    assert done.stderr == b"Error: not completed within 0.3 s: 0 of 2 connections done\n"
+    assert done.stderr == b"Error: not completed within 0.3 s: connections done: 0 of 2\n"
 
 
 def test_progress_estimates_the_remaining_time(
@@ -253,7 +253,7 @@ def test_frozen_server_is_waited_for_once(at: int, finished: list[str]) -> None:
         server.thaw()
     assert (status, operations(out)) == (3, finished)
     assert error == (
-        b"Error: not completed within 4 s: 0 of 2 connections done; keys under /tcpstore-bench/ may remain"
+        b"Error: not completed within 4 s: connections done: 0 of 2; keys under /tcpstore-bench/ may remain"
     )
 
 

@@ -7,12 +7,12 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 from click.testing import CliRunner
 
+import support
 from support import LIMIT, server_of, tcpstore_server
 from tcpstore_async.cli import main
 
@@ -20,11 +20,7 @@ Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
 
 def tcpstore(*words: str, url: str = "", stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    env = {**os.environ, "TCPSTORE_URL": url} if url else None
-    command = [sys.executable, "-m", "tcpstore_async", *words]
-    done = subprocess.run(
-        command, cwd=tempfile.gettempdir(), input=stdin, capture_output=True, timeout=LIMIT, env=env, check=False
-    )
+    done = support.tcpstore(*words, stdin=stdin, env={**os.environ, "TCPSTORE_URL": url} if url else None)
     assert b"Traceback" not in done.stderr
     return done
 

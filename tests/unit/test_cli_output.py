@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from support import LIMIT, free_port, tcpstore_server
+from support import LIMIT, free_port, tcpstore, tcpstore_server
 from tcpstore_async.cli import main, output
 
 COMMAND = [sys.executable, "-m", "tcpstore_async"]
@@ -41,17 +41,22 @@ def prepare(url: str, code: str) -> None:
 
 
 def run(
-    url: str, *words: str, shell: str = '"$@"', data: bytes = b"", **env: str
+    url: str, *words: str, shell: str | None = None, data: bytes = b"", **env: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command in a shell, which may redirect it."""
-    done = subprocess.run(
-        ["bash", "-c", shell, "bash", *COMMAND, *words],
-        cwd=tempfile.gettempdir(),
-        env={**os.environ, "TCPSTORE_URL": url, **env},
-        input=data,
-        capture_output=True,
-        timeout=LIMIT,
-        check=False,
+    """Run a command; in a shell, which may redirect it, if there is a script."""
+    env = {**os.environ, "TCPSTORE_URL": url, **env}
+    done = (
+        tcpstore(*words, stdin=data, env=env)
+        if shell is None
+        else subprocess.run(
+            ["bash", "-c", shell, "bash", *COMMAND, *words],
+            cwd=tempfile.gettempdir(),
+            env=env,
+            input=data,
+            capture_output=True,
+            timeout=LIMIT,
+            check=False,
+        )
     )
     assert b"Traceback" not in done.stderr
     return done
@@ -115,8 +120,8 @@ def named(url: str) -> Iterator[str]:
     prepare(url, f"store.delete_key({NAME!r})")
 
 
-def test_name_is_one_line(named: str) -> None:
-    assert b"\x1b]0;owned\x07second\\nline\xe2\x80\xae\n" in run(named, "keys").stdout
+def test_name_is_one_escaped_line(named: str) -> None:
+    assert b"\\x1b]0;owned\\x07second\\nline\\u202e\n" in run(named, "keys").stdout
     assert b"second\nline" in run(named, "keys", "--raw").stdout
 
 
@@ -269,3 +274,27 @@ def test_ctrl_c_is_130_in_a_shell(words: list[str]) -> None:
             out, errors = shell.communicate(timeout=LIMIT)
             peer.close()
     assert (out, errors) == (b"130\n", b"Error: interrupted\n" if words == ["bench"] else b"")
+
+
+_LOGGING = """
+import logging
+from tcpstore_async.cli.stdio import log_without_blocking
+
+log_without_blocking()
+log = logging.getLogger("tcpstore_async.server")
+log.warning("refused: %s", "\\x1b]0;owned\\x07\\n2026-11-23 all is well\\u202e")
+try:
+    raise ValueError("\\x1b[2J")
+except ValueError:
+    log.exception("internal error")
+"""
+
+
+def test_log_lines_are_printable() -> None:
+    """A relay, for one, logs why a server refused it, in the server's words."""
+    done = subprocess.run([sys.executable, "-c", _LOGGING], capture_output=True, timeout=LIMIT, check=True)
+    first, second, *traceback = done.stderr.decode().splitlines()
+    assert first.endswith(r"WARNING refused: \x1b]0;owned\x07\n2026-11-23 all is well\u202e")
+    assert second.endswith("ERROR internal error")
+    assert traceback[-1] == r"ValueError: \x1b[2J"
+    assert b"\x1b" not in done.stderr

@@ -44,8 +44,8 @@ def heard(session: ServerSession) -> list[bytes]:
 
 
 def nothing_is_left(keyspace: Keyspace) -> bool:
-    waiting = keyspace.waiters, keyspace.stale, keyspace.counters, keyspace.handoffs
-    return waiting == ({}, {}, {}, {}) and keyspace.size == 0
+    waiting = keyspace.waiters, keyspace.stale, keyspace.counters, keyspace.handoffs, keyspace.holes
+    return waiting == ({}, {}, {}, {}, {}) and keyspace.size == 0
 
 
 # Fetching
@@ -664,3 +664,85 @@ def test_a_wait_that_does_not_fit_changes_nothing(command: str, left_over: bool)
     session.leave()
     early.leave()
     assert (keyspace.waiters, keyspace.counters) == ({}, {})
+
+
+def test_many_fetches_of_which_one_was_canceled_leave_nothing(engine: Engine, keyspace: Keyspace) -> None:
+    """An item ends all of them at once, and nothing is remembered of the place that the canceled one had."""
+    sessions = [waiter(engine) for _ in range(40)]
+    for session in sessions:
+        assert keyspace.fetch(session, b"q") is None
+    keyspace.cancel_fetch(sessions[1])
+    keyspace.queue_push(b"q", EMPTY)
+    keyspace.queue_pop(b"q")
+    assert [heard(session) for session in sessions] == [[EMPTY]] + [[]] + [[EMPTY]] * 38
+    assert nothing_is_left(keyspace)
+
+
+def test_a_number_that_falls_while_its_waiters_are_woken(engine: Engine, keyspace: Keyspace) -> None:
+    """Those whose target it had reached are woken all the same, however many."""
+    keyspace.portion = 1
+    sessions = [waiter(engine) for _ in range(5)]
+    for session in sessions:
+        assert not keyspace.wait_count(session, b"k", 10)
+    keyspace.add(b"k", 10)
+    keyspace.add(b"k", -10)
+    assert keyspace.working
+    while keyspace.working:
+        keyspace.step()
+    assert [heard(session) for session in sessions] == [[b"\0"]] * 5
+    keyspace.delete_key(b"k")
+    assert nothing_is_left(keyspace)
+
+
+@pytest.mark.parametrize("how", ["leaves", "joins another counter"])
+def test_who_joined_a_counter_that_was_deleted_and_leaves(engine: Engine, keyspace: Keyspace, how: str) -> None:
+    """The rank has joined again, and has lost that connection: it is not lost once it leaves on the first one."""
+    first, second = waiter(engine), waiter(engine)
+    assert keyspace.join(first, b"k", b"token") == 1
+    keyspace.delete_key(b"k")
+    assert keyspace.size == 0
+    assert keyspace.join(second, b"k", b"token") == 1
+    keyspace.leave(second)
+    assert keyspace.join(waiter(engine), b"k", b"") == 0
+    if how == "leaves":
+        keyspace.depart(first)
+    else:
+        keyspace.join(first, b"other", b"token")
+    assert keyspace.join(waiter(engine), b"k", b"") == 1
+
+
+def test_a_forked_process_forgets_all_waiters(engine: Engine, keyspace: Keyspace) -> None:
+    """Those with many stale registrations too."""
+    session = waiter(engine)
+    keyspace.wait(session, [b"%d" % number for number in range(5)])
+    keyspace.wait(session, [b"k"])
+    keyspace.portion = 2
+    keyspace.set(b"k", EMPTY)
+    assert keyspace.unmarked == {session}
+    keyspace.forget_waiters()
+    keyspace.delete_key(b"k")
+    assert keyspace.unmarked == set()
+    assert nothing_is_left(keyspace)
+
+
+def test_a_wait_for_a_number_that_has_fallen_while_its_waiters_are_woken(engine: Engine, keyspace: Keyspace) -> None:
+    """It begins when they have been woken, and does not end with them."""
+    keyspace.portion = 1
+    sessions = [waiter(engine) for _ in range(5)]
+    for session in sessions:
+        keyspace.wait_count(session, b"k", 10)
+    keyspace.add(b"k", 10)
+    keyspace.add(b"k", -10)
+    late = waiter(engine)
+    assert not keyspace.wait_count(late, b"k", 10)
+    postponed = keyspace.incremental
+    keyspace.incremental = None
+    assert postponed is not None
+    assert not postponed.step(1)
+    while keyspace.working:
+        keyspace.step()
+    assert postponed.step(1)
+    assert postponed.result is False
+    assert heard(late) == []
+    keyspace.add(b"k", 10)
+    assert heard(late) == [b"\0"]

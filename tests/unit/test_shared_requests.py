@@ -486,7 +486,7 @@ def test_lists_are_forgotten_when_they_take_too_much() -> None:
         assert cache.size <= cache.capacity
     assert 50 < len(cache.lists) < 300
     assert len(engine.keyspace.tracked) == 50 * len(cache.lists)
-    assert engine.budget.others == engine.session_bytes + cache.size
+    assert engine.budget.others == engine.budget.session_bytes + cache.size
 
 
 def test_a_forgotten_list_keeps_its_waiters() -> None:

@@ -15,6 +15,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from ...errors import DistNetworkError
+from ...tokens import HostTokens
 from ..log_handlers import OwnerHandler
 from .pidfd import exists, open_pidfd
 from .protocol import Event, LineReader, LogLine, encode
@@ -22,6 +23,7 @@ from .protocol import Event, LineReader, LogLine, encode
 if TYPE_CHECKING:
     from ..base import Server
 
+_STDIN: Final = 0
 _STDERR: Final = 2
 
 _POLL: Final = 1.0
@@ -31,14 +33,40 @@ _IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.
 """A job manager sends these to every process of a job. The server must outlive the ranks."""
 
 
-def main(listen_fd: int, owner_pid: int, pidfd: int, control_fd: int, backend: str, grace: float) -> None:
-    """Be the server process that `parent.start` has started; return when it is to exit."""
+def main(listen_fd: int, owner_pid: int, pidfd: int, control_fd: int, backend: str, grace: float, *tls: str) -> None:
+    """Be the server process that `parent.start` has started; return when it is to exit.
+
+    `tls` are the fields of `TlsFiles`, empty if there are none. What it checks tokens with, if it does, is in a line of
+    its standard input.
+    """
     try:
         from ...serving import serve_owner  # the one import that points up: see tests/test_architecture.py
     except BaseException as error:
         os.write(control_fd, repr(error).encode(errors="replace"))
         raise
-    serve_owner(listen_fd, owner_pid, control_fd, pidfd=pidfd, log_fd=_STDERR, backend=backend, grace=grace)
+    tokens = _read_tokens()
+    serve_owner(
+        listen_fd,
+        owner_pid,
+        control_fd,
+        pidfd=pidfd,
+        log_fd=_STDERR,
+        backend=backend,
+        grace=grace,
+        tls=tls,
+        tokens=tokens,
+    )
+
+
+def _read_tokens() -> HostTokens | None:
+    """Return what standard input says of tokens, and close it."""
+    line = b""
+    while not line.endswith(b"\n") and (chunk := os.read(_STDIN, 1 << 16)):
+        line += chunk
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, _STDIN)
+    os.close(nothing)
+    return HostTokens.decode(line) if line else None
 
 
 def ignore_signals() -> None:

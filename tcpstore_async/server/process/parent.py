@@ -26,6 +26,8 @@ from typing import Final
 
 import msgspec
 
+from ...secret_files import TlsFiles
+from ...tokens import HostTokens
 from ..backends import DEFAULT_BACKEND, DEFAULT_GRACE, START_TIMEOUT
 from ..fork_safety import close_on_fork
 from .log_reader import LogReader, joined
@@ -43,9 +45,10 @@ _LOG_TIMEOUT: Final = 1.0
 
 _ABOVE_STANDARD_STREAMS: Final = 3
 
-_PROGRAM: Final = """
+
+_PROGRAM: Final = """# the server of a TCPStore(is_master=True)
 import sys
-listen_fd, owner_pid, pidfd, control_fd, backend, grace, *path = sys.argv[1:]
+listen_fd, owner_pid, pidfd, control_fd, backend, grace, cert, key, ca, *path = sys.argv[1:]
 sys.path[:] = [entry for entry in sys.path if entry] + path
 import os
 if os.fork():
@@ -55,9 +58,11 @@ try:
 except BaseException as error:
     os.write(int(control_fd), repr(error).encode(errors="replace"))
     raise
-main(int(listen_fd), int(owner_pid), int(pidfd), int(control_fd), backend, float(grace))
+main(int(listen_fd), int(owner_pid), int(pidfd), int(control_fd), backend, float(grace), cert, key, ca)
 """
-"""The standard library comes first on the path, so that no file of the user's that is named like it is imported."""
+"""Its first line tells what it is in `ps`.
+
+The standard library comes first on the path, so that no file of the user's that is named like it is imported."""
 
 _ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent.parent)
 """Where this package is: a directory or a zip file. Determined now, as the working directory may change."""
@@ -173,6 +178,8 @@ def start(
     backend: str = DEFAULT_BACKEND,
     grace: float = DEFAULT_GRACE,
     timeout: float | None = None,
+    tls: TlsFiles | None = None,
+    tokens: HostTokens | None = None,
 ) -> ServerProcess:
     """Start a server process on `listener`, which is closed here. It serves on return.
 
@@ -182,7 +189,7 @@ def start(
     if not sys.executable or getattr(sys, "frozen", False):
         raise StartError("no Python interpreter to run it")
     try:
-        server = _launch(listener, backend, grace, START_TIMEOUT if timeout == 0 else timeout)
+        server = _launch(listener, backend, grace, START_TIMEOUT if timeout == 0 else timeout, tls, tokens)
     except TimeoutError:
         raise StartTimeout(f"not ready within {timeout or START_TIMEOUT:.3g} s") from None
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -191,7 +198,14 @@ def start(
     return server
 
 
-def _launch(listener: socket.socket, backend: str, grace: float, timeout: float | None) -> ServerProcess:
+def _launch(
+    listener: socket.socket,
+    backend: str,
+    grace: float,
+    timeout: float | None,
+    tls: TlsFiles | None,
+    tokens: HostTokens | None,
+) -> ServerProcess:
     """Start the program and wait until it is ready.
 
     Raises StartError, OSError and SubprocessError, and leaves nothing behind then.
@@ -202,7 +216,7 @@ def _launch(listener: socket.socket, backend: str, grace: float, timeout: float 
     stderr.setblocking(False)  # whatever becomes of this process, the server must not wait for it
     try:
         with child_control, stderr:
-            starter = _spawn(listener, child_control, stderr, backend, grace)
+            starter = _spawn(listener, child_control, stderr, backend, grace, tls, tokens)
         try:
             ready, process = _await_ready(control, source, end)
             starter.wait()
@@ -223,9 +237,15 @@ def _launch(listener: socket.socket, backend: str, grace: float, timeout: float 
 
 
 def _spawn(
-    listener: socket.socket, control: socket.socket, stderr: socket.socket, backend: str, grace: float
+    listener: socket.socket,
+    control: socket.socket,
+    stderr: socket.socket,
+    backend: str,
+    grace: float,
+    tls: TlsFiles | None,
+    tokens: HostTokens | None,
 ) -> subprocess.Popen[bytes]:
-    """Start the process that forks the server."""
+    """Start the process that forks the server. Its standard input brings the tokens: others see its arguments."""
     flags = ["-B"] if sys.dont_write_bytecode else []
     pidfd = _own_pidfd()
     owner = Process(os.getpid(), pidfd)  # which a child forked by another thread closes
@@ -233,10 +253,10 @@ def _spawn(
         with close_on_fork(_above_standard_streams(listener.dup())) as copy:
             fds = [copy.fileno(), control.fileno(), *([] if pidfd is None else [pidfd])]
             watched = [str(os.getpid()), str(-1 if pidfd is None else pidfd)]
-            options = [str(copy.fileno()), *watched, str(control.fileno()), backend, str(grace)]
-            return subprocess.Popen(
+            options = [str(copy.fileno()), *watched, str(control.fileno()), backend, str(grace), *(tls or TlsFiles())]
+            process = subprocess.Popen(
                 [sys.executable, "-S", *flags, "-c", _PROGRAM, *options, *_path()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if tokens is None else subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr.fileno(),
                 cwd="/",
@@ -246,6 +266,10 @@ def _spawn(
             )
     finally:
         owner.close()
+    if tokens is not None and process.stdin is not None:
+        with suppress(BrokenPipeError), process.stdin as pipe:  # it has failed, and will say why
+            pipe.write(tokens.encode())  # a few kilobytes, which a pipe takes at once
+    return process
 
 
 def _await_ready(control: socket.socket, source: socket.socket, end: float | None) -> tuple[Event, Process]:
@@ -302,7 +326,7 @@ def _path() -> list[str]:
         here = os.getcwd()
     except OSError:
         here = ""
-    entries = [os.path.abspath(entry) for entry in sys.path if entry]
+    entries = [os.path.abspath(entry) if here else entry for entry in sys.path if entry]
     return [_ROOT, *(entry for entry in entries if entry != here)]
 
 

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 from ...coercion import in_milliseconds
 from ...deadline import Deadline, backoff
-from ...errors import DistStoreError, ProtocolError, StoreTimeoutError
+from ...errors import DistStoreError, ProtocolError, StoreTimeoutError, counted
 from ...keyspace import Keyspace
 from ..hash import Alarm
 from .records import FIRST, is_complete, register, unregister
@@ -326,7 +326,10 @@ class SharedFile:
         _replace_tail(fd, begin, b"".join(kept[1:]))
         torn = sum(end - begin for begin, end in spans)
         log.warning(
-            "%s: removed %d bytes: %d incomplete record(s) left by writers that died", self.path, torn, len(spans)
+            "%s: removed %s: %s left by writers that died",
+            self.path,
+            counted(torn, "byte"),
+            counted(len(spans), "incomplete record"),
         )
         return True
 

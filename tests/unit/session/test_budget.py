@@ -10,12 +10,13 @@ import pytest
 from properties.fleet import Command
 from properties.session_driver import greeted
 from tcpstore_async.errors import BudgetError, ProtocolError
+from tcpstore_async.incremental import KeyListing
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import MIB, QUEUE_BYTES, Limits
-from tcpstore_async.session.budget import SESSION_BYTES, Budget
+from tcpstore_async.session.budget import SESSION_BYTES, Budget, StoreShare
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.session.unsent import Unsent
-from tcpstore_async.values import Framed
+from tcpstore_async.values import EMPTY, Framed
 
 VALUE = 1_000_000
 
@@ -33,7 +34,7 @@ def store(engine: Engine, key: bytes, size: int = VALUE) -> ServerSession:
 
 
 def budget() -> Budget:
-    return Budget(100 * MIB, Keyspace(Limits()), lambda: None)
+    return Budget(100 * MIB, StoreShare(Keyspace(Limits()), lambda: None))
 
 
 def test_a_value_shared_by_replies_counts_once() -> None:
@@ -291,3 +292,28 @@ def test_the_oldest_unvalidated_session_is_known() -> None:
     assert engine.overdue(30.0) is None
     sessions[1].leave()
     assert engine.oldest_unvalidated() is sessions[2]
+
+
+def test_the_next_eviction_is_at_the_first_mark_again_when_less_is_used() -> None:
+    """Right after one it is a step higher, as long as that much is used."""
+    engine = Engine(Limits(budget_bytes=100 * MIB))
+    serving = ServerSession(engine, None, "::1", 0, 0.0)
+    for number in range(1, 4):
+        hog = ServerSession(engine, None, "::1", number, 0.0)
+        hog.held = 90 * MIB
+        engine.budget.charge(90 * MIB)
+        engine.budget.relieve(serving)
+        assert hog in engine.evicted
+        engine.evicted.clear()
+
+
+def test_a_listing_of_keys_that_have_changed_since_is_not_kept() -> None:
+    among = budget()
+    listing = KeyListing([b"k" * 100_000], 100_016, among.keyspace.changes)
+    among.keyspace.set(b"k", EMPTY)
+    before = among.used()
+    among.keep_listing(listing)
+    assert (among.used(), among.listing()) == (before, None)
+    listing.changes = among.keyspace.changes
+    among.keep_listing(listing)
+    assert (among.used(), among.listing()) == (before + listing.size, listing)

@@ -11,8 +11,10 @@ from tcpstore_async.incremental import ParkOnKeys, ReadKeys
 from tcpstore_async.keyspace import MAX_LEASES
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
-from tcpstore_async.values import pack, unpack
+from tcpstore_async.values import PREFIX, pack, size, unpack
 from tcpstore_async.wire.commands import SERVER_KEY
+
+MIB = 1 << 20
 
 KEYS = [b"k%d" % number for number in range(10)]
 
@@ -188,6 +190,17 @@ def test_a_disconnection_during_a_long_multi_set_changes_nothing(engine: Engine)
     assert nothing_is_left(engine)
 
 
+def test_a_long_multi_set_that_fits_once_is_not_counted_twice() -> None:
+    """Its request is no longer held when its pairs are stored."""
+    engine = Engine(Limits(value_bytes=MIB, request_bytes=8 * MIB, budget_bytes=4 * MIB), portion=3)
+    session = greeted(engine)
+    ask(session, "multi_set", [(key, bytes(MIB // 4)) for key in KEYS])
+    assert session.held > 10 * MIB // 4
+    finish(session)
+    assert session.held == 0
+    assert size(engine.keyspace.values[KEYS[9]]) == PREFIX + MIB // 4
+
+
 def test_a_long_multi_set_of_long_keys_keeps_the_keys_that_are_stored(engine: Engine) -> None:
     keys = [b"%0300d" % number for number in range(10)]
     session, other = greeted(engine), greeted(engine)
@@ -250,3 +263,48 @@ def test_a_peer_may_leave_a_limited_number_of_leases_unconfirmed(engine: Engine,
     ask(other, "queue_push", b"q", b"")  # the item that is awaited is one of them
     assert session.leases is not None
     assert len(session.leases) == MAX_LEASES
+
+
+def test_a_reply_may_be_as_long_as_the_limit(engine: Engine) -> None:
+    session = greeted(engine)
+    for key in KEYS:
+        ask(session, "set", key, b"value")
+    expected = b"".join(pack(b"value") for _ in KEYS)
+    engine.keyspace.max_reply = len(expected)
+    ask(session, "multi_get", KEYS)
+    finish(session)
+    assert heard(session) == expected
+    engine.keyspace.max_reply -= 1
+    ask(session, "multi_get", KEYS)
+    with pytest.raises(PeerError):
+        finish(session)
+
+
+def test_a_long_wait_that_names_the_queue_first_renews_the_hand_off(engine: Engine) -> None:
+    """It ended when the wait began, so the second waiter was woken; if that leaves, the item is the first one's."""
+    first, second, third, writer = (greeted(engine) for _ in range(4))
+    for session in (first, second, third):
+        ask(session, "wait", KEYS[:1])
+    for key in KEYS[1:]:
+        ask(writer, "set", key, b"v")
+    ask(writer, "queue_push", KEYS[0], b"item")
+    assert [heard(session) for session in (first, second, third)] == [b"\0", b"", b""]
+    ask(first, "wait", KEYS)
+    finish(first)
+    assert [heard(session) for session in (first, second, third)] == [b"\0", b"\0", b""]
+    second.leave()
+    assert heard(third) == b""
+    first.leave()
+    assert heard(third) == b"\0"
+
+
+def test_large_values_longer_than_the_limit_are_no_reply(engine: Engine) -> None:
+    session = greeted(engine)
+    for _ in range(2):
+        ask(session, "append", b"k", bytes(4_000_000))
+    engine.keyspace.max_reply = 8_000_008
+    ask(session, "multi_get", [b"k"])
+    assert len(heard(session)) == 8_000_008
+    engine.keyspace.max_reply = 7_000_000
+    with pytest.raises(PeerError, match="budget_bytes"):
+        engine.keyspace.multi_get([b"k"])

@@ -13,6 +13,7 @@ from conformance.frames import (
     check,
     get,
     i64,
+    introduce,
     link,
     multi_get,
     multi_set,
@@ -32,7 +33,7 @@ from tcpstore_async.session.link_client import ClientLink
 from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.server import Engine, ServerSession, Transport
-from tcpstore_async.wire.link import CREDIT_BYTES, WINDOW_BYTES
+from tcpstore_async.wire.link import CLOSE, CREDIT_BYTES, END_OF_FILE, LINK, WINDOW_BYTES
 
 ID, SECRET = bytes(range(16)), bytes(16)
 
@@ -188,6 +189,23 @@ def test_a_link_that_was_delayed_changes_nothing(registry: LinkRegistry) -> None
     assert (registry.links, link.carrier, len(link.sessions)) == ({ID: link}, last, 1)
 
 
+def test_a_link_that_its_client_closes_is_over_and_not_waited_for(registry: LinkRegistry) -> None:
+    carrier = ask(registry).session
+    carrier.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE)))
+    assert registry.sessions == 1
+    carrier.receive(batch(2, (CLOSE, LINK, END_OF_FILE)))
+    assert not registry.links
+    while registry.work():
+        pass
+    assert registry.sessions == 0
+
+
+def test_a_client_that_does_not_number_its_attempts_may_begin_to(registry: LinkRegistry) -> None:
+    ask(registry)
+    for number in ({}, {}, {"attempt": b"1"}):
+        assert ask(registry, instance=b"this server", taken=b"0", told=b"0", **number).status == "resumed"
+
+
 def test_attempts_of_a_client_have_numbers() -> None:
     link = ClientLink()
     for number in range(1, 4):
@@ -209,7 +227,7 @@ def test_a_link_takes_the_place_of_the_one_before(registry: LinkRegistry) -> Non
     ask(registry, place=b"node7:29400").session.receive(batch(1, (1, 1, OPEN)))
     assert ask(registry, id=bytes([2] * 16), place=b"node7:29400").status == "new"
     assert [*registry.links] == [bytes([1] * 16), bytes([2] * 16)]
-    assert ended == [("the link of node7:29400 from 10.0.0.7 with 1 sessions", "another link has taken its place")]
+    assert ended == [("the link of node7:29400 from 10.0.0.7 with 1 session", "another link has taken its place")]
     assert ask(registry, id=bytes([3] * 16), place=b"node7:29401").status == "refused"
 
 
@@ -252,7 +270,10 @@ def test_a_link_without_sessions_is_resumed() -> None:
         [(1, 2, b"\0\0")],
         [(1, 2, bytes(257))],
         [(4, 0, b"")],
-        [(6, 0, b"")],
+        [(6, 0, b"rank=1")],
+        [(6, 2, b"rank=1")],
+        [(6, 1, bytes(1025))],
+        [(7, 0, b"")],
     ],
     ids=str,
 )
@@ -269,6 +290,27 @@ def test_frames_that_must_not_be_end_the_link(target: LinkTarget, frames: list[t
     assert len(target.engine.budget.holders) == before - 3
     other.receive(batch(1, (1, 1, OPEN), (0, 1, HANDSHAKE + ping(b"pong"))))
     assert b"pong" in b"".join(other.out)
+
+
+def test_a_rank_is_described(target: LinkTarget) -> None:
+    """By the client of the link, unless the rank says more; what that holds is counted, and released."""
+    greeted(target, "a", "b")
+    described = batch(
+        server_end(target).taken + 1,
+        (6, 1, b"rank=3\0world_size=8\0host=node\xff\0job="),
+        (0, 2, introduce((b"rank", b"7"))),
+        (6, 2, b"rank=4"),
+    )
+    sessions = [linked.session for linked in server_end(target).sessions.values()]
+    target.carrier.session.receive(described)
+    assert [session.peer for session in sessions] == [
+        {"rank": "3", "world_size": "8", "host": "node�", "job": ""},
+        {"rank": "7"},
+    ]
+    assert sessions[0].introduction_bytes() > 0
+    target.carrier.session.receive(batch(server_end(target).taken + 1, (2, 1, b"\1"), (6, 1, b"rank=5")))
+    target.serve()
+    assert list(server_end(target).sessions) == [2]
 
 
 def test_more_data_than_there_is_credit_for(target: LinkTarget) -> None:
@@ -564,6 +606,18 @@ def test_a_suspended_link_ends_in_portions_after_the_grace_period() -> None:
         target.dial()
 
 
+def test_the_grace_period_begins_when_the_connection_is_lost_and_not_with_the_tick_before() -> None:
+    """Its client, which was told how long it is, tries to resume the link to the end."""
+    target = LinkTarget()
+    target.registry.tick(1.0)
+    target.registry.clock = lambda: 1.9
+    target.cut_off()
+    target.registry.tick(31.8)
+    assert target.registry.links
+    target.registry.tick(31.9)
+    assert not target.registry.links
+
+
 def test_keep_alive() -> None:
     target = LinkTarget()
     greeted(target, "a")
@@ -790,3 +844,24 @@ def test_a_session_without_a_connection_cannot_send_validate(target: LinkTarget)
     assert engine.overdue_on_links(1030.0) == [target.session("a").session]
     target.say("a", HANDSHAKE)
     assert engine.overdue_on_links(2000.0) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "host"),
+    [
+        (b"10.0.0.9", "10.0.0.9"),
+        (b"fe80::1%eth0", "fe80::1%eth0"),
+        (b"127.0.0.1", "10.0.0.7"),
+        (b"::ffff:127.0.0.1", "10.0.0.7"),
+        (b"10.0.0.9: fine; closed the connection from 1.1.1.1", "10.0.0.7"),
+        (b"10.0.0.9)", "10.0.0.7"),
+        (b"a\nb", "10.0.0.7"),
+        (b"\xff\xfe", "10.0.0.7"),
+    ],
+)
+def test_the_address_of_a_rank_begins_no_other_log_line(said: bytes, host: str) -> None:
+    registry = LinkRegistry(Engine(Limits()), "one", 30)
+    carrier = ask(registry)
+    carrier.session.receive(batch(1, (1, 1, struct.pack("<H", 4711) + said)))
+    (rank,) = registry.all_sessions()
+    assert rank.host == host

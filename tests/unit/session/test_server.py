@@ -12,6 +12,7 @@ from support import HANDSHAKE, blob, keys, u64
 from tcpstore_async.errors import LimitError, ProtocolError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import NO_PID, Engine, ServerSession
+from tcpstore_async.session.tls import HANDSHAKE as TLS_HANDSHAKE
 from tcpstore_async.waiter_types import IDLE
 from tcpstore_async.wire.commands import BY_OPCODE
 
@@ -232,7 +233,10 @@ def test_a_wrong_magic_number(engine: Engine, magic: int) -> None:
 @pytest.mark.parametrize("opcode", range(1, 256))
 def test_a_first_frame_that_is_not_validate(engine: Engine, opcode: int) -> None:
     session = ServerSession(engine, None, "::1", 1, 0.0)
-    with pytest.raises(ProtocolError, match=f"first frame has opcode {opcode}, expected VALIDATE$"):
+    expected = f"first frame has opcode {opcode}, expected VALIDATE$"
+    if opcode == TLS_HANDSHAKE:
+        expected = "it begins a TLS handshake, and this server does not use TLS$"
+    with pytest.raises(ProtocolError, match=expected):
         session.receive(bytes([opcode]))
 
 
@@ -372,3 +376,18 @@ def test_a_stalled_peer_cannot_send_without_limit() -> None:
     with pytest.raises(LimitError, match="budget_bytes"):
         for _ in range(1000):
             session.receive(PING + b"\1\0\0\0")
+
+
+def test_what_a_relay_says_of_a_peer_counts_and_yields_to_what_the_peer_says() -> None:
+    engine = Engine(Limits())
+    session = ServerSession(engine, None, "h", 1, 0.0)
+    session.receive(HANDSHAKE)
+    used = engine.budget.used()
+    session.describe({"rank": "3"})
+    assert engine.budget.used() == used + session.introduction_bytes() > used
+    session.receive(introduction((b"rank", b"4"), (b"host", b"node")))
+    session.describe({"rank": "5"})
+    assert session.peer == {"rank": "4", "host": "node"}
+    assert engine.budget.used() == used + session.introduction_bytes()
+    session.leave()
+    assert engine.budget.used() == 0

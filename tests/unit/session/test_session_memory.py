@@ -1,10 +1,14 @@
 """What a connection may cost: a store of 96,000 ranks must stay small."""
 
+import struct
 import tracemalloc
 
-from support import HANDSHAKE
+import pytest
+
+from support import HANDSHAKE, blob
 from tcpstore_async import Limits
 from tcpstore_async.serving import build
+from tcpstore_async.session.history import History
 from tcpstore_async.session.server import Engine, ServerSession
 
 BUDGET = {"compiled": 440, "interpreted": 760}
@@ -13,9 +17,12 @@ BUDGET = {"compiled": 440, "interpreted": 760}
 SESSIONS = 2_000
 
 
-def test_a_session_stays_within_its_budget() -> None:
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_session_stays_within_its_budget(observed: bool) -> None:
     engine = Engine(Limits())
-    start = HANDSHAKE + b"\x0d1234"
+    if observed:
+        engine.observe(History(engine))
+    start = HANDSHAKE + b"\x0d1234" + b"\x04" + blob(b"init/") + struct.pack("<q", 1)
     sessions: list[ServerSession] = []
     tracemalloc.start()
     try:

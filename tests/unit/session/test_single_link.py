@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.frames import CANCEL_FETCH, NUM_KEYS, add, append, check, get, i64, lease_later, push, set_, taken
+from conformance.frames import (
+    CANCEL_FETCH,
+    NUM_KEYS,
+    add,
+    append,
+    check,
+    delete,
+    get,
+    i64,
+    lease_later,
+    push,
+    set_,
+    taken,
+)
 from conformance.script import NO_REPLY
 from conformance.single_target import VALIDATE, SinglePeer, SingleTarget, Wire
 from support import blob
@@ -110,6 +123,27 @@ def test_an_item_is_not_offered_while_the_connection_is_broken() -> None:
     target.finish()
 
 
+@pytest.mark.parametrize("portion", [1000, 2])
+def test_a_value_ends_waits_for_an_item_whose_connections_are_broken(portion: int) -> None:
+    """The first of them gets the item that it was not offered, also if there are many."""
+    target = SingleTarget()
+    peers = [peer_of(target, name) for name in "abcd"]
+    for name in "abcd":
+        target.say(name, lease_later(b"q", 7))
+    for peer in peers:
+        cut(target, peer)
+    peer_of(target, "e")
+    target.engine.keyspace.portion = portion
+    target.say("e", push(b"q", b"1") + set_(b"q", b"v"))
+    while target.engine.keyspace.working:
+        target.engine.keyspace.step()
+    target.engine.keyspace.portion = 1000
+    for peer in peers:
+        peer.dial()
+    assert [heard(target, name) for name in "abcd"] == [i64(1) + blob(b"1"), i64(0), i64(0), i64(0)]
+    target.finish()
+
+
 def test_a_session_ends_with_the_grace_period_and_at_once_with_an_orderly_end() -> None:
     for orderly in (True, False):
         target = SingleTarget()
@@ -197,6 +231,22 @@ def test_a_connection_whose_end_the_server_has_not_noticed_is_closed() -> None:
     assert old.is_closed
     assert heard(target) == i64(1)
     target.say("a", NUM_KEYS)
+    assert heard(target) == i64(1)
+    target.finish()
+
+
+def test_unsent_bytes_of_such_a_connection_are_sent_once() -> None:
+    target = SingleTarget()
+    peer = peer_of(target)
+    session: ServerSession = peer.wire.session
+    target.say("a", add(b"k", 1))
+    refused = bytes(peer.wire.down)  # as if the kernel had not accepted it
+    session.keep_unsent([refused], 0)
+    session.unsent += len(refused)
+    peer.dial()
+    assert (session.backlog, session.unsent) == (None, 0)
+    assert heard(target) == i64(1)
+    target.say("a", taken(8) + delete(b"k"))
     assert heard(target) == i64(1)
     target.finish()
 

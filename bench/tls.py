@@ -1,0 +1,193 @@
+"""What TLS costs a server: `python -m bench.tls [--rounds 5] [PART …]`.
+
+Parts: `link`, CPU of the server for an ADD of each of 64 ranks behind one relay, with TLS and without; `handshake`, CPU
+of the server for one TLS connection; `stopped`, the latency of others while 10,000 clients stop inside the handshake.
+Needs the program `openssl`, which makes the certificate. Must not know how a server or a relay works.
+Invariant: what is compared alternates in one run; CPU is the server's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import shutil
+import socket
+import ssl
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from bench import builds
+
+if __name__ == "__main__":
+    builds.use()  # before the package is imported
+
+from tcpstore_async.load.scripts import encode_request
+from tcpstore_async.wire.commands import MAGIC
+
+PARTS = ("link", "handshake", "stopped")
+COUNTS = {"link": 3000, "handshake": 500, "stopped": 4000}
+"""Operations of each rank, or client, in one measurement."""
+RANKS = 64
+STOPPED = 10_000
+LIMIT = 60.0
+_ADD = encode_request("add", b"/sum", 1)
+_HELLO = encode_request("validate", MAGIC)
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def make_certificate(folder: Path) -> tuple[str, str]:
+    """Write a certificate for 127.0.0.1 that is its own CA, and its key (P-256)."""
+    if not shutil.which("openssl"):
+        sys.exit("this benchmark needs the program openssl")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", key, "-out", cert]
+    names = ["-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run(["openssl", "req", "-x509", *curve, *names], check=True, capture_output=True)
+    return cert, key
+
+
+@contextmanager
+def started(*words: str) -> Iterator[tuple[int, int]]:
+    """Run a command of `tcpstore` that listens; yield its port and process."""
+    command = [sys.executable, "-m", "tcpstore_async", *words, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            yield int(json.loads(process.stdout.readline())["port"]), process.pid
+        finally:
+            process.kill()
+
+
+def cpu(pid: int) -> float:
+    """Seconds of CPU that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def connected(port: int) -> socket.socket:
+    peer = socket.create_connection(("127.0.0.1", port), LIMIT)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.sendall(_HELLO)
+    return peer
+
+
+def adds(peers: list[socket.socket], count: int) -> None:
+    """Have each peer make so many ADDs, one after the other, all peers at once."""
+    with selectors.DefaultSelector() as selector:
+        left = dict.fromkeys(peers, count)
+        for peer in peers:
+            selector.register(peer, selectors.EVENT_READ, peer)
+            peer.sendall(_ADD)
+        while left:
+            for key, _ in selector.select(LIMIT):
+                peer = key.data
+                if not peer.recv(8):
+                    raise ConnectionError("the server has closed a connection")
+                left[peer] -= 1
+                if left[peer]:
+                    peer.sendall(_ADD)
+                else:
+                    del left[peer]
+                    selector.unregister(peer)
+
+
+def per_add(serving: Sequence[str], scheme: str, relaying: Sequence[str], count: int) -> float:
+    """Seconds of the server's CPU for one ADD of 64 ranks behind a relay."""
+    with ExitStack() as stack:
+        port, pid = stack.enter_context(started("serve", *serving))
+        front, _ = stack.enter_context(started("relay", "--upstream", f"{scheme}://127.0.0.1:{port}", *relaying))
+        peers = [stack.enter_context(connected(front)) for _ in range(RANKS)]
+        adds(peers, count // 10)
+        before = cpu(pid)
+        adds(peers, count)
+        return (cpu(pid) - before) / count / RANKS
+
+
+def link(cert: str, key: str, rounds: int) -> None:
+    count = COUNTS["link"]
+    tls = ["--tls-cert", cert, "--tls-key", key]
+    found = [
+        (per_add([], "tcp", [], count), per_add(tls, "tcps", ["--tls-ca", cert], count)) for _ in range(max(1, rounds))
+    ]
+    plain, encrypted = (statistics.median(column) for column in zip(*found, strict=True))
+    ratios = [after / (before or 1 / _TICKS) for before, after in found]
+    print(f"link: {plain * 1e6:.2f} µs of server CPU per ADD, with TLS {encrypted * 1e6:.2f} µs: {spread(ratios)}")
+
+
+def handshake(cert: str, key: str, rounds: int) -> None:
+    count = COUNTS["handshake"]
+    using = ssl.create_default_context(cafile=cert)
+    found = []
+    with started("serve", "--tls-cert", cert, "--tls-key", key) as (port, pid):
+        for _ in range(max(1, rounds)):
+            before = cpu(pid)
+            for _ in range(count):
+                plain = socket.create_connection(("127.0.0.1", port), LIMIT)
+                with using.wrap_socket(plain, server_hostname="127.0.0.1") as peer:
+                    peer.sendall(_HELLO + _ADD)
+                    peer.recv(8)
+            found.append((cpu(pid) - before) / count)
+    print(f"handshake: {spread([1000 * one for one in found])} ms of server CPU")
+
+
+def stopped(cert: str, key: str, rounds: int) -> None:
+    """The latency of one client before, and while 10,000 come that stop after their first message."""
+    count = COUNTS["stopped"]
+    outgoing = ssl.MemoryBIO()
+    using = ssl.create_default_context(cafile=cert)
+    waiting = using.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="127.0.0.1")
+    with suppress(ssl.SSLWantReadError):
+        waiting.do_handshake()
+    first = outgoing.read()
+    with started("serve", "--tls-cert", cert, "--tls-key", key) as (port, _):
+        for _ in range(max(1, rounds)):
+            with ExitStack() as stack:
+                one = stack.enter_context(connected(port))
+                before = p99(one, count)
+                came: list[socket.socket] = []
+                for _ in range(STOPPED):
+                    peer = stack.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT))
+                    peer.sendall(first)
+                    came.append(peer)
+                after = p99(one, count)
+            print(f"stopped: p99 {before * 1e6:.0f} µs, beside {STOPPED:,} {after * 1e6:.0f} µs: {after / before:.2f}")
+
+
+def p99(peer: socket.socket, count: int) -> float:
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        peer.sendall(_ADD)
+        peer.recv(8)
+        times.append(time.perf_counter() - begin)
+    return statistics.quantiles(times, n=100)[98]
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args(arguments)
+    known: dict[str, Callable[[str, str, int], None]] = {"link": link, "handshake": handshake, "stopped": stopped}
+    if not set(given.parts) <= set(PARTS):
+        parser.error(f"the parts are {', '.join(PARTS)}")
+    with tempfile.TemporaryDirectory() as folder:
+        cert, key = make_certificate(Path(folder))
+        for part in given.parts:
+            known[part](cert, key, given.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Slurm prolog (Prolog= in slurm.conf): runs as root on each node of a job before it, and makes a token for this job only.
+#
+# One server serves the cluster, on a host where no user can log in:
+#
+#   tcpstore serve --host :: --port 29400 --tls-cert store.pem --tls-key store.key \
+#       --token-keys token.keys --revoked-tokens revoked --require-auth=all
+#
+# Each node has the same /etc/tcpstore/token.keys (root, mode 0600) and /etc/tcpstore/ca.pem. The token names the keys that
+# begin with the job's number, which is what the ranks' keys begin with under TCPSTORE_JOIN. It expires by itself; the epilog
+# removes its folder:  rm -rf "/run/tcpstore/$SLURM_JOB_ID"
+#
+# Next: slurm-secure-task-prolog.sh.
+set -eu
+umask 077
+install -d -m 0711 /run/tcpstore
+install -d -m 0700 -o "$SLURM_JOB_UID" "/run/tcpstore/$SLURM_JOB_ID"
+tcpstore token create --token-keys /etc/tcpstore/token.keys --prefix "$SLURM_JOB_ID/" --rights write \
+    --expires 604800 --max-bytes 1000000000 >"/run/tcpstore/$SLURM_JOB_ID/token"
+chown "$SLURM_JOB_UID" "/run/tcpstore/$SLURM_JOB_ID/token"

@@ -1,0 +1,123 @@
+"""`tcpstore http`: options, output and exit status.
+
+This module does not know what is answered over HTTP.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from ..errors import DistError
+from ..server.listen_socket import adopt, format_address, listen
+from ..web.process import HttpOptions
+from .asking import find_admin
+from .client import DEFAULT_URL, ServerUrl, parse_url
+from .listen import log_format_option
+from .output import print_json, stdout_is_closed
+from .stdio import fail, log_without_blocking
+
+
+class Where(NamedTuple):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+
+def parse_address(ctx: click.Context, param: click.Parameter, text: str | None) -> Where | None:
+    """Return the address of an option HOST:PORT. Raises BadParameter."""
+    if text is None:
+        return None
+    host, separator, port = text.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host if ":" not in host else ""
+    if not separator or not host or not (port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 65536):
+        raise click.BadParameter(f"{text!r} is not of the form HOST:PORT, such as 127.0.0.1:9400", ctx, param)
+    return Where(host, int(port))
+
+
+def listen_for_http(where: Where, *, same_user: bool, log_format: str) -> HttpOptions:
+    """Return how a server answers over HTTP at an address. Raises DistNetworkError if that cannot be had."""
+    listener = listen(*where)
+    url = f"http://{format_address(*listener.getsockname()[:2])}/"
+    return HttpOptions(listener, url, where.host, same_user, log_format)
+
+
+@click.command("http")
+@click.option(
+    "--listen",
+    "where",
+    default="127.0.0.1:9400",
+    show_default=True,
+    metavar="HOST:PORT",
+    callback=parse_address,
+    help="Address to listen on; port 0 lets the kernel choose one.",
+)
+@click.option(
+    "--admin",
+    type=click.Path(path_type=Path),
+    help="Path of the server's admin socket.  [default: that of the server on this machine with the port of --url]",
+)
+@click.option(
+    "--url",
+    envvar="TCPSTORE_URL",
+    default=DEFAULT_URL,
+    show_default=True,
+    show_envvar=True,
+    callback=parse_url,
+    help="Address of the server, on this machine.",
+)
+@click.option(
+    "--same-user",
+    is_flag=True,
+    help="Show keys, hosts and ranks only to processes of this user, or of root, on this host. Linux only.",
+)
+@log_format_option
+@click.option("--listen-fd", type=click.IntRange(0), metavar="FD", help="Listen on this inherited socket (internal).")
+@click.option("--name", default="", help="The host name that the socket of --listen-fd was bound to (internal).")
+@click.option(
+    "--owner-fd",
+    type=click.IntRange(0),
+    metavar="FD",
+    help="Ignore signals, and exit when the other end of this pipe or socket is closed (internal).",
+)
+def http_command(
+    where: Where,
+    admin: Path | None,
+    url: ServerUrl,
+    same_user: bool,
+    log_format: str,
+    listen_fd: int | None,
+    name: str,
+    owner_fd: int | None,
+) -> None:
+    """Serve a status page, metrics and health checks over HTTP for a server on this machine.
+
+    'tcpstore serve --http HOST:PORT' starts the same together with a server. This command is for a server that is
+    already running, such as that of TCPStore(is_master=True); it must be run by the same user.
+
+    / is the page, /metrics is for Prometheus, /livez and /readyz are for supervisors. Prints one line of JSON once it
+    accepts requests. Exits on SIGTERM and SIGINT.
+    """
+    from ..web.running import run  # not for the other commands, which have to start fast
+
+    log_without_blocking(log_format)
+
+    def announce() -> None:
+        if owner_fd is None and not stdout_is_closed():
+            host, port = listener.getsockname()[:2]
+            print_json({"event": "ready", "role": "http", "host": host, "port": port, "pid": os.getpid()})
+
+    try:
+        listener = listen(where.host, where.port) if listen_fd is None else adopt(listen_fd)
+        run(
+            listener,
+            lambda: admin or find_admin(url.host, url.port),
+            name=where.host if listen_fd is None else name,
+            same_user=same_user,
+            owner_fd=owner_fd,
+            ready=announce,
+        )
+    except DistError as error:
+        fail(error, log_format)

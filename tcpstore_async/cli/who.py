@@ -1,0 +1,307 @@
+"""`tcpstore who`, `waiters`, `clients` and `stores`: options and tables.
+
+They ask a server of this machine over its admin socket, and print what follows. They do not know what it follows from.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+
+from ..client.admin import ask
+from ..diagnosis.facts import Facts, NamedStore, Session, read_facts
+from ..diagnosis.local import local_ranks
+from ..diagnosis.missing import Elsewhere, Missing, Pending, does, find_missing
+from ..diagnosis.nearest import Waiting, find_waiting
+from ..diagnosis.ranks import Ranks
+from ..keys import caller_key
+from .asking import admin_option, asked
+from .client import ClientContext, client_command
+from .output import escape, print_json, print_result
+
+_ENOUGH: Final = 32
+"""Ranks, or keys, that a line of text names; JSON has all."""
+
+_store_option = click.option("--store", metavar="NAME", help="Inspect the store of this name.")
+_world_size_option = click.option(
+    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks, if the server does not know it."
+)
+
+
+def _uncollected(command: Callable[..., None]) -> Callable[..., None]:
+    """Have a command run without garbage collections, which would traverse a hundred thousand sessions each time."""
+
+    @functools.wraps(command)
+    def run(*given: Any, **named: Any) -> None:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            command(*given, **named)
+        finally:
+            if collecting:
+                gc.enable()
+
+    return run
+
+
+def look_in(
+    context: ClientContext, admin: Path | None, parts: list[str], store: str | None = None, drop: str | None = None
+) -> Facts:
+    """Return the facts of the server, or of one store; exit with the right status on failure.
+
+    With `drop`, the store of that name is ended first.
+    """
+    more: dict[str, Any] = {name: value for name, value in (("store", store), ("drop", drop)) if value is not None}
+    return asked(context, admin, lambda path, timeout: read_facts(ask(path, parts, timeout, **more)))
+
+
+@click.command()
+@click.option("--missing", is_flag=True, help="Show who is missing, instead of who is connected.")
+@_store_option
+@_world_size_option
+@admin_option
+@client_command
+@_uncollected
+def who(context: ClientContext, missing: bool, store: str | None, world_size: int | None, admin: Path | None) -> None:
+    """Show which ranks are connected to a server on this machine, and what each is waiting for.
+
+    With --missing: which ranks are missing from initialization and from each barrier and key exchange in progress,
+    which of them are connected, from where, and what they are doing instead.
+
+    Ranks that use PyTorch's client are recognized by their environment, if they run on this machine, and by the keys
+    that they write. Without --store, this shows the ranks in all stores, or with --missing those in the unnamed store.
+    """
+    parts = ["sessions", "counters", "keys"]
+    facts = look_in(context, admin, parts, store)
+    if missing:
+        _keep_those_in(facts, store)
+    ranks = local_ranks(facts, world_size)
+    if missing:
+        answer = find_missing(facts, ranks)
+        _print(context, _callers_keys(answer), lambda: _missing_lines(answer))
+        return
+    sessions = [_session(session, facts, ranks) for session in facts.sessions if session.carries is None]
+    sessions.sort(key=lambda one: (one["rank"] is None, one["rank"] or 0, one["host"], one["port"]))
+    columns: tuple[str, ...] = ("rank", "host", "port", "pid", "joined", "command", "does", "since")
+    if any(one["store"] for one in sessions):
+        columns = ("store", *columns)
+    _print(context, sessions, lambda: _table(columns, sessions))
+
+
+@click.command()
+@_store_option
+@_world_size_option
+@admin_option
+@client_command
+@_uncollected
+def waiters(context: ClientContext, store: str | None, world_size: int | None, admin: Path | None) -> None:
+    """Show which keys are being waited for, longest wait first, and the most similar existing keys.
+
+    A rank that waits for a key that will never be written often differs from the others in a counter or a prefix.
+    """
+    facts = look_in(context, admin, ["sessions", "counters", "keys"], store)
+    _keep_those_in(facts, store)
+    found = find_waiting(facts, local_ranks(facts, world_size))
+    _print(context, [_callers_keys(one) for one in found], lambda: _waiting_lines(found))
+
+
+@click.command()
+@admin_option
+@client_command
+@_uncollected
+def clients(context: ClientContext, admin: Path | None) -> None:
+    """List the connections to a server on this machine, including links and their sessions."""
+    facts = look_in(context, admin, ["sessions"])
+    rows = [_connection(session, facts) for session in facts.sessions]
+    rows.sort(key=lambda one: (one["host"], one["port"]))
+    columns = ("host", "port", "pid", "over", "joined", "idle", "command", "unsent", "held", "client")
+    _print(context, rows, lambda: _table(columns, rows))
+
+
+@click.group(invoke_without_command=True)
+@admin_option
+@client_command
+def stores(context: ClientContext, admin: Path | None) -> None:
+    """List the named stores on a server on this machine."""
+    if click.get_current_context().invoked_subcommand is not None:
+        return
+    rows = [_store(one) for one in look_in(context, admin, ["stores"]).stores]
+    rows.sort(key=lambda one: one["name"])
+    _print(context, rows, lambda: _store_lines(rows))
+
+
+@stores.command()
+@click.argument("name")
+@admin_option
+@client_command
+def drop(context: ClientContext, name: str, admin: Path | None) -> None:
+    """End the store NAME at once: its ranks lose their connections, and the next store of that name starts empty."""
+    look_in(context, admin, [], drop=name)
+
+
+def _keep_those_in(facts: Facts, store: str | None) -> None:
+    """Forget the sessions that are in other stores than the keys."""
+    facts.sessions = [one for one in facts.sessions if one.store == store]
+
+
+def _store(store: NamedStore) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(store)
+    return {**found, "expected": store.expected or None, "pid": int(store.pid) if store.pid.isdecimal() else None}
+
+
+def _store_lines(rows: list[dict[str, Any]]) -> Iterable[str]:
+    shown = [
+        {
+            **one,
+            "owner": f"{one['host']}, pid {_cell(one['pid'])}",
+            "ranks": f"{one['joined']} of {one['expected']}" if one["expected"] else str(one["joined"]),
+            "state": "ended" if one["ended"] else "",
+        }
+        for one in rows
+    ]
+    return _table(("name", "owner", "ranks", "age", "sessions", "keys", "bytes", "state"), shown)
+
+
+def _print(context: ClientContext, value: Any, lines: Callable[[], Iterable[str]]) -> None:
+    if context.output == "json":
+        print_json(value)
+    elif text := "\n".join(map(escape, lines())):
+        print_result(text)
+
+
+def _session(session: Session, facts: Facts, ranks: Ranks) -> dict[str, Any]:
+    rank = ranks.by_session.get(session.id)
+    wait = session.wait
+    keys: list[str] = []
+    if wait is not None:
+        group = facts.groups.get(wait.group) if wait.group else None
+        keys = wait.keys if group is None else group.keys
+    return {
+        "host": session.peer.get("host") or session.host,
+        "port": session.port,
+        "pid": session.pid,
+        "rank": None if rank is None else rank.number,
+        "joined": session.joined,
+        "command": session.command,
+        "waits_for": [caller_key(key) for key in keys],
+        "since": session.idle,
+        "does": does(session, facts),
+        "address": session.host,
+        "known_by": "" if rank is None else rank.source,
+        "store": session.store or "",
+    }
+
+
+def _connection(session: Session, facts: Facts) -> dict[str, Any]:
+    over = "" if session.link is None else f"link from {session.link}"
+    return {
+        "host": session.host,
+        "port": session.port,
+        "pid": session.pid,
+        "over": over if session.carries is None else f"{session.carries} sessions",
+        "joined": session.joined,
+        "idle": session.idle,
+        "command": session.command,
+        "waits": session.wait is not None,
+        "unsent": session.unsent,
+        "held": session.held,
+        "client": ", ".join(f"{name} {text}" for name, text in session.peer.items()),
+    }
+
+
+# Text
+
+
+def _missing_lines(answer: Missing) -> Iterable[str]:
+    size = "an unknown number of" if answer.world_size is None else str(answer.world_size)
+    yield f"{answer.joined} of {size} ranks have joined"
+    if not answer.waits:
+        yield "no rank is missing from any pending wait"
+    for one in answer.waits:
+        yield from _pending_lines(one)
+
+
+def _pending_lines(one: Pending) -> Iterable[str]:
+    expected = "?" if one.expected is None else str(one.expected)
+    what = {"join": "joining", "barrier": f"barrier {caller_key(one.key)}", "keys": f"keys {caller_key(one.key)}"}
+    waiting = f", {one.waiting} waiting for {_seconds(one.since)}" if one.waiting else ""
+    yield f"{what[one.kind]}: {one.arrived} of {expected} have arrived{waiting}"
+    if one.missing_ranks:
+        yield f"  missing: rank {_numbers(one.missing_ranks)}"
+    for rank in one.elsewhere[:_ENOUGH]:
+        yield f"  {_name(rank)} is connected, and {rank.does}, for {_seconds(rank.since)}"
+    if len(one.elsewhere) > _ENOUGH:
+        yield f"  and {len(one.elsewhere) - _ENOUGH} more connected"
+    if one.unseen:
+        yield f"  {one.unseen} not connected"
+    for host in one.fewer_on[:_ENOUGH]:
+        yield f"  from {host.host}: {host.arrived} ({host.usual} from most hosts)"
+
+
+def _name(rank: Elsewhere) -> str:
+    where = f"{rank.host}:{rank.port}" if rank.pid is None else f"{rank.host}:{rank.port}, pid {rank.pid}"
+    return where if rank.rank is None else f"rank {rank.rank} ({where})"
+
+
+def _waiting_lines(found: list[Waiting]) -> Iterable[str]:
+    for one in found:
+        names = f" (rank {_numbers(one.ranks)})" if one.ranks else ""
+        if one.connections:
+            names += f" ({', '.join(one.connections[:4])}{', …' if len(one.connections) > 4 else ''})"
+        count = f"{one.waiting} waiting" if one.waiting == 1 else f"{one.waiting} waiting, the longest"
+        yield f"{caller_key(one.key)}: {count} for {_seconds(one.since)}{names}"
+        if one.more > 0:
+            yield f"  and for {one.more} more keys"
+        for near in one.nearest:
+            age = "" if near.age is None else f", written {_seconds(near.age)} ago"
+            yield f"  {caller_key(near.key)} exists{age}{'' if near.by is None else f' by {near.by}'}"
+
+
+def _numbers(ranks: list[int]) -> str:
+    """Return numbers as text, consecutive ones as ranges."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    more = f" and {len(texts) - _ENOUGH} more ranges" if len(texts) > _ENOUGH else ""
+    return ", ".join(texts[:_ENOUGH]) + more
+
+
+def _seconds(number: float) -> str:
+    if number < 100:
+        return f"{number:.1f} s"
+    return f"{number / 60:.0f} min" if number < 6000 else f"{number / 3600:.1f} h"
+
+
+def _table(columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Iterable[str]:
+    """Yield the lines of a table."""
+    cells = [[_cell(row[column]) for column in columns] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *cells, strict=True)]
+    for line in [[column.upper() for column in columns], *cells]:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return _seconds(value) if isinstance(value, float) else escape(str(value))
+
+
+def _callers_keys(answer: msgspec.Struct) -> Any:
+    """Return an answer as it is printed, with keys as callers know them."""
+    return _convert(msgspec.to_builtins(answer))
+
+
+def _convert(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_convert(one) for one in value]
+    if isinstance(value, dict):
+        return {name: caller_key(one) if name == "key" else _convert(one) for name, one in value.items()}
+    return value

@@ -1,0 +1,86 @@
+"""Asking a server of this machine over its admin socket, and the processes of this machine for what they are.
+
+Knows a Unix socket and /proc. Must not know what a reply means.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from ..errors import DistNetworkError, StoreTimeoutError
+
+_WANTED: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+_MOST_ENVIRONMENT: Final = 1024 * 1024
+
+
+def ask(path: Path, parts: list[str], timeout: float | None, endless: bool = False, **more: object) -> Iterator[bytes]:
+    """Yield the lines of the reply to a request for these parts, with `more` fields.
+
+    `timeout` is in seconds, for the whole reply, or the first part of an `endless` one; None for none. Raises
+    DistNetworkError if nobody listens there, PermissionError if it is another user's, and StoreTimeoutError.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with socket.socket(socket.AF_UNIX) as peer:
+        try:
+            peer.settimeout(timeout)
+            peer.connect(str(path))
+            peer.sendall(json.dumps({"ask": parts, **more}).encode() + b"\n")
+            rest = b""
+            while True:
+                if deadline is not None:
+                    peer.settimeout(max(0.001, deadline - time.monotonic()))
+                chunk = peer.recv(256 * 1024)
+                if not chunk:
+                    return
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from lines
+                if endless:
+                    deadline = None
+                    peer.settimeout(None)
+        except TimeoutError:
+            raise StoreTimeoutError(f"no complete reply from the admin socket {path} within {timeout:g} s") from None
+        except FileNotFoundError:
+            raise DistNetworkError(f"there is no admin socket {path}: is the server running?") from None
+        except PermissionError:
+            raise PermissionError(f"the admin socket {path} belongs to another user: ask as that user") from None
+        except OSError as error:
+            raise DistNetworkError(f"cannot use the admin socket {path}: {error.strerror}") from None
+
+
+def is_local(host: str) -> bool:
+    """Return whether an address, or a name, is one of this machine's."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def read_environment(pid: int) -> dict[str, str]:
+    """Return what the environment that a process of this machine was started with says of its rank.
+
+    Empty if there is no such process, or if it is another user's.
+    """
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            raw = file.read(_MOST_ENVIRONMENT)
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for entry in raw.split(b"\0"):
+        name, _, value = entry.partition(b"=")
+        text = os.fsdecode(name)
+        if text in _WANTED:
+            found[text] = value.decode(errors="replace")
+    return found

@@ -1,0 +1,69 @@
+"""A connection on which a rank is counted and says who it is, and which is closed after that.
+
+It is for a rank whose store is PyTorch's own client, which can say neither. This module must not know that client. A
+failure is left to the caller, who joins by a `TCPClient` instead, with the same token: that one retries, and explains.
+
+Invariant: nothing is counted unless the server is one of ours, where a token counts once.
+"""
+
+import select
+from types import TracebackType
+from typing import Any, Final
+
+from ..deadline import Deadline
+from ..session.client import PendingCall
+from . import requests
+from .client_info import introduction
+from .connect import NO_SIGPIPE, Attempt, connect_blocking
+from .requests import Request
+
+_REPLY: Final = 4096
+
+
+class BriefJoin:
+    """Two round trips: one to ask whether the server is ours, which other work may overlap, and one to be counted."""
+
+    def __init__(self, host: str, port: int, deadline: Deadline, token: bytes = b"") -> None:
+        """Connect as `connect_blocking` does, presenting `token`, and ask. Raises DistNetworkError, AccessDeniedError,
+        OSError.
+        """
+        self._attempt = Attempt(deadline.left(), lambda: True)
+        self._peer, self._session = connect_blocking(host, port, deadline, token=token)
+        try:
+            self._asked = self._send(requests.HAS_EXTENSION)
+        except BaseException:
+            self._peer.close()
+            raise
+
+    def __enter__(self) -> "BriefJoin":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._peer.close()
+
+    def join(self, rank: bytes, world: int) -> bool:
+        """Count the rank with this token, of a world of this size; return whether the server is ours.
+
+        Raises OSError if the connection is lost or the deadline has passed, and ProtocolError.
+        """
+        if not self._result(self._asked):
+            return False
+        # The store is another client, so the rank is not lost when this connection is closed.
+        self._result(self._send(requests.introduce(introduction(world)), requests.join(rank), requests.DEPART))
+        return True
+
+    def _send(self, *batch: Request) -> PendingCall:
+        """Send requests, of which exactly one has a reply; return its call."""
+        sent = [self._session.request(*request) for request in batch]
+        self._peer.sendall(b"".join(data for data, _ in sent), NO_SIGPIPE)
+        (call,) = [call for _, call in sent if call is not None]
+        return call
+
+    def _result(self, call: PendingCall) -> Any:
+        while not call.done:
+            self._attempt.wait_for(self._peer, select.POLLIN)
+            chunk = self._peer.recv(_REPLY)
+            if not chunk:
+                raise ConnectionError("the server closed the connection while this rank was joining")
+            self._session.receive(chunk)
+        return call.result

@@ -1,0 +1,80 @@
+"""What a client shows its server: a token, from an argument, the environment or a file.
+
+It knows AUTH and in which order a server is asked who it is; it must not know how bytes travel.
+
+Invariant: a token is sent only to a server that has said that it checks tokens, and is in no error.
+"""
+
+import os
+from collections.abc import Generator
+from typing import Final
+
+from ..errors import AccessDeniedError
+from ..secret_files import read_secret
+from ..session.client import ClientSession, PendingCall
+from ..session.identity import TOKENS, read_auth_reply, read_identity
+from ..values import unpack
+from ..wire.codecs import MAX_TOKEN
+from . import requests
+
+TOKEN: Final = "TCPSTORE_TOKEN"
+TOKEN_FILE: Final = "TCPSTORE_TOKEN_FILE"
+"""Environment variables: a token, and a file that holds one."""
+
+
+def find_token(given: object = None) -> bytes:
+    """Return the token of the argument or, without one, of the environment; empty if there is none.
+
+    Raises TypeError, and AccessDeniedError for a file that cannot be read and for what cannot be a token.
+    """
+    if given is None:
+        token = os.environ.get(TOKEN, "")
+        path = os.environ.get(TOKEN_FILE, "")
+        return read_token(path) if path and not token else _checked(token, f"${TOKEN}")
+    if not isinstance(given, str):
+        raise TypeError(f"token must be str, not {type(given).__name__}")
+    return _checked(given, "token")
+
+
+def read_token(path: str | os.PathLike[str]) -> bytes:
+    """Return the token in a file. Raises AccessDeniedError."""
+    try:
+        token = _checked(read_secret(path, "the token file"), f"the token file {os.fspath(path)}")
+    except OSError as error:
+        raise AccessDeniedError(f"cannot read the token file {os.fspath(path)}: {error.strerror}") from None
+    except ValueError as error:
+        raise AccessDeniedError(str(error)) from None
+    if not token:
+        raise AccessDeniedError(f"the token file {os.fspath(path)} is empty")
+    return token
+
+
+def _checked(text: str, where: str) -> bytes:
+    text = text.strip()
+    if not text.isascii() or not text.isprintable() or " " in text or len(text) > MAX_TOKEN:
+        raise AccessDeniedError(f"{where} is not a token")
+    return text.encode()
+
+
+def authenticate(
+    session: ClientSession, token: bytes, host: str, port: int
+) -> Generator[tuple[bytes, PendingCall], None, None]:
+    """Present a token on a connection that has shaken hands; `session.access` is what it allows.
+
+    Yields what to send, and the call whose reply has to arrive before the next. Raises AccessDeniedError.
+    """
+    asking, asked = session.request(*requests.HAS_EXTENSION)
+    assert asked is not None
+    yield asking, asked
+    identity = None
+    if asked.result:
+        asking, asked = session.request(*requests.WHO_ARE_YOU)
+        assert asked is not None
+        yield asking, asked
+        identity = read_identity(unpack(asked.result))
+    if identity is None or identity.extension < TOKENS:
+        raise AccessDeniedError(f"the server at {host}:{port} checks no tokens: it was not sent the one given")
+    showing, shown = session.request(*requests.auth(token))
+    assert shown is not None
+    yield showing, shown
+    session.access = read_auth_reply(unpack(shown.result))

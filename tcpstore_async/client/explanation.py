@@ -1,0 +1,134 @@
+"""Why a call has timed out: the question for the server, and its answer in the error.
+
+It knows which calls can be asked about and how an answer reads; it must not know connections, or how long one waits.
+
+Invariant: PyTorch's words come first and stay as they are. Without an answer, or without news in it, so does the text.
+"""
+
+from typing import Final
+
+from ..errors import StoreTimeoutError, counted
+from ..keys import caller_key
+from ..session.identity import QUESTIONS, Identity
+from ..session.missing_reply import Elsewhere, Near, Report, decode_report
+from ..values import PREFIX, Framed, pack, unpack
+from ..wire.commands import BY_METHOD, JOINS_KEY
+from .requests import Request
+
+_WAIT: Final = BY_METHOD["wait"]
+_FETCH: Final = BY_METHOD["fetch"]
+_BARRIER: Final = BY_METHOD["barrier"]
+_WAIT_COUNT: Final = BY_METHOD["wait_count"]
+_MISSING: Final = BY_METHOD["missing"]
+
+MOST_SECONDS: Final = 1.0
+"""Seconds that the question may take; no more than the call had."""
+
+_LEAST_SECONDS: Final = 0.1
+"""Timeout of a call from which on it is asked about: a shorter one is rather a look whether something is there."""
+
+_MOST_KEYS: Final = 1000
+_MOST_BYTES: Final = 65_536
+"""Keys of one question, and their bytes."""
+
+_MOST_DIGITS: Final = 9
+
+_NAMED: Final = 3
+_NAMED_RANKS: Final = 16
+_NAMED_ELSEWHERE: Final = 4
+"""Keys, ranks, and ranks with what they do, that the text names."""
+
+_MINUTE: Final = 60
+_HOUR: Final = 3600
+
+
+def question(request: Request, seconds: float, identity: Identity | None) -> Request | None:
+    """Return what to ask the server about a call that has timed out after so many seconds; None if it cannot say."""
+    if identity is None or identity.extension < QUESTIONS or seconds < _LEAST_SECONDS:
+        return None
+    command, fields = request
+    nothing = pack(b"")
+    pairs: list[tuple[bytes, Framed]] = []
+    if command is _BARRIER or command is _WAIT_COUNT:
+        if 0 < fields[1] < 10**_MOST_DIGITS and fields[0] != JOINS_KEY:
+            pairs.append((fields[0], pack(b"%d" % fields[1])))
+    elif command is _FETCH:
+        pairs.append((fields[0], nothing))
+    elif command is _WAIT:
+        size = 0
+        for key in fields[0][:_MOST_KEYS]:
+            size += len(key) + 2 * PREFIX
+            if size > _MOST_BYTES and pairs:
+                break
+            pairs.append((key, nothing))
+    return (_MISSING, (pairs,)) if pairs else None
+
+
+def explain(error: StoreTimeoutError, asked: Request, answer: Framed) -> None:
+    """Add an answer to the error of the call. Raises ProtocolError if it is invalid."""
+    report = decode_report(unpack(answer))
+    pairs = asked[1][0]
+    names = [_shown(key) for key, _ in pairs]
+    for absent in report.keys:
+        if not 0 <= absent.index < len(names):
+            continue
+        name = names[absent.index]
+        error.missing_keys.append(name)
+        if absent.nearest:
+            near = [(caller_key(one.key), one.age, "" if one.by is None else str(one.by)) for one in absent.nearest]
+            error.nearest_keys[name] = near
+    error.missing_ranks = report.ranks
+    error.elsewhere = [_elsewhere(one) for one in report.elsewhere]
+    expected = int(unpack(pairs[-1][1]) or b"0")
+    said = _arrivals(report, expected) if expected else _keys(error, report, len(pairs))
+    said += [ranks_text(error, report.more), *error.elsewhere[:_NAMED_ELSEWHERE]]
+    said = [one for one in said if one]
+    if said:
+        text = str(error)
+        error.args = (f"{text}{'' if text.endswith('.') else '.'} {'; '.join(said)}",)
+
+
+def _arrivals(report: Report, expected: int) -> list[str]:
+    if report.arrived is None or report.arrived >= expected:
+        return []
+    return [f"{report.arrived:,} of {expected:,} have arrived"]
+
+
+def _keys(error: StoreTimeoutError, report: Report, asked: int) -> list[str]:
+    """Describe missing keys, if that says more than PyTorch's words."""
+    near = [one for absent in report.keys for one in absent.nearest[:1]][:_NAMED]
+    if not report.missing or (report.missing == asked and not near and not report.ranks):
+        return []
+    named = ", ".join([repr(name) for name in error.missing_keys[:_NAMED]])
+    named += ", …" if report.missing > _NAMED else ""
+    said = [f"{report.missing:,} of {counted(asked, 'key')} missing: {named}"]
+    if near:
+        said.append(f"nearest: {', '.join(dict.fromkeys([_near(one) for one in near]))}")
+    return said
+
+
+def _near(near: Near) -> str:
+    written = "" if near.age is None else f" written {_duration(near.age)} ago"
+    return f"{caller_key(near.key)!r}{written}{'' if near.by is None else f' by {near.by}'}"
+
+
+def _elsewhere(one: Elsewhere) -> str:
+    return f"{one.who} {one.does}" + ("" if one.since is None else f", for {_duration(one.since)}")
+
+
+def ranks_text(error: StoreTimeoutError, more: int = 0) -> str:
+    """Return the missing ranks of an error, of which it does not have `more`, as a part of its text."""
+    ranks = error.missing_ranks
+    more += len(ranks) - _NAMED_RANKS
+    listed = ", ".join(map(str, ranks[:_NAMED_RANKS])) + (f" and {more:,} more" if more > 0 else "")
+    return f"missing ranks: {listed}" if ranks else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < _MINUTE:
+        return f"{seconds:.0f} s"
+    return f"{seconds / _MINUTE:.0f} min" if seconds < _HOUR else f"{seconds / _HOUR:.1f} h"
+
+
+def _shown(key: bytes) -> str:
+    return caller_key(key.decode(errors="backslashreplace"))

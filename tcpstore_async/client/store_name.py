@@ -1,0 +1,205 @@
+"""Stores with names: which server holds an address as a name, and how a connection is put into that store.
+
+It knows TCPSTORE_SERVER_URL, what makes an address a name, and ENTER; it must not know how bytes travel.
+
+Invariants: without the variable and the argument, nothing here does anything. All ranks that spell an address alike
+mean the same store. A client that has been in a store enters that one again or none.
+"""
+
+import functools
+import os
+import socket
+from collections.abc import Generator
+from typing import Final, NamedTuple
+from urllib.parse import urlparse
+
+from ..errors import DistNetworkError
+from ..session.client import ClientSession, PendingCall
+from ..session.identity import ENTERED, NAMES, TAKEN, read_enter_reply, read_identity
+from ..values import unpack
+from . import requests
+
+SERVER_URL: Final = "TCPSTORE_SERVER_URL"
+"""Environment variable: the server that holds all stores of this process, under names."""
+
+ATTEMPT: Final = "TCPSTORE_ATTEMPT"
+
+_LOOPBACK: Final = ("localhost", "::1", "::", "0.0.0.0")
+"""Beside 127.*: addresses that mean this host, whichever that is."""
+
+
+class StoreEndedError(DistNetworkError):
+    """The store with a name that a client was in has ended."""
+
+
+class StoreTakenError(DistNetworkError):
+    """A store of this name has another owner."""
+
+
+class ServerUrl(NamedTuple):
+    """A server that holds stores with names."""
+
+    host: str
+    port: int
+    tls: bool
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'tcps' if self.tls else 'tcp'}://{host}:{self.port}"
+
+
+def find_server(given: str | None) -> ServerUrl | None:
+    """Return the server of the argument or, if that is None, of TCPSTORE_SERVER_URL; None without one.
+
+    Raises ValueError for what is no such URL.
+    """
+    url = os.environ.get(SERVER_URL, "") if given is None else given
+    if not url:
+        return None
+    try:
+        parts = urlparse(url)
+        found = ServerUrl(parts.hostname or "", parts.port or 0, parts.scheme == "tcps")
+    except ValueError:
+        found = ServerUrl("", 0, False)
+    if parts_are_wrong(url, found):
+        what = SERVER_URL if given is None else "server"
+        raise ValueError(f"{what} must be tcp://HOST:PORT or tcps://HOST:PORT, not {url!r}")
+    return found
+
+
+def parts_are_wrong(url: str, found: ServerUrl) -> bool:
+    scheme, _, rest = url.partition("://")
+    return scheme not in ("tcp", "tcps") or not found.host or not found.port or any(one in rest for one in "/?#@,")
+
+
+def name_of(host: str, port: int) -> str:
+    """Return the name that an address is on a server: a loopback one is a name within this host, network and user."""
+    host = host.lower().rstrip(".")
+    if host in _LOOPBACK or host.startswith("127.") or not host:
+        return f"{_this_host()}/localhost:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@functools.cache
+def _boot() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _this_host() -> str:
+    """Return text that is the same for all processes with this loopback device and user."""
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        network = 0
+    return f"{_boot()}/{network}/{os.getuid()}"
+
+
+def attempt_from_environment() -> str:
+    """Return the attempt of this job that the process belongs to, if all its ranks know the same; else nothing."""
+    attempt = os.environ.get(ATTEMPT, "")
+    if not attempt and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # each of several agents counts its own restarts
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return attempt
+
+
+_process = ""
+
+
+def process_id() -> str:
+    """Return text that is unique to this process."""
+    global _process
+    if not _process:
+        _process = os.urandom(16).hex()
+    return _process
+
+
+def _forked() -> None:
+    global _process
+    _process = ""
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class StoreName:
+    """A store with a name, as one client is in it."""
+
+    def __init__(self, name: str, owner: str = "", shares: str = "", joins: int = 0, attempt: str = "") -> None:
+        """The owner gives an id of its own, what it shares the store by, and how many ranks it expects."""
+        self.name = name
+        self.owner = owner
+        self.shares = shares
+        self.joins = joins
+        self.attempt = attempt
+        self.incarnation = ""
+        """Which store of this name it is; empty before it has been entered."""
+        self.waits = True
+        self.asked = False
+        """Whether a server has been asked, and has not answered."""
+
+    def of_a_guest(self) -> "StoreName":
+        """Return the same store for a client that does not own it."""
+        guest = StoreName(self.name)
+        guest.incarnation = self.incarnation
+        return guest
+
+    def request(self) -> requests.Request:
+        items = {
+            "name": self.name,
+            "owner": self.owner,
+            "shares": self.shares,
+            "joins": str(self.joins or ""),
+            "attempt": self.attempt,
+            "incarnation": self.incarnation,
+            "wait": "" if self.waits else "0",
+            "host": socket.gethostname(),
+            "pid": str(os.getpid()),
+        }
+        return requests.enter({name: text for name, text in items.items() if text})
+
+    def entering(
+        self, session: ClientSession, host: str, port: int
+    ) -> Generator[tuple[bytes, PendingCall], None, None]:
+        """Put a connection that has shaken hands into the store.
+
+        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError, and
+        DistNetworkError if there can be no such store.
+        """
+        asking, asked = session.request(*requests.HAS_EXTENSION)
+        assert asked is not None
+        yield asking, asked
+        identity = None
+        if asked.result:
+            asking, asked = session.request(*requests.WHO_ARE_YOU)
+            assert asked is not None
+            yield asking, asked
+            identity = read_identity(unpack(asked.result))
+        if identity is None or identity.extension < NAMES:
+            raise DistNetworkError(
+                f"the server at {host}:{port} does not support named stores (it is PyTorch's, or too old): cannot use "
+                f"{self.name!r} there"
+            )
+        entering, entered = session.request(*self.request())
+        assert entered is not None
+        self.asked = True
+        yield entering, entered
+        self.asked = False
+        reply = read_enter_reply(unpack(entered.result))
+        if reply.status == ENTERED:
+            self.incarnation = reply.incarnation
+            session.store = self.name
+        elif reply.status == TAKEN:
+            raise StoreTakenError(
+                f"cannot create the store {self.name!r} on the server at {host}:{port}: {reply.reason}; wait until "
+                "that store ends, or use another address"
+            )
+        else:
+            raise StoreEndedError(reply.reason or reply.status)
+
+    def missing(self) -> str:
+        """Return why a connection that was being put into the store was not, for lack of time."""
+        return f"nobody has created the store {self.name!r} there" if self.asked and not self.owner else ""

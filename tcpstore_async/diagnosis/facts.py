@@ -1,0 +1,166 @@
+"""What an admin socket has replied: the sessions, keys and barriers of a server at one time.
+
+Knows the format (`server/admin.py`, `session/inspection.py`). Must not know sockets, nor what follows from the facts.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from ..errors import DistStoreError, ProtocolError
+
+
+class Wait(msgspec.Struct, rename={"kind": "for"}):
+    """What a session waits for."""
+
+    kind: str
+    """`keys`, `value` or `item` of a key, `number`: until the key reaches `target`, `barrier`, `round`, or `store`."""
+    keys: list[str] = []
+    group: int = 0
+    """The group of waiters that it is in, which then has the keys; 0 for none."""
+    target: int = 0
+    more: int = 0
+    """Keys that are not listed."""
+
+
+class Session(msgspec.Struct):
+    """A session that is connected. Times are in seconds."""
+
+    id: int
+    """0 if it has sent nothing."""
+    host: str
+    port: int
+    joined: float
+    """Since it was connected."""
+    idle: float
+    """Since it last sent something."""
+    command: str
+    unsent: int = 0
+    held: int = 0
+    pid: int | None = None
+    peer: dict[str, str] = {}
+    """What its client says of itself."""
+    link: str | None = None
+    """The host of the link that it is on."""
+    carries: int | None = None
+    """For the connection of a link: the number of its sessions."""
+    wait: Wait | None = None
+    store: str | None = None
+    """The name of the store that it is in, if that has one."""
+
+
+class NamedStore(msgspec.Struct):
+    """A store with a name."""
+
+    name: str
+    host: str
+    """Of its owner."""
+    pid: str
+    attempt: str
+    age: float
+    joined: int
+    expected: int
+    """0 if it is not known."""
+    sessions: int
+    keys: int
+    bytes: int
+    ended: str
+    """Why it has ended; empty if it has not."""
+
+
+class Departed(msgspec.Struct):
+    """A session that has left."""
+
+    id: int
+    host: str
+    port: int
+    pid: int | None = None
+    peer: dict[str, str] = {}
+
+
+class Group(msgspec.Struct):
+    """Waiters for the same list of keys."""
+
+    id: int
+    keys: list[str]
+    """Those that are missing."""
+    all: list[str] = []
+    """The whole list, if it is known."""
+
+
+class Counter(msgspec.Struct):
+    """The counter of a barrier that is not open."""
+
+    key: str
+    value: int
+    expected: int
+    """0 if it is not known."""
+    age: float
+    members: list[int]
+    """The sessions that have counted there."""
+
+
+class Key(msgspec.Struct, array_like=True):
+    """A key of the store."""
+
+    key: str
+    size: int
+    age: float | None = None
+    """Seconds since it was last written; None if that is not known."""
+    by: int | None = None
+    """The session that wrote it."""
+
+
+class _Line(msgspec.Struct):
+    server: dict[str, Any] | None = None
+    sessions: list[Session] = []
+    groups: list[Group] = []
+    counters: list[Counter] = []
+    keys: list[Key] = []
+    departed: list[Departed] = []
+    stores: list[NamedStore] = []
+    error: str = ""
+    end: bool = False
+
+
+class Facts:
+    """Everything that was replied."""
+
+    def __init__(self) -> None:
+        self.server: dict[str, Any] = {}
+        self.sessions: list[Session] = []
+        self.groups: dict[int, Group] = {}
+        self.counters: dict[str, Counter] = {}
+        self.keys: list[Key] = []
+        self.departed: dict[int, Departed] = {}
+        self.stores: list[NamedStore] = []
+
+
+def read_facts(lines: Iterable[bytes]) -> Facts:
+    """Decode a reply. Raises DistStoreError for one that says what is wrong, ProtocolError for an incomplete one."""
+    facts = Facts()
+    decoder = msgspec.json.Decoder(_Line)
+    for raw in lines:
+        try:
+            line = decoder.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"invalid reply of the admin socket: {error}") from None
+        if line.error:
+            raise DistStoreError(line.error)
+        if line.end:
+            return facts
+        if line.server is not None:
+            facts.server = line.server
+        facts.sessions += line.sessions
+        facts.keys += line.keys
+        facts.stores += line.stores
+        facts.groups.update({group.id: group for group in line.groups})
+        facts.departed.update({one.id: one for one in line.departed})
+        for counter in line.counters:
+            known = facts.counters.get(counter.key)
+            if known is None:
+                facts.counters[counter.key] = counter
+            else:
+                known.members += counter.members
+    raise ProtocolError("the admin socket's reply is incomplete")

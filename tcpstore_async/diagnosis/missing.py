@@ -1,0 +1,373 @@
+"""Who is missing: from the job, from a barrier, from an exchange of keys.
+
+Everything that somebody waits for and that every rank of a group has to do is a `Pending`: how many have done it, which
+ranks have not, and what those of them that are connected do instead.
+
+Invariant: a rank is called missing only if the facts leave no other; where ranks are not known, connections are listed.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from ..keys import describe_wait
+from ..similar_keys import Family, family_of
+from .facts import Facts, Session, Wait
+from .patterns import (
+    JOIN_COUNTER,
+    is_for_agents,
+    is_nccl_counter,
+    nccl_id,
+    opened_counter,
+    root_rank,
+)
+from .ranks import Members, Rank, Ranks
+
+
+class Elsewhere(msgspec.Struct):
+    """A rank that is missing and connected."""
+
+    rank: int | None
+    host: str
+    port: int
+    pid: int | None
+    does: str
+    since: float
+    """For how many seconds."""
+
+
+class Hosted(msgspec.Struct):
+    """A host from which fewer ranks have come than from others."""
+
+    host: str
+    arrived: int
+    usual: int
+    """From most hosts."""
+
+
+class Pending(msgspec.Struct):
+    """Something that is waited for."""
+
+    kind: str
+    """`join`, `barrier` or `keys`."""
+    key: str
+    """The counter, or the first key of a family with a `*` in place of the number."""
+    arrived: int
+    expected: int | None
+    missing_ranks: list[int]
+    """By number, in the group that exchanges the keys; empty if they are not known."""
+    elsewhere: list[Elsewhere]
+    unseen: int
+    """How many of the missing are not connected, as far as is known."""
+    waiting: int
+    """Ranks that wait for it."""
+    since: float
+    """For how many seconds, the longest of them."""
+    fewer_on: list[Hosted] = []
+
+
+class Missing(msgspec.Struct):
+    """The answer."""
+
+    world_size: int | None
+    joined: int
+    waits: list[Pending]
+
+
+class Awaited(NamedTuple):
+    """Sessions that wait for the same."""
+
+    wait: Wait
+    keys: list[str]
+    """Those that are missing."""
+    all: list[str]
+    """The whole list, if it is known."""
+    sessions: list[Session]
+
+
+_MOST_NUMBERS: Final = 1_000_000
+"""Numbers of ranks that are looked at, in all: any peer may have made one up, and wait for a key with it."""
+
+
+def awaited(facts: Facts) -> list[Awaited]:
+    """Return what is waited for, each list of keys once."""
+    found: dict[tuple[Any, ...], Awaited] = {}
+    for session in facts.sessions:
+        wait = session.wait
+        if wait is None:
+            continue
+        group = facts.groups.get(wait.group) if wait.group else None
+        keys = wait.keys if group is None else group.keys
+        if not keys:
+            continue
+        if len(keys) > 1 and group is None:
+            keys = sorted(keys)
+        identity = (wait.group,) if group is not None else (wait.kind, wait.target, *keys)
+        known = found.get(identity)
+        if known is None:
+            found[identity] = Awaited(wait, keys, [] if group is None else group.all, [session])
+        else:
+            known.sessions.append(session)
+    return list(found.values())
+
+
+def find_missing(facts: Facts, ranks: Ranks) -> Missing:
+    """Return who is missing from what is under way now."""
+    return _Search(facts, ranks).run()
+
+
+def does(session: Session | None, facts: Facts) -> str:
+    """Describe what a session does."""
+    if session is None:
+        return "has left"
+    wait = session.wait
+    if wait is None:
+        return f"has sent nothing since {session.command}" if session.id else "has sent nothing"
+    group = facts.groups.get(wait.group) if wait.group else None
+    return describe_wait(wait.kind, wait.keys if group is None else group.keys, wait.more, wait.target)
+
+
+class _Exchange:
+    """A family of keys that somebody waits for."""
+
+    def __init__(self) -> None:
+        self.awaited: set[int] = set()
+        self.listed: set[int] = set()
+        """Numbers in lists that name several keys of the family."""
+        self.sessions: dict[int, Session] = {}
+
+
+class _Search:
+    def __init__(self, facts: Facts, ranks: Ranks) -> None:
+        self.facts = facts
+        self.ranks = ranks
+        joining = facts.counters.get(JOIN_COUNTER)
+        self.joined = ranks.of(joining.members) if joining is not None else set()
+        self.joined_count = joining.value if joining is not None else len([one for one in ranks.all if one.sessions])
+        self.waiting: dict[str, list[Session]] = defaultdict(list)
+        """By counter of a barrier: who waits for it to open."""
+        self.exchanges: dict[Family, _Exchange] = defaultdict(_Exchange)
+        self.roots: dict[str, _Exchange] = defaultdict(_Exchange)
+        """By list of NCCL's IDs."""
+        self._numbers_left = _MOST_NUMBERS
+
+    def run(self) -> Missing:
+        for one in awaited(self.facts):
+            if one.wait.kind == "barrier":
+                self.waiting[one.keys[0]] += one.sessions
+            elif one.wait.kind != "item":
+                self._sort(one)
+        waits = [self._join(), *map(self._barrier, self.waiting)]
+        waits += [self._roots(name, exchange) for name, exchange in self.roots.items()]
+        waits += [self._exchange(family, exchange) for family, exchange in self.exchanges.items()]
+        found = [one for one in waits if one is not None]
+        found.sort(key=lambda one: (one.kind != "join", -one.waiting))
+        return Missing(self.ranks.world_size, self.joined_count, found)
+
+    def _sort(self, one: Awaited) -> None:
+        """Note which barriers and exchanges these sessions wait for."""
+        by_family: dict[Family, tuple[set[int], set[int]]] = {}
+        for key in one.keys:
+            counter = opened_counter(key)
+            if counter is not None:
+                self.waiting[counter] += one.sessions
+                continue
+            if (ids := nccl_id(key)) is not None:
+                name, number = ids
+                self.roots[name].listed.update(found[1] for other in one.all if (found := nccl_id(other)) is not None)
+                self.roots[name].awaited.add(number)
+                self.roots[name].sessions.update({id(session): session for session in one.sessions})
+            elif (parsed := family_of(key)) is not None:
+                by_family.setdefault(parsed[0], (set(), set()))[0].add(parsed[1])
+        for key in one.all:
+            parsed = family_of(key)
+            if parsed is not None and parsed[0] in by_family:
+                by_family[parsed[0]][1].add(parsed[1])
+        for family, (missing, listed) in by_family.items():
+            exchange = self.exchanges[family]
+            exchange.awaited |= missing
+            if len(missing | listed) > 1:
+                exchange.listed |= missing | listed
+            exchange.sessions.update({id(session): session for session in one.sessions})
+
+    # Joining and barriers
+
+    def _join(self) -> Pending | None:
+        size = self.ranks.world_size
+        if size is None or self.joined_count >= size:
+            return None
+        joined = self.joined or {rank for rank in self.ranks.all if rank.sessions}
+        counter = self.facts.counters.get(JOIN_COUNTER)
+        waiting = [session for session in self.facts.sessions if session.wait and JOIN_COUNTER in session.wait.keys]
+        since = max([session.idle for session in waiting], default=0.0 if counter is None else counter.age)
+        others = [rank for rank in self.ranks.all if rank.sessions and rank not in joined and self._may_be_rank(rank)]
+        return self._pending("join", JOIN_COUNTER, self.joined_count, size, joined, others, len(waiting), since)
+
+    def _barrier(self, key: str) -> Pending | None:
+        counter = self.facts.counters.get(key)
+        sessions = self.waiting[key]
+        came = self.ranks.of(session.id for session in sessions)
+        value = len(came)
+        expected: int | None = None
+        if counter is not None:
+            came |= self.ranks.of(counter.members)
+            value = counter.value
+            expected = counter.expected or None
+        if expected is None and not is_for_agents(key):
+            expected = self.ranks.world_size
+        if expected is not None and value >= expected:
+            expected = None
+        since = max(session.idle for session in sessions)
+        everybody = self.joined if 2 * len(came & self.joined) > len(came) else set(self.ranks.all)
+        others = [rank for rank in everybody if rank not in came and rank.sessions and self._may_be_rank(rank)]
+        if is_for_agents(key):
+            others = []
+        waiting = len(self.ranks.of(session.id for session in sessions)) or len(sessions)
+        return self._pending("barrier", key, value, expected, came, others, waiting, since)
+
+    def _pending(
+        self,
+        kind: str,
+        key: str,
+        arrived: int,
+        expected: int | None,
+        came: set[Rank],
+        others: list[Rank],
+        waiting: int,
+        since: float,
+    ) -> Pending:
+        """Describe what is waited for until all have come; `others` are connected and have not come."""
+        size = self.ranks.world_size
+        numbers = {rank.number for rank in came if rank.number is not None}
+        missing: list[int] = []
+        count = None if expected is None else expected - arrived
+        if expected is not None and expected == size and expected <= _MOST_NUMBERS:
+            rest = [number for number in range(expected) if number not in numbers]
+            missing = rest if len(rest) == expected - arrived else []
+        if missing:
+            named = [rank for number in missing if (rank := self._connected(number)) is not None]
+            nameless = [rank for rank in others if rank.number is None]
+            others = named + (nameless if len(named) + len(nameless) <= len(missing) else [])
+        elif len(came) < arrived and len(others) != count:
+            others = []  # some of them have come, and it is not known which
+        elsewhere = self._elsewhere(others)
+        unseen = 0 if count is None else max(0, count - len(elsewhere))
+        return Pending(kind, key, arrived, expected, missing, elsewhere, unseen, waiting, since, self._fewer_on(came))
+
+    def _may_be_rank(self, rank: Rank) -> bool:
+        """Return whether something that is connected may be a rank: it has sent a command of one."""
+        return any(session.id and session.command != "VALIDATE" for session in rank.sessions)
+
+    # Keys
+
+    def _roots(self, name: str, exchange: _Exchange) -> Pending:
+        """The IDs that the roots of a communicator publish."""
+        size = self.ranks.world_size
+        roots = max(exchange.listed | exchange.awaited) + 1
+        missing = sorted(exchange.awaited)
+        if size is not None and roots <= size:
+            missing = [root_rank(number, size, roots) for number in missing]
+        waiting, since = self._waiting(exchange)
+        connected = [rank for number in missing if (rank := self._connected(number)) is not None]
+        elsewhere = self._elsewhere(connected)
+        arrived = max(0, roots - len(missing))
+        key = name if roots == 1 else f"{name}*" if name.endswith(":") else f"{name}_*"
+        return Pending("keys", key, arrived, roots, missing, elsewhere, len(missing) - len(elsewhere), waiting, since)
+
+    def _exchange(self, family: Family, exchange: _Exchange) -> Pending | None:
+        """Keys that each rank writes for the others, or one rank for all of them."""
+        known = self.ranks.families.get(family, Members())
+        waiters = self.ranks.of(session.id for session in exchange.sessions.values())
+        writers = self.ranks.of(known.writers.values())
+        waiting, since = self._waiting(exchange)
+        by_each = bool(waiters & writers) or (known.one_each() and len(writers) > 1)
+        if not by_each and not exchange.listed:
+            if not is_nccl_counter(family.key(0)):
+                return None  # nobody knows whether it is a rank's
+            root = self.ranks.by_number.get(0)
+            elsewhere = self._elsewhere([root] if root is not None and root.sessions else [])
+            key = family.key(min(exchange.awaited))
+            return Pending("keys", key, 0, 1, [0], elsewhere, 1 - len(elsewhere), waiting, since)
+        expected = self._expected(known, exchange, waiters | writers)
+        missing = sorted(exchange.awaited)
+        if expected <= self._numbers_left:
+            self._numbers_left -= expected
+            missing = [number for number in range(expected) if number not in known.writers]
+        if exchange.listed and not waiters & writers:  # whoever gathers the values does not write one
+            missing = sorted(exchange.awaited)
+        if not missing:
+            return None
+        elsewhere = self._elsewhere(self._who(missing, expected, waiters | writers))
+        return Pending(
+            "keys",
+            str(family),
+            len(known.writers),
+            len(known.writers) + len(missing),
+            missing,
+            elsewhere,
+            len(missing) - len(elsewhere),
+            waiting,
+            since,
+            self._fewer_on(writers),
+        )
+
+    def _expected(self, known: Members, exchange: _Exchange, involved: set[Rank]) -> int:
+        """Return how many keys there will be."""
+        size = self.ranks.world_size
+        least = max([*known.writers, *exchange.awaited, *exchange.listed]) + 1
+        if known.size >= least:
+            return known.size
+        if size is not None and size >= least and 2 * len(involved) >= size and not exchange.listed:
+            return size
+        return least
+
+    def _who(self, missing: list[int], expected: int, involved: set[Rank]) -> list[Rank]:
+        """Return those of the missing that are connected."""
+        size = self.ranks.world_size
+        if size is not None and expected != size:
+            return []  # these are numbers in a group, and who is in the group is not known
+        found = [rank for number in missing if (rank := self._connected(number)) is not None]
+        nameless = [
+            rank
+            for rank in self.joined or self.ranks.all
+            if rank.number is None and rank.sessions and rank not in involved and self._may_be_rank(rank)
+        ]
+        left = len(missing) - len(found)
+        return found + nameless if len(nameless) <= left else found
+
+    def _connected(self, number: int) -> Rank | None:
+        rank = self.ranks.by_number.get(number)
+        return rank if rank is not None and rank.sessions else None
+
+    # What they have in common
+
+    def _waiting(self, exchange: _Exchange) -> tuple[int, float]:
+        """Return how many ranks wait, and for how long."""
+        sessions = exchange.sessions.values()
+        return len(self.ranks.of(one.id for one in sessions)), max((one.idle for one in sessions), default=0.0)
+
+    def _elsewhere(self, ranks: Iterable[Rank]) -> list[Elsewhere]:
+        found = []
+        for rank in ranks:
+            session = rank.main_session()
+            since = 0.0 if session is None else session.idle
+            port = 0 if session is None else session.port
+            found.append(Elsewhere(rank.number, rank.host, port, rank.pid, does(session, self.facts), since))
+        found.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host, one.port))
+        return found
+
+    def _fewer_on(self, came: set[Rank]) -> list[Hosted]:
+        """Return the hosts from which fewer have come than from most."""
+        hosts = Counter(rank.host for rank in came)
+        for rank in self.joined:
+            hosts.setdefault(rank.host, 0)
+        if len(hosts) < 2:
+            return []
+        usual = Counter(hosts.values()).most_common(1)[0][0]
+        return sorted((Hosted(host, count, usual) for host, count in hosts.items() if count < usual), key=_host)
+
+
+def _host(hosted: Hosted) -> tuple[int, str]:
+    return hosted.arrived, hosted.host

@@ -1,0 +1,83 @@
+"""Keys that tell something: one key per rank, the counters of barriers, the IDs of NCCL.
+
+Knows how PyTorch, gloo and NCCL name keys, in their stored form. Must not know sessions.
+"""
+
+import re
+from typing import Final
+
+from ..keys import BARRIER_LAST, BARRIER_MEMBERS
+from ..session.history import COLLECTIVE_LAST, GROUP_BARRIER, GROUP_BARRIER_LAST
+from ..similar_keys import Family
+from ..wire.commands import WORKERS_KEY
+
+JOIN_COUNTER: Final = WORKERS_KEY.decode()
+
+_MEMBERS: Final = BARRIER_MEMBERS.decode()
+_LAST: Final = (BARRIER_LAST.decode(), COLLECTIVE_LAST.decode())
+_GROUP: Final = GROUP_BARRIER.decode()
+_GROUP_LAST: Final = GROUP_BARRIER_LAST.decode()
+
+_NCCL2: Final = re.compile(r"(.*/nccl_storekey_\d+)(?:_(\d+))?", re.DOTALL | re.ASCII)
+_NCCL_ID: Final = re.compile(r"(.*UniqueNCCLID:)(\d+)", re.DOTALL | re.ASCII)
+
+_GLOO: Final = "//cpu//"
+_GLOO_BYTES: Final = 154
+"""Bytes of what a rank of a gloo group publishes, besides eight for each member."""
+
+_AGENTS: Final = "torchelastic/"
+
+RANKS_PER_ROOT: Final = 128
+"""NCCL's default: above so many ranks, each share of so many has a root."""
+
+
+def nccl_id(key: str) -> tuple[str, int] | None:
+    """For the key of an ID that a root of NCCL publishes: which list of IDs, and the number of the root. Else None."""
+    found = _NCCL2.fullmatch(key)
+    if found is not None:
+        return found[1], int(found[2] or 0)
+    found = _NCCL_ID.fullmatch(key)
+    return None if found is None else (found[1], int(found[2]))
+
+
+def is_nccl_counter(key: str) -> bool:
+    """Return whether a key may be that of the ID of a group with one root, whose name counts communicators."""
+    before, _, last = key.rpartition("/")
+    return last.isdecimal() and before.endswith(("//cuda/", "/cuda"))
+
+
+def root_rank(index: int, ranks: int, roots: int) -> int:
+    """Return the rank that is the root number `index`: the first of its share, of which the larger ones come first."""
+    share, larger = divmod(ranks, roots)
+    return index * share + min(index, larger)
+
+
+def gloo_size(family: Family, value_bytes: int) -> int:
+    """Return the size of a gloo group by what one of its ranks has published; 0 if that is not known."""
+    members, rest = divmod(value_bytes - _GLOO_BYTES, 8)
+    return members if _GLOO in family.before and not family.after and members > 0 and not rest else 0
+
+
+def names_ranks(family: Family) -> bool:
+    """Return whether the numbers of a family are surely ranks of the whole job."""
+    return family.before.endswith("/rank") and not family.after
+
+
+def may_name_ranks(family: Family) -> bool:
+    """Return whether the numbers may be ranks: those of torchrun's agents, and of NCCL's keys, are not."""
+    return _AGENTS not in family.before and nccl_id(family.key(0)) is None and not is_nccl_counter(family.key(0))
+
+
+def opened_counter(key: str) -> str | None:
+    """Return the counter of the barrier that this key opens, if it is such a key."""
+    for last in _LAST:
+        if key.endswith(last):
+            return key[: -len(last)] + _MEMBERS
+    if _GROUP in key and key.endswith(_GROUP_LAST):
+        return key[: -len(_GROUP_LAST)]
+    return None
+
+
+def is_for_agents(counter: str) -> bool:
+    """Return whether a barrier is one of torchrun's agents."""
+    return _AGENTS in counter

@@ -1,0 +1,246 @@
+"""Which rank a session belongs to, though PyTorch's clients never say it.
+
+A rank is a process, with one session or several. Its number is known if its client says it, by its environment, or by
+the keys that only a rank of that number writes. Must not know what anybody waits for.
+
+Invariant: no two ranks have the same number; where the facts contradict each other, none of them is numbered.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from ..similar_keys import Family, family_of
+from .facts import Departed, Facts, Session
+from .patterns import JOIN_COUNTER, gloo_size, may_name_ranks, names_ranks
+
+Environment = Mapping[str, str]
+
+_FEW: Final = 2
+"""Writers of a family's keys from which on their numbers may be ranks."""
+
+
+class Rank:
+    """A process that is a rank, or may be."""
+
+    def __init__(self, host: str, pid: int | None) -> None:
+        self.host = host
+        """Its name if it is known, else its address."""
+        self.pid = pid
+        self.number: int | None = None
+        self.source = ""
+        """How the number is known: `client`, `environment` or `keys`."""
+        self.sessions: list[Session] = []
+        """Those that are connected."""
+        self.ids: set[int] = set()
+        """Of all its sessions."""
+
+    def __str__(self) -> str:
+        where = self.host if self.pid is None else f"{self.host}, pid {self.pid}"
+        if self.pid is None and self.sessions:
+            where = f"{self.host}:{self.sessions[0].port}"
+        return where if self.number is None else f"rank {self.number} ({where})"
+
+    def main_session(self) -> Session | None:
+        """Return the session that tells what it does: the one that has waited longest, else the one last used."""
+        waiting = [session for session in self.sessions if session.wait is not None]
+        if waiting:
+            return max(waiting, key=lambda session: session.idle)
+        return min(self.sessions, key=lambda session: session.idle, default=None)
+
+
+class Members:
+    """The values that ranks have published under keys of one family."""
+
+    def __init__(self) -> None:
+        self.writers: dict[int, int] = {}
+        """By the number in the key: the session that wrote it, 0 if that is not known."""
+        self.size = 0
+        """How many there will be, if the values tell that."""
+
+    def one_each(self) -> bool:
+        """Return whether no two keys were written by the same session."""
+        known = [writer for writer in self.writers.values() if writer]
+        return len(known) >= _FEW and len(set(known)) == len(known)
+
+
+class Ranks:
+    """The ranks of a job, as far as the facts tell."""
+
+    def __init__(self, facts: Facts, environments: Mapping[int, Environment], world_size: int | None) -> None:
+        """`environments` has those of processes on this machine, by the ids of their sessions."""
+        self.facts = facts
+        self.families = _families(facts)
+        self.all: list[Rank] = []
+        self.by_session: dict[int, Rank] = {}
+        self.by_number: dict[int, Rank] = {}
+        self._make()
+        self._environments = environments
+        self.world_size = world_size or self._announced_size()
+        self._number()
+
+    def of(self, ids: Iterable[int]) -> set[Rank]:
+        """Return the ranks of some sessions, by their ids."""
+        return {self.by_session[one] for one in ids if one in self.by_session}
+
+    # Which sessions are one process
+
+    def _make(self) -> None:
+        facts = self.facts
+        groups: dict[tuple[object, ...], list[Session | Departed]] = defaultdict(list)
+        for session in facts.sessions:
+            if session.carries is None and session.command != "LINK":
+                groups[_process(session)].append(session)
+        for departed in facts.departed.values():
+            groups[_process(departed)].append(departed)
+        deeds = self._deeds()
+        for process, found in groups.items():
+            if process[0] is None or (len(found) > 1 and _repeat([deeds.get(one.id, []) for one in found])):
+                for one in found:
+                    self._add([one])
+            else:
+                self._add(found)
+
+    def _deeds(self) -> dict[int, list[str]]:
+        """Return by session what a rank does only once: two sessions that did the same are two ranks."""
+        deeds: dict[int, list[str]] = defaultdict(list)
+        for counter in self.facts.counters.values():
+            for one in counter.members:
+                deeds[one].append(counter.key)
+        for family, members in self.families.items():
+            if members.one_each():
+                for one in members.writers.values():
+                    deeds[one].append(str(family))
+        return deeds
+
+    def _add(self, found: list[Session | Departed]) -> None:
+        first = found[0]
+        rank = Rank(first.peer.get("host") or first.host, first.pid)
+        for one in found:
+            rank.ids.add(one.id)
+            if one.id:
+                self.by_session[one.id] = rank
+            if isinstance(one, Session):
+                rank.sessions.append(one)
+        self.all.append(rank)
+
+    # Which number each has
+
+    def _number(self) -> None:
+        claims: dict[int, list[Rank]] = defaultdict(list)
+        for rank in self.all:
+            said = _number_in(peer.get("rank") for peer in self._peers(rank))
+            read = _number_in([self._environment(rank).get("RANK")])
+            number = read if said is None else said
+            if number is not None:
+                rank.source = "environment" if said is None else "client"
+                claims[number].append(rank)
+        for number, ranks in claims.items():
+            connected = [rank for rank in ranks if rank.sessions] or ranks
+            if len(connected) == 1:
+                self._give(connected[0], number)
+        if self.world_size is None:
+            self.world_size = self._size_in_environments()
+        for family, members in sorted(self.families.items(), key=lambda item: _evidence(*item), reverse=True):
+            if members.one_each() and self._concerns_all(family, members):
+                self._name_writers(members)
+
+    def _give(self, rank: Rank, number: int) -> None:
+        rank.number = number
+        self.by_number[number] = rank
+
+    def _name_writers(self, members: Members) -> None:
+        """Number those who wrote the keys of a family, unless what is known already contradicts it."""
+        found = {number: self.by_session.get(writer) for number, writer in members.writers.items() if writer}
+        known = [(number, rank) for number, rank in found.items() if rank is not None]
+        if len({id(rank) for _, rank in known}) != len(known):
+            return
+        for number, rank in known:
+            if rank.number not in (None, number) or self.by_number.get(number, rank) is not rank:
+                return
+        for number, rank in known:
+            if rank.number is None:
+                rank.source = "keys"
+                self._give(rank, number)
+
+    def _concerns_all(self, family: Family, members: Members) -> bool:
+        """Return whether the numbers in the keys are ranks of the whole job, not of one of its groups."""
+        size = self.world_size
+        if not may_name_ranks(family) or (size is not None and max(members.writers) >= size):
+            return False
+        if names_ranks(family):
+            return True
+        total = size or len([rank for rank in self.all if rank.sessions])
+        if members.size:
+            return members.size >= total
+        return 2 * len(members.writers) > total
+
+    def _peers(self, rank: Rank) -> list[dict[str, str]]:
+        gone = [self.facts.departed[one].peer for one in rank.ids if one in self.facts.departed]
+        return [session.peer for session in rank.sessions] + gone
+
+    def _environment(self, rank: Rank) -> Environment:
+        for session in rank.sessions:
+            if session.id in self._environments:
+                return self._environments[session.id]
+        return {}
+
+    # How many there are
+
+    def _announced_size(self) -> int | None:
+        announced = self.facts.server.get("joins")
+        if isinstance(announced, int) and announced > 0:
+            return announced
+        sizes = Counter(_number_in([session.peer.get("world_size")]) for session in self.facts.sessions)
+        for session in self.facts.sessions:
+            if session.wait is not None and session.wait.target and session.wait.keys == [JOIN_COUNTER]:
+                return session.wait.target
+        return _most_common(sizes)
+
+    def _size_in_environments(self) -> int | None:
+        return _most_common(Counter(_number_in([self._environment(rank).get("WORLD_SIZE")]) for rank in self.all))
+
+
+def _process(one: Session | Departed) -> tuple[object, ...]:
+    """Return what tells processes apart; the first is None if that is not known."""
+    if one.pid is None:
+        return None, one.id, one.host, one.port
+    return one.pid, one.host, one.peer.get("host"), one.peer.get("rank")
+
+
+def _repeat(deeds: list[list[str]]) -> bool:
+    """Return whether two of these sessions did the same."""
+    done = [deed for each in deeds for deed in set(each)]
+    return len(set(done)) < len(done)
+
+
+def _families(facts: Facts) -> dict[Family, Members]:
+    families: dict[Family, Members] = {}
+    for key in facts.keys:
+        found = family_of(key.key)
+        if found is None:
+            continue
+        family, number = found
+        members = families.get(family)
+        if members is None:
+            members = families[family] = Members()
+            members.size = gloo_size(family, key.size)
+        members.writers[number] = key.by or 0
+    return families
+
+
+def _evidence(family: Family, members: Members) -> tuple[bool, bool, int]:
+    return names_ranks(family), members.size > 0, len(members.writers)
+
+
+def _number_in(texts: Iterable[str | None]) -> int | None:
+    """Return the number that the first of these texts is."""
+    for text in texts:
+        if text and text.isascii() and text.isdecimal() and len(text) < 10:
+            return int(text)
+    return None
+
+
+def _most_common(sizes: "Counter[int | None]") -> int | None:
+    sizes.pop(None, None)
+    return sizes.most_common(1)[0][0] if sizes else None

@@ -1,0 +1,226 @@
+"""What follows from the counters of a server, and from looking at them twice: rates, quantiles.
+
+Knows the format (`server/admin.py`, `session/statistics.py`). Must not know sockets, nor how anything is printed.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from ..errors import DistStoreError, ProtocolError
+
+
+class Histogram(msgspec.Struct):
+    """A distribution of seconds."""
+
+    bounds: list[float]
+    """The upper bounds of the buckets, but for the last one, which has none."""
+    counts: list[int]
+    sum: float
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.bounds) + 1:
+            raise ValueError("a histogram needs one bucket more than bounds")
+
+    def since(self, before: "Histogram") -> "Histogram":
+        """Return what has been added since another look."""
+        if self.bounds != before.bounds:
+            return self
+        counts = [max(0, now - then) for now, then in zip(self.counts, before.counts, strict=True)]
+        return Histogram(self.bounds, counts, max(0.0, self.sum - before.sum))
+
+    def quantile(self, share: float) -> float | None:
+        """Return the seconds that this share of all is below, interpolated within a bucket; None if there is nothing.
+
+        What is above all bounds counts as the last bound.
+        """
+        total = sum(self.counts)
+        if not total:
+            return None
+        left = share * total
+        lower = 0.0
+        for upper, count in zip(self.bounds, self.counts, strict=False):
+            if count and left <= count:
+                return lower + (upper - lower) * max(0.0, left) / count
+            left -= count
+            lower = upper
+        return lower
+
+
+class Connections(msgspec.Struct):
+    open: int
+    max: int
+    accepted: int = 0
+    rejected: int = 0
+    closed_for: dict[str, int] = {}
+
+
+class Traffic(msgspec.Struct):
+    received_bytes: int
+    sent_bytes: int
+
+
+class Sessions(msgspec.Struct):
+    open: int
+    waiting: int
+    unvalidated: int = 0
+    unsent_bytes: int = 0
+
+
+class Budget(msgspec.Struct):
+    limit: int
+    used: int
+
+
+class Joins(msgspec.Struct):
+    joined: int
+    expected: int = 0
+    world_size: int | None = None
+
+
+class AcceptQueue(msgspec.Struct):
+    length: int
+    limit: int
+
+
+class Stats(msgspec.Struct):
+    """The counters of a server at one time. Times are in seconds, sizes in bytes."""
+
+    time: float
+    """Since the epoch."""
+    uptime: float
+    cpu: float
+    resident_bytes: int
+    commands: dict[str, int]
+    traffic: Traffic
+    connections: Connections
+    sessions: Sessions
+    keys: int
+    queues: int
+    budget: Budget
+    joins: Joins
+    service: Histogram
+    lag: Histogram
+    accept_queue: AcceptQueue | None = None
+
+
+class Wait(msgspec.Struct):
+    """Something that has been waited for long, and who has waited longest."""
+
+    key: str
+    waiting: int
+    since: float
+    command: str
+    host: str
+    port: int
+    keys: int = 1
+    pid: int | None = None
+    peer: dict[str, str] = {}
+
+
+class Key(msgspec.Struct, array_like=True):
+    key: str
+    size: int
+
+
+class _Line(msgspec.Struct):
+    server: dict[str, Any] | None = None
+    stats: Stats | None = None
+    waits: list[Wait] = []
+    largest: list[Key] = []
+    error: str = ""
+    end: bool = False
+
+
+class Look:
+    """What a server has replied to one request for its numbers."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+        self.server: dict[str, Any] = {}
+        self.waits: list[Wait] = []
+        self.largest: list[Key] = []
+
+
+def read_look(lines: Iterable[bytes]) -> Look:
+    """Decode a reply with `stats`. Raises DistStoreError for one that says what is wrong, ProtocolError for others."""
+    decoder = msgspec.json.Decoder(_Line)
+    found = _Line()
+    for raw in lines:
+        try:
+            line = decoder.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"invalid reply of the admin socket: {error}") from None
+        if line.error:
+            raise DistStoreError(line.error)
+        if line.end:
+            if found.stats is None:
+                break
+            look = Look(found.stats)
+            look.server, look.waits, look.largest = found.server or {}, found.waits, found.largest
+            return look
+        found.server = line.server or found.server
+        found.stats = line.stats or found.stats
+        found.waits += line.waits
+        found.largest += line.largest
+    raise ProtocolError("the admin socket's reply is incomplete")
+
+
+class Interval(msgspec.Struct):
+    """What has happened between two looks at a server; rates are per second of its clock."""
+
+    time: float
+    seconds: float
+    connections: int
+    sessions: int
+    waiting: int
+    ops: float
+    """Commands executed."""
+    keys: int
+    bytes: int
+    """Of the budget."""
+    p99: float | None
+    """Of the service time; None if nothing was timed."""
+    lag: float | None
+    """The worst lag of the loop; None if none was measured."""
+    accept_queue: int | None
+    received: float
+    """Bytes."""
+    sent: float
+    """Bytes."""
+    cpu: float
+    """Share of one processor."""
+    commands: dict[str, float]
+    """Those that were executed, by name, the most frequent first."""
+
+
+def between(before: Stats, after: Stats) -> Interval:
+    """Return what has happened between two looks, or since the start of a server that was started in between."""
+    restarted = after.uptime < before.uptime
+    seconds = max(1e-6, after.uptime if restarted else after.uptime - before.uptime)
+
+    def rate(now: float, then: float) -> float:
+        return max(0.0, now - (0 if restarted else then)) / seconds
+
+    executed = {name: rate(count, before.commands.get(name, 0)) for name, count in after.commands.items()}
+    service, lag = after.service, after.lag
+    if not restarted:
+        service, lag = service.since(before.service), lag.since(before.lag)
+    return Interval(
+        time=after.time,
+        seconds=seconds,
+        connections=after.connections.open,
+        sessions=after.sessions.open,
+        waiting=after.sessions.waiting,
+        ops=sum(executed.values()),
+        keys=after.keys,
+        bytes=after.budget.used,
+        p99=service.quantile(0.99),
+        lag=lag.quantile(1.0),
+        accept_queue=None if after.accept_queue is None else after.accept_queue.length,
+        received=rate(after.traffic.received_bytes, before.traffic.received_bytes),
+        sent=rate(after.traffic.sent_bytes, before.traffic.sent_bytes),
+        cpu=rate(after.cpu, before.cpu),
+        commands=dict(sorted(((name, count) for name, count in executed.items() if count), key=lambda one: -one[1])),
+    )

@@ -1,0 +1,76 @@
+"""Reading files that hold secrets: tokens, their keys, and the keys of certificates.
+
+It must not know what the secrets are for. Invariant: nothing of a file's contents is in an error or in the log.
+"""
+
+import logging
+import os
+import ssl
+import stat
+from typing import Final, NamedTuple
+
+from .errors import DistNetworkError
+
+log = logging.getLogger("tcpstore_async")
+
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+_MOST_BYTES: Final = 1 << 20
+
+
+class TlsFiles(NamedTuple):
+    """The files of one end of TLS, in PEM format, the key unencrypted; an empty name stands for none."""
+
+    ca: str = ""
+    """CAs that are trusted. None: for a client the system's; a server asks no peer for a certificate."""
+    cert: str = ""
+    key: str = ""
+
+
+def read_secret(path: str | os.PathLike[str], what: str) -> str:
+    """Return the text of a file; `what` names it in errors. Warns if others than its owner may use it.
+
+    Raises OSError, and ValueError for what is no text.
+    """
+    with open(path, "rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        data = file.read(_MOST_BYTES + 1)
+    if mode & _OTHERS:
+        log.warning("%s %s is open to others than its owner (mode %04o): chmod 600 it", what, os.fspath(path), mode)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{what} {os.fspath(path)} is longer than {_MOST_BYTES} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} {os.fspath(path)} is not text in UTF-8") from None
+
+
+def load_certificates(context: ssl.SSLContext, files: TlsFiles) -> None:
+    """Load a certificate and its key, and trusted CAs, if they are given.
+
+    Warns if others than its owner may use the key. Raises DistNetworkError.
+    """
+    ca, cert, key = files
+    path = ca
+    try:
+        if ca:
+            context.load_verify_locations(ca)
+        if cert:
+            path = key
+            with open(key, "rb") as file:
+                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            path = cert
+            context.load_cert_chain(cert, key, _no_password)
+            if mode & _OTHERS:
+                log.warning("%s can be read by others (mode %o): chmod 600", key, mode)
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).replace("_", " ").lower()
+        with_key = f" (key {key})" if path == cert else ""
+        raise DistNetworkError(f"cannot load the certificate {path}{with_key}: {reason}") from None
+    except (OSError, ValueError) as error:
+        text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise DistNetworkError(f"cannot load {path}: {text}") from None
+
+
+def _no_password() -> str:
+    raise ValueError("its key is encrypted; store the key without a passphrase, readable by its owner only")

@@ -1,0 +1,398 @@
+"""The admin socket: answers who is connected and who waits for what, beside the port that the ranks use.
+
+Knows a Unix socket, requests and portions of replies. Must not know what follows from the facts that it passes on.
+Invariants: the store's peers are served between two portions, and whoever asks and does not read holds up nobody. It
+works when the server has as many connections as it can hold. Nothing here changes anything, unless a store with a name
+is to be dropped. What each process asks for is a line of the audit log.
+
+A request is one line of JSON, `{"ask": ["sessions", "counters", "keys", "stores"]}`, the reply some lines of JSON: what
+is known of the server, portions of what was asked for (`session/inspection.py`), and `{"end": true}`. `{"error": "…"}`
+ends it early. `"store": "…"` asks for what is in the store of that name; without it, sessions are those of all stores,
+and the rest that of the store without a name. `"drop": "…"` ends the store of that name first.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import DistNetworkError
+from ..session.history import MOST_BYTES, History
+from ..session.identity import build
+from ..session.inspection import Inspection
+from ..session.monitor import Monitor
+from ..session.named_stores import NamedStore
+from ..session.statistics import Statistics
+from ..version import VERSION
+from . import admin_path
+from .base import Server
+from .fork_safety import close_on_fork
+from .listen_socket import accept_queue
+from .service_times import Histogram, ServiceTimes
+
+log = logging.getLogger("tcpstore_async.server")
+
+_READ_SECONDS: Final = 10.0
+"""Time for a request."""
+
+_WRITE_SECONDS: Final = 60.0
+"""Time for the peer to read a portion."""
+
+_CLOCK_SECONDS: Final = 0.2
+"""Time between two settings of the history's clock: reading it for each poll would cost as much as all notes."""
+
+_SERIAL_BITS: Final = 24
+"""Bits of the serial number of a session that count those of one store."""
+
+_MOST_PEERS: Final = 16
+
+_MONITOR: Final = "monitor"
+_MOST_MONITORS: Final = 4
+_SAMPLE_SECONDS: Final = 0.1
+"""Time between two portions of samples."""
+
+_MOST_LISTED: Final = 32
+"""Waits, or keys, that are listed of those that are the longest, or largest."""
+
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+_NOTHING: Final = "invalid request: nothing"
+"""From who has only looked whether there is a server."""
+
+_MOST_AUDITED: Final = 256
+"""Requests that are remembered so that they are logged once."""
+
+_MOST_LOGGED: Final = 200
+"""Characters of a request that are logged."""
+
+_CREDENTIALS: Final = struct.Struct("3i")
+"""What SO_PEERCRED returns: process, user and group."""
+
+_HIGH_WATER: Final = 256 * 1024
+
+
+class Request(msgspec.Struct):
+    """What is asked for: parts of the reply, in order."""
+
+    ask: list[str]
+    every: int = 1
+    """For `monitor`: of so many commands one is sent."""
+    values: bool = False
+    """For `monitor`: whether values are sent."""
+    store: str | None = None
+    drop: str | None = None
+
+
+@asynccontextmanager
+async def admin_socket(server: Server, path: str | None) -> AsyncIterator[None]:
+    """Have a server observed, and answer at its admin socket, for as long as the context lasts.
+
+    Without a path it is that of `admin_path.default_path`; if that cannot be had, the server has no admin socket, and a
+    warning is logged. The empty path is for none. Raises DistNetworkError if a path that was given cannot be had.
+    """
+    if path == "":
+        yield
+        return
+    try:
+        where = admin_path.default_path(server.port) if path is None else Path(path)
+        admin = Admin(server, where)
+    except DistNetworkError as error:
+        if path is not None:
+            raise
+        log.warning("no admin socket: %s", error)
+        yield
+        return
+    try:
+        await admin.start()
+        yield
+    finally:
+        await admin.close()
+
+
+class Admin:
+    """The admin socket of one server."""
+
+    def __init__(self, server: Server, path: Path) -> None:
+        """Listen, and have the server observed. Raises DistNetworkError."""
+        self.server = server
+        self.path = path
+        self._listener = close_on_fork(admin_path.listen(path))
+        self._identity = admin_path.identify(path)
+        self._pid = os.getpid()
+        self._began = time.monotonic()
+        self._times = ServiceTimes()
+        self._lag = Histogram()
+        """How late the loop comes to what is due."""
+        self._due: float = 0.0
+        """When the clock is to be set next."""
+        self._accepting: asyncio.AbstractServer | None = None
+        self._clock: asyncio.TimerHandle | None = None
+        self._peers: set[asyncio.Task[None]] = set()
+        self._monitors: set[Monitor] = set()
+        self._audited: set[tuple[str, str]] = set()
+        """Users, with their processes, and what they have asked for."""
+        self._closed = False
+        with server.lock:
+            self.history = History(server.engine)
+            self.history.now = self._began
+            server.engine.observe(self.history)
+            server.times = self._times
+            server.named.on_created = self._observe
+        server.admin = str(path.absolute())
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        self._schedule_clock()
+        self._accepting = await asyncio.start_unix_server(self._accept, sock=self._listener)
+
+    async def close(self) -> None:
+        """Answer no more, and remove the socket."""
+        self._closed = True
+        if os.getpid() == self._pid:
+            admin_path.remove(self.path, self._identity)
+        if self._clock is not None:
+            self._clock.cancel()
+        if self._accepting is not None:
+            self._accepting.close()
+        self._listener.close()
+        for peer in list(self._peers):
+            peer.cancel()
+        if self._peers:
+            await asyncio.wait(list(self._peers))
+
+    def _observe(self, store: NamedStore) -> None:
+        """Have a new store observed. The more there are, the less is remembered of each."""
+        named = self.server.named
+        history = History(store.engine, MOST_BYTES // len(named.stores), named.created << _SERIAL_BITS)
+        history.now = self.history.now
+        store.engine.observe(history)
+
+    def _set_clock(self) -> None:
+        self._lag.add(max(0.0, time.monotonic() - self._due))
+        self._schedule_clock()
+
+    def _schedule_clock(self) -> None:
+        now = self.history.now = time.monotonic()
+        for store in self.server.named.stores.values():
+            if store.engine.history is not None:
+                store.engine.history.now = now
+        self._due = now + _CLOCK_SECONDS
+        self._clock = self.server.loop.call_later(_CLOCK_SECONDS, self._set_clock)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = asyncio.current_task()
+        assert peer is not None
+        self._peers.add(peer)
+        try:
+            with suppress(OSError, asyncio.TimeoutError):
+                await self._answer(reader, writer)
+        except asyncio.CancelledError:
+            pass  # the server stops
+        except Exception:
+            log.exception("an admin request failed")
+        finally:
+            self._peers.discard(peer)
+            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(high=_HIGH_WATER)
+        request = await self._request(reader)
+        if request != _NOTHING:
+            self._audit(writer, request)
+        watches = isinstance(request, Request) and request.ask == [_MONITOR]
+        if watches and len(self._monitors) >= _MOST_MONITORS:
+            request = f"there are already {_MOST_MONITORS} monitors"
+        elif watches and isinstance(request, Request):
+            await self._watch(request, reader, writer)
+            return
+        for fact in self._facts(request):
+            if fact:
+                await _send(writer, fact)
+            await asyncio.sleep(0)
+        if writer.can_write_eof():
+            writer.write_eof()
+        await asyncio.wait_for(reader.read(1), _WRITE_SECONDS)  # the peer has everything when it closes
+
+    async def _watch(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send samples of commands until the peer sends something, or goes.
+
+        What comes while the peer does not read is dropped, beyond what the monitor holds.
+        """
+        monitor = Monitor(time.time, request.every, request.values)
+        engine = self.server.engine
+        self._monitors.add(monitor)
+        ended = asyncio.ensure_future(reader.read(1))
+        try:
+            with self.server.lock:
+                engine.watch(monitor)
+            await _send(writer, {"server": self._about()})
+            while not ended.done() and not self._closed:  # before 3.12, wait_for may swallow a cancellation
+                await asyncio.wait([ended], timeout=_SAMPLE_SECONDS)
+                with self.server.lock:
+                    samples = monitor.take()
+                    fact = {"samples": samples, "seen": monitor.seen, "dropped": monitor.dropped}
+                if samples:
+                    await _send(writer, fact)
+        finally:
+            with self.server.lock:
+                engine.unwatch(monitor)
+            self._monitors.discard(monitor)
+            ended.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await ended
+
+    def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
+        """Log who has asked for what, once for each process."""
+        user = _user(writer)
+        drops = isinstance(request, Request) and request.drop is not None
+        if isinstance(request, str):
+            asked = request
+        elif request.drop is not None:
+            asked = f"asked to drop the store {request.drop}"
+        else:
+            asked = f"asked for {', '.join(request.ask) or 'a summary'}"
+        if (user, asked) in self._audited and not drops:  # as by `stat`, each second
+            return
+        if len(self._audited) >= _MOST_AUDITED:
+            self._audited.clear()
+        self._audited.add((user, asked))
+        with self.server.lock:
+            self.server.note_admin(user, f"admin socket of port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}")
+
+    async def _request(self, reader: asyncio.StreamReader) -> Request | str:
+        """Return the request, or what is wrong with it."""
+        if len(self._peers) > _MOST_PEERS:
+            return f"there are already {_MOST_PEERS} other clients"
+        try:
+            line = await asyncio.wait_for(reader.readline(), _READ_SECONDS)
+            return msgspec.json.decode(line, type=Request) if line else _NOTHING
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            return f"invalid request: {error}"
+
+    def _facts(self, request: Request | str) -> Iterator[dict[str, Any]]:
+        """Yield the reply, each line computed with the server's lock. Empty ones are not sent."""
+        if isinstance(request, str):
+            yield {"error": request}
+            return
+        server = self.server
+        engine, history = server.engine, self.history
+        with server.lock:
+            if request.drop is not None and not server.drop_store(request.drop, "an administrator dropped it"):
+                yield {"error": f"there is no store {request.drop!r}"}
+                return
+            if request.store is not None:
+                store = server.named.stores.get(request.store)
+                if store is None or store.engine.history is None:
+                    yield {"error": f"there is no store {request.store!r}"}
+                    return
+                engine, history = store.engine, store.engine.history
+            inspection = Inspection(engine, history, time.monotonic(), request.store is None)
+            about = {**self._about(), **inspection.summary()}
+        yield {"server": about}
+        statistics = Statistics(server.engine, inspection.now)
+        parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+            "sessions": inspection.sessions,
+            "counters": inspection.counters,
+            "keys": inspection.keys,
+            "stores": inspection.stores,
+            "stats": lambda: self._stats(statistics),
+            "waits": lambda: statistics.longest_waits(_MOST_LISTED),
+            "largest": lambda: statistics.largest_keys(_MOST_LISTED),
+        }
+        for part in request.ask:
+            if part not in parts:
+                known = f"there are {', '.join(parts)}, and {_MONITOR}, by itself"
+                yield {"error": f"unknown part {part!r}; {known}"}
+                return
+            portions = parts[part]()
+            while True:
+                with server.lock:
+                    portion = next(portions, None)
+                if portion is None:
+                    break
+                yield portion
+        yield {"end": True}
+
+    def _stats(self, statistics: Statistics) -> Iterator[dict[str, Any]]:
+        """Yield empty portions, and at last all counters."""
+        for _ in statistics.count():
+            yield {}
+        server, links = self.server, self.server.links
+        queue = accept_queue(server.listener)
+        yield {
+            "stats": {
+                "time": round(time.time(), 3),
+                "uptime": round(time.monotonic() - self._began, 3),
+                "cpu": round(time.process_time(), 3),
+                "resident_bytes": resident_bytes(),
+                "connections": {
+                    "open": server.count,
+                    "max": server.max_connections,
+                    "accepted": server.accepted,
+                    "rejected": server.rejected,
+                    "closed_for": dict(server.closed_for),
+                },
+                "links": {
+                    "open": len(links.links),
+                    "sessions": links.sessions,
+                    "single": len(links.singles),
+                    "suspended": len(links.suspended),
+                },
+                "traffic": {"received_bytes": server.received, "sent_bytes": server.sent},
+                "accept_queue": None if queue is None else {"length": queue[0], "limit": queue[1]},
+                "lag": self._lag.as_fact(),
+                "service": self._times.service.as_fact(),
+                "turns": self._times.turn_times.as_fact(),
+                **statistics.counters(),
+            }
+        }
+
+    def _about(self) -> dict[str, Any]:
+        server = self.server
+        return {
+            "host": server.host,
+            "port": server.port,
+            "pid": os.getpid(),
+            "version": VERSION,
+            "build": build(),
+            "seconds": round(time.monotonic() - self._began, 3),
+            "accepting": server.listener.fileno() >= 0,
+            "connections": server.count,
+            "max_connections": server.max_connections,
+        }
+
+
+async def _send(writer: asyncio.StreamWriter, fact: dict[str, Any]) -> None:
+    """Send an object, and wait until the peer has read most of what was sent before. Raises TimeoutError."""
+    writer.write(msgspec.json.encode(fact) + b"\n")
+    await asyncio.wait_for(writer.drain(), _WRITE_SECONDS)
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process has, 0 if the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _user(writer: asyncio.StreamWriter) -> str:
+    """Return which process of which user has connected, as the kernel knows it."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return "unknown user"
+    try:
+        with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as copy:
+            raw = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError:
+        return "unknown user"
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return f"uid {user}, pid {pid}"

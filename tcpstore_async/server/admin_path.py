@@ -1,0 +1,133 @@
+"""Where the admin socket of a server is: the file that a server makes, and that others find by the server's port.
+
+Knows files and who owns them. Must not know what is said over the socket.
+Invariants: without a path of the user's choice, the file is in a folder that only this user can enter. A file that is
+in place already is replaced only if it is a socket at which nobody listens; it appears under its name when somebody
+does. It is removed by the server that made it, unless another one has replaced it.
+"""
+
+import os
+import secrets
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ..errors import DistNetworkError
+
+_MOST_BYTES: Final = 107
+"""Of the path of a socket, on Linux; a little more than elsewhere."""
+
+_BACKLOG: Final = 16
+
+
+def folders() -> list[Path]:
+    """Return the folders in which this user's servers have their sockets, the preferred one first."""
+    shared = Path("/tmp") / f"tcpstore-{os.geteuid()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and _is_private(runtime):
+        return [Path(runtime) / "tcpstore", shared]
+    return [shared]
+
+
+def find(port: int) -> list[Path]:
+    """Return the sockets of servers of this user with this port; mostly one."""
+    found: list[Path] = []
+    for folder in folders():
+        if _is_private(folder):
+            found += [
+                path for path in [folder / f"{port}.sock", *sorted(folder.glob(f"{port}-*.sock"))] if is_live(path)
+            ]
+    return found
+
+
+def default_path(port: int) -> Path:
+    """Return the path for a server with this port, and make its folder. Raises DistNetworkError."""
+    folder = folders()[0]
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise DistNetworkError(f"cannot make the folder {folder}: {error.strerror}") from None
+    if not _is_private(folder):
+        raise DistNetworkError(f"{folder} is not a folder that only this user can enter")
+    _remove_leftovers(folder)
+    path = folder / f"{port}.sock"
+    return folder / f"{port}-{os.getpid()}.sock" if is_live(path) else path
+
+
+def is_live(path: Path) -> bool:
+    """Return whether somebody listens at a socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # its backlog is full
+            return True
+        except OSError:
+            return False
+        return True
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a socket that listens at a path, for this user only. Raises DistNetworkError."""
+    temporary = path.with_name(f".{secrets.token_hex(4)}")
+    if len(os.fsencode(path)) > _MOST_BYTES or len(os.fsencode(temporary)) > _MOST_BYTES:
+        raise DistNetworkError(f"cannot listen at {path}: a socket's path may have {_MOST_BYTES} bytes")
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise DistNetworkError(f"cannot listen at {path}: it exists, and is not a socket")
+            if is_live(path):
+                raise DistNetworkError(f"cannot listen at {path}: another server does")
+        try:
+            listener.bind(str(temporary))
+            os.chmod(temporary, 0o600)  # nobody can connect before listen()
+            listener.listen(_BACKLOG)
+            os.rename(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except BaseException as error:
+        listener.close()
+        if isinstance(error, OSError):
+            raise DistNetworkError(f"cannot listen at {path}: {error.strerror}") from None
+        raise
+    return listener
+
+
+def identify(path: Path) -> tuple[int, int] | None:
+    """Return which file is at a path, to be passed to `remove`; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def remove(path: Path, identity: tuple[int, int] | None) -> None:
+    """Remove the file at a path if it is still the same."""
+    if identity is not None and identify(path) == identity:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _is_private(folder: str | Path) -> bool:
+    """Return whether this is a folder of this user, no link to one, that no other can enter."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the sockets of servers that were killed."""
+    with suppress(OSError):
+        for path in folder.glob("*.sock"):
+            identity = identify(path)  # first: a server that starts now may put its own socket there
+            if not is_live(path):
+                remove(path, identity)

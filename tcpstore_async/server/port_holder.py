@@ -1,0 +1,166 @@
+"""Who holds a TCP port of this machine, for errors and for `tcpstore doctor`.
+
+Knows Linux's /proc. Must not know why it is asked.
+Invariants: nothing is raised; what cannot be read, or not in time, is left out of the answer. No name is looked up.
+"""
+
+import errno
+import ipaddress
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+PROC: Final = Path("/proc")
+
+_SECONDS: Final = 0.5
+"""Time for an answer. A machine may have a million open files."""
+
+_LISTEN: Final = "0A"
+
+_LONGEST: Final = 100
+"""Characters of a command."""
+
+_FILES_PER_LOOK: Final = 256
+"""Open files after which the time is looked at."""
+
+
+class _Socket(NamedTuple):
+    """A line of /proc/net/tcp or tcp6."""
+
+    host: str
+    port: int
+    peer: str
+    listens: bool
+    uid: int
+    inode: int
+
+
+class Holder(NamedTuple):
+    """What holds a port."""
+
+    peer: str
+    """Other end of the connection that holds it; "" if the port is listened on."""
+    uid: int
+    """User who made the socket."""
+    pid: int = 0
+    """0 if the process cannot be found from here: it is another user's, in another container, or the time is up."""
+    command: str = ""
+
+    def __str__(self) -> str:
+        text = f"a connection to {self.peer} of " if self.peer else ""
+        if not self.pid:
+            return f"{text}a process of uid {self.uid}, which cannot be seen from here"
+        if self.pid == os.getpid():
+            return f"{text}this process, pid {self.pid}"
+        return f"{text}pid {self.pid} ({self.command})" if self.command else f"{text}pid {self.pid}"
+
+
+def find_holder(host: str, port: int, proc: Path = PROC, seconds: float = _SECONDS) -> Holder | None:
+    """Return what keeps others from listening on an address of this machine; None if nothing is found.
+
+    `host` is an IPv4 or IPv6 address. Takes about `seconds` at most.
+    """
+    end = time.monotonic() + seconds
+    found = _find_socket(host, port, proc, end)
+    if found is None:
+        return None
+    peer = "" if found.listens else found.peer
+    pid = _find_process(found.inode, proc, end)
+    return Holder(peer, found.uid, pid, _command(proc, pid)) if pid else Holder(peer, found.uid)
+
+
+def by_holder(error: OSError, host: object, port: int) -> str:
+    """Return " by …", to follow "Address already in use", if that is the error and the holder is found; else ""."""
+    if error.errno != errno.EADDRINUSE or not port:
+        return ""
+    holder = find_holder(str(host), port)
+    return f" by {holder}" if holder is not None else ""
+
+
+def _find_socket(host: str, port: int, proc: Path, end: float) -> _Socket | None:
+    """Return the socket that listens on an address, or else a connection that uses the port."""
+    connection: _Socket | None = None
+    for name in ("tcp", "tcp6"):
+        for found in _sockets(proc / "net" / name, port, end):
+            if not _overlap(host, found.host):
+                continue
+            if found.listens:
+                return found
+            if found.inode:  # else it has been closed, and is no obstacle
+                connection = connection or found
+    return connection
+
+
+def _sockets(table: Path, port: int, end: float) -> Iterator[_Socket]:
+    """Yield the sockets with this local port, those that listen first, as the kernel lists them."""
+    wanted = f":{port:04X}"
+    with suppress(OSError, ValueError, IndexError), open(table) as file:
+        for number, text in enumerate(file):
+            if number % _FILES_PER_LOOK == 0 and time.monotonic() > end:
+                return
+            words = text.split(maxsplit=10)
+            if words[1].endswith(wanted):
+                host, remote = _address(words[1]), _address(words[2])
+                peer = f"{f'[{remote}]' if ':' in remote else remote}:{int(words[2].rpartition(':')[2], 16)}"
+                yield _Socket(host, port, peer, words[3] == _LISTEN, int(words[7]), int(words[9]))
+
+
+def _address(text: str) -> str:
+    """Return an address that the kernel has printed as words in its own byte order."""
+    digits = text.rpartition(":")[0]
+    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether a socket that listens on one address keeps others from listening on the other."""
+    try:
+        first, second = _plain(one), _plain(other)
+    except ValueError:
+        return False
+    return first == second or first.is_unspecified or second.is_unspecified
+
+
+def _plain(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _find_process(inode: int, proc: Path, end: float) -> int:
+    """Return the process that has a socket open, this one first; 0 if there is none to be seen."""
+    wanted = f"socket:[{inode}]"
+    try:
+        others = [int(name) for name in os.listdir(proc) if name.isdecimal()]
+    except OSError:
+        return 0
+    for pid in [os.getpid(), *others]:
+        folder = f"{proc}/{pid}/fd"
+        with suppress(OSError):
+            for number, name in enumerate(os.listdir(folder)):
+                if number % _FILES_PER_LOOK == 0 and time.monotonic() > end:
+                    return 0
+                with suppress(OSError):
+                    if os.readlink(f"{folder}/{name}") == wanted:
+                        return pid
+    return 0
+
+
+def _command(proc: Path, pid: int) -> str:
+    """Return the command line of a process as printable text, shortened; of a whole program, the first line."""
+    try:
+        with open(proc / str(pid) / "cmdline", "rb") as file:
+            raw = file.read(4 * _LONGEST).rstrip(b"\0")
+        if not raw:
+            raw = (proc / str(pid) / "comm").read_bytes().rstrip(b"\n")
+    except OSError:
+        return ""
+    words = raw.decode(errors="replace").split("\0")
+    text = " ".join(f"{word.strip().splitlines()[0]} …" if "\n" in word.strip() else word for word in words)
+    text = "".join(char if char.isprintable() else "?" for char in text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

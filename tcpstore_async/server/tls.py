@@ -1,0 +1,214 @@
+"""TLS at a server: its certificate, the handshakes under way, and the plaintext of one connection.
+
+It knows files of certificates and how a connection is read and written. It must not know sessions or commands.
+
+Invariants: nothing is allocated for TLS before a peer's first byte asks for it. At most `MOST_HANDSHAKES` handshakes
+are under way. Plaintext counts as sent once its ciphertext has been taken by the kernel, so that unsent bytes are those
+of plain connections. A certificate that cannot be loaded leaves the one before in use.
+"""
+
+import logging
+import ssl
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..errors import DistNetworkError, ProtocolError
+from ..secret_files import TlsFiles, load_certificates
+from ..session.server import Transport
+from ..session.tls import TlsStream
+
+MOST_HANDSHAKES: Final = 512
+"""Handshakes under way at once; beyond that, the oldest is closed."""
+
+TLS_BYTES: Final = 64 * 1024
+"""Bytes counted for a connection with TLS, besides those of any connection. Measured: 16 KiB after the handshake, 30 to
+43 KiB in the middle of it, and 46 KiB once it has carried large values."""
+
+CIPHERTEXT: Final = 17 * 1024
+"""Bytes read at once: one record of the largest size fits."""
+
+CIPHERTEXT_ON: Final = 128 * 1024
+"""The same within a large value."""
+
+_RECORD: Final = 16 * 1024
+
+_CHUNK: Final = 64 * 1024
+"""Bytes encrypted at once, whose ciphertext is kept if the kernel does not take it."""
+
+log = logging.getLogger("tcpstore_async.server")
+
+
+class ServerTls:
+    """The certificate of one server, and its handshakes under way."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises DistNetworkError if the files cannot be used."""
+        self.files = files
+        self.context = make_context(files)
+        self.handshakes: dict[Transport, bool] = {}
+        """Connections in the middle of a handshake, oldest first."""
+
+    def reload(self) -> None:
+        """Load the files again, for new connections; if that fails, log it and keep what there is."""
+        try:
+            self.context = make_context(self.files)
+        except DistNetworkError as error:
+            log.error("%s; the certificate loaded before stays in use", error)
+        else:
+            log.info("loaded the certificate %s again", self.files.cert)
+
+    def begin(self, connection: Transport) -> Transport | None:
+        """Count a handshake; return the oldest one, to be closed, if there are too many."""
+        handshakes = self.handshakes
+        handshakes[connection] = True
+        return next(iter(handshakes)) if len(handshakes) > MOST_HANDSHAKES else None
+
+    def end(self, connection: Transport) -> None:
+        """Stop counting a handshake. Idempotent."""
+        self.handshakes.pop(connection, None)
+
+
+def make_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return the context of a server. Raises DistNetworkError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # nobody resumes TLS sessions here, and each ticket costs a write
+    if files.ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    load_certificates(context, files)
+    return context
+
+
+class TlsChannel:
+    """The plaintext of one connection, read and written like a descriptor that does not block."""
+
+    def __init__(self, context: ssl.SSLContext, send: Callable[[Any], int]) -> None:
+        """`send` writes to the connection: it returns how many bytes the kernel took, or raises OSError."""
+        self.stream = TlsStream(context)
+        self.send = send
+        self._ciphertext: memoryview | None = None
+        """What the kernel has not taken yet."""
+        self._owed: int = 0
+        """Bytes of plaintext that it stands for, which have not been reported as written."""
+
+    def behind(self) -> bool:
+        """Return whether there is ciphertext that the kernel has not taken yet."""
+        return self._ciphertext is not None
+
+    def shake_hands(self) -> bool:
+        """Go on with the handshake; return whether it is complete. Raises TlsError and OSError."""
+        try:
+            return self.stream.shake_hands()
+        finally:
+            try:
+                self.push()
+            except BlockingIOError:
+                pass  # the caller looks at `behind`
+
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes of what has been fed; none if there are none. Raises TlsError."""
+        stream = self.stream
+        data = stream.read(size)
+        if not stream.readable or len(data) >= size:
+            return data
+        parts = [data]
+        left = size - len(data)
+        while left > 0 and stream.readable:
+            data = stream.read(left)
+            parts.append(data)
+            left -= len(data)
+        return b"".join(parts)
+
+    def read_into(self, space: memoryview) -> int:
+        """Do the same into a buffer; return how many bytes it has got."""
+        stream = self.stream
+        count = 0
+        while count < len(space) and stream.readable:
+            count += stream.read_into(space[count:] if count else space)
+        return count
+
+    def write(self, pieces: list[Any]) -> int:
+        """Write; return of how many bytes the kernel took the ciphertext. Raises BlockingIOError if of none.
+
+        Later calls must begin with the bytes that were not taken. Raises OSError.
+        """
+        taken = 0
+        size = sum(map(len, pieces))
+        if self._owed or self._ciphertext is not None:
+            self.push()
+            taken = min(self._owed, size)
+            self._owed -= taken
+        for chunk in _chunks(pieces, taken):
+            self._encrypt(chunk)
+            try:
+                self.push()
+            except BlockingIOError:
+                self._owed = len(chunk)
+                if not taken:
+                    raise
+                return taken
+            taken += len(chunk)
+        return taken
+
+    def _encrypt(self, chunk: Any) -> None:
+        stream = self.stream
+        try:
+            if len(chunk) <= _RECORD:
+                stream.write(chunk)
+                return
+            view = memoryview(chunk)
+            made = []
+            for at in range(0, len(view), _RECORD):
+                stream.write(view[at : at + _RECORD])
+                made.append(stream.outgoing())  # each time, because OpenSSL's buffer never shrinks
+            self._ciphertext = memoryview(b"".join(made))
+        except ProtocolError as error:
+            raise ConnectionResetError(str(error)) from None
+
+    def push(self) -> None:
+        """Send the ciphertext that there is. Raises BlockingIOError if the kernel does not take all, and OSError."""
+        data = self._ciphertext
+        if data is None:
+            made = self.stream.outgoing()
+            if not made:
+                return
+            data = memoryview(made)
+        self._ciphertext = data
+        while len(data) > 0:
+            data = data[self.send(data) :]
+            self._ciphertext = data
+        self._ciphertext = None
+        if self.stream.has_output():
+            self.push()
+
+    def finish(self) -> None:
+        """Say, as far as the kernel takes it at once, that nothing follows."""
+        if self.stream.established and self._ciphertext is None:
+            self.stream.finish()
+            try:
+                self.push()
+            except OSError:
+                pass  # the end of the connection says the same
+
+
+def _chunks(pieces: list[Any], skipped: int) -> Any:
+    """Yield what follows the first bytes, in chunks of a size that is encrypted at once."""
+    joined: list[Any] = []
+    size = 0
+    for piece in pieces:
+        view = memoryview(piece)
+        if skipped:
+            cut = min(skipped, len(view))
+            skipped -= cut
+            view = view[cut:]
+        while view:
+            part = view[: _CHUNK - size]
+            view = view[len(part) :]
+            joined.append(part)
+            size += len(part)
+            if size == _CHUNK:
+                yield joined[0] if len(joined) == 1 else b"".join(joined)
+                joined = []
+                size = 0
+    if joined:
+        yield joined[0] if len(joined) == 1 else b"".join(joined)

@@ -1,0 +1,466 @@
+"""Stores with names: who owns each, who is in it, who waits for it, and how it ends.
+
+A session begins in the store without a name; ENTER puts it into another one, for good. The owner's ENTER creates that;
+others wait until there is one. This module must not know how bytes travel, what the stores hold, or what time it is.
+
+Invariants: a name is that of one store at a time. A store is there as long as an owner of it is: when the last one has
+left, nobody enters any more, and the next store of that name starts empty. A session that knows in which incarnation it
+was enters no other one. What ends with a store is closed and freed in portions.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from ..errors import PeerError, ProtocolError
+from ..incremental import DeferredWork, FreeDict, IncrementalCommand
+from ..values import Framed, pack, unpack
+from ..waiter_types import AWAITING_STORE, IDLE
+from ..wire.commands import SERVER_KEY, WORKERS_KEY
+from .identity import ENDED, ENTERED, REFUSED, TAKEN, EnterReply, with_store
+from .server import Engine, ServerSession, printable
+
+MAX_NAME: Final = 512
+"""Bytes of a name."""
+
+_MAX_ID: Final = 64
+"""Bytes of an owner's id, of what it shares the store by, and of an attempt."""
+
+_MAX_ENTER: Final = 4096
+"""Bytes of all items."""
+
+_MAX_TEXT: Final = 256
+"""Characters of a host that are kept."""
+
+STORE_BYTES: Final = 16 * 1024
+"""Bytes counted for a store, besides what is in it."""
+
+ENTRY_BYTES: Final = 1024
+"""Bytes counted for a session that waits for a store, besides the name."""
+
+_REMEMBERED: Final = 1024
+"""Stores that have ended of which it is remembered why."""
+
+_CLOSING: Final = 16
+"""A session is closed in the time in which so many keys are handled."""
+
+_LETTING_IN: Final = 4
+"""A session is let in in the time in which so many keys are handled."""
+
+_MANY: Final = 1000
+"""Keys from which on they are freed in portions."""
+
+
+class StoreEnded(PeerError):
+    """The store that a session was in has ended."""
+
+
+class Entry:
+    """An ENTER: what a session has said about the store that it wants to be in."""
+
+    def __init__(self, session: ServerSession, items: list[tuple[bytes, Framed]]) -> None:
+        """Raises ProtocolError."""
+        if len(items) > _MAX_ENTER or sum(len(name) + len(value) for name, value in items) > _MAX_ENTER:
+            raise ProtocolError(f"ENTER of more than {_MAX_ENTER} bytes")
+        said = {name: unpack(value) for name, value in items}
+        self.session = session
+        self.name = _text(said, b"name", MAX_NAME)
+        self.owner = _text(said, b"owner", _MAX_ID)
+        """The id of the owner, whose connections all give it; empty for others."""
+        self.shares = _text(said, b"shares", _MAX_ID)
+        """Owners that give the same, unless it is empty, own a store together."""
+        self.incarnation = _text(said, b"incarnation", _MAX_ID)
+        """The only one that it enters; empty for any."""
+        self.attempt = _text(said, b"attempt", _MAX_ID)
+        """Which attempt of its job the session belongs to, if that is known."""
+        self.waits = said.get(b"wait", b"1") != b"0"
+        self.host = printable(said.get(b"host", b""))[:_MAX_TEXT] or session.host
+        self.pid = _text(said, b"pid", _MAX_ID)
+        joins = said.get(b"joins", b"0")
+        if not self.name or not joins.isdigit() or len(joins) > 18:
+            raise ProtocolError("ENTER without a name, or with an invalid number")
+        self.joins = int(joins)
+        """How many ranks the owner expects to join."""
+
+    def who(self) -> str:
+        return f"host {self.host}, pid {self.pid}" if self.pid else f"host {self.host}"
+
+
+class NamedStore:
+    """One incarnation of a name."""
+
+    def __init__(self, registry: "NamedStores", entry: Entry, incarnation: str, since: float) -> None:
+        root = registry.engine
+        self.name = entry.name
+        self.incarnation = incarnation
+        self.attempt = entry.attempt
+        self.creator = entry.who()
+        self.host = entry.host
+        self.pid = entry.pid
+        self.since = since
+        """When it was created, in seconds of the server's clock."""
+        self.owners: dict[ServerSession, str] = {}
+        """The sessions of its owners, each with its owner's id."""
+        self.ids: set[str] = set()
+        """The ids of its owners, and what they share it by."""
+        self.sessions: dict[ServerSession, bool] = {}
+        """All that are in it."""
+        self.over = ""
+        """Why it has ended; empty as long as it has not."""
+        self.engine = Engine(root.limits, root.keyspace.portion, root=root)
+        self.engine.store = self
+        self.engine.keyspace.on_work = lambda: registry.work_later(self)
+        identity = unpack(root.keyspace.reserved.get(SERVER_KEY, pack(b"{}")))
+        self.engine.identify(with_store(identity, self.name, incarnation))
+
+    def __str__(self) -> str:
+        return f"the store {self.name!r}"
+
+    def joined(self) -> int:
+        """Return how many ranks have joined it."""
+        count = self.engine.keyspace.values.get(WORKERS_KEY)
+        return count if isinstance(count, int) else 0
+
+    def error(self) -> StoreEnded:
+        return StoreEnded(f"{self} ended: {self.over}")
+
+
+class NamedStores:
+    """The stores of one server that have names."""
+
+    def __init__(self, engine: Engine, instance: str) -> None:
+        self.engine = engine
+        self.instance = instance
+        self.stores: dict[str, NamedStore] = {}
+        """By name, those that have not ended."""
+        self.ending: dict[NamedStore, bool] = {}
+        """Those that have ended, and that sessions are still in."""
+        self.waiting: dict[str, OrderedDict[ServerSession, Entry]] = {}
+        """By name, the sessions that wait for a store, in order of arrival; some may have given up."""
+        self.entries: dict[ServerSession, Entry] = {}
+        """By session, what it waits for, or has waited for when it gave up."""
+        self.ended: OrderedDict[str, str] = OrderedDict()
+        """By incarnation, why it has ended; the last ones only."""
+        self.created: int = 0
+        """How many stores there were so far."""
+        self.to_work: OrderedDict[NamedStore, bool] = OrderedDict()
+        """Stores whose keyspaces have deferred work."""
+        self.clock: Callable[[], float] | None = None
+        """Returns the time, in seconds of the server's clock."""
+        self.on_work: Callable[[], object] | None = None
+        """Called when there is work: have `work` called soon."""
+        self.on_released: Callable[[NamedStore], object] | None = None
+        """Called when a store's owner has ended it and others are in it: have `close` called after the grace period."""
+        self.on_created: Callable[[NamedStore], object] | None = None
+        """Called with each new store."""
+        engine.named = self
+
+    # Commands
+
+    def enter(self, session: ServerSession, items: list[tuple[bytes, Framed]]) -> Framed | None:
+        """Execute ENTER: in a step of its own, because commands that follow are for another store."""
+        engine = self.engine
+        if session.engine is not engine:
+            raise ProtocolError(f"ENTER from a connection in {session.engine.store}")
+        if session.state != IDLE or session.joined is not None or session.leases or session.parked:
+            raise ProtocolError("ENTER from a connection that waits, has joined or has unconfirmed leases")
+        entry = Entry(session, items)
+        self._forget_entry(session)
+        engine.keyspace.incremental = _Enter(self, entry)
+        return None
+
+    def decide(self, entry: Entry) -> Framed | None:
+        """Put a session into the store that it wants, and return its reply; None if it has to wait."""
+        refusal = self._refusal(entry)
+        if refusal:
+            return _reply(REFUSED, refusal)
+        store = self.stores.get(entry.name)
+        if entry.incarnation:
+            if store is None or store.incarnation != entry.incarnation:
+                return _reply(ENDED, self.why_ended(entry.name, entry.incarnation))
+        elif entry.owner:
+            if store is None:
+                store = self._create(entry)
+            elif not (entry.owner in store.ids or (entry.shares and entry.shares in store.ids)):
+                age = 0.0 if self.clock is None else self.clock() - store.since
+                return _reply(TAKEN, f"{store} already has an owner: {store.creator}, for {age:.1f} s")
+        elif store is None or _is_later(entry.attempt, store.attempt):
+            return None if entry.waits else _reply(ENDED, f"there is no store {entry.name!r}")
+        elif entry.attempt and store.attempt and entry.attempt != store.attempt:
+            return _reply(
+                ENDED, f"{store} belongs to attempt {store.attempt}, but this rank to attempt {entry.attempt}"
+            )
+        self._put(entry, store)
+        return _reply(ENTERED, "", store.incarnation)
+
+    def park(self, entry: Entry) -> None:
+        """Have a session wait for a store."""
+        session = entry.session
+        self.engine.keyspace.hold(session, ENTRY_BYTES + len(entry.name))
+        session.state = AWAITING_STORE
+        session.remaining = 1
+        session.awaited = entry.name.encode()
+        waiting = self.waiting.get(entry.name)
+        if waiting is None:
+            waiting = self.waiting[entry.name] = OrderedDict()
+        waiting[session] = self.entries[session] = entry
+
+    def release(self, session: ServerSession) -> int:
+        """Execute END_STORE: the session's owner, with all its connections, owns the store no more.
+
+        Returns how many sessions are in it that are none of the owner's.
+        """
+        store = session.engine.store
+        if store is None or session not in store.owners:
+            raise ProtocolError("END_STORE from a connection that owns no store")
+        mine = store.owners[session]
+        for one in [one for one, owner in store.owners.items() if owner == mine]:
+            del store.owners[one]
+            store.sessions[one] = False
+        store.ids.discard(mine)
+        others = sum(store.sessions.values())
+        if not store.owners and not store.over:
+            self._end(store, f"its owner ({store.creator}) has closed it")
+            if others and self.on_released is not None:
+                self.on_released(store)
+        return others
+
+    # Called by sessions and servers
+
+    def leave(self, session: ServerSession) -> None:
+        """Forget a session that has gone. A store ends with its last owner, at once."""
+        if self.entries:
+            self._forget_entry(session)
+        store = session.engine.store
+        if store is None:
+            return
+        store.sessions.pop(session, None)
+        if store.owners.pop(session, "") and not store.owners and not store.over:
+            self._end(store, f"its owner ({store.creator}) left")
+            self.close(store)
+        if store.over and not store.sessions:
+            self._free(store)
+
+    def drop(self, name: str, why: str) -> bool:
+        """End a store at once; return whether there is one."""
+        store = self.stores.get(name)
+        if store is None:
+            return False
+        self._end(store, why)
+        self.close(store)
+        return True
+
+    def close(self, store: NamedStore) -> None:
+        """Close, in portions, the connections that are still in a store that has ended."""
+        if store in self.ending:
+            self.engine.keyspace.defer(_CloseSessions(self, store))
+
+    def why_ended(self, name: str, incarnation: str) -> str:
+        why = self.ended.get(incarnation)
+        return f"the store {name!r} ended" + (f": {why}" if why else "")
+
+    def engines(self) -> list[Engine]:
+        """Return the engines of all stores with names that sessions may be in."""
+        return [store.engine for store in [*self.stores.values(), *self.ending]]
+
+    # Deferred work of the stores
+
+    def work_later(self, store: NamedStore) -> None:
+        self.to_work[store] = True
+        if self.on_work is not None:
+            self.on_work()
+
+    def work(self) -> bool:
+        """Do a portion of the work that one store has left. Returns whether there is more: call it again, soon."""
+        if not self.to_work:
+            return False
+        store, _ = self.to_work.popitem(last=False)
+        keyspace = store.engine.keyspace
+        if keyspace.work:
+            store.engine.activate()
+            keyspace.step()
+            if keyspace.work:
+                self.to_work[store] = True
+        return len(self.to_work) > 0
+
+    # Internal
+
+    def _refusal(self, entry: Entry) -> str:
+        """Return why a session's token does not allow that."""
+        access = self.engine.granted.get(entry.session) if self.engine.granted else None
+        if access is None:
+            return ""
+        if access.store and access.store != entry.name:
+            return f"token {access.identity} is for the store {access.store!r}, not for {entry.name!r}"
+        if entry.owner and not access.may_write():
+            return f"token {access.identity} may only read, but the owner of a store must be able to write"
+        return ""
+
+    def _create(self, entry: Entry) -> NamedStore:
+        engine = self.engine
+        self.created += 1
+        since = 0.0 if self.clock is None else self.clock()
+        store = NamedStore(self, entry, f"{self.instance}/{self.created}", since)
+        engine.budget.add(store.engine.share)
+        engine.budget.charge(STORE_BYTES)
+        self.stores[entry.name] = store
+        if self.on_created is not None:
+            self.on_created(store)
+        waiting = self.waiting.pop(entry.name, None)
+        if waiting is not None:
+            engine.keyspace.defer(_LetIn(self, waiting))
+        engine.budget.relieve(entry.session)
+        return store
+
+    def _put(self, entry: Entry, store: NamedStore) -> None:
+        session = entry.session
+        session.put_into(store.engine)
+        store.sessions[session] = True
+        if not entry.owner:
+            return
+        store.owners[session] = entry.owner
+        if entry.owner not in store.ids:
+            store.ids.add(entry.owner)
+            if entry.shares:
+                store.ids.add(entry.shares)
+            if entry.joins:
+                store.engine.announce(store.engine.joins + entry.joins)
+                self.engine.activate()
+
+    def _forget_entry(self, session: ServerSession) -> None:
+        entry = self.entries.pop(session, None)
+        if entry is None:
+            return
+        self.engine.keyspace.hold_less(session, ENTRY_BYTES + len(entry.name))
+        waiting = self.waiting.get(entry.name)
+        if waiting is not None and waiting.get(session) is entry:
+            del waiting[session]
+            if not waiting:
+                del self.waiting[entry.name]
+
+    def let_in(self, session: ServerSession, entry: Entry) -> None:
+        """Answer a session that has waited for a store which is there now, unless it has given up."""
+        if self.entries.get(session) is not entry or session.state != AWAITING_STORE:
+            return
+        if session in self.engine.evicted:
+            return
+        self._forget_entry(session)
+        session.state = IDLE
+        session.remaining = 0
+        session.awaited = b""
+        reply = self.decide(entry)
+        if reply is None:
+            self.park(entry)
+        else:
+            session.fire(reply)
+
+    def _end(self, store: NamedStore, why: str) -> None:
+        """Let nobody enter a store any more. Its name is free."""
+        store.over = why
+        if self.stores.get(store.name) is store:
+            del self.stores[store.name]
+        self.ending[store] = True
+        self.ended[store.incarnation] = why
+        if len(self.ended) > _REMEMBERED:
+            self.ended.popitem(last=False)
+        store.owners.clear()
+        if store.engine.joins:
+            store.engine.announce(0)
+        if not store.sessions:
+            self._free(store)
+
+    def _free(self, store: NamedStore) -> None:
+        """Release what a store holds that nobody is in any more."""
+        if not self.ending.pop(store, False):
+            return
+        engine = store.engine
+        keyspace = engine.keyspace
+        root = self.engine
+        self.to_work.pop(store, None)
+        engine.key_lists.release()
+        root.budget.remove(engine.share)
+        root.budget.charge(-STORE_BYTES)
+        for held in (keyspace.values, keyspace.queues, keyspace.rounds):
+            if len(held) > _MANY:
+                root.keyspace.defer(FreeDict(held))
+        for joins in keyspace.joins.values():
+            if len(joins.waiters) > _MANY:
+                root.keyspace.defer(FreeDict(joins.waiters))
+        if engine.history is not None:
+            root.budget.charge(-engine.history.held)
+        keyspace.on_work = None
+        keyspace.work.clear()
+        engine.take_apart()
+
+
+class _Enter(IncrementalCommand):
+    """ENTER."""
+
+    def __init__(self, registry: NamedStores, entry: Entry) -> None:
+        super().__init__()
+        self.registry = registry
+        self.entry = entry
+
+    def step(self, most: int) -> bool:
+        self.result = self.registry.decide(self.entry)
+        if self.result is None:
+            self.registry.park(self.entry)
+        return True
+
+
+class _LetIn(DeferredWork):
+    """Answer the sessions that have waited for a store."""
+
+    def __init__(self, registry: NamedStores, waiting: OrderedDict[ServerSession, Entry]) -> None:
+        self.registry = registry
+        self.waiting = waiting
+
+    def step(self, most: int) -> bool:
+        for _ in range(min(max(1, most // _LETTING_IN), len(self.waiting))):
+            session, entry = self.waiting.popitem(last=False)
+            self.registry.let_in(session, entry)
+        return not self.waiting
+
+    def resolve(self, waiter: object) -> None:
+        if isinstance(waiter, ServerSession):
+            entry = self.waiting.pop(waiter, None)
+            if entry is not None:
+                self.registry.let_in(waiter, entry)
+
+
+class _CloseSessions(DeferredWork):
+    """Have the connections closed that are in a store that has ended."""
+
+    def __init__(self, registry: NamedStores, store: NamedStore) -> None:
+        self.registry = registry
+        self.store = store
+        self.sessions = list(store.sessions)
+
+    def step(self, most: int) -> bool:
+        evicted = self.registry.engine.evicted
+        for _ in range(min(max(1, most // _CLOSING), len(self.sessions))):
+            session = self.sessions.pop()
+            if session in self.store.sessions and session not in evicted:
+                session.evict(self.store.error())
+        return not self.sessions
+
+
+def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:
+    raw = said.get(name, b"")
+    if len(raw) > most:
+        raise ProtocolError(f"ENTER with {name.decode()} of {len(raw)} bytes (max {most})")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise ProtocolError(f"ENTER with {name.decode()} that is not UTF-8") from None
+
+
+def _is_later(attempt: str, other: str) -> bool:
+    """Return whether an attempt is known to come after another one."""
+    return attempt.isdecimal() and other.isdecimal() and int(attempt) > int(other)
+
+
+def _reply(status: str, reason: str, incarnation: str = "") -> Framed:
+    return pack(msgspec.json.encode(EnterReply(status, incarnation, reason)))

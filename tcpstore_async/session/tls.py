@@ -1,0 +1,209 @@
+"""One TLS connection without its I/O: ciphertext in and out on one side, plaintext on the other.
+
+It knows OpenSSL's stream and says in plain words why a handshake failed. It must not know how bytes travel, or what the
+plaintext means.
+
+Invariants: every byte that is fed can be read before more is asked for, so that no plaintext is left where a poller
+cannot see it. The end of the connection counts as the end of the stream, with or without close_notify, as on plain TCP.
+"""
+
+import ssl
+from typing import Any, Final
+
+from ..errors import ProtocolError
+
+HANDSHAKE: Final = 0x16
+"""The first byte that a TLS client sends; that of every other peer is the opcode of VALIDATE."""
+
+_AT_ONCE: Final = 17 * 1024
+"""Bytes given to OpenSSL at once: one record of the largest size fits."""
+
+_REASONS: Final = (
+    ("UNSUPPORTED_PROTOCOL", "it does not offer TLS 1.3"),
+    ("ALERT_PROTOCOL_VERSION", "it does not accept TLS 1.3"),
+    ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "it sent no certificate, which this side requires"),
+    ("ALERT_CERTIFICATE_REQUIRED", "it requires a certificate of this side (TCPSTORE_CERT and TCPSTORE_KEY)"),
+    ("ALERT_UNKNOWN_CA", "it does not trust the CA of this side's certificate"),
+    ("ALERT_CERTIFICATE_EXPIRED", "it says that this side's certificate has expired"),
+    ("ALERT_BAD_CERTIFICATE", "it does not accept this side's certificate"),
+    ("ALERT_CERTIFICATE_UNKNOWN", "it does not accept this side's certificate"),
+    ("ALERT_UNSUPPORTED_CERTIFICATE", "it does not accept this side's certificate"),
+    ("NO_SHARED_CIPHER", "it offers no cipher of TLS 1.3"),
+    ("WRONG_VERSION_NUMBER", "it sent something that is not TLS"),
+    ("HTTP_REQUEST", "it sent something that is not TLS"),
+    ("UNKNOWN_PROTOCOL", "it sent something that is not TLS"),
+    ("PACKET_LENGTH", "it sent something that is not TLS"),
+    ("BAD_RECORD_TYPE", "it sent something that is not TLS"),
+    ("UNEXPECTED_MESSAGE", "it sent something that is not TLS"),
+)
+"""Parts of OpenSSL's names of errors, and what they mean to whoever reads the log."""
+
+
+class TlsError(ProtocolError):
+    """What the peer sent is refused by TLS, or it refuses what this side sent."""
+
+    def __init__(self, text: str, final: bool) -> None:
+        super().__init__(text)
+        self.final = final
+        """Whether another attempt would end the same way, as with a certificate that is not trusted."""
+
+
+def reason_of(error: ssl.SSLError) -> str:
+    """Say what was wrong with a peer, of which "it" is the pronoun."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: certificate verify failed: {error.verify_message}"
+    name = error.reason or ""
+    for part, text in _REASONS:
+        if part in name:
+            return text
+    return name.replace("_", " ").lower() or str(error)
+
+
+class TlsStream:
+    """One end of a TLS connection."""
+
+    def __init__(self, context: ssl.SSLContext, host: str | None = None) -> None:
+        """`host` is the name or address that the server's certificate must have; None for the server itself."""
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._object: Any = context.wrap_bio(self._incoming, self._outgoing, host is None, host)
+        self._waiting = b""
+        """What has been fed, and not been given to OpenSSL yet."""
+        self._eof = False
+        """Whether the connection brings no more. OpenSSL is not told: it would send an alert, not what follows."""
+        self.established = False
+        self.ended = False
+        """Whether the peer sends no more, as far as it has been read."""
+        self.readable = False
+        """Whether there may be something to read without further ciphertext."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take what the connection has brought; nothing stands for its end."""
+        if chunk:
+            self._waiting = self._waiting + chunk if self._waiting else chunk
+            if not self._incoming.pending:
+                self._refill()
+        else:
+            self._eof = True
+        self.readable = True
+
+    def _refill(self) -> bool:
+        """Give OpenSSL more of what has been fed; return False if there is no more.
+
+        Little at a time: its buffers never shrink.
+        """
+        waiting = self._waiting
+        if not waiting:
+            return False
+        if len(waiting) <= _AT_ONCE:
+            self._incoming.write(waiting)
+            self._waiting = b""
+        else:
+            self._incoming.write(waiting[:_AT_ONCE])
+            self._waiting = waiting[_AT_ONCE:]
+        return True
+
+    def outgoing(self) -> bytes:
+        """Return the ciphertext for the connection, which has to be sent before that of later calls."""
+        return self._outgoing.read() if self._outgoing.pending else b""
+
+    def has_output(self) -> bool:
+        """Return whether there is ciphertext for the connection."""
+        return self._outgoing.pending > 0
+
+    def shake_hands(self) -> bool:
+        """Go on with the handshake; return whether it is complete. There may be output, also after an error.
+
+        Raises TlsError, and ConnectionError if the peer closed the connection.
+        """
+        try:
+            self._object.do_handshake()
+        except ssl.SSLWantReadError:
+            if self._refill():
+                return self.shake_hands()
+            if self._eof:
+                raise ConnectionResetError("it closed the connection during the TLS handshake") from None
+            self.readable = False
+            return False
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            raise ConnectionResetError("it closed the connection during the TLS handshake") from None
+        except ssl.SSLError as error:
+            raise TlsError(f"TLS handshake failed: {reason_of(error)}", _is_final(error)) from None
+        self.established = True
+        return True
+
+    def certified(self) -> bool:
+        """Return whether the peer has shown a certificate, which was verified."""
+        return bool(self._object.getpeercert(True))
+
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes of plaintext; none if ciphertext is missing, or at the end. Raises TlsError."""
+        try:
+            data: bytes = self._object.read(size)
+        except ssl.SSLWantReadError:
+            if self._refill():
+                return self.read(size)
+            self._exhausted()
+            return b""
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            self._end()
+            return b""
+        except ssl.SSLError as error:
+            raise TlsError(f"TLS failed: {reason_of(error)}", _is_final(error)) from None
+        if not data:
+            self._end()
+        elif len(data) < size and not self._incoming.pending and not self._waiting:
+            self._exhausted()
+        return data
+
+    def read_into(self, space: memoryview) -> int:
+        """Do the same into a buffer; return how many bytes it has got."""
+        try:
+            count: int = self._object.read(len(space), space)
+        except ssl.SSLWantReadError:
+            if self._refill():
+                return self.read_into(space)
+            self._exhausted()
+            return 0
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            self._end()
+            return 0
+        except ssl.SSLError as error:
+            raise TlsError(f"TLS failed: {reason_of(error)}", _is_final(error)) from None
+        if not count:
+            self._end()
+        elif count < len(space) and not self._incoming.pending and not self._waiting:
+            self._exhausted()
+        return count
+
+    def write(self, data: Any) -> None:
+        """Encrypt bytes, at least one: all of them are in `outgoing` then. Raises TlsError."""
+        try:
+            self._object.write(data)
+        except ssl.SSLError as error:
+            raise TlsError(f"TLS failed: {reason_of(error)}", False) from None
+
+    def finish(self) -> None:
+        """Tell the peer that nothing follows."""
+        try:
+            self._object.unwrap()
+        except (ssl.SSLError, OSError, ValueError):
+            pass  # it waits for the peer to say so too, which is not needed
+
+    def _exhausted(self) -> None:
+        """All that has been fed has been read."""
+        self.readable = False
+        self.ended = self._eof
+
+    def _end(self) -> None:
+        self.ended = True
+        self.readable = False
+
+
+def _is_final(error: ssl.SSLError) -> bool:
+    """Whether the error is about certificates or versions, which do not change by themselves."""
+    return (
+        isinstance(error, ssl.SSLCertVerificationError)
+        or "CERTIFICATE" in (error.reason or "")
+        or any(part in (error.reason or "") for part in ("UNKNOWN_CA", "PROTOCOL", "WRONG_VERSION", "BAD_RECORD_TYPE"))
+    )

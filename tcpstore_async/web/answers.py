@@ -1,0 +1,140 @@
+"""What is answered to a request for a path: the page, its data, metrics, health.
+
+Knows what has been learnt of the server. Must not know sockets, nor the admin socket.
+Invariant: no answer waits for the server longer than a browser is patient, and none has a value of the store.
+"""
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from .looking import Counters, Looker, Stats
+from .summary import STATES, clip
+
+_TEXT: Final = "text/plain; charset=utf-8"
+_JSON: Final = "application/json"
+
+_PAGE: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+_FIRST_LOOK_SECONDS: Final = 0.5
+"""For the first look, at most: the page asks again."""
+
+
+class Answer(NamedTuple):
+    """A reply: its status, the type of its content, and that."""
+
+    status: int
+    type: str
+    body: bytes
+
+
+class Answers:
+    """The answers about one server."""
+
+    def __init__(self, looker: Looker) -> None:
+        self._looker = looker
+        folder = files(__package__) / "page"
+        self._page = {path: Answer(200, kind, (folder / name).read_bytes()) for path, (name, kind) in _PAGE.items()}
+
+    def answer(self, path: str, query: Mapping[str, str], accept: str) -> Answer | None:
+        """Return the answer to a request; None if there is nothing at this path."""
+        if path in self._page:
+            return self._page[path]
+        if path == "/livez":
+            return self._alive()
+        if path == "/readyz":
+            return self._ready()
+        if path == "/metrics":
+            return self._metrics(accept)
+        if path == "/api/state":
+            return _json(self._state())
+        if path == "/api/rank":
+            return self._rank(query.get("number", ""))
+        return None
+
+    def _alive(self) -> Answer:
+        silent = self._looker.silent_for()
+        if not silent:
+            return Answer(200, _TEXT, b"alive\n")
+        return Answer(503, _TEXT, f"the server has not answered for {silent:.0f} s{self._reason()}\n".encode())
+
+    def _ready(self) -> Answer:
+        alive = self._alive()
+        counters = self._looker.counters
+        if alive.status != 200 or counters is None:
+            return alive
+        server = counters.server
+        if not server.get("accepting", True):
+            return Answer(503, _TEXT, b"the server no longer accepts connections\n")
+        if _number(server, "connections") >= _number(server, "max_connections") > 0:
+            return Answer(503, _TEXT, b"the server is at its connection limit\n")
+        return Answer(200, _TEXT, b"ready\n")
+
+    def _reason(self) -> str:
+        error = self._looker.error
+        return f": {error}" if error else ""
+
+    def _metrics(self, accept: str) -> Answer:
+        try:
+            from .metrics import expose
+        except ImportError:
+            return Answer(501, _TEXT, b"metrics need prometheus-client: pip install 'tcpstore-async[metrics]'\n")
+        looker = self._looker
+        kind, body = expose(None if looker.silent_for() else looker.counters, accept)
+        return Answer(200, kind, body)
+
+    def _state(self) -> dict[str, Any]:
+        looker = self._looker
+        summary, age, failed = looker.summary(_FIRST_LOOK_SECONDS)
+        counters = looker.counters
+        return {
+            "silent": round(looker.silent_for(), 1),
+            "error": clip(looker.error),
+            "server": {} if counters is None else _about(counters),
+            "ops": list(looker.operations.each_second),
+            "commands": looker.operations.commands(),
+            "figures": {} if counters is None else self._figures(counters.stats),
+            "states": STATES,
+            "age": round(age, 1),
+            "failed": clip(failed),
+            "look": None if summary is None else msgspec.Raw(summary.encoded),
+        }
+
+    def _figures(self, stats: Stats) -> dict[str, float]:
+        queue = stats.accept_queue or {}
+        return {
+            "connections": stats.connections["open"],
+            "waiting": stats.sessions["waiting"],
+            "keys": stats.keys,
+            "resident_bytes": stats.resident_bytes,
+            "lag": self._looker.operations.lag(),
+            "accept_queue": queue.get("length", 0),
+        }
+
+    def _rank(self, number: str) -> Answer:
+        summary = self._looker.summary(_FIRST_LOOK_SECONDS)[0]
+        if summary is None or not (number.isascii() and number.isdecimal() and len(number) < 10):
+            return Answer(404, _TEXT, b"unknown rank\n")
+        detail = summary.details.get(int(number))
+        return _json({"number": int(number), "detail": None if detail is None else detail._asdict()})
+
+
+def _json(value: object) -> Answer:
+    return Answer(200, _JSON, msgspec.json.encode(value))
+
+
+def _about(counters: Counters) -> dict[str, Any]:
+    server = counters.server
+    return {name: server.get(name) for name in ("host", "port", "pid", "version", "build")}
+
+
+def _number(server: Mapping[str, Any], name: str) -> float:
+    found = server.get(name, 0)
+    return found if isinstance(found, (int, float)) else 0

@@ -1,0 +1,20 @@
+"""What measures TLS runs, with small numbers."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from bench import tls
+
+pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="the program openssl makes the certificate")
+
+
+@pytest.mark.parametrize("part", tls.PARTS)
+def test_every_part_reports(part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tls, "RANKS", 4)
+    monkeypatch.setattr(tls, "STOPPED", 20)
+    monkeypatch.setattr(tls, "COUNTS", {"link": 500, "handshake": 20, "stopped": 200})
+    tls.main([part, "--rounds", "1"])
+    assert capsys.readouterr().out.startswith(f"{part}: ")

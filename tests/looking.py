@@ -1,0 +1,124 @@
+"""Worlds of simulated clients in memory, and what somebody who looks into their server learns."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from support import HANDSHAKE, blob, keys
+from tcpstore_async.diagnosis.facts import Facts, read_facts
+from tcpstore_async.diagnosis.missing import Missing, find_missing
+from tcpstore_async.diagnosis.nearest import Waiting, find_waiting
+from tcpstore_async.diagnosis.ranks import Ranks
+from tcpstore_async.limits import Limits
+from tcpstore_async.session.history import History
+from tcpstore_async.session.inspection import Inspection
+from tcpstore_async.session.missing_reply import Report, decode_report
+from tcpstore_async.session.server import Engine, ServerSession
+
+
+class World:
+    """An engine that is observed, and stock clients of it that are known by a number of the test's."""
+
+    def __init__(self, most_bytes: int = 2**30) -> None:
+        """`most_bytes` may be counted for the history."""
+        self.engine = Engine(Limits())
+        self.history = History(self.engine, most_bytes)
+        self.engine.observe(self.history)
+        self.sessions: dict[int, ServerSession] = {}
+
+    def connect(self, client: int, *, pid: int | None = None, host: str = "10.0.0.1", joins: bool = True) -> None:
+        """Connect as PyTorch's client does. The pid is the client's number plus 1,000, unless it is given."""
+        self.sessions[client] = ServerSession(self.engine, None, host, 20_000 + client % 40_000, 0.0)
+        self.send(client, HANDSHAKE + b"\x0d" + struct.pack("<I", 1_000 + client if pid is None else pid))
+        if joins:
+            self.add(client, b"init/")
+
+    def send(self, client: int, data: bytes) -> None:
+        session = self.sessions[client]
+        session.receive(data)
+        session.out.clear()
+        session.unsent = 0
+
+    def set(self, client: int, key: bytes, value: bytes = b"value") -> None:
+        self.send(client, b"\x01" + blob(key) + blob(value))
+
+    def add(self, client: int, key: bytes, amount: int = 1) -> None:
+        self.send(client, b"\x04" + blob(key) + struct.pack("<q", amount))
+
+    def wait(self, client: int, *names: bytes) -> None:
+        self.send(client, b"\x06" + keys(*names))
+
+    def fetch(self, client: int, key: bytes) -> None:
+        self.send(client, b"\x40" + blob(key))
+
+    def barrier(self, client: int, key: bytes, size: int) -> None:
+        self.send(client, b"\x12" + blob(key) + struct.pack("<q", size))
+
+    def delete(self, client: int, key: bytes) -> None:
+        self.send(client, b"\x08" + blob(key))
+
+    def introduce(self, client: int, **items: str) -> None:
+        encoded = b"".join(blob(name.encode()) + blob(text.encode()) for name, text in items.items())
+        self.send(client, b"\x43" + struct.pack("<Q", len(items)) + encoded)
+
+    def ask(self, client: int, *names: bytes, counter: bytes = b"", expected: int = 0) -> Report:
+        """What MISSING of these keys, or of a counter, replies."""
+        session = self.sessions[client]
+        pairs = [(name, b"") for name in names] + ([(counter, b"%d" % expected)] if counter else [])
+        session.receive(
+            b"\x4f" + struct.pack("<Q", len(pairs)) + b"".join(blob(key) + blob(said) for key, said in pairs)
+        )
+        return self.answer(client)
+
+    def answer(self, client: int) -> Report:
+        session = self.sessions[client]
+        while session.stalled():
+            session.receive(b"")
+        reply = b"".join(session.out)
+        session.out.clear()
+        session.unsent = 0
+        return decode_report(reply[8:])
+
+    def leave(self, client: int) -> None:
+        self.sessions.pop(client).leave()
+
+    def store_based_barrier(self, clients: Iterable[int], name: bytes = b"default_pg") -> None:
+        for client in clients:
+            self.add(client, b"/store_based_barrier_key:" + name)
+            self.wait(client, b"/store_based_barrier_key:" + name + b":last_worker")
+
+    def lines(self) -> list[bytes]:
+        """What the admin socket replies."""
+        inspection = Inspection(self.engine, self.history, self.history.now)
+        facts = [{"server": inspection.summary()}]
+        for part in (inspection.sessions(), inspection.counters(), inspection.keys()):
+            facts += part
+        return [msgspec.json.encode(fact) for fact in [*facts, {"end": True}]]
+
+    def facts(self) -> Facts:
+        return read_facts(self.lines())
+
+    def ranks(
+        self, world_size: int | None = None, environments: Mapping[int, Mapping[str, str]] | None = None
+    ) -> Ranks:
+        """The ranks; `environments` are those of clients, by their numbers."""
+        by_id = {self.history.serial(self.sessions[client]): one for client, one in (environments or {}).items()}
+        return Ranks(self.facts(), by_id, world_size)
+
+    def missing(
+        self, world_size: int | None = None, environments: Mapping[int, Mapping[str, str]] | None = None
+    ) -> Missing:
+        ranks = self.ranks(world_size, environments)
+        return find_missing(ranks.facts, ranks)
+
+    def waiting(self, world_size: int | None = None) -> list[Waiting]:
+        ranks = self.ranks(world_size)
+        return find_waiting(ranks.facts, ranks)
+
+
+def environments(clients: Iterable[int], world_size: int) -> dict[int, dict[str, str]]:
+    """Environments as torchrun makes them, in which the rank is the client's number."""
+    return {client: {"RANK": str(client), "WORLD_SIZE": str(world_size)} for client in clients}

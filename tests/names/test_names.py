@@ -1,0 +1,317 @@
+"""Addresses that are names on a server: stores of both clients, on both servers, through relays and broken links."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from client.test_resumed import resetter
+from support import LIMIT, tcpstore_relay, tcpstore_server, torch_server
+from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
+from tcpstore_async.client.store_name import attempt_from_environment, find_server, name_of
+from tcpstore_async.server.backends import BACKENDS
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    with tcpstore_server("--backend", request.param) as server:
+        yield server.port
+
+
+@pytest.fixture
+def url(port: int) -> str:
+    return f"tcp://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A host that no other test uses."""
+    return str(request.node.name).translate(str.maketrans("[]_ ", "----"))
+
+
+def opened(make: Callable[[], TCPStore]) -> tuple[threading.Thread, list[TCPStore]]:
+    found: list[TCPStore] = []
+    thread = threading.Thread(target=lambda: found.append(make()))
+    thread.start()
+    return thread, found
+
+
+def test_ranks_meet_under_a_name(url: str, name: str) -> None:
+    """In whatever order they come."""
+
+    def rank(number: int) -> bytes:
+        with TCPStore(name, 29500, 4, number == 0, LIMIT, server=url) as store:
+            if number == 0:
+                store.set("k", "v")
+            value = store.get("k")
+            store.barrier("done", 4)
+            return value
+
+    with ThreadPoolExecutor(4) as pool:
+        for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+            assert list(pool.map(rank, order)) == [b"v"] * 4
+
+
+def test_the_next_store_of_a_name_is_empty(url: str, name: str) -> None:
+    for _ in range(3):
+        with TCPStore(name, 1, 1, True, LIMIT, server=url) as store:
+            assert not store.check(["k"])
+            store.set("k", "v")
+
+
+def test_nothing_of_one_store_is_visible_in_another(url: str, port: int, name: str) -> None:
+    with (
+        TCPStore(name, 1, None, True, LIMIT, server=url) as first,
+        TCPStore(name, 2, None, True, LIMIT, server=url) as second,
+        TCPStore("127.0.0.1", port, timeout=LIMIT, server="") as stock,
+    ):
+        first.set(name, "1")
+        first.queue_push("q", "x")
+        for other in (second, stock):
+            assert not other.check([name])
+            assert name not in other.list_keys()
+            assert other.queue_len("q") == 0
+        assert (first.host, first.port) == (name, 1)
+        with first.clone() as clone:
+            assert (clone.host, clone.port, clone.get(name)) == (name, 1, b"1")
+
+
+def test_the_asyncio_client(url: str, name: str) -> None:
+    async def main() -> None:
+        waiting = asyncio.ensure_future(AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url))
+        with await asyncio.to_thread(TCPStore, name, 1, None, True, LIMIT, server=url) as owner:
+            async with await waiting as store, await store.clone() as clone:
+                await store.set("k", "v")
+                assert await asyncio.to_thread(owner.get, "k") == b"v"
+                fetched = asyncio.ensure_future(clone.get("later"))
+                await store.set("later", "1")  # on a connection beside the one that waits
+                assert await fetched == b"1"
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+def test_a_second_owner_learns_of_the_first(url: str, name: str) -> None:
+    with TCPStore(name, 1, None, True, LIMIT, server=url):
+        with pytest.raises(DistNetworkError, match=rf"has an owner: host .*, pid {os.getpid()}, for \d+\.\d s"):
+            TCPStore(name, 1, None, True, LIMIT, server=url)
+        with TCPStore(name, 2, None, True, LIMIT, server=url):
+            pass
+
+
+def test_stores_of_a_process_can_own_one_together(url: str, name: str) -> None:
+    first = TCPStore(name, 1, None, True, LIMIT, multi_tenant=True, server=url)
+    second = TCPStore(name, 1, None, True, LIMIT, multi_tenant=True, server=url)
+    first.set("k", "v")
+    first.close()
+    assert second.get("k") == b"v"
+    with TCPStore(name, 1, timeout=LIMIT, server=url) as rank:
+        assert rank.get("k") == b"v"
+    second.close()
+    with pytest.raises(DistNetworkError, match="nobody has created the store"):
+        TCPStore(name, 1, timeout=0.2, server=url)
+
+
+def test_nobody_owns_it(url: str, name: str) -> None:
+    with pytest.raises(DistNetworkError, match=rf"nobody has created the store '{name.lower()}:1' there"):
+        TCPStore(name, 1, timeout=0.2, server=url)
+    with TCPStore(name, 1, None, True, LIMIT, server=url):
+        pass
+
+
+def test_ranks_of_a_closed_store_have_time_to_leave(url: str, name: str) -> None:
+    owner = TCPStore(name, 1, None, True, LIMIT, server=url)
+    rank = TCPStore(name, 1, timeout=LIMIT, server=url)
+    owner.set("k", "old")
+    assert rank.get("k") == b"old"
+    owner.close()
+    assert rank.get("k") == b"old"
+    with TCPStore(name, 1, None, True, LIMIT, server=url) as following:
+        following.set("k", "new")
+        rank.set("late", "1")
+        assert rank.get("k") == b"old"
+        assert not following.check(["late"])
+    rank.close()
+
+
+OWNER = """
+import sys
+from tcpstore_async import TCPStore
+store = TCPStore(sys.argv[1], 1, None, True, 60.0, server=sys.argv[2])
+store.set("k", "old")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner(url: str, name: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", OWNER, name, url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_killed_owner_ends_its_store(url: str, name: str, owner: subprocess.Popen[str]) -> None:
+    """And what was left of its job changes nothing in the next store of that name."""
+    late = TCPStore(name, 1, timeout=LIMIT, server=url)
+    assert late.get("k") == b"old"
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    error = rf"the store '{name.lower()}:1' ended: its owner \(host .*, pid {owner.pid}\) left"
+    with pytest.raises(DistNetworkError, match=error):
+        late.get("never")
+    with TCPStore(name, 1, None, True, LIMIT, server=url) as following:
+        assert following.list_keys() == []
+        with pytest.raises(DistNetworkError, match=error):
+            late.set("k", "late")
+        with pytest.raises(DistNetworkError, match=error):
+            late.clone()
+        assert following.list_keys() == []
+    late.close()
+
+
+def test_an_owner_that_exits_gives_time(url: str, name: str, owner: subprocess.Popen[str]) -> None:
+    with TCPStore(name, 1, timeout=LIMIT, server=url) as rank:
+        assert owner.stdin is not None
+        owner.stdin.close()
+        assert owner.wait() == 0
+        assert rank.get("k") == b"old"
+
+
+def test_a_forked_child_owns_nothing(url: str, name: str) -> None:
+    with TCPStore(name, 1, None, True, LIMIT, server=url) as store:
+        store.set("k", "v")
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                status = 0 if store.get("k") == b"v" else 2
+                store.close()
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert store.get("k") == b"v"
+
+
+def test_ranks_behind_a_relay(port: int, name: str) -> None:
+    with tcpstore_relay(port) as relay:
+        url = f"tcp://127.0.0.1:{relay.port}"
+        thread, found = opened(lambda: TCPStore(name, 1, timeout=LIMIT, server=url))
+        with TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{port}") as owner:
+            thread.join()
+            found[0].set("k", "v")
+            assert owner.get("k") == b"v"
+        found[0].close()
+        with TCPStore(name, 1, 1, True, LIMIT, server=url) as owner:
+            assert not owner.check(["k"])
+
+
+def test_a_store_survives_a_broken_connection_of_its_owner(port: int, name: str) -> None:
+    with resetter(port) as proxy:
+        owner = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
+        with TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}") as rank:
+            owner.set("k", "v")
+            assert rank.get("k") == b"v"
+            proxy.reset()
+            assert rank.add("n", 1) == 1
+            assert owner.add("n", 1) == 2
+        owner.close()
+
+
+def test_port_0_is_a_free_name(url: str) -> None:
+    with TCPStore("localhost", 0, None, True, LIMIT, server=url) as store:
+        assert store.port
+        with TCPStore("127.0.0.1", store.port, timeout=LIMIT, server=url) as rank:
+            rank.set("k", "v")
+            assert store.get("k") == b"v"
+
+
+def test_attempts(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "2")
+    with TCPStore(name, 1, None, True, LIMIT, server=url) as owner:
+        monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
+        with pytest.raises(DistNetworkError, match="belongs to attempt 2, but this rank to attempt 1"):
+            TCPStore(name, 1, timeout=LIMIT, server=url)
+        monkeypatch.setenv("TCPSTORE_ATTEMPT", "3")
+        thread, found = opened(lambda: TCPStore(name, 1, timeout=LIMIT, server=url))
+        owner.set("k", "old")
+    with TCPStore(name, 1, None, True, LIMIT, server=url):
+        thread.join()
+        assert found[0].list_keys() == []
+    found[0].close()
+
+
+def test_a_server_without_names(name: str) -> None:
+    pytest.importorskip("torch")
+    with torch_server() as port, pytest.raises(DistNetworkError, match="does not support named stores"):
+        TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}")
+
+
+def test_the_variable(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCPSTORE_SERVER_URL", url)
+    with TCPStore(name, 1, 1, True, LIMIT) as store:
+        store.set("k", "v")
+        with TCPStore(name, 1, timeout=LIMIT) as rank:
+            assert rank.get("k") == b"v"
+    with (
+        TCPStore("127.0.0.1", 0, 1, True, LIMIT, server="") as hosted,
+        TCPStore("127.0.0.1", hosted.port, timeout=LIMIT, server="") as rank,
+    ):
+        hosted.set("k", "v")
+        assert rank.get("k") == b"v"
+
+
+# Names
+
+
+@pytest.mark.parametrize("url", [
+    "node:29500", "http://node:1", "tcp://node", "tcp://:1", "tcp://node:1/x", "tcp://a:1,b:1", "tcp://node:x",
+    "tcp://u@node:1",
+])  # fmt: skip
+def test_what_is_no_server(url: str) -> None:
+    with pytest.raises(ValueError, match="server must be tcp://HOST:PORT or tcps://HOST:PORT, not "):
+        find_server(url)
+
+
+def test_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TCPSTORE_SERVER_URL", raising=False)
+    assert find_server(None) is None
+    assert find_server("") is None
+    monkeypatch.setenv("TCPSTORE_SERVER_URL", "tcps://[::1]:29500")
+    found = find_server(None)
+    assert found is not None
+    assert (found.host, found.port, found.tls, str(found)) == ("::1", 29500, True, "tcps://[::1]:29500")
+    assert find_server("") is None
+
+
+def test_what_an_address_is_called() -> None:
+    assert name_of("Node1.Example.", 29500) == "node1.example:29500"
+    assert name_of("fe80::1", 1) == "[fe80::1]:1"
+    loopback = {name_of(host, 1) for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "::")}
+    assert len(loopback) == 1
+    assert loopback.pop().endswith(f"/{os.getuid()}/localhost:1")
+
+
+@pytest.mark.parametrize(("environment", "attempt"), [
+    ({}, ""), ({"TCPSTORE_ATTEMPT": "3", "TORCHELASTIC_RESTART_COUNT": "1"}, "3"),
+    ({"TORCHELASTIC_RESTART_COUNT": "1"}, "1"), ({"TORCHELASTIC_RESTART_COUNT": "1", "GROUP_WORLD_SIZE": "2"}, ""),
+])  # fmt: skip
+def test_the_attempt_of_a_process(environment: dict[str, Any], attempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TCPSTORE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, text in environment.items():
+        monkeypatch.setenv(variable, text)
+    assert attempt_from_environment() == attempt

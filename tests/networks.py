@@ -1,0 +1,193 @@
+"""Two hosts on this machine: network namespaces that a pair of virtual interfaces joins, and what passes between them.
+
+Needs Linux and root. Nothing but the namespaces themselves outlives a `with`, and they do not either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+ADDRESSES = ("10.203.17.1", "10.203.17.2")
+"""Of the two hosts. Namespaces share none with this machine, so any would do."""
+
+INTERFACE = "pair"
+"""The name of the interface, on each host."""
+
+_CLONE_NEWNET = 0x4000_0000
+_ETH_P_ALL = 3
+_SO_ATTACH_FILTER = 26
+_SO_RCVBUFFORCE = 33
+_PACKET_STATISTICS = 6
+_SOL_PACKET = 263
+
+Result = TypeVar("Result")
+
+
+class Network:
+    """A host: its namespace and address."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self.address = address
+        self.prefix = ["ip", "netns", "exec", name]
+        """What a command has to begin with to run there."""
+
+    @property
+    def path(self) -> Path:
+        return Path("/run/netns", self.name)
+
+    def inside(self, act: Callable[[], Result]) -> Result:
+        """Have a thread do something there, and return what it returns: a socket stays in its network."""
+        results: list[Result] = []
+
+        def run() -> None:
+            enter(str(self.path))
+            results.append(act())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return results[0]
+
+
+def enter(path: str) -> None:
+    """Move this thread, from now on, to the network namespace with this file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(fd, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(fd)
+
+
+@functools.cache
+def why_not() -> str:
+    """Why there can be no networks here; empty if there can."""
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        return "network namespaces need Linux, and the command ip"
+    try:
+        with two_networks():
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return f"network namespaces are not permitted here: {said}"
+
+
+@contextmanager
+def two_networks() -> Iterator[tuple[Network, Network]]:
+    """Two hosts that reach each other and nobody else. Raises CalledProcessError where that is not permitted."""
+    first, second = (Network(f"tcpstore-{os.getpid()}-{number}", address) for number, address in enumerate(ADDRESSES))
+    made: list[Network] = []
+    try:
+        for one in (first, second):
+            _ip("netns", "add", one.name)
+            made.append(one)
+        peer = ("type", "veth", "peer", "name", INTERFACE, "netns", second.name)
+        _ip("-n", first.name, "link", "add", INTERFACE, *peer)
+        for one in (first, second):
+            _ip("-n", one.name, "address", "add", f"{one.address}/24", "dev", INTERFACE)
+            for interface in ("lo", INTERFACE):
+                _ip("-n", one.name, "link", "set", interface, "up")
+        yield first, second
+    finally:
+        for one in made:
+            _ip("netns", "delete", one.name)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Wire:
+    """Records what passes a host's interface from or to one TCP port, whoever sends it."""
+
+    def __init__(self, network: Network, port: int) -> None:
+        self.port = port
+        self._packets: list[bytes] = []
+        self._socket = network.inside(lambda: _packets_of(port))
+        self._end, self._ending = os.pipe()
+        self._thread = threading.Thread(target=self._record)
+
+    def __enter__(self) -> Wire:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, once everything that has passed so far is recorded."""
+        os.close(self._ending)
+        self._thread.join()
+        self.lost: int = struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))[1]
+        """Packets that have passed unrecorded."""
+        self._socket.close()
+        os.close(self._end)
+
+    def _record(self) -> None:
+        ended = False
+        while True:
+            try:
+                self._packets.append(self._socket.recv(1 << 18))
+            except BlockingIOError:
+                if ended:
+                    return
+                ready, _, _ = select.select([self._socket.fileno(), self._end], [], [])
+                ended = self._end in ready
+
+    def streams(self) -> list[bytes]:
+        """What each end of each connection has sent, in order."""
+        pieces: dict[bytes, dict[int, bytes]] = {}
+        first: dict[bytes, int] = {}
+        for packet in self._packets:
+            ip = packet[14:]
+            header = (ip[0] & 15) * 4
+            tcp = ip[header : int.from_bytes(ip[2:4], "big") or None]
+            which = ip[12:20] + tcp[:4]
+            number = int.from_bytes(tcp[4:8], "big")
+            begins = tcp[13] & 2  # SYN
+            if begins:
+                first[which] = number + 1
+                pieces.setdefault(which, {})
+            data = tcp[(tcp[12] >> 4) * 4 :]
+            if data and which in first:
+                at = (number - first[which]) % (1 << 32)
+                if len(data) > len(pieces[which].get(at, b"")):
+                    pieces[which][at] = data
+        return [_in_order(one) for one in pieces.values()]
+
+
+def _in_order(pieces: dict[int, bytes]) -> bytes:
+    out = bytearray()
+    for at, data in sorted(pieces.items()):
+        assert at <= len(out), "a part of the connection was not recorded"
+        out[at : at + len(data)] = data
+    return bytes(out)
+
+
+def _packets_of(port: int) -> socket.socket:
+    """A socket that receives the packets of TCP connections over IPv4 from or to this port."""
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
+    # `tcp port N` in the kernel's filter language: code, jump if true, jump if false, operand.
+    program = [
+        (0x28, 0, 0, 12), (0x15, 0, 10, 0x0800), (0x30, 0, 0, 23), (0x15, 0, 8, 6), (0x28, 0, 0, 20),
+        (0x45, 6, 0, 0x1FFF), (0xB1, 0, 0, 14), (0x48, 0, 0, 14), (0x15, 2, 0, port), (0x48, 0, 0, 16),
+        (0x15, 0, 1, port), (0x06, 0, 0, 0x40000), (0x06, 0, 0, 0),
+    ]  # fmt: skip
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
+    made.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
+    made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
+    made.bind((INTERFACE, 0))
+    made.setblocking(False)
+    return made

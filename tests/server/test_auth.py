@@ -1,0 +1,576 @@
+"""Servers with tokens: what is refused, with one line in the log, and what clients, commands and relays get."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client.test_resumed import resetter
+from client.test_sync import until
+from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, set_
+from support import LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, torch_server, u64
+from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async.server.backends import BACKENDS
+from tcpstore_async.tokens import TokenKeys
+from tcpstore_async.wire.commands import SERVER_KEY
+
+KEYS = TokenKeys([("k1", b"a secret that nobody knows")])
+OTHER_KEYS = TokenKeys([("k1", b"another secret")])
+
+
+def forged(token: str) -> str:
+    head, mac = token.rsplit(".", 1)
+    return f"{head}.{'B' if mac[0] == 'A' else 'A'}{mac[1:]}"
+
+
+def identity_of(token: str) -> str:
+    found = KEYS.check(token.encode(), 0)
+    assert not isinstance(found, str)
+    return found.identity
+
+
+REVOKED = KEYS.create()
+
+REFUSED = {
+    "forged": (forged(KEYS.create()), "the token is not signed by a key of this server"),
+    "of another server": (OTHER_KEYS.create(), "the token is not signed by a key of this server"),
+    "truncated": (KEYS.create()[:-1], "the token is not signed by a key of this server"),
+    "expired": (KEYS.create(seconds=-1), "expired at"),
+    "revoked": (REVOKED, f"token {identity_of(REVOKED)} is revoked"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made)
+        (path / "keys").write_text("# for tests\nk1:a secret that nobody knows\n")
+        (path / "revoked").write_text(f"{identity_of(REVOKED)}\n")
+        (path / "keys").chmod(0o600)
+        yield path
+
+
+@pytest.fixture(params=BACKENDS)
+def options(request: pytest.FixtureRequest, folder: Path) -> list[str]:
+    files = ["--token-keys", str(folder / "keys"), "--revoked-tokens", str(folder / "revoked")]
+    return ["--backend", request.param, *files]
+
+
+@pytest.fixture
+def server(options: list[str]) -> Iterator[Server]:
+    """One that requires a token of everybody."""
+    with tcpstore_server(*options, "--require-auth=all") as found:
+        yield found
+
+
+def lines(server: Server, text: str) -> list[str]:
+    """Wait for lines of the log with this text, and return them."""
+    found: list[str] = []
+
+    def look() -> bool:
+        found[:] = [line for line in server.log().splitlines() if text in line]
+        return bool(found)
+
+    until(look)
+    return found
+
+
+def admin(port: int) -> RawPeer:
+    peer = RawPeer(port)
+    reply = peer.ask(auth(KEYS.create(rights="admin").encode()), 8)
+    assert json.loads(peer.read(int.from_bytes(reply, "little")))["status"] == "ok"
+    return peer
+
+
+def num_keys(server: Server) -> int:
+    with admin(server.port) as peer:
+        return int.from_bytes(peer.ask(NUM_KEYS, 8), "little")
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_token_is_refused_with_one_line(server: Server, kind: str) -> None:
+    token, reason = REFUSED[kind]
+    with RawPeer(server.port) as peer:
+        size = int.from_bytes(peer.ask(auth(token.encode()) + set_(b"/k", b"v"), 8), "little")
+        reply = json.loads(peer.read(size))
+        assert (reply["status"], reason in reply["reason"]) == ("refused", True)
+        assert peer.closed()
+        here = peer.socket.getsockname()[1]
+    (line,) = lines(server, "not allowed")
+    assert f"closed the connection from 127.0.0.1:{here}: not allowed: " in line
+    assert reason in line
+    assert num_keys(server) == 0
+    log = server.log()
+    assert token not in log
+    assert token.split(".")[-1] not in log
+
+
+def test_a_token_for_a_store_opens_no_other(server: Server) -> None:
+    token = KEYS.create(store="theirs:1")
+    url = f"tcp://127.0.0.1:{server.port}"
+    with TCPStore("theirs", 1, None, True, LIMIT, token=token, server=url) as store:
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+    with pytest.raises(DistNetworkError, match="is for the store 'theirs:1', not for 'ours:1'"):
+        TCPStore("ours", 1, None, True, LIMIT, token=token, server=url)
+    with (
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token, server="") as nameless,
+        pytest.raises(AccessDeniedError, match="SET in the unnamed store; token"),
+    ):
+        nameless.set("k", "v")
+    assert num_keys(server) == 0
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_both_clients_say_why(server: Server, kind: str) -> None:
+    token, reason = REFUSED[kind]
+
+    async def connect() -> None:
+        await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, token=token)
+
+    for connecting in (
+        lambda: TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token),
+        lambda: asyncio.run(connect()),
+    ):
+        with pytest.raises(DistStoreError, match="the server refused the token: ") as raised:
+            connecting()
+        assert reason in str(raised.value)
+        assert token not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [set_(b"/k", b"v"), get(b"/k"), check(b"/k"), LIST_KEYS, NUM_KEYS, multi_set((b"/k", b"v")), link()],
+    ids=["set", "get", "check", "list", "num", "multi_set", "link"],
+)
+def test_without_a_token_nothing_is_done(server: Server, frame: bytes) -> None:
+    with RawPeer(server.port) as peer:
+        assert peer.ask(check(SERVER_KEY), 1) == b"\x00"
+        peer.send(frame)
+        assert peer.closed()
+    (line,) = lines(server, "not allowed")
+    assert "requires a token, as the server was started with --require-auth" in line
+    assert "127.0.0.1:" in line
+    assert num_keys(server) == 0
+
+
+def test_loopback_is_exempt_from_require_auth_alone(options: list[str]) -> None:
+    with tcpstore_server(*options, "--require-auth") as server, RawPeer(server.port) as peer:
+        assert peer.ask(set_(b"/k", b"v") + get(b"/k"), 9) == blob(b"v")
+
+
+def _address() -> str:
+    """An address of this host that is not loopback's; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect(("203.0.113.1", 9))
+        except OSError:
+            return ""
+        return str(one.getsockname()[0])
+
+
+@pytest.mark.skipif(not _address(), reason="this host has loopback addresses only")
+def test_other_addresses_are_not_exempt(options: list[str]) -> None:
+    with tcpstore_server(*options, "--host", _address(), "--require-auth") as server:
+        with socket.create_connection((_address(), server.port), LIMIT) as peer:
+            peer.sendall(bytes.fromhex("00cef7853c") + set_(b"/k", b"v"))
+            assert peer.recv(1) == b""
+        assert f"closed the connection from {_address()}:" in lines(server, "not allowed")[0]
+
+
+def test_who_does_not_authenticate_in_time_is_closed(options: list[str]) -> None:
+    with tcpstore_server(*options, "--require-auth=all", "--limit", "validate_seconds=1") as server:
+        with RawPeer(server.port) as peer:
+            peer.ping()
+            assert peer.closed()
+        assert "no AUTH within 1 s (limit validate_seconds)" in lines(server, "closed the connection")[0]
+
+
+# Both clients
+
+
+def test_both_clients_say_that_a_token_is_required(server: Server) -> None:
+    with (
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store,
+        pytest.raises(AccessDeniedError, match="the server requires a token: set TCPSTORE_TOKEN_FILE"),
+    ):
+        store.set("k", "v")
+
+    async def connect() -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT) as store:
+            await store.set("k", "v")
+
+    with pytest.raises(AccessDeniedError, match="the server requires a token: set TCPSTORE_TOKEN_FILE"):
+        asyncio.run(connect())
+    assert num_keys(server) == 0
+
+
+def test_a_store_stays_usable_after_a_refusal(server: Server) -> None:
+    token = KEYS.create(prefix="job/")
+    with TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
+        store.set("job/k", "v")
+        refused: list[Callable[[], Any]] = [
+            lambda: store.set("other", "v"),
+            lambda: store.get("other"),
+            lambda: store.add("other", 1),
+            lambda: store.append("other", "x"),
+            lambda: store.check(["job/k", "other"]),
+            lambda: store.wait(["job/k", "other"]),
+            lambda: store.multi_get(["other"]),
+            lambda: store.multi_set(["job/k", "other"], ["1", "2"]),
+            lambda: store.compare_set("other", "", "x"),
+            lambda: store.delete_key("other"),
+            lambda: store.queue_push("other", "x"),
+            lambda: store.queue_pop("other"),
+            lambda: store.queue_pop("other", block=False),
+            lambda: store.queue_len("other"),
+            lambda: store.barrier("other", 1),
+            lambda: store.num_keys(),
+            lambda: store.list_keys(),
+        ]
+        for call in refused:
+            with pytest.raises(DistStoreError, match=r"^not allowed: .* token "):
+                call()
+            assert store.get("job/k") == b"v"
+        with store.clone() as clone:
+            assert clone.get("job/k") == b"v"
+            with pytest.raises(AccessDeniedError):
+                clone.set("other", "v")
+    assert num_keys(server) == 1
+    assert "not allowed" not in server.log(), "nothing was sent"
+
+
+def test_an_async_store_stays_usable_after_a_refusal(server: Server) -> None:
+    token = KEYS.create(rights="read")
+
+    async def run() -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
+            refused: list[Callable[[], Any]] = [
+                lambda: store.set("k", "v"),
+                lambda: store.add("k", 1),
+                lambda: store.append("k", "x"),
+                lambda: store.multi_set(["k"], ["1"]),
+                lambda: store.compare_set("k", "", "x"),
+                lambda: store.delete_key("k"),
+                lambda: store.queue_push("k", "x"),
+                lambda: store.queue_pop("k"),
+                lambda: store.queue_pop("k", block=False),
+                lambda: store.barrier("k", 1),
+            ]
+            for call in refused:
+                with pytest.raises(DistStoreError, match=r"not allowed: .* needs the right to write"):
+                    await call()
+                assert await store.num_keys() == 0
+            assert await store.list_keys() == []
+            waiting = asyncio.create_task(store.get("k"))
+            blocked = [asyncio.create_task(store.wait(["k"])) for _ in range(3)]
+            async with await AsyncTCPStore.connect(
+                "127.0.0.1", server.port, timeout=LIMIT, token=KEYS.create()
+            ) as writer:
+                await writer.set("k", "v")
+                assert await waiting == b"v"
+                await asyncio.gather(*blocked)
+            async with await store.clone() as clone:
+                assert await clone.get("k") == b"v"
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT))
+
+
+def test_no_token_is_sent_to_a_server_that_checks_none() -> None:
+    token = KEYS.create()
+    with torch_server() as port:
+        with pytest.raises(DistStoreError, match=f"127.0.0.1:{port} checks no tokens: it was not sent") as raised:
+            TCPStore("127.0.0.1", port, timeout=LIMIT, token=token)
+        assert token not in str(raised.value)
+        with pytest.raises(DistStoreError, match="checks no tokens"):
+            asyncio.run(AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT, token=token))
+    with tcpstore_server() as server, pytest.raises(AccessDeniedError, match="has no keys to check tokens with"):
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token)
+
+
+def test_a_store_with_a_token_survives_resets(server: Server) -> None:
+    token = KEYS.create(prefix="job/", max_sessions=1)
+    with (
+        resetter(server.port) as proxy,
+        TCPStore("127.0.0.1", proxy.port, timeout=LIMIT, token=token) as store,
+    ):
+        store.set("job/n", "0")
+        assert store.get("job/n") == b"0"
+        for number in range(1, 6):
+            proxy.reset()
+            assert store.add("job/n", 1) == number
+        with pytest.raises(AccessDeniedError):
+            store.set("n", "0")
+
+
+def test_an_async_store_with_a_token_survives_resets(server: Server) -> None:
+    token = KEYS.create(prefix="job/")
+
+    async def run(port: int, reset: Callable[[], object]) -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT, token=token) as store:
+            await store.set("job/n", "0")
+            assert await store.get("job/n") == b"0"
+            for number in range(1, 6):
+                reset()
+                assert await store.add("job/n", 1) == number
+
+    with resetter(server.port) as proxy:
+        asyncio.run(asyncio.wait_for(run(proxy.port, proxy.reset), LIMIT))
+
+
+def test_a_forked_process_authenticates_for_itself(server: Server) -> None:
+    with TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=KEYS.create()) as store:
+        store.set("k", "v")
+        child = os.fork()
+        if not child:
+            try:
+                os._exit(store.get("k") != b"v")
+            finally:
+                os._exit(9)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+# Revocation
+
+
+def test_a_hangup_closes_those_whose_tokens_are_no_longer_valid(options: list[str], tmp_path: Path) -> None:
+    keys, revoked = tmp_path / "keys", tmp_path / "revoked"
+    keys.write_text("k1:a secret that nobody knows\nk2:the second\n")
+    keys.chmod(0o600)
+    revoked.write_text("")
+    one, two, three = KEYS.create(), KEYS.create(), TokenKeys([("k2", b"the second")]).create()
+    options = [*options[:2], "--token-keys", str(keys), "--revoked-tokens", str(revoked)]
+    with tcpstore_server(*options) as server, RawPeer(server.port) as stock:
+        stock.ping()
+        peers = [RawPeer(server.port) for _ in range(3)]
+        for peer, token in zip(peers, (one, two, three), strict=True):
+            peer.read(int.from_bytes(peer.ask(auth(token.encode()), 8), "little"))
+        revoked.write_text(f"{identity_of(one)}\n")
+        keys.write_text("k1:a secret that nobody knows\n")
+        server.process.send_signal(signal.SIGHUP)
+        assert peers[0].closed()
+        assert peers[2].closed()
+        peers[1].ping()
+        stock.ping()
+        assert f"token {identity_of(one)} is revoked" in lines(server, identity_of(one))[0]
+        assert len(lines(server, "the key k2, which signed token")) == 1
+        assert len(lines(server, "closed the connection from 127.0.0.1:")) == 2
+        keys.write_text("")
+        server.process.send_signal(signal.SIGHUP)
+        assert f"cannot reload, going on as before: {keys}: no keys" in lines(server, "cannot reload")[0]
+        peers[1].ping()
+        for peer in peers:
+            peer.close()
+
+
+# Links
+
+
+def _link_items(number: int, *more: tuple[bytes, bytes]) -> bytes:
+    return link((b"version", b"1"), (b"id", bytes([7] * 16)), (b"secret", bytes([8] * 16)),
+                (b"attempt", b"%d" % number), *more)  # fmt: skip
+
+
+def _open(port: int, token: str, frame: bytes) -> tuple[RawPeer, dict[str, Any]]:
+    peer = RawPeer(port)
+    peer.read(int.from_bytes(peer.ask(auth(token.encode()), 8), "little"))
+    return peer, json.loads(peer.read(int.from_bytes(peer.ask(frame, 8), "little")))
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) -> None:
+    mine, stranger = KEYS.create(prefix="job/"), KEYS.create(rights="admin")
+    kind = ((b"single", b"1"),) if single else ()
+    first = _link_items(1, *kind)
+    owner, said = _open(server.port, mine, first)
+    assert said["status"] == "new"
+    resume = (*kind, (b"instance", said["instance"].encode()), (b"taken", b"0"), (b"told", b"0"))
+    owner.reset()
+    for token, frame, reason in (
+        (stranger, _link_items(2, *resume), "the link belongs to a client that has authenticated otherwise"),
+        (stranger, _link_items(3, *kind), "the link belongs to a client that has authenticated otherwise"),
+        (mine, first, "attempt 1 came after attempt 1"),
+    ):
+        peer, said = _open(server.port, token, frame)
+        assert (said["status"], said["reason"]) == ("refused", reason)
+        peer.close()
+    (line, *_) = lines(server, "LINK refused")
+    assert "not allowed to 127.0.0.1:" in line
+    assert "the link belongs to a client that has authenticated otherwise" in line
+    back, said = _open(server.port, mine, _link_items(4, *resume))
+    assert said["status"] == "resumed"
+    recorded, said = _open(server.port, mine, _link_items(4, *resume))
+    assert (said["status"], said["reason"]) == ("refused", "attempt 4 came after attempt 4")
+    recorded.close()
+    back.close()
+
+
+def test_a_link_takes_no_place_of_a_stranger(server: Server) -> None:
+    place = (b"place", b"the relay's")
+    first, said = _open(server.port, KEYS.create(), _link_items(1, place))
+    assert said["status"] == "new"
+    frame = link((b"version", b"1"), (b"id", bytes(16)), (b"secret", bytes(16)), place)
+    second, said = _open(server.port, KEYS.create(), frame)
+    assert said["status"] == "new"
+    first.send(u64(0)[:0])
+    assert first.socket.recv(1), "the link lasts, and is kept alive"
+    assert "has taken its place" not in server.log()
+    first.close()
+    second.close()
+
+
+# Relays
+
+
+def test_ranks_behind_a_relay_may_do_what_its_token_allows(server: Server, folder: Path) -> None:
+    token = folder / "job.token"
+    token.write_text(KEYS.create(prefix="job/"))
+    token.chmod(0o600)
+    with tcpstore_relay(server.port, "--token-file", str(token)) as relay:
+        with RawPeer(relay.port) as stock:
+            assert stock.ask(set_(b"/job/k", b"v") + get(b"/job/k"), 9) == blob(b"v")
+        with RawPeer(relay.port) as stock:
+            stock.send(set_(b"/other", b"v"))
+            assert stock.closed()
+        (line,) = lines(server, "not allowed")
+        assert "SET of 'other'; token " in line
+        with TCPStore("127.0.0.1", relay.port, timeout=LIMIT) as store:
+            assert store.get("job/k") == b"v"
+            with pytest.raises(DistStoreError, match="not allowed: SET of 'other'"):
+                store.set("other", "v")
+            store.set("job/k", "w")
+        with TCPStore("127.0.0.1", relay.port, timeout=LIMIT, token=KEYS.create(rights="read")) as store:
+            assert store.get("job/k") == b"w"
+            with pytest.raises(AccessDeniedError):
+                store.set("job/k", "x")
+
+        async def run() -> None:
+            async with await AsyncTCPStore.connect("127.0.0.1", relay.port, timeout=LIMIT) as other:
+                assert await other.get("job/k") == b"w"
+                with pytest.raises(AccessDeniedError, match="not allowed: GETNUMKEYS"):
+                    await other.num_keys()
+
+        asyncio.run(run())
+    assert num_keys(server) == 1
+
+
+def test_a_relay_whose_token_is_refused_says_so(server: Server) -> None:
+    for env, reason in (
+        ({"TCPSTORE_TOKEN": REVOKED}, "the server refused the token: token .* is revoked"),
+        ({}, "the server requires a token: set TCPSTORE_TOKEN_FILE"),
+    ):
+        with tcpstore_relay(server.port, env={"TCPSTORE_TOKEN": "", **env}) as relay:
+            (line, *_) = lines(relay, "cannot connect to")
+            assert REVOKED not in line
+            if env:
+                assert f"token {identity_of(REVOKED)} is revoked" in line
+            else:
+                assert reason in line
+
+
+def test_a_relay_sends_no_token_to_pytorchs_server() -> None:
+    with torch_server() as port, tcpstore_relay(port, env={"TCPSTORE_TOKEN": KEYS.create()}) as relay:
+        assert "it checks no tokens: it was not sent the one given" in lines(relay, "cannot connect to")[0]
+
+
+# The command line
+
+
+def tcpstore(*words: str, port: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    everything = {**os.environ, "TCPSTORE_URL": f"tcp://127.0.0.1:{port}", **env}
+    command = [sys.executable, "-m", "tcpstore_async", *words]
+    where = tempfile.gettempdir()
+    done = subprocess.run(
+        command, cwd=where, capture_output=True, text=True, timeout=LIMIT, env=everything, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_the_commands(folder: Path) -> None:
+    keys = str(folder / "keys")
+    with tcpstore_server("--token-keys", keys, "--require-auth=all") as server:
+        port = server.port
+        made = tcpstore("token", "create", "--token-keys", keys, "--prefix", "a", "--expires", "1000")
+        assert made.returncode == 0
+        token = made.stdout.strip()
+        assert tcpstore("set", "a1", "v", port=port, TCPSTORE_TOKEN=token).returncode == 0
+        path = folder / "a.token"
+        path.write_text(made.stdout)
+        path.chmod(0o644)
+        got = tcpstore("get", "a1", "--token-file", str(path), port=port)
+        assert (got.returncode, got.stdout) == (0, "v")
+        assert f"{path} is open to others than its owner (mode 0644)" in got.stderr
+        path.chmod(0o600)
+        got = tcpstore("get", "a1", port=port, TCPSTORE_TOKEN_FILE=str(path))
+        assert (got.returncode, got.stdout, got.stderr) == (0, "v", "")
+        for words in (("get", "b"), ("set", "b", "v"), ("check", "b"), ("keys",), ("num-keys",), ("queue", "pop", "b")):
+            refused = tcpstore(*words, port=port, TCPSTORE_TOKEN=token)
+            assert (refused.returncode, refused.stdout) == (5, "")
+            assert refused.stderr.startswith("Error: not allowed: ")
+            assert refused.stderr.count("\n") == 1
+        refused = tcpstore("get", "a1", "-o", "json", port=port, TCPSTORE_TOKEN=forged(token))
+        assert refused.returncode == json.loads(refused.stderr)["status"] == 5
+        assert token[:20] not in refused.stderr
+        assert tcpstore("get", "a1", "--token-file", str(folder / "none"), port=port).returncode == 5
+        assert tcpstore("get", "a1", port=port, TCPSTORE_TOKEN="").returncode == 5
+        assert num_keys(server) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("serve", "--require-auth"), "needs --token-keys or --tls-ca"),
+        (("serve", "--require-auth=all"), "needs --token-keys or --tls-ca"),
+        (("serve", "--revoked-tokens", "x"), "needs --token-keys"),
+        (("serve", "--require-auth=some", "--token-keys", "x"), "Invalid value for '--require-auth'"),
+        (("token", "create"), "Missing option '--token-keys'"),
+        (("token", "create", "--token-keys", "x", "--rights", "root"), "Invalid value for '--rights'"),
+        (("token", "create", "--token-keys", "x", "--expires", "0"), "Invalid value for '--expires'"),
+    ],
+)
+def test_usage_errors(words: tuple[str, ...], error: str) -> None:
+    done = tcpstore(*words)
+    assert done.returncode == 2
+    assert error in done.stderr
+
+
+def test_key_files_that_are_of_no_use(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    for words in (("serve", "--port", "0"), ("token", "create")):
+        done = tcpstore(*words, "--token-keys", str(path))
+        assert (done.returncode, "No such file" in done.stderr) == (1, True)
+        path.write_text("hush")
+        path.chmod(0o600)
+        done = tcpstore(*words, "--token-keys", str(path))
+        assert (done.returncode, "hush" not in done.stderr, "line 1: expected id:secret" in done.stderr) == (
+            1,
+            True,
+            True,
+        )
+        path.unlink()
+
+
+def test_limits_of_a_token_close_with_one_line(server: Server) -> None:
+    token = KEYS.create(max_keys=2)
+    with TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
+        store.set("a", "1")
+        store.set("b", "1")
+        assert store.check(["a", "b"])
+        with pytest.raises(DistNetworkError):
+            store.add("c", 1)
+    (line,) = lines(server, "not allowed")
+    assert f"ADD with 1 more keys; token {identity_of(token)} has stored 2 of 2" in line
+    assert num_keys(server) == 2
+    assert i64(2) == u64(2)

@@ -1,0 +1,236 @@
+"""What is in deploy/: command lines as they are, but for address and port; files as their own tools read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from support import LIMIT, RawPeer
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+UNITS = sorted([*DEPLOY.glob("*.service"), *DEPLOY.glob("*.socket")])
+SCRIPTS = sorted(DEPLOY.glob("*.sh"))
+
+TO_THIS_MACHINE = {"::": "127.0.0.1", "29500": "0", "tcp://store.example:29500": "tcp://127.0.0.1:1"}
+"""What is replaced in command lines, so that a test neither listens on the network nor fights for a port."""
+
+
+def name(path: Path) -> str:
+    return path.name
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment whose PATH has this checkout's tcpstore, and what else the test puts into tmp_path."""
+    (tmp_path / "tcpstore").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tcpstore_async "$@"\n')
+    (tmp_path / "tcpstore").chmod(0o755)
+    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+@contextmanager
+def started(words: list[str], folder: Path, environment: dict[str, str]) -> Iterator[int]:
+    """Run a command line that starts a server or a relay; yields its port."""
+    words = [TO_THIS_MACHINE.get(word, word) for word in words]
+    if "--port" not in words:  # a relay's default
+        words += ["--port", "0"]
+    process = subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        try:
+            assert line, process.communicate(timeout=LIMIT)
+            yield json.loads(line)["port"]
+            process.terminate()
+            assert process.wait(LIMIT) == 0
+        finally:
+            process.kill()
+
+
+# systemd
+
+
+def setting(unit: Path, key: str) -> str:
+    [value] = re.findall(rf"^{key}=(.*)$", unit.read_text(), re.MULTILINE)
+    return str(value)
+
+
+@pytest.mark.parametrize("unit", sorted(DEPLOY.glob("*.service")), ids=name)
+def test_a_unit_starts_what_tells_systemd_that_it_is_ready(
+    unit: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    assert setting(unit, "Type") == "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(LIMIT)
+        environment |= {
+            "NOTIFY_SOCKET": str(tmp_path / "notify"),
+            "WATCHDOG_USEC": str(10**6 * int(setting(unit, "WatchdogSec"))),
+        }
+        with started(shlex.split(setting(unit, "ExecStart")), tmp_path, environment):
+            assert manager.recv(999).startswith(b"READY=1\n")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_takes_the_units() -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *map(str, UNITS)], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    said = [line for line in done.stderr.splitlines() if "tcpstore" in line]
+    assert (done.returncode, said) == (0, [])
+
+
+def test_the_socket_is_that_of_the_service() -> None:
+    port = setting(DEPLOY / "tcpstore.socket", "ListenStream").rpartition(":")[2]
+    assert shlex.split(setting(DEPLOY / "tcpstore.service", "ExecStart"))[-1] == port
+
+
+# The container
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(line.partition(" ")[0], line.partition(" ")[2].strip()) for line in lines]
+
+
+def test_what_the_container_runs(tmp_path: Path, environment: dict[str, str]) -> None:
+    made = dict(instructions())
+    with started(json.loads(made["ENTRYPOINT"]) + json.loads(made["CMD"]), tmp_path, environment) as port:
+        with RawPeer(port) as peer:
+            peer.ping()
+        probe = json.loads(made["HEALTHCHECK"].partition("CMD ")[2])
+        probe += ["--url", f"tcp://127.0.0.1:{port}"]
+        assert (
+            subprocess.run(probe, env=environment, cwd=tmp_path, timeout=LIMIT, stdout=subprocess.PIPE).returncode == 0
+        )
+
+
+def test_what_the_container_is_built_from() -> None:
+    """Everything that building the package reads is copied."""
+    assert {kind for kind, _ in instructions()} == {
+        "FROM", "RUN", "WORKDIR", "COPY", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD"
+    }  # fmt: skip
+    copied = [word for kind, text in instructions() if kind == "COPY" for word in text.split()[:-1]]
+    for path in copied:
+        assert (ROOT / path).exists()
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "tcpstore_async"} == set(copied)
+
+
+# Kubernetes
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Command lines in a manifest, which are written as one line each."""
+    found = re.findall(r"^\s*command: \[(tcpstore, .*)\]$", path.read_text(), re.MULTILINE)
+    return [[word.strip().strip('"') for word in line.split(", ")] for line in found]
+
+
+def test_what_the_base_runs(tmp_path: Path, environment: dict[str, str]) -> None:
+    serve, ping = commands(DEPLOY / "kustomize" / "base" / "store.yaml")
+    with started(serve, tmp_path, environment) as port:
+        done = subprocess.run(
+            [*ping, "--url", f"tcp://127.0.0.1:{port}"],
+            env=environment,
+            cwd=tmp_path,
+            timeout=LIMIT,
+            capture_output=True,
+        )
+        assert done.returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+def test_kustomize_takes_the_base() -> None:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(DEPLOY / "kustomize" / "base")], capture_output=True, text=True, timeout=LIMIT,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made = {re.findall(r"^kind: (\w+)$", text, re.MULTILINE)[0]: text for text in done.stdout.split("\n---\n")}
+    assert set(made) == {"NetworkPolicy", "Service", "StatefulSet"}
+    label = "app.kubernetes.io/name: tcpstore\n"
+    assert f"  selector:\n    {label}" in made["Service"] + "\n"
+    for where in ("  selector:\n    matchLabels:\n      ", "    metadata:\n      labels:\n        "):
+        assert where + label in made["StatefulSet"]
+    assert f"  podSelector:\n    matchLabels:\n      {label}" in made["NetworkPolicy"]
+    peers = made["NetworkPolicy"].partition("  ingress:\n")[2].partition("    ports:")[0]
+    assert peers == '  - from:\n    - podSelector:\n        matchLabels:\n          tcpstore-client: "true"\n'
+
+
+# Slurm
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_a_script_is_one(script: Path) -> None:
+    assert subprocess.run(["sh", "-n", script], timeout=LIMIT, check=False).returncode == 0
+    assert os.access(script, os.X_OK)
+    assert "\nset -eu\n" in script.read_text()
+
+
+RANK = """
+import os, sys
+from tcpstore_async import TCPStore
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+with TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, timeout=60) as store:
+    store.set(f"rank{rank}", os.environ["LOCAL_RANK"])
+    store.wait([f"rank{other}" for other in range(world)])
+    sys.stdout.write(f"rank {rank} of {world} {sys.argv[1]}\\n")
+"""
+
+SRUN = """#!/bin/sh
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@" &
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@"
+status=$?
+wait
+exit $status
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a batch script of two tasks, with commands that stand for Slurm's."""
+    (tmp_path / "rank.py").write_text(RANK)
+    for command, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho localhost\necho another\n")):
+        (tmp_path / command).write_text(text)
+        (tmp_path / command).chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    allotted = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    return {**environment, **allotted, "TMPDIR": str(tmp_path / "tmp")}
+
+
+def test_a_job_with_a_store_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:
+    done = subprocess.run(
+        [DEPLOY / "slurm-job.sh", sys.executable, "rank.py", "of mine"],
+        env=slurm, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 of mine", "rank 1 of 2 of mine"]
+    assert re.search(r"^ok    server ", done.stderr, re.MULTILINE)  # doctor's report
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_job_that_fails(tmp_path: Path, slurm: dict[str, str]) -> None:
+    done = subprocess.run([DEPLOY / "slurm-job.sh", "false"], env=slurm, cwd=tmp_path, timeout=LIMIT, check=False)
+    assert done.returncode == 1
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_job_whose_server_does_not_start(tmp_path: Path, slurm: dict[str, str]) -> None:
+    (tmp_path / "tcpstore").write_text('#!/bin/sh\necho "Error: no such luck" >&2\nexit 1\n')
+    done = subprocess.run(
+        [DEPLOY / "slurm-job.sh", "true"], env=slurm, cwd=tmp_path, timeout=LIMIT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "Error: no such luck\n")

@@ -1,0 +1,378 @@
+"""Our clients over TLS: both kinds, their errors, ends, forks and resumed sessions; the relay; the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+from click.testing import CliRunner
+
+from client.test_resumed import Resetter
+from client.test_sync import until
+from conformance.frames import get
+from support import LIMIT, RawPeer, Server, free_port, tcpstore_relay, tcpstore_server
+from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore, rendezvous
+from tcpstore_async.cli import main
+from tcpstore_async.client import background
+from tcpstore_async.client.tls import _pair
+from tcpstore_async.secret_files import TlsFiles
+from tcpstore_async.server.backends import BACKENDS
+from tcpstore_async.serving import run_loop
+from tls.certificates import certificates
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(backend: str) -> Iterator[Server]:
+    with tcpstore_server("--backend", backend, *certificates().serving()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _first_of_all() -> None:
+    """What stays open from its first use on: the process that forks servers, and a pipe of uvloop's."""
+    with tcpstore_server():
+        run_loop(asyncio.sleep(0))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Neither descriptors nor threads."""
+    gc.collect()
+    before = descriptors()
+    yield
+    until(lambda: background.running() is None)
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == background.THREAD_NAME])
+    gc.collect()
+    assert descriptors() <= before
+
+
+def descriptors() -> set[str]:
+    """What this process has open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+@pytest.fixture
+def use_tls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def use(**more: str) -> None:
+        for name, value in {**certificates().environment(), **more}.items():
+            monkeypatch.setenv(name, value)
+
+    return use
+
+
+def test_the_synchronous_client(server: Server, use_tls: Callable[..., None]) -> None:
+    use_tls()
+    value = os.urandom(3_000_000)
+    with TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        store.set("large", value)
+        assert store.get("large") == value
+        assert store.add("counter", 2) == 2
+        waiting = threading.Thread(target=store.wait, args=[["late"]])
+        waiting.start()
+        with store.clone() as other:
+            other.set("late", "")
+        waiting.join(LIMIT)
+        assert not waiting.is_alive()
+
+
+async def test_the_asynchronous_client(server: Server) -> None:
+    value = os.urandom(3_000_000)
+    known = certificates()
+    async with await AsyncTCPStore.connect(
+        "localhost", server.port, timeout=LIMIT, tls=True, tls_files=known.trusting
+    ) as store:
+        await store.set("large", value)
+        assert await store.get("large") == value
+        waiting = asyncio.create_task(store.wait(["late"]))
+        async with await store.clone() as other:
+            await other.set("late", "")
+        await waiting
+
+
+def test_what_was_written_before_the_end_arrives(server: Server, use_tls: Callable[..., None]) -> None:
+    """SET has no reply: the client cannot know when it is done, and closes at once."""
+    use_tls()
+    value = os.urandom(5_000_000)
+    for number in range(3):
+        with TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+            store.set(f"sync {number}", value)
+
+        async def write(key: str) -> None:
+            async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT) as store:
+                await store.set(key, value)
+
+        asyncio.run(write(f"async {number}"))
+    with TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        for number in range(3):
+            assert store.get(f"sync {number}") == value
+            assert store.get(f"async {number}") == value
+
+
+def test_forks(server: Server, use_tls: Callable[..., None]) -> None:
+    """A child opens its own connections, and the parent's go on, also those on which a thread waits."""
+    use_tls()
+    with TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        store.set("key", "value")
+        got: list[bytes] = []
+        waiting = threading.Thread(target=lambda: got.append(store.get("late")))
+        waiting.start()
+        until(lambda: len(store._connection()._connections) == 1 and store._connection()._connections[0].parked)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = 0 if store.get("key") == b"value" and store.add("child", 1) == 1 else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        store.set("late", "now")
+        waiting.join(LIMIT)
+        assert got == [b"now"]
+        assert store.add("child", 1) == 2
+
+
+def resumed_by_sync(port: int, reset: Callable[[], object]) -> int:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        assert not store.check(["counter"])
+        assert store.queue_len("none") == 0
+        for number in range(1, 21):
+            assert store.add("counter", 1) == number
+            if number % 5 == 0:
+                reset()
+        return store.add("counter", 0)
+
+
+def resumed_by_async(port: int, reset: Callable[[], object]) -> int:
+    async def count() -> int:
+        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+            assert await store.server() is not None
+            for number in range(1, 21):
+                assert await store.add("counter", 1) == number
+                if number % 5 == 0:
+                    reset()
+            return await store.add("counter", 0)
+
+    return asyncio.run(count())
+
+
+@pytest.mark.parametrize("count", [resumed_by_sync, resumed_by_async])
+def test_a_session_survives_resets(
+    server: Server, use_tls: Callable[..., None], count: Callable[[int, Callable[[], object]], int]
+) -> None:
+    use_tls()
+    proxy = Resetter(server.port)
+    try:
+        assert count(proxy.port, proxy.reset) == 20
+        assert proxy.resets >= 4
+    finally:
+        proxy.stop()
+
+
+def sync_error(port: int, host: str = "127.0.0.1", timeout: float = 30) -> str:
+    with pytest.raises(DistNetworkError) as told:
+        TCPStore(host, port, timeout=timeout)
+    return str(told.value)
+
+
+def async_error(port: int, host: str = "127.0.0.1", timeout: float = 30) -> str:
+    with pytest.raises(DistNetworkError) as told:
+        asyncio.run(AsyncTCPStore.connect(host, port, timeout=timeout))
+    return str(told.value)
+
+
+both = pytest.mark.parametrize("error", [sync_error, async_error])
+
+
+@both
+@pytest.mark.parametrize(
+    ("pair", "ca", "client", "reason"),
+    [
+        ("server", "others", None, "certificate verify failed: unable to get local issuer certificate"),
+        ("expired", "ours", None, "certificate verify failed: certificate has expired"),
+        ("elsewhere", "ours", None, "certificate verify failed: IP address mismatch"),
+        ("mutual", "ours", None, "it requires a certificate of this side (TCPSTORE_CERT and TCPSTORE_KEY)"),
+        ("mutual", "ours", "stranger", "it does not trust the CA of this side's certificate"),
+        ("mutual", "ours", "expired", "it says that this side's certificate has expired"),
+    ],
+)
+def test_refusals_are_final_and_say_why(
+    backend: str,
+    error: Callable[..., str],
+    pair: str,
+    ca: str,
+    client: str | None,
+    reason: str,
+    use_tls: Callable[..., None],
+) -> None:
+    """They come at once: the timeout is that of a server which may still start."""
+    known = certificates()
+    own = None if client is None else getattr(known, client)
+    use_tls(**{**known.environment(own), "TCPSTORE_CA": getattr(known, ca).ca})
+    serving = known.serving(ca=True) if pair == "mutual" else known.serving(getattr(known, pair))
+    with tcpstore_server("--backend", backend, *serving) as server:
+        assert reason in error(server.port, timeout=-1)
+
+
+@both
+def test_a_server_without_tls(backend: str, error: Callable[..., str], use_tls: Callable[..., None]) -> None:
+    use_tls()
+    with tcpstore_server("--backend", backend) as server:
+        assert "closed the connection during the TLS handshake: does it use TLS?" in error(server.port, timeout=0.5)
+
+
+@both
+def test_a_server_that_never_answers(error: Callable[..., str], use_tls: Callable[..., None]) -> None:
+    use_tls()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "no answer" in error(silent.getsockname()[1], timeout=0.3)
+
+
+@both
+def test_files_that_are_missing(error: Callable[..., str], use_tls: Callable[..., None]) -> None:
+    use_tls(TCPSTORE_CA="/nonexistent/ca.pem")
+    assert "cannot load /nonexistent/ca.pem: No such file or directory" in error(free_port())
+
+
+def test_mutual_tls(backend: str, use_tls: Callable[..., None]) -> None:
+    known = certificates()
+    use_tls(**known.environment(known.client))
+    with (
+        tcpstore_server("--backend", backend, *known.serving(ca=True)) as server,
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store,
+    ):
+        assert store.add("counter", 1) == 1
+
+
+def test_nobody_else_is_at_the_other_end() -> None:
+    """A process that finds the port of the pair first is turned away."""
+    strangers: list[socket.socket] = []
+
+    class Hasty(socket.socket):
+        def listen(self, backlog: int = 0) -> None:
+            super().listen(backlog)
+            strangers.append(socket.create_connection(self.getsockname(), LIMIT))
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr("tcpstore_async.client.tls.socket.socket", Hasty)
+    try:
+        outer, inner = _pair()
+    finally:
+        patch.undo()
+    with outer, inner:
+        assert inner.getpeername() == outer.getsockname()
+        [stranger] = strangers
+        with stranger:
+            assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize("where", ["process", "thread"])
+def test_a_master_with_tls(where: str, use_tls: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = certificates()
+    monkeypatch.setenv("TCPSTORE_SERVER", where)
+    use_tls(**known.environment(known.server))
+    with ExitStack() as stack:
+        master = stack.enter_context(TCPStore("127.0.0.1", 0, 2, True, LIMIT, wait_for_workers=False))
+        other = stack.enter_context(TCPStore("127.0.0.1", master.port, timeout=LIMIT))
+        master.set("key", "value")
+        assert other.get("key") == b"value"
+
+
+def test_a_master_needs_a_certificate(use_tls: Callable[..., None]) -> None:
+    use_tls()
+    with pytest.raises(DistNetworkError, match="a server with TLS needs a certificate and its key: set TCPSTORE_CERT"):
+        TCPStore("127.0.0.1", 0, is_master=True)
+
+
+def test_rendezvous(use_tls: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = certificates()
+    use_tls(**known.environment(known.server))
+    monkeypatch.delenv("TCPSTORE_TLS")
+    port = free_port()
+    store, rank, world = next(rendezvous(f"tcps://127.0.0.1:{port}", 0, 1))
+    with store:
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        assert (rank, world) == (0, 1)
+        monkeypatch.delenv("TCPSTORE_CA")
+        with pytest.raises(DistNetworkError, match="certificate verify failed"):
+            TCPStore("127.0.0.1", port, timeout=LIMIT, tls=True)
+
+
+def test_a_relay(backend: str) -> None:
+    """Its ranks are stock clients: nothing of them crosses the network in clear text."""
+    known = certificates()
+    with tcpstore_server("--backend", backend, *known.serving(ca=True)) as server:
+        url = f"tcps://127.0.0.1:{server.port}"
+        with tcpstore_relay(url, env=known.environment(known.client)) as relay:
+            with RawPeer(relay.port) as one, RawPeer(relay.port) as other:
+                value = os.urandom(2_000_000)
+                one.send(b"\x01" + blob_of(b"/key") + blob_of(value))
+                one.ping()
+                assert other.ask(get(b"/key"), 8 + len(value))[8:] == value
+            until(lambda: "linked to" in relay.log())
+
+
+def blob_of(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
+
+
+def test_a_relay_says_why_it_cannot_connect() -> None:
+    known = certificates()
+    with tcpstore_server(*known.serving(ca=True)) as server:
+        url = f"tcps://127.0.0.1:{server.port}"
+        with tcpstore_relay(url, "--tls-ca", known.ours.ca) as relay:
+            until(lambda: "it requires a certificate of this side" in relay.log())
+        with tcpstore_relay(url, "--tls-ca", known.others.ca) as relay:
+            until(lambda: "certificate verify failed" in relay.log())
+
+
+def test_a_relays_link_survives_a_reset() -> None:
+    known = certificates()
+    with tcpstore_server(*known.serving()) as server:
+        proxy = Resetter(server.port)
+        try:
+            url = f"tcps://127.0.0.1:{proxy.port}"
+            with tcpstore_relay(url, env=known.environment()) as relay, RawPeer(relay.port) as rank:
+                for _ in range(3):
+                    rank.ping()
+                    until(lambda: proxy.reset() > 0)
+                    rank.ping()
+                assert "resumed the link" in relay.log()
+        finally:
+            proxy.stop()
+
+
+def test_the_command_line(server: Server) -> None:
+    run = CliRunner().invoke
+    options = ["--url", f"tcps://127.0.0.1:{server.port}", "--tls-ca", certificates().ours.ca]
+    assert run(main, [*options, "set", "key", "value"]).exit_code == 0
+    assert run(main, ["get", *options, "key"]).output == "value"
+    wrong = run(main, ["get", *options[:2], "--tls-ca", certificates().others.ca, "key"])
+    assert wrong.exit_code == 4
+    assert "certificate verify failed" in wrong.output
+
+
+def test_the_files_of_a_call_win(server: Server, use_tls: Callable[..., None]) -> None:
+    use_tls(TCPSTORE_CA=certificates().others.ca)
+
+    async def connect() -> None:
+        files = TlsFiles(certificates().ours.ca)
+        async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=LIMIT, tls_files=files) as store:
+            await store.ping()
+
+    asyncio.run(connect())

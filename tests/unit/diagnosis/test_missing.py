@@ -1,0 +1,290 @@
+"""Who is missing, in worlds of simulated stock clients."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from looking import World, environments
+from tcpstore_async.diagnosis.missing import Missing, Pending
+
+GLOO = b"/default_pg/0//cpu//0/"
+
+
+def only(answer: Missing) -> Pending:
+    assert len(answer.waits) == 1
+    return answer.waits[0]
+
+
+def ports(found: Pending) -> set[int]:
+    return {one.port - 20_000 for one in found.elsewhere}
+
+
+def gloo(world: World, ranks: set[int], size: int, prefix: bytes = GLOO) -> None:
+    """Ranks make a gloo group: each publishes its address, then waits for those of all, in order."""
+    for rank in sorted(ranks):
+        world.set(rank, prefix + b"%d" % rank, bytes(154 + 8 * size))
+    first = next(rank for rank in range(size) if rank not in ranks)
+    for rank in sorted(ranks):
+        world.wait(rank, prefix + b"%d" % first)
+
+
+def test_ranks_that_have_not_joined() -> None:
+    world = World()
+    for rank in {*range(16)} - {3, 7}:
+        world.connect(rank)
+    world.connect(99, joins=False)
+    found = only(world.missing(16, environments({*range(16)} - {3, 7}, 16)))
+    assert (found.kind, found.key, found.arrived, found.expected) == ("join", "init/", 14, 16)
+    assert found.missing_ranks == [3, 7]
+    assert (found.elsewhere[0].rank, found.elsewhere[0].does) == (None, "has sent nothing since PING")
+    assert found.unseen == 1
+
+
+@pytest.mark.parametrize("kind", ["store_based", "BARRIER", "elastic", "collectives", "gloo"])
+def test_five_of_64_of_which_two_are_connected(kind: str) -> None:
+    size, absent, hanging = 64, {3, 17, 40}, {8, 9}
+    world = World()
+    present = {*range(size)} - absent
+    for rank in present:
+        world.connect(rank)
+    came = present - hanging
+    world.history.now = 5.0
+    if kind == "gloo":
+        gloo(world, came, size)
+    for rank in came:
+        if kind == "store_based":
+            world.store_based_barrier([rank])
+        elif kind == "BARRIER":
+            world.barrier(rank, b"/all here", size)
+        elif kind == "elastic":
+            world.add(rank, b"/step/num_members")
+            world.wait(rank, b"/step/last_member")
+        elif kind == "collectives":
+            world.add(rank, b"/step/num_members")
+            world.set(rank, b"/step/%d" % rank)
+            world.wait(rank, b"/step/last_members")
+    world.history.now = 7.0
+    answer = world.missing(None, environments(present, size))
+    assert (answer.world_size, answer.joined) == (size, 61)
+    found = [one for one in answer.waits if one.kind != "join"]
+    assert len(found) == 1
+    assert found[0].kind == ("keys" if kind == "gloo" else "barrier")
+    assert (found[0].arrived, found[0].expected, found[0].unseen) == (59, 64, 3)
+    assert found[0].missing_ranks == sorted(absent | hanging)
+    assert [(one.rank, one.host, one.pid, one.does, one.since) for one in found[0].elsewhere] == [
+        (8, "10.0.0.1", 1008, "has sent nothing since ADD", 7.0),
+        (9, "10.0.0.1", 1009, "has sent nothing since ADD", 7.0),
+    ]
+    assert found[0].since == 2.0
+
+
+def test_what_the_missing_wait_for_instead() -> None:
+    world = World()
+    for rank in range(4):
+        world.connect(rank)
+    world.store_based_barrier([0, 1, 2])
+    world.wait(3, b"/other/last_member")
+    found = {one.key: one for one in world.missing(4, environments(range(4), 4)).waits}
+    barrier = found["/store_based_barrier_key:default_pg"]
+    assert [(one.rank, one.does) for one in barrier.elsewhere] == [(3, "waits for other/last_member")]
+    assert barrier.missing_ranks == [3]
+
+
+@pytest.mark.parametrize("by_list", [True, False])
+@pytest.mark.parametrize("size", [1_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_seven_missing_from_an_exchange_of_keys(size: int, by_list: bool) -> None:
+    """Nothing says which rank a client is but the key that it writes."""
+    chance = random.Random(f"{size} {by_list}")
+    world = World()
+    numbers = list(range(size))
+    chance.shuffle(numbers)
+    absent = set(chance.sample(range(size), 7))
+    names = [b"/exchange/%d" % rank for rank in range(size)]
+    for client, rank in enumerate(numbers):
+        world.connect(client)
+        if rank not in absent:
+            world.set(client, names[rank])
+    first = names[min(absent)]
+    missing = [names[rank] for rank in sorted(absent)]
+    for client, rank in enumerate(numbers):
+        if rank not in absent:
+            world.wait(client, *((names if size <= 1_000 else missing) if by_list else [first]))
+    found = only(world.missing(size))
+    assert found.missing_ranks == sorted(absent)
+    assert (found.kind, found.arrived, found.expected, found.unseen) == ("keys", size - 7, size, 0)
+    assert {one.pid for one in found.elsewhere} == {1000 + at for at, rank in enumerate(numbers) if rank in absent}
+
+
+@pytest.mark.parametrize("pid", [None, 77])
+@pytest.mark.parametrize("world_size", [None, 1_000])
+@pytest.mark.parametrize("barrier", ["store_based", "BARRIER"])
+def test_seven_of_1000_that_show_no_rank(pid: int | None, world_size: int | None, barrier: str) -> None:
+    """Even if all say that they are the same process."""
+    world = World()
+    for client in range(1_000):
+        world.connect(client, pid=pid)
+    absent = set(random.Random(7).sample(range(1_000), 7))
+    came = {*range(1_000)} - absent
+    if barrier == "store_based":
+        world.store_based_barrier(came)
+    else:
+        for client in came:
+            world.barrier(client, b"/start", 1_000)
+    found = only(world.missing(world_size))
+    assert ports(found) == absent
+    assert {one.rank for one in found.elsewhere} == {None}
+    assert (found.arrived, found.missing_ranks, found.unseen) == (993, [], 0)
+
+
+def test_a_barrier_that_is_open_is_not_under_way() -> None:
+    world = World()
+    for client in range(3):
+        world.connect(client)
+    world.store_based_barrier(range(3))
+    world.set(2, b"/store_based_barrier_key:default_pg:last_worker")
+    assert world.missing(3).waits == []
+    assert world.facts().counters.keys() == {"init/"}
+
+
+def test_the_root_of_a_group_is_missing() -> None:
+    for names, size, expected in [
+        ([b"/default_pg/0//cuda//0"], 4, [0]),
+        ([b"/default_pg/0//cuda//pg/nccl_storekey_2"], 4, [0]),
+        ([b"/pg/nccl_storekey_0_%d" % root for root in range(4)], 512, [128, 384]),
+        ([b"/pg/UniqueNCCLID:%d" % root for root in range(4)], 510, [128, 383]),
+    ]:
+        world = World()
+        for client in range(3):
+            world.connect(client)
+        if len(names) > 1:
+            world.set(0, names[0])
+            world.set(1, names[2])
+        world.wait(1, *names)
+        world.wait(2, *names)
+        found = [one for one in world.missing(size).waits if one.kind == "keys"]
+        assert [one.missing_ranks for one in found] == [expected], names
+        assert found[0].unseen == len(expected)
+
+
+def test_a_rank_that_gathers_is_not_missing_itself() -> None:
+    world = World()
+    for client in range(6):
+        world.connect(client)
+    for client in (1, 2, 4):
+        world.set(client, b"/gathered/%d" % client)
+    world.wait(0, *[b"/gathered/%d" % rank for rank in range(1, 6)])
+    found = only(world.missing(6, environments(range(6), 6)))
+    assert (found.missing_ranks, found.arrived, found.expected) == ([3, 5], 3, 5)
+    assert [one.rank for one in found.elsewhere] == [3, 5]
+
+
+def test_a_key_that_is_no_ranks_is_not_missing_from_anybody() -> None:
+    world = World()
+    for client in range(3):
+        world.connect(client)
+    world.set(0, b"/assigned/0")
+    world.set(0, b"/assigned/1")
+    world.wait(1, b"/assigned/2")
+    world.wait(2, b"/go")
+    assert world.missing().waits == []
+
+
+def test_a_group_of_some_ranks() -> None:
+    """Its size is in what its members publish; which ranks they are is not."""
+    world = World()
+    for client in range(16):
+        world.connect(client)
+    gloo(world, {0, 1, 3}, 5, b"/default_pg/0//2//cpu//0/")
+    found = only(world.missing(16))
+    assert (found.arrived, found.expected, found.missing_ranks, found.elsewhere) == (3, 5, [2, 4], [])
+
+
+def test_hosts_from_which_fewer_have_come() -> None:
+    world = World()
+    for client in range(32):
+        world.connect(client, host=f"10.0.0.{client // 8}")
+    world.store_based_barrier({*range(32)} - {9, 10, 11})
+    found = only(world.missing(32))
+    assert [(one.host, one.arrived, one.usual) for one in found.fewer_on] == [("10.0.0.1", 5, 8)]
+
+
+def test_a_rank_that_has_left_is_not_connected() -> None:
+    world = World()
+    for client in range(4):
+        world.connect(client)
+        world.introduce(client, rank=str(client), world_size="4", host="node", pid=str(client))
+    world.store_based_barrier([0, 1])
+    world.leave(3)
+    found = only(world.missing())
+    assert found.missing_ranks == [2, 3]
+    assert [one.rank for one in found.elsewhere] == [2]
+    assert found.unseen == 1
+
+
+def test_numbers_that_a_peer_has_made_up() -> None:
+    """They cost no more than others: nobody looks at a thousand million ranks."""
+    world = World()
+    for client in range(40):
+        world.connect(client)
+        world.wait(client, b"/made%d/999999999" % client, b"/made%d/7" % client)
+    assert {tuple(one.missing_ranks) for one in world.missing().waits} == {(7, 999_999_999)}
+    assert world.missing(world_size=999_999_999).waits[0].kind == "join"
+
+
+def test_nobody_is_blamed_when_it_is_not_known_who_has_come() -> None:
+    """More have come to the barrier than are remembered."""
+    world = World(most_bytes=3600)
+    for client in range(8):
+        world.connect(client)
+    world.store_based_barrier(range(6))
+    for client in range(4):
+        world.send(client, b"\x0c")
+    found = only(world.missing(8))
+    assert (found.arrived, found.missing_ranks, found.elsewhere, found.unseen) == (6, [], [], 2)
+
+
+def test_contradictory_ranks_are_none() -> None:
+    world = World()
+    for client in range(3):
+        world.connect(client)
+    found = world.ranks(None, {0: {"RANK": "1"}, 1: {"RANK": "1"}, 2: {"RANK": "2"}})
+    assert {number: rank.pid for number, rank in found.by_number.items()} == {2: 1002}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_whoever_is_missing_is_named_and_no_other(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 24))
+    everybody = set(range(size))
+    absent = data.draw(st.sets(st.sampled_from(sorted(everybody)), min_size=0, max_size=size - 1))
+    present = everybody - absent
+    hanging = data.draw(st.sets(st.sampled_from(sorted(present)), max_size=len(present) - 1))
+    kind = data.draw(st.sampled_from(["store_based", "BARRIER", "gloo"]))
+    known = data.draw(st.booleans())
+    world = World()
+    for rank in data.draw(st.permutations(sorted(present))):
+        world.connect(rank)
+    came = present - hanging
+    if kind == "store_based":
+        world.store_based_barrier(came)
+    elif kind == "BARRIER" and len(came) < size:
+        for rank in came:
+            world.barrier(rank, b"/b", size)
+    elif kind == "gloo" and len(came) < size:
+        gloo(world, came, size)
+    answer = world.missing(size, environments(present, size) if known else None)
+    waits = [one for one in answer.waits if one.kind != "join"]
+    if len(came) == size:
+        assert not [one for one in waits if one.missing_ranks or one.elsewhere]
+        return
+    found = waits[0]
+    if known or kind == "gloo":
+        assert found.missing_ranks == sorted(absent | hanging)
+    if known:
+        assert {one.rank for one in found.elsewhere} == hanging
+        assert found.unseen == len(absent)
+    assert ports(found) <= hanging

@@ -1,0 +1,450 @@
+"""Stores with names, on sessions in memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import pytest
+
+from conformance.frames import CANCEL_FETCH, END, NO_VALUE, enter, get, i64, join, push, set_, wait
+from support import HANDSHAKE, blob
+from tcpstore_async.access import Access
+from tcpstore_async.errors import NotAllowedError, PeerError, ProtocolError
+from tcpstore_async.limits import Limits
+from tcpstore_async.session.history import History
+from tcpstore_async.session.identity import identity
+from tcpstore_async.session.named_stores import NamedStores, StoreEnded
+from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.values import unpack
+
+EMPTY = bytes(8)
+
+
+class Server:
+    """An engine whose sessions are flushed and closed as by a server."""
+
+    def __init__(self, portion: int = 1000, limits: Limits | None = None) -> None:
+        self.engine = Engine(limits or Limits(), portion)
+        self.engine.identify(identity("the server", "uv"))
+        self.named = NamedStores(self.engine, "the server")
+        self.closed: dict[ServerSession, str] = {}
+        self.port = 0
+
+    def connect(self) -> ServerSession:
+        self.port += 1
+        session = ServerSession(self.engine, None, "10.0.0.7", self.port, 0.0)
+        session.receive(HANDSHAKE)
+        return session
+
+    def say(self, session: ServerSession, data: bytes) -> bytes:
+        """Return the replies at once, those included that take steps."""
+        session.receive(data)
+        while session.stalled():
+            session.receive(b"")
+        return take(session)
+
+    def enter(self, session: ServerSession, name: str, **items: object) -> dict[str, Any]:
+        return reply(self.say(session, enter(name, **items)))
+
+    def owner(self, name: str, owner: str = "o", **items: object) -> ServerSession:
+        session = self.connect()
+        assert self.enter(session, name, owner=owner, pid=77, host="n1", **items)["status"] == "entered"
+        return session
+
+    def rank(self, name: str, **items: object) -> ServerSession:
+        session = self.connect()
+        assert self.enter(session, name, **items)["status"] == "entered"
+        return session
+
+    def leave(self, session: ServerSession) -> None:
+        session.leave()
+        self.work()
+
+    def work(self) -> None:
+        """Do what is left for later, and close evicted sessions."""
+        more = True
+        while more:
+            if self.engine.keyspace.work:
+                self.engine.activate()
+                self.engine.keyspace.step()
+            more = self.named.work()
+            evicted = self.engine.evicted
+            while evicted:
+                session, error = next(iter(evicted.items()))
+                self.closed[session] = str(error)
+                session.leave()
+            self.engine.pending_flush.clear()
+            more = more or bool(self.engine.keyspace.work)
+
+
+def take(session: ServerSession) -> bytes:
+    said = b"".join(session.out)
+    session.out.clear()
+    session.unsent -= len(said)
+    return said
+
+
+def reply(raw: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(unpack(raw))
+    return found
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def test_keys_are_visible_in_their_store_only(server: Server) -> None:
+    stock, first, second = server.connect(), server.owner("a"), server.owner("b")
+    for number, session in enumerate((stock, first, second)):
+        server.say(session, set_(b"/k", b"%d" % number))
+    rank = server.rank("a")
+    assert [server.say(one, get(b"/k"))[8:] for one in (stock, first, second, rank)] == [b"0", b"1", b"2", b"1"]
+    assert server.say(server.connect(), get(b"/k"))[8:] == b"0"
+
+
+def test_a_rank_waits_for_the_owner(server: Server) -> None:
+    ranks = [server.connect() for _ in range(3)]
+    for rank in ranks:
+        assert server.say(rank, enter("a")) == b""
+    owner = server.owner("a")
+    assert server.say(owner, set_(b"/k", b"v")) == b""
+    server.work()
+    replies = [reply(take(rank)) for rank in ranks]
+    assert [one["status"] for one in replies] == ["entered"] * 3
+    assert len({one["incarnation"] for one in replies}) == 1
+    assert [server.say(rank, get(b"/k"))[8:] for rank in ranks] == [b"v"] * 3
+
+
+def test_waiting_ranks_are_answered_in_order_of_arrival(server: Server) -> None:
+    ranks = [server.connect() for _ in range(3)]
+    for rank in ranks:
+        server.say(rank, enter("a"))
+    server.say(server.connect(), enter("a", owner="o"))
+    server.engine.keyspace.step()
+    assert [one for one in server.engine.pending_flush if one in ranks] == ranks
+
+
+def test_a_wait_for_a_store_can_be_given_up(server: Server) -> None:
+    rank, other = server.connect(), server.connect()
+    assert server.say(rank, enter("a")) == b""
+    assert server.say(other, enter("a")) == b""
+    assert server.say(rank, CANCEL_FETCH) == NO_VALUE
+    server.leave(other)
+    assert server.say(rank, set_(b"/k", b"v") + get(b"/k"))[8:] == b"v"  # still in the store without a name
+    owner = server.owner("a")
+    server.work()
+    assert take(rank) == b""
+    assert list(server.named.stores["a"].sessions) == [owner]
+    assert server.enter(rank, "a")["status"] == "entered"
+    assert not server.named.entries
+    assert not server.named.waiting
+
+
+def test_who_gives_up_while_others_are_let_in_is_answered_before(server: Server) -> None:
+    """As a wake-up that is on its way: the client reads both replies."""
+    server = Server(portion=1)
+    first, second = server.connect(), server.connect()
+    server.say(first, enter("a"))
+    server.say(second, enter("a"))
+    server.say(server.connect(), enter("a", owner="o"))
+    assert server.engine.keyspace.work
+    said = server.say(second, CANCEL_FETCH)
+    assert said.endswith(NO_VALUE)
+    assert reply(said[: -len(NO_VALUE)])["status"] == "entered"
+
+
+def test_commands_behind_enter_are_for_the_new_store(server: Server) -> None:
+    session = server.connect()
+    said = server.say(session, enter("a", owner="o") + set_(b"/k", b"v") + get(b"/k"))
+    assert said.endswith(blob(b"v"))
+    assert server.say(server.connect(), get(b"/k")) == EMPTY
+
+
+def test_a_second_owner_is_told_who_the_first_is(server: Server) -> None:
+    now = [100.0]
+    server.named.clock = lambda: now[0]
+    server.owner("a")
+    now[0] += 2.5
+    other = server.connect()
+    refused = server.enter(other, "a", owner="another")
+    assert refused == {"status": "taken", "reason": "the store 'a' already has an owner: host n1, pid 77, for 2.5 s"}
+    assert server.say(other, set_(b"/k", b"v") + get(b"/k"))[8:] == b"v"
+    assert server.enter(other, "b", owner="another")["status"] == "entered"
+
+
+def test_a_store_ends_with_its_owner_at_once(server: Server) -> None:
+    owner, rank = server.owner("a"), server.rank("a")
+    server.say(rank, set_(b"/k", b"v"))
+    server.leave(owner)
+    assert server.closed == {rank: "the store 'a' ended: its owner (host n1, pid 77) left"}
+    again = server.owner("a", "next")
+    assert server.say(again, get(b"/k")) == EMPTY
+
+
+def test_an_owner_of_several_connections_leaves_with_the_last(server: Server) -> None:
+    first = server.owner("a")
+    incarnation = server.named.stores["a"].incarnation
+    second = server.owner("a", incarnation=incarnation)
+    server.leave(first)
+    assert not server.closed
+    assert server.rank("a")
+    server.leave(second)
+    assert "a" not in server.named.stores
+
+
+def test_owners_can_share(server: Server) -> None:
+    first, second = server.owner("a", "1", shares="us"), server.owner("a", "2", shares="us")
+    server.say(first, END)
+    server.leave(first)
+    assert server.say(server.rank("a"), get(b"/k")) == EMPTY
+    server.leave(second)
+    assert "a" not in server.named.stores
+
+
+def test_end_gives_the_ranks_time(server: Server) -> None:
+    released: list[object] = []
+    server.named.on_released = released.append
+    owner, rank = server.owner("a"), server.rank("a")
+    server.say(rank, set_(b"/k", b"v"))
+    assert server.say(owner, END) == i64(1)
+    server.leave(owner)
+    assert not server.closed
+    assert server.say(rank, get(b"/k"))[8:] == b"v"
+    [store] = server.named.ending
+    assert released == [store]
+    assert server.say(server.owner("a", "next"), get(b"/k")) == EMPTY
+    server.named.close(store)
+    server.work()
+    assert server.closed == {rank: "the store 'a' ended: its owner (host n1, pid 77) has closed it"}
+    assert not server.named.ending
+
+
+def test_nothing_lasts_of_a_store_that_all_have_left(server: Server) -> None:
+    owner, rank = server.owner("a"), server.rank("a")
+    server.say(owner, END)
+    server.leave(owner)
+    server.leave(rank)
+    assert not server.named.ending
+    assert not server.named.stores
+
+
+def test_a_known_incarnation_is_the_only_one_entered(server: Server) -> None:
+    owner = server.owner("a")
+    known = server.named.stores["a"].incarnation
+    assert server.rank("a", incarnation=known)
+    server.leave(owner)
+    server.owner("a", "next")
+    late = server.connect()
+    assert server.enter(late, "a", incarnation=known) == {
+        "status": "ended",
+        "reason": "the store 'a' ended: its owner (host n1, pid 77) left",
+    }
+    assert server.enter(late, "a", incarnation="of another server")["reason"] == "the store 'a' ended"
+
+
+def test_attempts(server: Server) -> None:
+    server.owner("a", attempt=2)
+    late, early, other = server.connect(), server.connect(), server.connect()
+    assert server.enter(late, "a", attempt=1) == {
+        "status": "ended",
+        "reason": "the store 'a' belongs to attempt 2, but this rank to attempt 1",
+    }
+    assert server.enter(other, "a", attempt="x")["status"] == "ended"
+    assert server.rank("a", attempt=2)
+    assert server.rank("a")
+    assert server.say(early, enter("a", attempt=3)) == b""
+    assert server.named.drop("a", "an administrator dropped it")
+    server.work()
+    server.owner("a", "next", attempt=3)
+    server.work()
+    assert reply(take(early))["status"] == "entered"
+
+
+def test_who_does_not_want_to_wait(server: Server) -> None:
+    found = server.enter(server.connect(), "a", wait=0)
+    assert found == {"status": "ended", "reason": "there is no store 'a'"}
+
+
+def test_the_identity_names_the_store(server: Server) -> None:
+    rank = server.owner("a")
+    found = reply(server.say(rank, get(b"tcpstore_async/server")))
+    assert (found["store"], found["instance"]) == ("a", server.named.stores["a"].incarnation)
+
+
+def test_an_owner_can_announce_ranks(server: Server) -> None:
+    owner, rank = server.owner("a", joins=4), server.rank("a")
+    assert server.say(rank, get(b"tcpstore_async/joins"))[8:] == b"4"
+    assert server.say(server.connect(), get(b"tcpstore_async/joins")) == EMPTY
+    assert server.say(rank, join(b"init/", b"r1")) == i64(1)
+    server.say(owner, END)
+    assert server.say(rank, get(b"tcpstore_async/joins"))[8:] == b"0"
+
+
+def test_waiters_and_queues_belong_to_their_store(server: Server) -> None:
+    first, second = server.owner("a"), server.owner("b")
+    server.say(first, wait(b"/q"))
+    server.say(second, push(b"/q", b"x"))
+    assert take(first) == b""
+    server.say(server.rank("a"), push(b"/q", b"x"))
+    assert take(first) == b"\0"
+
+
+@pytest.mark.parametrize("items", [
+    {}, {"name": ""}, {"name": "n" * 513}, {"name": "a", "owner": "o" * 65}, {"name": "a", "joins": "x"},
+    {"name": "a", "owner": "o", "unknown": "u" * 4096}, {"name": b"\xff"},
+])  # fmt: skip
+def test_an_invalid_enter_closes(server: Server, items: dict[str, Any]) -> None:
+    session = server.connect()
+    name = items.pop("name", None)
+    with pytest.raises(ProtocolError):
+        server.say(session, enter(name, **items))
+    session.leave()
+    assert not server.named.stores
+
+
+def test_enter_must_come_first(server: Server) -> None:
+    for before in (enter("b", owner="o"), join(b"init/", b"t"), wait(b"/k")):
+        session = server.connect()
+        server.say(session, before)
+        with pytest.raises(ProtocolError, match="ENTER from a connection"):
+            server.say(session, enter("a", owner="o"))
+
+
+def test_end_takes_an_owner(server: Server) -> None:
+    server.owner("a")
+    for session in (server.rank("a"), server.connect()):
+        with pytest.raises(ProtocolError, match="owns no store"):
+            server.say(session, END)
+
+
+# Tokens
+
+
+def test_a_token_for_a_store_opens_that_one_only(server: Server) -> None:
+    session = server.connect()
+    session.grant_access(Access("t", store="a"))
+    assert server.enter(session, "b", owner="o")["status"] == "refused"
+    for command in (set_(b"/k", b"v"), get(b"/k"), b"\x07"):
+        other = server.connect()
+        other.grant_access(Access("t", store="a"))
+        with pytest.raises(NotAllowedError, match="token t is for the store 'a'"):
+            server.say(other, command)
+    assert server.enter(session, "a", owner="o")["status"] == "entered"
+    assert server.say(session, set_(b"/k", b"v") + get(b"/k"))[8:] == b"v"
+
+
+def test_a_token_that_reads_owns_no_store(server: Server) -> None:
+    session = server.connect()
+    session.grant_access(Access("t", "read"))
+    assert (
+        server.enter(session, "a", owner="o")["reason"]
+        == "token t may only read, but the owner of a store must be able to write"
+    )
+    server.owner("a")
+    assert server.enter(session, "a")["status"] == "entered"
+    with pytest.raises(NotAllowedError):
+        server.say(session, set_(b"/k", b"v"))
+
+
+def test_the_limits_of_a_token_count_in_all_stores(server: Server) -> None:
+    token = Access("t", max_keys=3)
+    for name in ("a", "b"):
+        session = server.connect()
+        session.grant_access(token)
+        assert server.enter(session, name, owner="o")["status"] == "entered"
+        server.say(session, set_(b"/1", b""))
+    server.say(session, set_(b"/2", b""))
+    with pytest.raises(NotAllowedError, match="has stored 3 of 3"):
+        server.say(session, set_(b"/3", b""))
+
+
+# Memory
+
+
+def test_everything_is_counted_and_released(server: Server) -> None:
+    budget = server.engine.budget
+    idle = budget.used()
+    sessions = [server.owner("a"), server.owner("b"), server.rank("a"), server.connect()]
+    waiting = server.connect()
+    server.say(waiting, enter("c"))
+    for number, session in enumerate(sessions):
+        for key in range(10 * number):
+            server.say(session, set_(b"/%d" % key, bytes(100)))
+    stored = sum(one.engine.keyspace.size for one in server.named.stores.values()) + server.engine.keyspace.size
+    assert stored > 50 * 100
+    assert budget.used() > idle + stored
+    server.say(sessions[0], get(b"/0"))
+    assert budget.used() == budget.others + server.named.stores["a"].engine.keyspace.size
+    for session in (sessions[0], sessions[1], sessions[3], waiting):
+        server.leave(session)
+    assert list(server.closed) == [sessions[2]]
+    server.leave(server.connect())
+    assert budget.used() - idle == server.engine.keyspace.size
+    assert budget.lists == 0
+
+
+def test_the_largest_holder_goes_whichever_store_it_is_in() -> None:
+    server = Server(limits=Limits(budget_bytes=16 * 1024 * 1024))
+    hog, honest = server.owner("a"), server.owner("b")
+    with pytest.raises(PeerError):
+        for number in range(100):
+            server.say(hog, set_(b"/%d" % number, bytes(256 * 1024)))
+    server.leave(hog)
+    server.say(honest, set_(b"/k", b"v"))
+    for number in range(40):  # a second one, while another store is served in between
+        other = server.owner(f"c{number}")
+        server.say(other, set_(b"/k", bytes(1024 * 1024)))
+        server.say(honest, get(b"/k"))
+        server.work()
+    assert honest not in server.closed
+    assert server.closed
+    assert server.engine.budget.used() <= 16 * 1024 * 1024
+
+
+def test_ten_thousand_stores_leave_nothing() -> None:
+    server = Server()
+
+    def live(number: int) -> None:
+        name = f"10.0.0.7:{number}"
+        early = server.connect()
+        server.say(early, enter(name))
+        owner, rank = server.owner(name), server.rank(name)
+        server.work()
+        for session in (early, owner, rank):
+            server.say(session, set_(b"/%d" % session.port, b"v") + get(b"/k"))
+        if number % 2:
+            server.say(owner, END)
+        for session in (owner, early, rank):
+            if session.engine.store is not None:
+                server.leave(session)
+        server.closed.clear()
+
+    gc.collect()
+    gc.disable()
+    try:
+        live(0)
+        used, tracked = server.engine.budget.used(), len(gc.get_objects())
+        for number in range(10_000):
+            live(number)
+        assert server.engine.budget.used() == used
+        assert len(gc.get_objects()) < tracked + 3_000  # `ended` remembers 1,024
+    finally:
+        gc.enable()
+
+
+def test_an_observed_store_does_the_same(server: Server) -> None:
+    server.named.on_created = lambda store: store.engine.observe(History(store.engine))
+    used = server.engine.budget.used()
+    owner = server.owner("a")
+    server.say(owner, set_(b"/k", b"v"))
+    history = server.named.stores["a"].engine.history
+    assert history is not None
+    assert history.write(b"/k") is not None
+    assert history.held
+    assert isinstance(server.named.stores["a"].error(), StoreEnded)
+    server.leave(owner)
+    assert not server.named.stores
+    assert server.engine.budget.used() == used

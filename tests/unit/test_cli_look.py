@@ -1,0 +1,282 @@
+"""`tcpstore stat`, `latency`, `monitor`, `info` and `keys --sort size`: what they print, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
+from tcpstore_async.cli import main
+from tcpstore_async.cli.asking import in_bytes, in_seconds
+from tcpstore_async.client.admin import ask
+from tcpstore_async.diagnosis.rates import Histogram, Stats, between, read_look
+from tcpstore_async.diagnosis.samples import read_samples
+from tcpstore_async.errors import DistStoreError, ProtocolError
+
+STRANGE = b"/evil\x1b[31m\nkey"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("run")
+    folder.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server with two clients: one wrote three keys, one waits."""
+    with tcpstore_server() as server, RawPeer(server.port) as one, RawPeer(server.port) as two:
+        for key, size in ((b"/small", 1), (b"/large", 1000), (STRANGE, 10)):
+            one.send(b"\x01" + blob(key) + blob(b"x" * size))
+        one.ping(os.getpid())
+        two.send(b"\x06" + keys(b"/missing") + b"\x0d" + b"abcd")
+        two.read(4)
+        yield server
+
+
+def run(server: Server | None, *words: str) -> Result:
+    url = ["--url", f"tcp://127.0.0.1:{server.port}"] if server is not None else []
+    return CliRunner().invoke(main, [*words, *url])
+
+
+def test_stat(server: Server) -> None:
+    done = run(server, "stat")
+    assert done.exit_code == 0
+    header, row = done.stdout.splitlines()
+    assert header.split() == ["CONNECTIONS", "WAITING", "OPS/S", "KEYS", "BYTES", "P99", "LAG", "QUEUE", "CPU"]
+    assert row.split()[:4] == ["2", "1", "0", "3"]
+    found = json.loads(run(server, "stat", "-o", "json").stdout)
+    assert (found["connections"], found["sessions"], found["waiting"], found["keys"]) == (2, 2, 1, 3)
+    assert found.keys() >= {"ops", "bytes", "p99", "lag", "accept_queue", "time", "seconds", "commands"}
+
+
+def test_stat_again_and_again(server: Server) -> None:
+    lines = run(server, "stat", "-i", "0.1", "--count", "21").stdout.splitlines()
+    assert len(lines) == 23
+    assert [line.startswith("CONN") for line in lines].count(True) == 2
+    assert lines[0] == lines[21]
+
+
+def test_stat_ends_with_its_server() -> None:
+    with tcpstore_server() as server:
+        command = [sys.executable, "-m", "tcpstore_async", "stat", "-i", "0.1", "-o", "json"]
+        with subprocess.Popen(
+            [*command, "--url", f"tcp://127.0.0.1:{server.port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            server.stop()
+            _, errors = process.communicate(timeout=LIMIT)
+            assert process.returncode == 4
+            assert json.loads(errors)["status"] == 4
+
+
+def test_latency(server: Server) -> None:
+    lines = run(server, "latency", "--count", "30").stdout.splitlines()
+    assert lines[0].startswith("30 round trips: min ")
+    assert any(line.startswith("service time in the server: p50 ") for line in lines)
+    assert any(line.startswith("lag of its event loop: p50 ") for line in lines)
+    found = json.loads(run(server, "latency", "--count", "30", "-o", "json").stdout)
+    assert found["count"] == 30
+    assert 0 < found["min"] <= found["p50"] <= found["p99"] <= found["max"]
+    assert found["server"]["service"]["p99"] > 0
+    assert sum(found["server"]["lag"]["counts"]) > 0
+
+
+def test_the_latency_of_a_server_that_cannot_be_asked() -> None:
+    with tcpstore_server("--admin", "") as server:
+        lines = run(server, "latency", "--count", "3").stdout.splitlines()
+        assert len(lines) == 2
+        assert lines[1].startswith("no times from the server itself: there is no admin socket for port")
+        assert json.loads(run(server, "latency", "--count", "3", "-o", "json").stdout)["server"] is None
+
+
+def test_keys_by_size(server: Server) -> None:
+    assert run(server, "keys", "--sort", "size").stdout.splitlines() == [
+        "1000  large",
+        "  10  evil\\x1b[31m\\nkey",
+        "   1  small",
+    ]
+    found = json.loads(run(server, "keys", "--sort", "size", "--prefix", "l", "-o", "json").stdout)["keys"]
+    assert [(one["key"], one["bytes"]) for one in found] == [("large", 1000)]
+    assert run(server, "keys", "--sort", "size", "--prefix", "none").stdout == ""
+    assert run(server, "keys").stdout.splitlines() == ["evil\\x1b[31m\\nkey", "large", "small"]
+
+
+def test_info_of_a_full_server_comes_from_its_admin_socket() -> None:
+    with tcpstore_server("--limit", "connections=1") as server, RawPeer(server.port) as one:
+        one.ping()
+        found = json.loads(run(server, "info", "-o", "json").stdout)
+        assert (found["connections"], found["max_connections"], found["ping_milliseconds"]) == (1, 1, None)
+        assert found["unreachable"] == "it has 1 connections, its maximum"
+        assert "server: tcpstore_async" in run(server, "info").stdout
+
+
+def test_info_of_a_server_that_lets_nobody_in(tmp_path: Path) -> None:
+    """Whatever keeps a client out, the admin socket answers; to what is no network error there is no other answer."""
+    ready: dict[str, Any]
+    with tcpstore_server() as server:
+        ready = json.loads(server.ready)
+        name = Path(ready["admin"])
+        other = name.with_name("1.sock")
+        name.rename(other)
+        try:
+            done = run(None, "info", "--url", "tcp://127.0.0.1:1", "--timeout", "0.2", "-o", "json")
+            found = json.loads(done.stdout)
+            assert (found["port"], found["ping_milliseconds"]) == (ready["port"], None)
+            assert "Connection refused" in found["unreachable"]
+        finally:
+            other.rename(name)
+
+
+def test_info_by_path(server: Server, folder: Path) -> None:
+    found = json.loads(
+        run(None, "info", "--admin", str(folder / "tcpstore" / f"{server.port}.sock"), "-o", "json").stdout
+    )
+    assert (found["num_keys"], found["connections"]) == (3, 2)
+    assert "unreachable" not in found
+
+
+def test_info_of_nobody() -> None:
+    done = run(None, "info", "--url", "tcp://127.0.0.1:1", "--timeout", "0.2")
+    assert (done.exit_code, done.stdout) == (4, "")
+
+
+def monitored(server: Server, *options: str) -> list[str]:
+    """The lines that a monitor prints of the commands of a client that goes on sending."""
+    with RawPeer(server.port) as one:
+        stopped = threading.Event()
+
+        def send() -> None:
+            while not stopped.wait(0.02):
+                one.send(b"\x01" + blob(b"/k\x1b") + blob(b"v\x1blue"))
+                one.ping(os.getpid())
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            done = run(server, "monitor", *options)
+        finally:
+            stopped.set()
+            thread.join()
+        assert done.exit_code == 0
+        return done.stdout.splitlines()
+
+
+def test_monitor(server: Server) -> None:
+    lines = [line for line in monitored(server, "--count", "5") if "SET" in line]
+    assert lines
+    assert all(line.isprintable() for line in lines)
+    assert all(line.endswith("SET  k\\x1b  5 bytes") for line in lines)
+    assert "127.0.0.1:" in lines[0]
+
+
+def test_monitor_with_values(server: Server) -> None:
+    lines = [line for line in monitored(server, "--count", "5", "--values") if "SET" in line]
+    assert lines
+    assert all("'v\\x1blue'" in line for line in lines)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_monitor_as_json(server: Server) -> None:
+    found: list[Any] = [json.loads(line) for line in monitored(server, "--count", "4", "-o", "json")]
+    assert len(found) == 4
+    assert found[0].keys() == {"time", "host", "port", "pid", "rank", "command", "key", "keys", "size", "value"}
+    assert {"k\x1b"} >= {one["key"] for one in found if one["command"] == "SET"}
+
+
+def test_monitor_says_that_the_server_has_gone() -> None:
+    with tcpstore_server() as server:
+        command = [sys.executable, "-m", "tcpstore_async", "monitor", "--url", f"tcp://127.0.0.1:{server.port}"]
+        with (
+            RawPeer(server.port) as one,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
+        ):
+            assert process.stdout is not None
+            stopped = threading.Event()
+
+            def send() -> None:
+                while not stopped.wait(0.05):
+                    one.ping()
+
+            thread = threading.Thread(target=send)
+            thread.start()
+            assert b"PING" in process.stdout.readline()
+            stopped.set()
+            thread.join()
+            server.stop(signal.SIGINT)
+            _, errors = process.communicate(timeout=LIMIT)
+            assert process.returncode == 4
+            assert b"the server closed the admin socket" in errors
+
+
+@pytest.mark.parametrize("command", ["stat", "monitor"])
+def test_a_server_that_cannot_be_asked(command: str) -> None:
+    with tcpstore_server("--admin", "") as server:
+        done = run(server, command)
+        assert (done.exit_code, done.stdout) == (4, "")
+        assert "there is no admin socket for port" in done.stderr
+
+
+# What follows from the numbers
+
+
+def stats(server: Server, uptime: float, **changes: Any) -> Stats:
+    found = read_look(ask(Path(json.loads(server.ready)["admin"]), ["stats"], 60.0)).stats
+    found.uptime = uptime
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def test_between_two_looks(server: Server) -> None:
+    then = stats(server, 10.0, commands={"SET": 5, "GET": 1}, cpu=1.0, lag=Histogram([1.0], [0, 0], 0.0))
+    now = stats(server, 12.0, commands={"SET": 25, "GET": 1, "ADD": 2}, cpu=2.0, lag=Histogram([1.0], [1, 0], 0.0))
+    found = between(then, now)
+    assert (found.seconds, found.ops, found.commands) == (2.0, 11.0, {"SET": 10.0, "ADD": 1.0})
+    assert (found.cpu, found.lag, found.p99) == (0.5, 1.0, None)
+    again = between(now, then)  # the server has been started again
+    assert (again.seconds, again.ops) == (10.0, 0.6)
+
+
+def test_quantiles() -> None:
+    times = Histogram([1.0, 2.0, 4.0], [10, 0, 10, 0], 0.0)
+    assert [times.quantile(share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0.0, 0.5, 1.0, 3.0, 4.0]
+    assert Histogram([1.0], [0, 0], 0.0).quantile(0.5) is None
+    assert Histogram([1.0], [0, 3], 0.0).quantile(0.5) == 1.0
+    assert times.since(Histogram([1.0, 2.0, 4.0], [9, 0, 0, 0], 0.0)).counts == [1, 0, 10, 0]
+    assert times.since(Histogram([1.0], [9, 0], 0.0)) is times
+
+
+def test_replies_that_are_none() -> None:
+    for lines in ([], [b'{"end": true}'], [b"\xff"], [b'{"stats": 1}']):
+        with pytest.raises(ProtocolError):
+            read_look(lines)
+    with pytest.raises(DistStoreError, match="no"):
+        read_look([b'{"error": "no"}'])
+    with pytest.raises(ProtocolError):
+        list(read_samples([b'{"samples": [[1]]}']))
+    with pytest.raises(DistStoreError, match="no"):
+        list(read_samples([b'{"error": "no"}']))
+
+
+def test_units() -> None:
+    assert [in_seconds(number) for number in (None, 0.0000123, 0.0123, 12.3, 600.0, 9000.0)] == [
+        "-", "12 µs", "12.3 ms", "12.3 s", "10 min", "2.5 h",
+    ]  # fmt: skip
+    assert [in_bytes(number) for number in (0, 1023, 1536, 2**30, 2**50)] == [
+        "0 B", "1023 B", "1.5 KiB", "1.0 GiB", "1024.0 TiB",
+    ]  # fmt: skip

@@ -1,0 +1,173 @@
+"""The metrics: each from the counter it is named for, documented, and nothing in deploy/ that does not exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tcpstore_async.web.looking import Counters, Rates, read_counters
+from tcpstore_async.web.metrics import expose
+from web.stub import SERVER, stats
+
+ROOT = Path(__file__).parent.parent.parent.parent
+DEPLOY = ROOT / "deploy"
+
+
+def counters(**changed: object) -> Counters:
+    lines = [{"server": SERVER}, {"stats": stats(**changed)}, {"end": True}]  # type: ignore[arg-type]
+    return read_counters(map(msgspec.json.encode, lines))
+
+
+def samples(found: Counters | None) -> dict[str, float]:
+    """By name and labels, as in the text."""
+    text = expose(found, "")[1].decode()
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if not line.startswith("#")
+    }
+
+
+def test_each_metric_has_its_value() -> None:
+    assert samples(counters()) == {
+        "tcpstore_up": 1,
+        'tcpstore_build_info{build="stub",version="0.0"}': 1,
+        "tcpstore_accepting": 1,
+        "tcpstore_start_time_seconds": 1_000_000,
+        "tcpstore_resident_memory_bytes": 4096,
+        "tcpstore_cpu_seconds_total": 12.5,
+        'tcpstore_commands_total{command="SET"}': 10,
+        'tcpstore_commands_total{command="GET"}': 20,
+        'tcpstore_commands_total{command="WAIT"}': 0,
+        "tcpstore_received_bytes_total": 300,
+        "tcpstore_sent_bytes_total": 400,
+        "tcpstore_connections": 9,
+        "tcpstore_connections_limit": 100,
+        "tcpstore_connections_accepted_total": 50,
+        "tcpstore_connections_rejected_total": 6,
+        'tcpstore_connections_closed_total{reason="protocol"}': 2,
+        'tcpstore_connections_closed_total{reason="tls"}': 1,
+        "tcpstore_sessions": 30,
+        "tcpstore_sessions_unvalidated": 4,
+        "tcpstore_sessions_waiting": 7,
+        "tcpstore_unsent_bytes": 123,
+        "tcpstore_links": 3,
+        "tcpstore_link_sessions": 21,
+        "tcpstore_single_links": 8,
+        "tcpstore_links_suspended": 5,
+        "tcpstore_keys": 77,
+        "tcpstore_queues": 11,
+        "tcpstore_awaited_keys": 13,
+        "tcpstore_memory_budget_bytes": 1000,
+        **{
+            f'tcpstore_memory_bytes{{use="{use}"}}': 10 * (at + 1)
+            for at, use in enumerate(("store", "waiters", "requests", "key_lists", "connections"))
+        },
+        "tcpstore_ranks_joined": 990,
+        "tcpstore_ranks_expected": 1000,
+        "tcpstore_accept_queue_length": 14,
+        "tcpstore_accept_queue_limit": 4096,
+        **{
+            f"tcpstore_{name}_seconds_{end}": value
+            for name in ("loop_lag", "service", "turn")
+            for end, value in {
+                'bucket{le="0.001"}': 5, 'bucket{le="0.1"}': 8, 'bucket{le="+Inf"}': 10, "count": 10, "sum": 7.5,
+            }.items()
+        },
+    }  # fmt: skip
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    found = samples(counters(accept_queue=None, joins={"joined": 0, "expected": 0, "world_size": None}))
+    assert not [name for name in found if "accept_queue" in name]
+    assert found["tcpstore_ranks_expected"] == 0
+
+
+def test_a_server_that_is_silent() -> None:
+    assert samples(None) == {"tcpstore_up": 0}
+
+
+def test_open_metrics() -> None:
+    kind, text = expose(counters(), "application/openmetrics-text; version=1.0.0, text/plain;q=0.5")
+    assert kind.startswith("application/openmetrics-text")
+    assert text.endswith(b"# EOF\n")
+
+
+def test_they_are_named_as_prometheus_wants() -> None:
+    """In base units, with the prefix, and with no label of which peers choose the values."""
+    families = {family.name: family for family in text_string_to_metric_families(expose(counters(), "")[1].decode())}
+    for name, family in families.items():
+        assert re.fullmatch(r"tcpstore_[a-z_]+", name)
+        assert family.documentation.endswith(".")
+        assert not re.search(r"_(ms|milliseconds|kb|mb|percent)$", name)
+        labels = {label for sample in family.samples for label in sample.labels}
+        assert labels <= {"command", "reason", "use", "le", "version", "build"}
+
+
+def exposed() -> set[str]:
+    return {name.partition("{")[0] for name in samples(counters())}
+
+
+@pytest.mark.parametrize("file", ["grafana.json", "prometheus-alerts.yaml"])
+def test_what_is_deployed_uses_metrics_that_exist(file: str) -> None:
+    text = (DEPLOY / file).read_text()
+    used = set(re.findall(r"\btcpstore_\w+", text))
+    assert len(used) >= 8
+    assert used <= exposed()
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    board = json.loads((DEPLOY / "grafana.json").read_text())
+    used = set(re.findall(r"\btcpstore_\w+", json.dumps(board)))
+    left_out = {name for name in exposed() - used if not name.endswith(("_sum", "_count"))}
+    assert left_out == {"tcpstore_build_info", "tcpstore_accepting", "tcpstore_turn_seconds_bucket"}
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [(cell, panel["gridPos"]) for panel in panels for cell in [panel["gridPos"]]]
+    taken = [
+        (x, y) for _, at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(taken)) == len(taken)
+    assert max(x for x, _ in taken) < 24
+
+
+def test_the_reference_has_every_metric() -> None:
+    table = (ROOT / "docs" / "reference.md").read_text().partition("\n## Metrics\n")[2]
+    rows = dict(re.findall(r"^\| `(tcpstore_\w+)(?:\{\w+(?:, \w+)*\})?` \| (\w+) \|", table, re.MULTILINE))
+    families = {}
+    for family in text_string_to_metric_families(expose(counters(), "")[1].decode()):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        families[name] = family.type
+    assert rows == families
+
+
+# What the page shows of them
+
+
+def test_rates() -> None:
+    rates = Rates()
+    assert (rates.commands(), rates.lag()) == ([], 0.0)
+    rates.add(counters(uptime=100.0))
+    rates.add(counters(uptime=101.0, commands={"SET": 60, "GET": 20, "WAIT": 0}))
+    lag = {"bounds": [0.001, 0.1], "counts": [6, 4, 2], "sum": 8.0}
+    rates.add(counters(uptime=102.0, commands={"SET": 60, "GET": 27, "WAIT": 1}, lag=lag))
+    assert list(rates.each_second) == [50, 8]
+    assert rates.commands() == [("SET", 25.0), ("GET", 3.5), ("WAIT", 0.5)]
+    assert rates.lag() == 0.1
+
+
+def test_rates_after_silence_and_a_restart() -> None:
+    rates = Rates()
+    rates.add(counters(uptime=100.0))
+    rates.add(counters(uptime=110.0, commands={"SET": 110, "GET": 20, "WAIT": 0}))
+    assert len(rates.each_second) == 10
+    assert sum(rates.each_second) == 100
+    rates.add(counters(uptime=1.0, commands={"SET": 3, "GET": 0, "WAIT": 0}))
+    assert sum(rates.each_second) == 100
+    rates.add(counters(uptime=2.0, commands={"SET": 5, "GET": 0, "WAIT": 0}))
+    assert rates.each_second[-1] == 2

@@ -1,0 +1,269 @@
+"""What is answered over HTTP: paths, who may ask, and limits. The server is a stub; test_processes.py has real ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support import LIMIT
+from tcpstore_async.server.peer_user import PeerUsers, UnknownOwnerError
+from tcpstore_async.web import http
+from web.requests import get, request, until
+from web.scenes import large_reply
+from web.stub import AdminStub, answering
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    path = tmp_path_factory.mktemp("stub") / "s"
+    with AdminStub(path, large_reply(100, frozenset({3}))), answering(path) as port:
+        yield port
+
+
+def raw(port: int, data: bytes) -> bytes:
+    """Everything that is answered until the connection is closed."""
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as peer:
+        peer.sendall(data)
+        answer = b""
+        while chunk := peer.recv(65536):
+            answer += chunk
+        return answer
+
+
+def test_health(port: int) -> None:
+    assert get(port, "/livez") == (200, "alive\n")
+    assert get(port, "/readyz") == (200, "ready\n")
+
+
+def test_only_what_reads_is_allowed(port: int) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW"):
+        response, _ = request(port, "/api/state", method)
+        assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
+    response, body = request(port, "/", "HEAD")
+    assert (response.status, body) == (200, b"")
+    assert int(response.headers["Content-Length"]) > 1000
+    for path in (
+        "/../etc/passwd",
+        "/page/app.js",
+        "/api",
+        "/app.js/",
+        "/x//",
+        f"http://localhost:{port}/",
+    ):
+        assert request(port, path)[0].status == 404, path
+
+
+def test_every_answer_has_the_headers_that_protect_the_page(port: int) -> None:
+    for path in ("/", "/app.js", "/style.css", "/icon.svg", "/api/state", "/metrics", "/livez", "/nothing"):
+        headers = request(port, path)[0].headers
+        policy = headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert headers["X-Frame-Options"] == "DENY"
+        assert "Access-Control-Allow-Origin" not in headers
+
+
+def test_a_foreign_name_for_this_address_is_refused(port: int) -> None:
+    """Else the page of whoever has the name could read what is answered."""
+    port = port
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[::1", "a@evil.example", ""):
+        assert get(port, "/api/state", Host=host)[0] == 421, host
+    for host in ("localhost", f"LOCALHOST:{port}", f"127.0.0.1:{port}", "[::1]:80", "10.1.2.3", socket.gethostname()):
+        assert get(port, "/livez", Host=host)[0] == 200, host
+    two = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+    assert raw(port, two).startswith(b"HTTP/1.1 421 ")
+    assert raw(port, b"GET /livez HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")  # no browser
+
+
+def test_a_foreign_page_may_not_ask(port: int) -> None:
+    for site in ("cross-site", "same-site"):
+        assert get(port, "/api/state", Sec_Fetch_Site=site)[0] == 403
+        assert get(port, "/", Sec_Fetch_Site=site)[0] == 200  # a link to it
+    assert get(port, "/api/state", Sec_Fetch_Site="same-origin")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /?" + b"&".join([b"a=b"] * 100) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_requests_that_are_none(port: int, request_: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as peer:
+        peer.sendall(request_)
+        assert re.match(rb"HTTP/1.1 (400|505) ", peer.recv(65536))
+    assert get(port, "/livez")[0] == 200
+
+
+def test_a_request_without_end_is_closed(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as peer:
+        try:
+            peer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20))
+            while peer.recv(65536):
+                pass
+        except ConnectionError:
+            pass  # closed while there was more
+    assert get(port, "/livez")[0] == 200
+
+
+def test_connections_are_bounded(port: int) -> None:
+    peers = [socket.create_connection(("127.0.0.1", port), timeout=LIMIT) for _ in range(64)]
+    try:
+        for peer in peers:
+            peer.setblocking(False)
+        refused: set[int] = set()
+
+        def some_are_refused() -> bool:
+            for number, peer in enumerate(peers):
+                try:
+                    if peer.recv(12) == b"HTTP/1.1 503":
+                        refused.add(number)
+                except BlockingIOError:
+                    pass
+            return len(refused) >= len(peers) - http.MOST_CONNECTIONS
+
+        until(some_are_refused)
+    finally:
+        for peer in peers:
+            peer.close()
+    until(lambda: get(port, "/livez")[0] == 200)
+
+
+def test_what_takes_too_long_is_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if something arrives all the time."""
+    monkeypatch.setattr(http, "_REQUEST_SECONDS", 0.05)
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as peer:
+
+        def is_closed() -> bool:
+            try:
+                peer.sendall(b"x")
+                peer.setblocking(False)
+                return peer.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                return True
+            finally:
+                peer.settimeout(LIMIT)
+
+        until(is_closed)
+    monkeypatch.undo()
+    assert get(port, "/livez")[0] == 200
+
+
+def test_one_connection_serves_many_requests(port: int) -> None:
+    one = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    last = b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    answers = raw(port, one * 5 + last)
+    assert answers.count(b"HTTP/1.1 200 OK") == 6
+    assert answers.endswith(b"ready\n")
+
+
+# What is known of the server
+
+
+def test_the_state(port: int) -> None:
+    found = json.loads(get(port, "/api/state")[1])
+    assert found["silent"] == 0
+    assert found["server"]["host"] == "::1"
+    assert found["figures"]["keys"] == 77
+    look = until(lambda: json.loads(get(port, "/api/state")[1])["look"])
+    assert look["ranks"] == "w3m1w96"
+
+
+def test_one_rank(port: int) -> None:
+    until(lambda: json.loads(get(port, "/api/state")[1])["look"])
+    detail = json.loads(get(port, "/api/rank?number=17")[1])["detail"]
+    assert (detail["host"], detail["port"], detail["pid"]) == ("node-00002", 40000, 1017)
+    assert detail["does"] == "waits for store_based_barrier_key:default_pg:last_worker"
+    assert json.loads(get(port, "/api/rank?number=3")[1])["detail"] is None
+    for wrong in ("", "x", "-1", "9" * 20, "%D9%A3"):
+        assert get(port, f"/api/rank?number={wrong}")[0] == 404
+
+
+def test_who_looks_does_not_ask(tmp_path: Path) -> None:
+    """However many look, the server is asked for everything once in a while, and not while nobody does."""
+    with AdminStub(tmp_path / "s", large_reply(100, frozenset())) as admin, answering(admin.path) as port:
+        until(lambda: len(admin.asked) > 2)
+        assert all(request == ["stats"] for request in admin.asked)
+        for _ in range(50):
+            until(lambda: json.loads(get(port, "/api/state")[1])["look"])
+        looks = [request for request in admin.asked if request != ["stats"]]
+        assert 1 <= len(looks) < 10
+        assert looks[0] == ["sessions", "counters", "keys"]
+
+
+def test_operations(tmp_path: Path) -> None:
+    with AdminStub(tmp_path / "s", large_reply(1, frozenset())) as admin, answering(admin.path) as port:
+        until(lambda: admin.asked)
+        admin.stats = {**admin.stats, "uptime": 101.0, "commands": {"SET": 15, "GET": 120, "WAIT": 0}}
+        found = until(lambda: (one := json.loads(get(port, "/api/state")[1]))["ops"] and one)
+        assert found["ops"][0] == 105
+        assert found["commands"] == [["GET", 100.0], ["SET", 5.0]]
+
+
+def test_a_server_that_is_not_ready(tmp_path: Path) -> None:
+    with AdminStub(tmp_path / "s", []) as admin, answering(admin.path) as port:
+        admin.server = {**admin.server, "accepting": False}
+        until(lambda: get(port, "/readyz") == (503, "the server no longer accepts connections\n"))
+        admin.server = {**admin.server, "accepting": True, "connections": 100}
+        until(lambda: get(port, "/readyz") == (503, "the server is at its connection limit\n"))
+        assert get(port, "/livez")[0] == 200
+
+
+@pytest.mark.parametrize("reply", [[b"nonsense"], [b'{"error": "not now"}'], []])
+def test_a_server_that_answers_nonsense(tmp_path: Path, reply: list[bytes]) -> None:
+    with AdminStub(tmp_path / "s", reply) as admin, answering(admin.path) as port:
+        found = until(lambda: (one := json.loads(get(port, "/api/state")[1]))["failed"] and one)
+        assert found["look"] is None
+        assert get(port, "/livez")[0] == 200
+        assert admin.asked
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    with answering(tmp_path / "none") as port:
+        status, text = get(port, "/livez")
+        assert status == 503
+        assert "there is no admin socket" in text
+        assert get(port, "/readyz")[0] == 503
+        assert "tcpstore_up 0.0\n" in get(port, "/metrics")[1]
+        found = json.loads(get(port, "/api/state")[1])
+        assert found["look"] is None
+        assert "there is no admin socket" in found["failed"]
+        assert get(port, "/")[0] == 200
+
+
+def test_metrics_without_what_they_need(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get(port, "/metrics")[0] == 200
+    monkeypatch.setitem(sys.modules, "tcpstore_async.web.metrics", None)
+    status, text = get(port, "/metrics")
+    assert status == 501
+    assert "pip install 'tcpstore-async[metrics]'" in text
+
+
+def test_names_are_for_the_same_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(tmp_path / "none", same_user=True) as port:
+        assert get(port, "/api/state")[0] == 200
+        monkeypatch.setattr(PeerUsers, "look_up", lambda *_: 12345)
+        assert [get(port, path)[0] for path in ("/", "/app.js", "/api/state")] == [403, 403, 403]
+        assert get(port, "/livez")[0] == 503
+        assert get(port, "/metrics")[0] == 200
+
+        def unknown(*_: object) -> int:
+            raise UnknownOwnerError("nobody knows")
+
+        monkeypatch.setattr(PeerUsers, "look_up", unknown)
+        assert get(port, "/api/state")[0] == 403
