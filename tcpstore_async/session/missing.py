@@ -276,6 +276,7 @@ class Question:
         keyspace = self._keyspace
         newest = list(islice(reversed(keyspace.values), _SCANNED))
         newest += list(islice(keyspace.queues, _PORTION))
+        yield
         for at in range(0, len(newest), _PORTION):
             search.look([_text(key) for key in newest[at : at + _PORTION] if self._may_see(key)])
             yield
