@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 
 from ..errors import DistNetworkError
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import ENTERED, NAMES, TAKEN, read_enter_reply, read_identity
+from ..session.identity import ENTERED, LOST, NAMES, TAKEN, read_enter_reply, read_identity
 from ..values import unpack
 from . import requests
 
@@ -166,8 +166,8 @@ class StoreName:
     ) -> Generator[tuple[bytes, PendingCall], None, None]:
         """Put a connection that has shaken hands into the store.
 
-        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError, and
-        DistNetworkError if there can be no such store.
+        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError,
+        ConnectionError if the store may be about to end, and DistNetworkError if there can be no such store.
         """
         asking, asked = session.request(*requests.HAS_EXTENSION)
         assert asked is not None
@@ -197,6 +197,8 @@ class StoreName:
                 f"cannot create the store {self.name!r} on the server at {host}:{port}: {reply.reason}; wait until "
                 "that store ends, or use another address"
             )
+        elif reply.status == LOST:
+            raise ConnectionError(reply.reason)
         else:
             raise StoreEndedError(reply.reason or reply.status)
 

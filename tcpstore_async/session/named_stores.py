@@ -10,6 +10,7 @@ was enters no other one. What ends with a store is closed and freed in portions.
 
 from collections import OrderedDict
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 import msgspec
@@ -20,8 +21,8 @@ from ..values import Framed, pack, unpack
 from ..waiter_types import AWAITING_STORE, IDLE
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
 from .guard import Stored
-from .identity import ENDED, ENTERED, REFUSED, TAKEN, EnterReply, with_store
-from .server import Engine, ServerSession, printable
+from .identity import ENDED, ENTERED, LOST, REFUSED, TAKEN, EnterReply, with_store
+from .server import Engine, ServerSession, Transport, printable
 
 MAX_NAME: Final = 512
 """Bytes of a name."""
@@ -129,6 +130,10 @@ class NamedStore:
         count = self.engine.keyspace.values.get(WORKERS_KEY)
         return count if isinstance(count, int) else 0
 
+    def is_lost(self) -> bool:
+        """Return whether all connections of its owners are broken. Perhaps they are dead, and it is about to end."""
+        return all(isinstance(one.owner, Transport) and one.owner.awaited_since() == inf for one in self.owners)
+
     def error(self) -> StoreEnded:
         return StoreEnded(f"{self} ended: {self.over}")
 
@@ -190,6 +195,8 @@ class NamedStores:
             if store is None:
                 store = self._create(entry)
             elif not (entry.owner in store.ids or (entry.shares and entry.shares in store.ids)):
+                if store.is_lost():
+                    return _lost(store)
                 age = 0.0 if self.clock is None else self.clock() - store.since
                 return _reply(TAKEN, f"{store} already has an owner: {store.creator}, for {age:.1f} s")
         elif store is None or _is_later(entry.attempt, store.attempt):
@@ -198,6 +205,8 @@ class NamedStores:
             return _reply(
                 ENDED, f"{store} belongs to attempt {store.attempt}, but this rank to attempt {entry.attempt}"
             )
+        elif store.is_lost():
+            return _lost(store)
         self._put(entry, store)
         return _reply(ENTERED, "", store.incarnation)
 
@@ -488,6 +497,10 @@ def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:
 def _is_later(attempt: str, other: str) -> bool:
     """Return whether an attempt is known to come after another one."""
     return attempt.isdecimal() and other.isdecimal() and int(attempt) > int(other)
+
+
+def _lost(store: NamedStore) -> Framed:
+    return _reply(LOST, f"{store} has lost its owner ({store.creator}), and ends unless that comes back")
 
 
 def _reply(status: str, reason: str, incarnation: str = "") -> Framed:

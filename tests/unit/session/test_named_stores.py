@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.named_stores import NamedStores, StoreEnded
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import Engine, ServerSession, Transport
 from tcpstore_async.values import unpack
 
 EMPTY = bytes(8)
@@ -227,6 +228,37 @@ def test_owners_can_share(server: Server) -> None:
     assert server.say(server.rank("a"), get(b"/k")) == EMPTY
     server.leave(second)
     assert "a" not in server.named.stores
+
+
+class Broken(Transport):
+    """What stands for the connection of a session on a link while that is broken."""
+
+    def __init__(self) -> None:
+        pass
+
+    def awaited_since(self) -> float:
+        return math.inf
+
+
+def test_nobody_new_enters_while_the_owner_may_be_dead(server: Server) -> None:
+    """Of a new job, they would be in the store of the job before, which is about to end."""
+    owner = server.owner("a", shares="us")
+    incarnation = server.named.stores["a"].incarnation
+    late, rival, known, other = (server.connect() for _ in range(4))
+    owner.owner = Broken()
+    lost = {
+        "status": "lost",
+        "reason": "the store 'a' has lost its owner (host n1, pid 77), and ends unless that comes back",
+    }
+    assert server.enter(late, "a") == lost
+    assert server.enter(rival, "a", owner="another") == lost
+    assert server.enter(known, "a", incarnation=incarnation)["status"] == "entered"
+    owner.owner = None
+    assert server.enter(late, "a")["status"] == "entered"
+    assert server.enter(rival, "a", owner="another")["status"] == "taken"
+    owner.owner = Broken()
+    assert server.enter(other, "a", owner="p", shares="us")["status"] == "entered"
+    assert server.enter(rival, "a", owner="another")["status"] == "taken"
 
 
 def test_end_gives_the_ranks_time(server: Server) -> None:
