@@ -20,7 +20,8 @@ from click.shell_completion import get_completion_class
 
 from ..client.aio import AsyncTCPStore
 from ..client.credentials import find_token, read_token
-from ..client.tls import CA, CERT, KEY, wants_tls
+from ..client.store_name import StoreEndedError, StoreName
+from ..client.tls import CA, CERT, KEY, ClientTls, wants_tls
 from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..limits import Limits
 from ..relay.process import RelayProcess
@@ -55,6 +56,8 @@ class ClientContext:
         self.timeout = timeout
         self.output = output
         self.token_file = token_file
+        self.store: str | None = None
+        """The name of the store that is used; None for the one without a name."""
 
     def run(self, operation: Operation, otherwise: "Callable[[DistError], Any] | None" = None) -> Any:
         """Connect, execute the operation, disconnect and return its result; exit with the right status on failure.
@@ -104,6 +107,11 @@ class ClientContext:
     async def connect(self) -> AsyncTCPStore:
         """Return a new store. Raises DistNetworkError, AccessDeniedError."""
         token = None if self.token_file is None else read_token(self.token_file).decode()
+        if self.store is not None:
+            name = StoreName(self.store)
+            name.waits = False
+            tls = ClientTls(self.tls_files) if self.tls else None
+            return AsyncTCPStore(self.host, self.port, self.timeout, token=token, tls=tls, name=name)
         return await AsyncTCPStore.connect(
             self.host, self.port, timeout=self.timeout, token=token, tls=self.tls, tls_files=self.tls_files, server=""
         )
@@ -154,7 +162,12 @@ class ClientContext:
 
 def _status(error: DistError) -> int:
     """Return the exit status for an error."""
-    kinds = ((StoreTimeoutError, TIMED_OUT), (DistNetworkError, UNREACHABLE), (AccessDeniedError, NOT_ALLOWED))
+    kinds = (
+        (StoreEndedError, FAILED),
+        (StoreTimeoutError, TIMED_OUT),
+        (DistNetworkError, UNREACHABLE),
+        (AccessDeniedError, NOT_ALLOWED),
+    )
     return next((status for kind, status in kinds if isinstance(error, kind)), FAILED)
 
 

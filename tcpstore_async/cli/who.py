@@ -5,6 +5,7 @@ They ask a server of this machine over its admin socket, and print what follows.
 
 import functools
 import gc
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -18,15 +19,15 @@ from ..diagnosis.local import local_ranks
 from ..diagnosis.missing import Elsewhere, Missing, Pending, does, find_missing
 from ..diagnosis.nearest import Waiting, find_waiting
 from ..diagnosis.ranks import Ranks
+from ..errors import counted
 from ..keys import caller_key
-from .asking import admin_option, asked
+from .asking import admin_option, asked, store_option
 from .client import ClientContext, client_command
 from .output import escape, print_json, print_result
 
 _ENOUGH: Final = 32
 """Ranks, or keys, that a line of text names; JSON has all."""
 
-_store_option = click.option("--store", metavar="NAME", help="Inspect the store of this name.")
 _world_size_option = click.option(
     "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks, if the server does not know it."
 )
@@ -61,7 +62,7 @@ def look_in(
 
 @click.command()
 @click.option("--missing", is_flag=True, help="Show who is missing, instead of who is connected.")
-@_store_option
+@store_option
 @_world_size_option
 @admin_option
 @client_command
@@ -77,12 +78,11 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
     """
     parts = ["sessions", "counters", "keys"]
     facts = look_in(context, admin, parts, store)
-    if missing:
-        _keep_those_in(facts, store)
+    others = _keep_those_in(facts, store) if missing else []
     ranks = local_ranks(facts, world_size)
     if missing:
         answer = find_missing(facts, ranks)
-        _print(context, _callers_keys(answer), lambda: _missing_lines(answer))
+        _print(context, _callers_keys(answer), lambda: [*_missing_lines(answer), *others])
         return
     sessions = [_session(session, facts, ranks) for session in facts.sessions if session.carries is None]
     sessions.sort(key=lambda one: (one["rank"] is None, one["rank"] or 0, one["host"], one["port"]))
@@ -93,7 +93,7 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
 
 
 @click.command()
-@_store_option
+@store_option
 @_world_size_option
 @admin_option
 @client_command
@@ -104,9 +104,9 @@ def waiters(context: ClientContext, store: str | None, world_size: int | None, a
     A rank that waits for a key that will never be written often differs from the others in a counter or a prefix.
     """
     facts = look_in(context, admin, ["sessions", "counters", "keys"], store)
-    _keep_those_in(facts, store)
+    others = _keep_those_in(facts, store)
     found = find_waiting(facts, local_ranks(facts, world_size))
-    _print(context, [_callers_keys(one) for one in found], lambda: _waiting_lines(found))
+    _print(context, [_callers_keys(one) for one in found], lambda: [*_waiting_lines(found), *others])
 
 
 @click.command()
@@ -143,9 +143,16 @@ def drop(context: ClientContext, name: str, admin: Path | None) -> None:
     look_in(context, admin, [], drop=name)
 
 
-def _keep_those_in(facts: Facts, store: str | None) -> None:
-    """Forget the sessions that are in other stores than the keys."""
+def _keep_those_in(facts: Facts, store: str | None) -> list[str]:
+    """Forget the sessions that are in other stores than the keys; return a line that says so, if there are any."""
+    others = [one for one in facts.sessions if one.store != store]
     facts.sessions = [one for one in facts.sessions if one.store == store]
+    names = {one.store for one in others}
+    example = min(filter(None, names), default="")
+    if not others:
+        return []
+    where = f"{counted(len(others), 'connection')} in {counted(len(names), 'named store')}"
+    return [f"not shown: {where}; see 'tcpstore stores', and --store, for instance --store {shlex.quote(example)}"]
 
 
 def _store(store: NamedStore) -> dict[str, Any]:

@@ -69,6 +69,17 @@ class NamedStore(msgspec.Struct):
     """Why it has ended; empty if it has not."""
 
 
+class OtherStores(msgspec.Struct):
+    """Sums over the stores with names that are not listed."""
+
+    stores: int = 0
+    joined: int = 0
+    expected: int = 0
+    sessions: int = 0
+    keys: int = 0
+    bytes: int = 0
+
+
 class Departed(msgspec.Struct):
     """A session that has left."""
 

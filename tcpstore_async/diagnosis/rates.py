@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..errors import DistStoreError, ProtocolError
+from .facts import NamedStore, OtherStores
 
 
 class Histogram(msgspec.Struct):
@@ -117,11 +118,14 @@ class Wait(msgspec.Struct):
     keys: int = 1
     pid: int | None = None
     peer: dict[str, str] = {}
+    store: str | None = None
+    """The name of the store, if it has one."""
 
 
 class Key(msgspec.Struct, array_like=True):
     key: str
     size: int
+    store: str | None = None
 
 
 class _Line(msgspec.Struct):
@@ -129,6 +133,8 @@ class _Line(msgspec.Struct):
     stats: Stats | None = None
     waits: list[Wait] = []
     largest: list[Key] = []
+    oldest: list[NamedStore] = []
+    others: OtherStores | None = None
     error: str = ""
     end: bool = False
 
@@ -141,6 +147,9 @@ class Look:
         self.server: dict[str, Any] = {}
         self.waits: list[Wait] = []
         self.largest: list[Key] = []
+        self.oldest: list[NamedStore] = []
+        """The oldest of the stores with names; `others` sums up the rest."""
+        self.others = OtherStores()
 
 
 def read_look(lines: Iterable[bytes]) -> Look:
@@ -159,11 +168,14 @@ def read_look(lines: Iterable[bytes]) -> Look:
                 break
             look = Look(found.stats)
             look.server, look.waits, look.largest = found.server or {}, found.waits, found.largest
+            look.oldest, look.others = found.oldest, found.others or look.others
             return look
         found.server = line.server or found.server
         found.stats = line.stats or found.stats
         found.waits += line.waits
         found.largest += line.largest
+        found.oldest += line.oldest
+        found.others = line.others or found.others
     raise ProtocolError("the admin socket's reply is incomplete")
 
 
@@ -175,6 +187,8 @@ class Interval(msgspec.Struct):
     connections: int
     sessions: int
     waiting: int
+    joined: int
+    """Ranks."""
     ops: float
     """Commands executed."""
     keys: int
@@ -213,6 +227,7 @@ def between(before: Stats, after: Stats) -> Interval:
         connections=after.connections.open,
         sessions=after.sessions.open,
         waiting=after.sessions.waiting,
+        joined=after.joins.joined,
         ops=sum(executed.values()),
         keys=after.keys,
         bytes=after.budget.used,

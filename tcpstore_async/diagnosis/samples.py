@@ -26,6 +26,8 @@ class Sample(msgspec.Struct, array_like=True):
     size: int
     """Bytes of its values."""
     value: str | None
+    store: str | None = None
+    """The name of the store, if it has one."""
 
 
 class Portion(msgspec.Struct):

@@ -50,6 +50,9 @@ _STATES: Final = {
     AWAITING_STORE: "store",
 }
 
+_SUMMED: Final = ("joined", "expected", "sessions", "keys", "bytes")
+"""Of stores that are not listed."""
+
 Fact = dict[str, Any]
 
 
@@ -115,6 +118,23 @@ class Inspection:
                     found = []
         if found:
             yield {"stores": found}
+
+    def oldest_stores(self, most: int) -> Iterator[Fact]:
+        """Yield empty portions, and at last the oldest stores with names, and sums over the others.
+
+        Whatever comes and goes, a store that is among the oldest stays there until it ends.
+        """
+        named = self.engine.root.named
+        stores = [] if named is None else list(named.stores.values())
+        others: Fact = dict.fromkeys(("stores", *_SUMMED), 0)
+        for number, store in enumerate(stores[most:], 1):
+            if number % PORTION == 0:
+                yield {}
+            fact = self._store(store)
+            others["stores"] += 1
+            for name in _SUMMED:
+                others[name] += fact[name]
+        yield {"oldest": [self._store(store) for store in stores[:most]], "others": others}
 
     def _store(self, store: NamedStore) -> Fact:
         engine = store.engine

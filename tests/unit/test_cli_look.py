@@ -194,7 +194,19 @@ def test_monitor_with_values(server: Server) -> None:
 def test_monitor_as_json(server: Server) -> None:
     found: list[Any] = [json.loads(line) for line in monitored(server, "--count", "4", "-o", "json")]
     assert len(found) == 4
-    assert found[0].keys() == {"time", "host", "port", "pid", "rank", "command", "key", "keys", "size", "value"}
+    assert found[0].keys() == {
+        "time",
+        "host",
+        "port",
+        "pid",
+        "rank",
+        "command",
+        "key",
+        "keys",
+        "size",
+        "value",
+        "store",
+    }
     assert {"k\x1b"} >= {one["key"] for one in found if one["command"] == "SET"}
 
 

@@ -82,10 +82,10 @@ def test_as_json(server: Server) -> None:
     url = f"tcp://127.0.0.1:{server.port}"
     done = CliRunner().invoke(main, ["top", "-o", "json", "--url", url, "--world-size", "4"])
     found: Any = json.loads(done.stdout)
-    assert found.keys() == {"server", "now", "joined", "world_size", "waits", "largest"}
+    assert found.keys() == {"server", "now", "joined", "world_size", "waits", "largest", "stores", "other_stores"}
     assert (found["joined"], found["world_size"]) == (1, 4)
     assert [(one["key"], one["waiting"]) for one in found["waits"]] == [("missing", 1)]
-    assert found["largest"][0] == {"key": "[bold]large\x1b[2J", "bytes": 5000}
+    assert found["largest"][0] == {"key": "[bold]large\x1b[2J", "bytes": 5000, "store": None}
     assert found["now"]["connections"] == 2
 
 
