@@ -145,8 +145,7 @@ def drop(context: ClientContext, name: str, admin: Path | None) -> None:
 
 def _keep_those_in(facts: Facts, store: str | None) -> list[str]:
     """Forget the sessions that are in other stores than the keys; return a line that says so, if there are any."""
-    others = [one for one in facts.sessions if one.store != store]
-    facts.sessions = [one for one in facts.sessions if one.store == store]
+    others = facts.keep_store(store)
     names = {one.store for one in others}
     example = min(filter(None, names), default="")
     if not others:

@@ -147,6 +147,13 @@ class Facts:
         self.departed: dict[int, Departed] = {}
         self.stores: list[NamedStore] = []
 
+    def keep_store(self, name: str | None) -> list[Session]:
+        """Forget the sessions that are in other stores than the keys, which are in that of this name; return them."""
+        others = [one for one in self.sessions if one.store != name]
+        if others:
+            self.sessions = [one for one in self.sessions if one.store == name]
+        return others
+
 
 def read_facts(lines: Iterable[bytes]) -> Facts:
     """Decode a reply. Raises DistStoreError for one that says what is wrong, ProtocolError for an incomplete one."""

@@ -1,8 +1,9 @@
 """Asks a server over its admin socket: for its counters each second, and for everything while somebody looks.
 
 Knows threads, the clock and the admin socket. Must not know HTTP.
-Invariants: at most one request of each kind is under way, however many look. A look at everything, whose cost for the
-server grows with its sessions and keys, is followed by a pause of several times its duration.
+Invariants: at most one request of each kind is under way, however many look, at however many stores. A look at
+everything in a store, whose cost for the server grows with its sessions and keys, is followed by a pause of several
+times its duration.
 """
 
 import gc
@@ -18,13 +19,16 @@ from typing import Any, Final
 import msgspec
 
 from ..client.admin import ask
-from ..diagnosis.facts import read_facts
+from ..diagnosis.facts import NamedStore, OtherStores, read_facts
 from ..diagnosis.local import local_ranks
 from ..diagnosis.rates import Histogram
 from ..errors import DistError, DistStoreError, ProtocolError
 from .summary import Summary
 
 log = logging.getLogger("tcpstore_async.web")
+
+MOST_STORES: Final = 16
+"""Stores that are looked at in turn."""
 
 SILENT_SECONDS: Final = 3.0
 """Since the last answer, after which a server is not alive."""
@@ -73,11 +77,16 @@ class Counters(msgspec.Struct):
     stats: Stats
     at: float = 0.0
     """By the monotonic clock."""
+    oldest: list[NamedStore] = []
+    """The oldest of the stores with names; `others` sums up the rest."""
+    others: OtherStores = msgspec.field(default_factory=OtherStores)
 
 
 class _Line(msgspec.Struct):
     server: dict[str, Any] | None = None
     stats: Stats | None = None
+    oldest: list[NamedStore] = []
+    others: OtherStores | None = None
     error: str = ""
     end: bool = False
 
@@ -87,6 +96,8 @@ def read_counters(lines: Iterable[bytes]) -> Counters:
     decoder = msgspec.json.Decoder(_Line)
     server: dict[str, Any] | None = None
     stats: Stats | None = None
+    oldest: list[NamedStore] = []
+    others = OtherStores()
     for raw in lines:
         try:
             line = decoder.decode(raw)
@@ -96,8 +107,10 @@ def read_counters(lines: Iterable[bytes]) -> Counters:
             raise DistStoreError(line.error)
         server = line.server or server
         stats = line.stats or stats
+        oldest += line.oldest
+        others = line.others or others
         if line.end and server is not None and stats is not None:
-            return Counters(server, stats)
+            return Counters(server, stats, oldest=oldest, others=others)
     raise ProtocolError("the admin socket's reply is incomplete")
 
 
@@ -151,6 +164,23 @@ def _bounds(histogram: Histogram) -> list[float]:
     return [*histogram.bounds, histogram.bounds[-1]]
 
 
+class _Watched:
+    """A store that somebody looks at."""
+
+    def __init__(self) -> None:
+        self.wanted_at = 0.0
+        """When somebody has looked last."""
+        self.looked_at = float("-inf")
+        """When the last look began."""
+        self.summary: Summary | None = None
+        self.summary_at = 0.0
+        self.failed = ""
+        """Why the last look has shown nothing; empty if it has."""
+
+    def is_wanted(self) -> bool:
+        return time.monotonic() - self.wanted_at < _WANTED_SECONDS
+
+
 class Looker:
     """Watches one server."""
 
@@ -165,10 +195,8 @@ class Looker:
         self._asked = threading.Event()
         self._ended = threading.Event()
         self._wanted = threading.Condition()
-        self._wanted_at = float("-inf")
-        self._summary: Summary | None = None
-        self._summary_at = 0.0
-        self._looking_failed = ""
+        self._watched: dict[str | None, _Watched] = {}
+        """By name, None for the store without one."""
         self.threads = [
             threading.Thread(target=self._follow, name="tcpstore counters", daemon=True),
             threading.Thread(target=self._look_while_wanted, name="tcpstore looks", daemon=True),
@@ -192,21 +220,28 @@ class Looker:
         silent = time.monotonic() - at
         return 0.0 if self.counters is not None and silent < SILENT_SECONDS and not self.error else silent
 
-    def summary(self, timeout: float) -> tuple[Summary | None, float, str]:
-        """Return what the last look has shown, its age in seconds, and why there is none newer.
+    def summary(self, timeout: float, store: str | None = None) -> tuple[Summary | None, float, str]:
+        """Return what the last look into a store has shown, its age in seconds, and why there is none newer.
 
         Waits for the first look after a time in which nobody wanted one, up to `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         with self._wanted:
-            self._wanted_at = time.monotonic()
+            watched = self._watched.get(store)
+            if watched is None:
+                if len(self._watched) >= MOST_STORES:
+                    self._forget()
+                if len(self._watched) >= MOST_STORES:
+                    return None, 0.0, f"{MOST_STORES} other stores are being inspected"
+                watched = self._watched[store] = _Watched()
+            watched.wanted_at = time.monotonic()
             self._wanted.notify_all()
-            while self._summary is None and not self._looking_failed and not self._ended.is_set():
+            while watched.summary is None and not watched.failed and not self._ended.is_set():
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._wanted.wait(left):
                     break
-            age = 0.0 if self._summary is None else time.monotonic() - self._summary_at
-            return self._summary, age, self._looking_failed
+            age = 0.0 if watched.summary is None else time.monotonic() - watched.summary_at
+            return watched.summary, age, watched.failed
 
     # The threads
 
@@ -214,7 +249,7 @@ class Looker:
         while not self._ended.is_set():
             began = time.monotonic()
             try:
-                counters = read_counters(ask(self._find(), ["stats"], _ANSWER_SECONDS))
+                counters = read_counters(ask(self._find(), ["stats", "oldest_stores"], _ANSWER_SECONDS))
             except (DistError, OSError) as error:
                 self.error = str(error)
             else:
@@ -228,25 +263,28 @@ class Looker:
     def _look_while_wanted(self) -> None:
         while True:
             with self._wanted:
-                if not self._is_wanted():
-                    self._summary = None  # the next one who looks waits for a new one
-                    self._looking_failed = ""
-                self._wanted.wait_for(self._is_wanted)
-            began = time.monotonic()
-            if not self._ended.is_set():
-                self._look()
+                self._forget()
+                self._wanted.wait_for(lambda: self._watched or self._ended.is_set())
+                if self._ended.is_set():
+                    return
+                store, watched = min(self._watched.items(), key=lambda one: one[1].looked_at)
+            began = watched.looked_at = time.monotonic()
+            self._look(store, watched)
             if self._ended.wait(max(_EVERY_SECONDS, _PAUSE * (time.monotonic() - began))):
                 return
 
-    def _is_wanted(self) -> bool:
-        return self._ended.is_set() or time.monotonic() - self._wanted_at < _WANTED_SECONDS
+    def _forget(self) -> None:
+        """Forget the stores that nobody looks at any more: the next one who does waits for a new look."""
+        self._watched = {name: one for name, one in self._watched.items() if one.is_wanted()}
 
-    def _look(self) -> None:
+    def _look(self, store: str | None, watched: _Watched) -> None:
         summary: Summary | None = None
         failed = ""
         try:
             with _uncollected():
-                facts = read_facts(ask(self._find(), ["sessions", "counters", "keys"], _LOOK_SECONDS))
+                parts = ["sessions", "counters", "keys"]
+                facts = read_facts(ask(self._find(), parts, _LOOK_SECONDS, store=store))
+                facts.keep_store(store)
                 at = time.monotonic()
                 summary = Summary(facts, local_ranks(facts, None))
         except (DistError, OSError) as error:
@@ -255,9 +293,9 @@ class Looker:
             failed = f"internal error: {error!r}"
             log.exception("cannot inspect the server")
         with self._wanted:
-            self._looking_failed = failed
+            watched.failed = failed
             if summary is not None:
-                self._summary, self._summary_at = summary, at
+                watched.summary, watched.summary_at = summary, at
             self._wanted.notify_all()
 
 

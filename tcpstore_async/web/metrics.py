@@ -2,11 +2,12 @@
 
 Knows the names of metrics. Must not know where the numbers come from.
 Invariants: names begin with `tcpstore_`, in base units. No label is a key, a rank, a host or anything else that peers
-choose: the number of series does not grow with a job.
+choose, but for the names of stores, of which there are few at a time, each for a while: the number of series does not
+grow with a job.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -19,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ..diagnosis.facts import NamedStore, OtherStores
 from ..diagnosis.rates import Histogram
 from .looking import Counters, Stats
 
@@ -83,14 +85,29 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Histogram]], ...] = (
     ("turn_seconds", "Duration of an iteration of the server's event loop; sampled.", lambda one: one.turn_times),
 )
 
+_STORE_GAUGES: tuple[tuple[str, str, Callable[[NamedStore | OtherStores], int]], ...] = (
+    ("sessions", "Sessions in a named store.", lambda one: one.sessions),
+    ("keys", "Keys with a value in a named store.", lambda one: one.keys),
+    ("memory_bytes", "Memory held for the keys and waiters of a named store.", lambda one: one.bytes),
+    ("ranks_joined", "Ranks that have joined a named store.", lambda one: one.joined),
+    ("ranks_expected", "Ranks that the owner of a named store expects; 0 if unknown.", lambda one: one.expected),
+)
+_LABELLED_SECONDS: Final = 60
+"""Age from which on a store has a label: jobs that make many short-lived ones must not make as many series."""
+_MOST_LABEL: Final = 128
+"""Characters of a label."""
+OTHERS: Final = "(others)"
+"""The label of all stores that have none of their own."""
+
 _USES = ("store", "waiters", "requests", "key_lists", "connections")
 
 
 class _Server(Collector):
     """Collects from one reply."""
 
-    def __init__(self, counters: Counters | None) -> None:
+    def __init__(self, counters: Counters | None, names: bool) -> None:
         self._counters = counters
+        self._names = names
 
     def collect(self) -> Iterator[Metric]:
         up = self._counters is not None
@@ -124,12 +141,16 @@ class _Server(Collector):
             GaugeMetricFamily("tcpstore_memory_bytes", "Memory held on behalf of peers.", labels=["use"]),
             {use: stats.budget[use] for use in _USES},
         )
+        yield from _stores(self._counters, self._names)
 
 
-def expose(counters: Counters | None, accept: str) -> tuple[str, bytes]:
-    """Return the type and the text for a collector that accepts these formats; None for a server that is silent."""
+def expose(counters: Counters | None, accept: str, names: bool = True) -> tuple[str, bytes]:
+    """Return the type and the text for a collector that accepts these formats; None for a server that is silent.
+
+    Without `names`, stores are summed.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Server(counters))
+    registry.register(_Server(counters, names))
     encode, kind = choose_encoder(accept)
     return kind, encode(registry)
 
@@ -137,6 +158,18 @@ def expose(counters: Counters | None, accept: str) -> tuple[str, bytes]:
 def _info(server: dict[str, Any]) -> Metric:
     labels = {name: str(server.get(name, "")) for name in ("version", "build")}
     return InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
+
+
+def _stores(counters: Counters, names: bool) -> Iterator[Metric]:
+    labels: dict[str, list[NamedStore | OtherStores]] = {OTHERS: [counters.others]} if counters.others.stores else {}
+    for store in counters.oldest:
+        label = store.name[:_MOST_LABEL] if names and store.age >= _LABELLED_SECONDS else OTHERS
+        labels.setdefault(label, []).append(store)  # names may begin alike
+    total = len(counters.oldest) + counters.others.stores
+    yield GaugeMetricFamily("tcpstore_named_stores", "Named stores.", value=total)
+    for name, text, figure in _STORE_GAUGES:
+        family = GaugeMetricFamily(f"tcpstore_named_store_{name}", text, labels=["store"])
+        yield _labelled(family, {label: sum(map(figure, stores)) for label, stores in labels.items()})
 
 
 def _labelled(family: Any, values: dict[str, int]) -> Metric:
