@@ -162,6 +162,8 @@ class Recorder:
         self.file = file
         self.processes = Processes()
         self.rows = RowEncoder(self.now(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), values)
+        self.entered = False
+        """Whether a client has asked for a store with a name."""
         self.connections = 0
         self.requests = 0
         """Of connections that have ended."""
@@ -232,6 +234,10 @@ class RecordedConnection(ForwardedConnection):
         except Exception as error:  # a defect here must not end the job
             self._observer = None
             self.recorder.log.add("defect", f"stopped recording a connection: {type(error).__name__}: {error}")
+        else:
+            if observer.entered and not self.recorder.entered:
+                self.recorder.entered = True
+                log.warning("the job uses named stores: its recording has a summary, but cannot be replayed")
 
     def ended(self, by_client: bool) -> None:
         """Record the end of the connection, which one side has closed."""
