@@ -21,10 +21,10 @@ from typing import Any, Final
 from aiohappyeyeballs import start_connection
 
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
-from ..errors import DistNetworkError, ProtocolError, reason_of
+from ..errors import DistNetworkError, DistStoreError, ProtocolError, reason_of
 from ..session.client import ClientSession, PendingCall
 from .credentials import authenticate
-from .store_name import StoreName
+from .store_name import StoreEndedError, StoreName
 from .tls import ClientTls, TlsFailed
 
 _LAST_TRY: Final = 0.05
@@ -146,6 +146,21 @@ async def connect(
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
         await asyncio.sleep(pause)
+
+
+async def why_ended(host: str, port: int, token: bytes, tls: ClientTls | None, name: StoreName) -> str:
+    """Return why the store with this name has ended; "" if it has not, or if that cannot be found out now."""
+    ended = name.of_a_guest()
+    ended.waits = False
+    try:
+        deadline = Deadline(MIN_ROUND_TRIP)
+        peer, _ = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
+        peer.close()
+    except StoreEndedError as error:
+        return str(error)
+    except (DistNetworkError, DistStoreError, OSError):
+        pass
+    return ""
 
 
 async def _try(
