@@ -14,7 +14,7 @@ from typing import Final
 
 from ..errors import DistNetworkError
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import ENTERED, NAMES, TAKEN, read_enter_reply, read_identity
+from ..session.identity import ENTERED, NAMES, TAKEN, Identity, read_enter_reply
 from ..values import unpack
 from . import requests
 from .server_url import ServerUrl, parse_server_url
@@ -140,22 +140,13 @@ class StoreName:
         return requests.enter({name: text for name, text in items.items() if text})
 
     def entering(
-        self, session: ClientSession, host: str, port: int
+        self, session: ClientSession, identity: Identity | None, host: str, port: int
     ) -> Generator[tuple[bytes, PendingCall], None, None]:
-        """Put a connection that has shaken hands into the store.
+        """Put a connection to the server with this identity into the store.
 
         Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError, and
         DistNetworkError if there can be no such store.
         """
-        asking, asked = session.request(*requests.HAS_EXTENSION)
-        assert asked is not None
-        yield asking, asked
-        identity = None
-        if asked.result:
-            asking, asked = session.request(*requests.WHO_ARE_YOU)
-            assert asked is not None
-            yield asking, asked
-            identity = read_identity(unpack(asked.result))
         if identity is None or identity.extension < NAMES:
             raise DistNetworkError(
                 f"the server at {host}:{port} does not support named stores (it is PyTorch's, or too old): cannot use "
