@@ -262,3 +262,23 @@ def _nothing_left(_loop_errors: _Errors) -> Iterator[None]:
     texts = "\n".join(_loop_errors.texts)
     _loop_errors.texts.clear()
     assert not texts, texts
+
+
+@pytest.fixture(scope="module")
+def module_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the servers of a module's tests have their admin sockets, those of this process and of its children."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield _sockets_below(tmp_path_factory.mktemp("run"), patch)
+
+
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same for one test; nothing is there yet."""
+    private = tmp_path / "run"
+    private.mkdir(mode=0o700)
+    return _sockets_below(private, monkeypatch)
+
+
+def _sockets_below(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    patch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder / "tcpstore"

@@ -23,7 +23,7 @@ from aiohappyeyeballs import start_connection
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..errors import DistNetworkError, DistStoreError, ProtocolError, reason_of
 from ..session.client import ClientSession, PendingCall
-from .credentials import authenticate
+from .admission import admission
 from .store_name import StoreEndedError, StoreName
 from .tls import ClientTls, TlsFailed
 
@@ -177,11 +177,7 @@ async def _try(
         except ConnectionError as error:
             raise _hung_up(error, tls) from None
         _check(call)
-        for data, asked in authenticate(session, token, host, port) if token else ():
-            await loop.sock_sendall(peer, data)
-            while not asked.done:
-                _receive(session, await loop.sock_recv(peer, _REPLY))
-        for data, asked in name.entering(session, host, port) if name is not None else ():
+        for data, asked in admission(session, host, port, token, name):
             await loop.sock_sendall(peer, data)
             while not asked.done:
                 _receive(session, await loop.sock_recv(peer, _REPLY))
@@ -327,12 +323,7 @@ def _try_in_this_thread(
         except ConnectionError as error:
             raise _hung_up(error, tls) from None
         _check(call)
-        for data, asked in authenticate(session, token, host, port) if token else ():
-            peer.sendall(data, NO_SIGPIPE)
-            while not asked.done:
-                attempt.wait_for(peer, select.POLLIN)
-                _receive(session, peer.recv(_REPLY))
-        for data, asked in name.entering(session, host, port) if name is not None else ():
+        for data, asked in admission(session, host, port, token, name):
             peer.sendall(data, NO_SIGPIPE)
             while not asked.done:
                 attempt.wait_for(peer, select.POLLIN)

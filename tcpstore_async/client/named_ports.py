@@ -25,7 +25,8 @@ from ..errors import DistError, DistNetworkError
 from .connect import connect
 from .credentials import find_token
 from .forwarding import ForwardedConnection
-from .store_name import ServerUrl, StoreName
+from .server_url import ServerUrl
+from .store_name import StoreName
 from .tls import ClientTls, files_from_environment
 
 _VALIDATE_BYTES: Final = 5

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import DistStoreError, ProtocolError
+from .lines import Line, decode_reply
 
 
 class Wait(msgspec.Struct, rename={"kind": "for"}):
@@ -123,16 +123,13 @@ class Key(msgspec.Struct, array_like=True):
     """The session that wrote it."""
 
 
-class _Line(msgspec.Struct):
-    server: dict[str, Any] | None = None
-    sessions: list[Session] = []
-    groups: list[Group] = []
-    counters: list[Counter] = []
-    keys: list[Key] = []
-    departed: list[Departed] = []
-    stores: list[NamedStore] = []
-    error: str = ""
-    end: bool = False
+class _Line(Line):
+    sessions: list[Session] = msgspec.field(default_factory=list)
+    groups: list[Group] = msgspec.field(default_factory=list)
+    counters: list[Counter] = msgspec.field(default_factory=list)
+    keys: list[Key] = msgspec.field(default_factory=list)
+    departed: list[Departed] = msgspec.field(default_factory=list)
+    stores: list[NamedStore] = msgspec.field(default_factory=list)
 
 
 class Facts:
@@ -156,18 +153,9 @@ class Facts:
 
 
 def read_facts(lines: Iterable[bytes]) -> Facts:
-    """Decode a reply. Raises DistStoreError for one that says what is wrong, ProtocolError for an incomplete one."""
+    """Decode a reply. Raises DistStoreError for one that reports an error, ProtocolError for an invalid one."""
     facts = Facts()
-    decoder = msgspec.json.Decoder(_Line)
-    for raw in lines:
-        try:
-            line = decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"invalid reply of the admin socket: {error}") from None
-        if line.error:
-            raise DistStoreError(line.error)
-        if line.end:
-            return facts
+    for line in decode_reply(lines, _Line):
         if line.server is not None:
             facts.server = line.server
         facts.sessions += line.sessions
@@ -181,4 +169,4 @@ def read_facts(lines: Iterable[bytes]) -> Facts:
                 facts.counters[counter.key] = counter
             else:
                 known.members += counter.members
-    raise ProtocolError("the admin socket's reply is incomplete")
+    return facts

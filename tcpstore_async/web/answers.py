@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ..diagnosis.facts import NamedStore
-from .looking import Counters, Looker, Stats
+from ..diagnosis.rates import Look, Stats
+from .looking import Looker
 from .summary import STATES, clip
 
 _TEXT: Final = "text/plain; charset=utf-8"
@@ -112,14 +113,13 @@ class Answers:
         }
 
     def _figures(self, stats: Stats) -> dict[str, float]:
-        queue = stats.accept_queue or {}
         return {
-            "connections": stats.connections["open"],
-            "waiting": stats.sessions["waiting"],
+            "connections": stats.connections.open,
+            "waiting": stats.sessions.waiting,
             "keys": stats.keys,
             "resident_bytes": stats.resident_bytes,
             "lag": self._looker.operations.lag(),
-            "accept_queue": queue.get("length", 0),
+            "accept_queue": 0 if stats.accept_queue is None else stats.accept_queue.length,
         }
 
     def _rank(self, number: str, store: str | None) -> Answer:
@@ -134,7 +134,7 @@ def _json(value: object) -> Answer:
     return Answer(200, _JSON, msgspec.json.encode(value))
 
 
-def _about(counters: Counters) -> dict[str, Any]:
+def _about(counters: Look) -> dict[str, Any]:
     server = counters.server
     return {name: server.get(name) for name in ("host", "port", "pid", "version", "build")}
 

@@ -11,18 +11,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from ..client.admin import ask
-from ..diagnosis.facts import NamedStore, OtherStores, read_facts
+from ..diagnosis.facts import read_facts
 from ..diagnosis.local import local_ranks
-from ..diagnosis.rates import Histogram
-from ..errors import DistError, DistStoreError, ProtocolError
+from ..diagnosis.rates import Interval, Look, Stats, between, read_look
+from ..errors import DistError
 from .summary import Summary
 
 log = logging.getLogger("tcpstore_async.web")
@@ -47,121 +45,40 @@ _RECENT: Final = 11
 _COMMANDS: Final = 8
 
 
-class Stats(msgspec.Struct, rename={"turn_times": "turns"}):
-    """Counters and levels; see docs/admin.md."""
-
-    time: float
-    uptime: float
-    cpu: float
-    resident_bytes: int
-    commands: dict[str, int]
-    traffic: dict[str, int]
-    connections: dict[str, Any]
-    sessions: dict[str, int]
-    links: dict[str, int]
-    keys: int
-    queues: int
-    awaited_keys: int
-    budget: dict[str, int]
-    joins: dict[str, int | None]
-    accept_queue: dict[str, int] | None
-    lag: Histogram
-    service: Histogram
-    turn_times: Histogram
-
-
-class Counters(msgspec.Struct):
-    """What the server last said of itself, and when."""
-
-    server: dict[str, Any]
-    stats: Stats
-    at: float = 0.0
-    """By the monotonic clock."""
-    oldest: list[NamedStore] = []
-    """The oldest of the stores with names; `others` sums up the rest."""
-    others: OtherStores = msgspec.field(default_factory=OtherStores)
-
-
-class _Line(msgspec.Struct):
-    server: dict[str, Any] | None = None
-    stats: Stats | None = None
-    oldest: list[NamedStore] = []
-    others: OtherStores | None = None
-    error: str = ""
-    end: bool = False
-
-
-def read_counters(lines: Iterable[bytes]) -> Counters:
-    """Decode a reply. Raises DistStoreError for one that says what is wrong, ProtocolError for an incomplete one."""
-    decoder = msgspec.json.Decoder(_Line)
-    server: dict[str, Any] | None = None
-    stats: Stats | None = None
-    oldest: list[NamedStore] = []
-    others = OtherStores()
-    for raw in lines:
-        try:
-            line = decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"invalid reply of the admin socket: {error}") from None
-        if line.error:
-            raise DistStoreError(line.error)
-        server = line.server or server
-        stats = line.stats or stats
-        oldest += line.oldest
-        others = line.others or others
-        if line.end and server is not None and stats is not None:
-            return Counters(server, stats, oldest=oldest, others=others)
-    raise ProtocolError("the admin socket's reply is incomplete")
-
-
 class Rates:
     """Operations over the last minutes, one figure a second."""
 
     def __init__(self) -> None:
         self.each_second: deque[int] = deque(maxlen=_KEPT_SECONDS)
         """Operations a second; 0 while the server did not answer."""
-        self._recent: deque[Counters] = deque(maxlen=_RECENT)
+        self._recent: deque[Stats] = deque(maxlen=_RECENT)
 
-    def add(self, counters: Counters) -> None:
+    def add(self, stats: Stats) -> None:
         """Take what was asked after the last one."""
         recent = self._recent
-        if recent and counters.stats.uptime < recent[-1].stats.uptime:
+        if recent and stats.uptime < recent[-1].uptime:
             recent.clear()  # another server is there now
         if recent:
-            before = recent[-1]
-            seconds = max(0.001, counters.stats.uptime - before.stats.uptime)
-            done = sum(counters.stats.commands.values()) - sum(before.stats.commands.values())
-            missed = min(_KEPT_SECONDS, max(0, round(seconds / _EVERY_SECONDS) - 1))
-            if seconds < SILENT_SECONDS:
-                self.each_second.extend([round(done / seconds)] * (missed + 1))
+            since = between(recent[-1], stats)
+            missed = min(_KEPT_SECONDS, max(0, round(since.seconds / _EVERY_SECONDS) - 1))
+            if since.seconds < SILENT_SECONDS:
+                self.each_second.extend([round(since.ops)] * (missed + 1))
             else:
-                self.each_second.extend([*[0] * missed, done])
-        recent.append(counters)
+                self.each_second.extend([*[0] * missed, round(since.ops * since.seconds)])
+        recent.append(stats)
 
     def commands(self) -> list[tuple[str, float]]:
         """Return how often a second each command was executed in the last seconds, the most frequent first."""
-        if len(self._recent) < 2:
-            return []
-        first, last = self._recent[0].stats, self._recent[-1].stats
-        seconds = max(0.001, last.uptime - first.uptime)
-        done = {name: number - first.commands.get(name, 0) for name, number in last.commands.items()}
-        rates = [(name, round(number / seconds, 1)) for name, number in done.items() if number > 0]
-        return sorted(rates, key=lambda one: (-one[1], one[0]))[:_COMMANDS]
+        lately = self._lately()
+        return [] if lately is None else [(name, round(rate, 1)) for name, rate in lately.commands.items()][:_COMMANDS]
 
     def lag(self) -> float:
         """Return a bound, in seconds, for how late the loop came to its timers in the last seconds; 0 if unknown."""
-        if len(self._recent) < 2:
-            return 0.0
-        first, last = self._recent[0].stats.lag, self._recent[-1].stats.lag
-        late = [
-            bound for bound, one, other in zip(_bounds(last), last.counts, first.counts, strict=True) if one > other
-        ]
-        return max(late, default=0.0)
+        lately = self._lately()
+        return 0.0 if lately is None else lately.lag or 0.0
 
-
-def _bounds(histogram: Histogram) -> list[float]:
-    """Return the upper bounds of all buckets; for the last one, of which there is none, the last that there is."""
-    return [*histogram.bounds, histogram.bounds[-1]]
+    def _lately(self) -> Interval | None:
+        return between(self._recent[0], self._recent[-1]) if len(self._recent) > 1 else None
 
 
 class _Watched:
@@ -187,8 +104,8 @@ class Looker:
     def __init__(self, find: Callable[[], Path]) -> None:
         """`find` returns the path of the admin socket, or raises DistNetworkError."""
         self._find = find
-        self._began = time.monotonic()
-        self.counters: Counters | None = None
+        self.counters: Look | None = None
+        self._answered_at = time.monotonic()
         self.error = "it has not been queried yet"
         """Why the last request was not answered; empty if it was."""
         self.operations = Rates()
@@ -216,8 +133,7 @@ class Looker:
 
     def silent_for(self) -> float:
         """Return for how many seconds the server has not answered; 0 if it does."""
-        at = self._began if self.counters is None else self.counters.at
-        silent = time.monotonic() - at
+        silent = time.monotonic() - self._answered_at
         return 0.0 if self.counters is not None and silent < SILENT_SECONDS and not self.error else silent
 
     def summary(self, timeout: float, store: str | None = None) -> tuple[Summary | None, float, str]:
@@ -249,12 +165,12 @@ class Looker:
         while not self._ended.is_set():
             began = time.monotonic()
             try:
-                counters = read_counters(ask(self._find(), ["stats", "oldest_stores"], _ANSWER_SECONDS))
+                counters = read_look(ask(self._find(), ["stats", "oldest_stores"], _ANSWER_SECONDS))
             except (DistError, OSError) as error:
                 self.error = str(error)
             else:
-                counters.at = time.monotonic()
-                self.operations.add(counters)
+                self._answered_at = time.monotonic()
+                self.operations.add(counters.stats)
                 self.counters = counters
                 self.error = ""
             self._asked.set()

@@ -21,57 +21,56 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ..diagnosis.facts import NamedStore, OtherStores
-from ..diagnosis.rates import Histogram
-from .looking import Counters, Stats
+from ..diagnosis.rates import Histogram, Look, Stats
 
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
     ("start_time_seconds", "When the server started, in seconds since the epoch.", lambda one: one.time - one.uptime),
     ("resident_memory_bytes", "Resident memory of the server's process.", lambda one: one.resident_bytes),
-    ("connections", "Open connections.", lambda one: one.connections["open"]),
-    ("connections_limit", "Connections that the server can hold.", lambda one: one.connections["max"]),
-    ("sessions", "Sessions, including those on links.", lambda one: one.sessions["open"]),
-    ("sessions_unvalidated", "Sessions that have not sent VALIDATE yet.", lambda one: one.sessions["unvalidated"]),
+    ("connections", "Open connections.", lambda one: one.connections.open),
+    ("connections_limit", "Connections that the server can hold.", lambda one: one.connections.max),
+    ("sessions", "Sessions, including those on links.", lambda one: one.sessions.open),
+    ("sessions_unvalidated", "Sessions that have not sent VALIDATE yet.", lambda one: one.sessions.unvalidated),
     (
         "sessions_waiting",
         "Sessions that are waiting for a key, a queue item or other ranks.",
-        lambda one: one.sessions["waiting"],
+        lambda one: one.sessions.waiting,
     ),
-    ("unsent_bytes", "Replies that the kernel has not accepted.", lambda one: one.sessions["unsent_bytes"]),
-    ("links", "Links of relays.", lambda one: one.links["open"]),
-    ("link_sessions", "Sessions on links of relays.", lambda one: one.links["sessions"]),
-    ("single_links", "Links of one session.", lambda one: one.links["single"]),
-    ("links_suspended", "Links of one session that currently have no connection.", lambda one: one.links["suspended"]),
+    ("unsent_bytes", "Replies that the kernel has not accepted.", lambda one: one.sessions.unsent_bytes),
+    ("links", "Links of relays.", lambda one: one.links.open),
+    ("link_sessions", "Sessions on links of relays.", lambda one: one.links.sessions),
+    ("single_links", "Links of one session.", lambda one: one.links.single),
+    ("links_suspended", "Links of one session that currently have no connection.", lambda one: one.links.suspended),
     ("keys", "Keys with a value.", lambda one: one.keys),
     ("queues", "Queues that are not empty.", lambda one: one.queues),
     ("awaited_keys", "Keys that sessions are waiting for.", lambda one: one.awaited_keys),
-    ("memory_budget_bytes", "Limit of the memory held on behalf of peers.", lambda one: one.budget["limit"]),
-    ("ranks_joined", "Ranks that have joined.", lambda one: one.joins["joined"]),
+    ("memory_budget_bytes", "Limit of the memory held on behalf of peers.", lambda one: one.budget.limit),
+    ("ranks_joined", "Ranks that have joined.", lambda one: one.joins.joined),
     (
         "ranks_expected",
         "Ranks that are expected to join; 0 if unknown.",
-        lambda one: one.joins["expected"] or one.joins["world_size"] or 0,
+        lambda one: one.joins.expected or one.joins.world_size or 0,
     ),
     (
         "accept_queue_length",
         "Connections in the kernel that the server has not accepted yet.",
-        lambda one: None if one.accept_queue is None else one.accept_queue["length"],
+        lambda one: None if one.accept_queue is None else one.accept_queue.length,
     ),
     (
         "accept_queue_limit",
         "Largest number of connections that the kernel queues.",
-        lambda one: None if one.accept_queue is None else one.accept_queue["limit"],
+        lambda one: None if one.accept_queue is None else one.accept_queue.limit,
     ),
 )
 
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("cpu_seconds", "CPU time of the server's process.", lambda one: one.cpu),
-    ("received_bytes", "Bytes received, without TLS.", lambda one: one.traffic["received_bytes"]),
-    ("sent_bytes", "Bytes sent, without TLS.", lambda one: one.traffic["sent_bytes"]),
-    ("connections_accepted", "Connections that were accepted.", lambda one: one.connections["accepted"]),
+    ("received_bytes", "Bytes received, without TLS.", lambda one: one.traffic.received_bytes),
+    ("sent_bytes", "Bytes sent, without TLS.", lambda one: one.traffic.sent_bytes),
+    ("connections_accepted", "Connections that were accepted.", lambda one: one.connections.accepted),
     (
         "connections_rejected",
         "Connections rejected because the server was full.",
-        lambda one: one.connections["rejected"],
+        lambda one: one.connections.rejected,
     ),
 )
 
@@ -105,7 +104,7 @@ _USES = ("store", "waiters", "requests", "key_lists", "connections")
 class _Server(Collector):
     """Collects from one reply."""
 
-    def __init__(self, counters: Counters | None, names: bool) -> None:
+    def __init__(self, counters: Look | None, names: bool) -> None:
         self._counters = counters
         self._names = names
 
@@ -135,16 +134,16 @@ class _Server(Collector):
             CounterMetricFamily(
                 "tcpstore_connections_closed", "Connections closed because of what their peer did.", labels=["reason"]
             ),
-            stats.connections["closed_for"],
+            stats.connections.closed_for,
         )
         yield _labelled(
             GaugeMetricFamily("tcpstore_memory_bytes", "Memory held on behalf of peers.", labels=["use"]),
-            {use: stats.budget[use] for use in _USES},
+            {use: getattr(stats.budget, use) for use in _USES},
         )
         yield from _stores(self._counters, self._names)
 
 
-def expose(counters: Counters | None, accept: str, names: bool = True) -> tuple[str, bytes]:
+def expose(counters: Look | None, accept: str, names: bool = True) -> tuple[str, bytes]:
     """Return the type and the text for a collector that accepts these formats; None for a server that is silent.
 
     Without `names`, stores are summed.
@@ -160,7 +159,7 @@ def _info(server: dict[str, Any]) -> Metric:
     return InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
 
 
-def _stores(counters: Counters, names: bool) -> Iterator[Metric]:
+def _stores(counters: Look, names: bool) -> Iterator[Metric]:
     labels: dict[str, list[NamedStore | OtherStores]] = {OTHERS: [counters.others]} if counters.others.stores else {}
     for store in counters.oldest:
         label = store.name[:_MOST_LABEL] if names and store.age >= _LABELLED_SECONDS else OTHERS

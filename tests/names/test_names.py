@@ -321,7 +321,7 @@ def test_the_variable(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> N
     "tcp://u@node:1",
 ])  # fmt: skip
 def test_what_is_no_server(url: str) -> None:
-    with pytest.raises(ValueError, match="server must be tcp://HOST:PORT or tcps://HOST:PORT, not "):
+    with pytest.raises(ValueError, match="is not of the form tcp://HOST:PORT"):
         find_server(url)
 
 

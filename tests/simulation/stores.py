@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 from properties.fleet import Difference
 from properties.model import Closed, Model, Peer
 from simulation.world import ENCODERS
+from tcpstore_async.client.admission import admission
 from tcpstore_async.client.store_name import StoreEndedError, StoreName, StoreTakenError
 from tcpstore_async.errors import PeerError
 from tcpstore_async.limits import Limits
@@ -162,7 +163,7 @@ class World:
         if role == "returns":
             found.incarnation = client.known.get(name, "")
         connection.name = found
-        connection.program = found.entering(connection.session, "::1", 1)
+        connection.program = admission(connection.session, "::1", 1, b"", found)
         self._advance(client, slot, connection)
 
     def _advance(self, client: Client, slot: int, connection: Connection) -> None:

@@ -31,13 +31,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    with (
-        tcpstore_server("--http", "127.0.0.1:0", env={"XDG_RUNTIME_DIR": str(folder)}) as server,
-        incident(server.port, hostile=True),
-    ):
+def server(module_sockets: Path) -> Iterator[Server]:
+    with tcpstore_server("--http", "127.0.0.1:0") as server, incident(server.port, hostile=True):
         yield server
 
 
@@ -167,12 +162,8 @@ def test_98304_ranks(browser: Browser, tmp_path: Path, phone: bool) -> None:
     browser.errors.clear()  # of requests that were refused at the end
 
 
-def test_it_follows_live_and_says_when_nobody_answers(
-    browser: Browser, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    with tcpstore_server("--http", "127.0.0.1:0", env={"XDG_RUNTIME_DIR": str(folder)}) as server:
+def test_it_follows_live_and_says_when_nobody_answers(browser: Browser, sockets: Path) -> None:
+    with tcpstore_server("--http", "127.0.0.1:0") as server:
         page = browser.open(url(server))
         page.until("document.getElementById('status').textContent === 'live'")
         assert page.text("#waits") == "No rank is waiting for a key."

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tcpstore_async.web.looking import Counters, Rates, read_counters
+from tcpstore_async.diagnosis.rates import Look, read_look
+from tcpstore_async.web.looking import Rates
 from tcpstore_async.web.metrics import expose
 from web.stub import SERVER, named_store, stats
 
@@ -18,16 +19,16 @@ ROOT = Path(__file__).parent.parent.parent.parent
 DEPLOY = ROOT / "deploy"
 
 
-def counters(**changed: object) -> Counters:
+def counters(**changed: object) -> Look:
     stores = {
         "oldest": changed.pop("oldest", [named_store("a")]),
         "others": {"stores": changed.pop("others", 0), "keys": 6},
     }
     lines = [{"server": SERVER}, {"stats": stats(**changed)}, stores, {"end": True}]  # type: ignore[arg-type]
-    return read_counters(map(msgspec.json.encode, lines))
+    return read_look(map(msgspec.json.encode, lines))
 
 
-def samples(found: Counters | None) -> dict[str, float]:
+def samples(found: Look | None) -> dict[str, float]:
     """By name and labels, as in the text."""
     text = expose(found, "")[1].decode()
     return {
@@ -92,7 +93,7 @@ def test_each_metric_has_its_value() -> None:
     }  # fmt: skip
 
 
-def keys_of_stores(found: Counters, names: bool = True) -> dict[str, float]:
+def keys_of_stores(found: Look, names: bool = True) -> dict[str, float]:
     text = expose(found, "", names)[1].decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     return {sample.labels["store"]: sample.value for sample in families["tcpstore_named_store_keys"].samples}
@@ -184,10 +185,10 @@ def test_the_reference_has_every_metric() -> None:
 def test_rates() -> None:
     rates = Rates()
     assert (rates.commands(), rates.lag()) == ([], 0.0)
-    rates.add(counters(uptime=100.0))
-    rates.add(counters(uptime=101.0, commands={"SET": 60, "GET": 20, "WAIT": 0}))
+    rates.add(counters(uptime=100.0).stats)
+    rates.add(counters(uptime=101.0, commands={"SET": 60, "GET": 20, "WAIT": 0}).stats)
     lag = {"bounds": [0.001, 0.1], "counts": [6, 4, 2], "sum": 8.0}
-    rates.add(counters(uptime=102.0, commands={"SET": 60, "GET": 27, "WAIT": 1}, lag=lag))
+    rates.add(counters(uptime=102.0, commands={"SET": 60, "GET": 27, "WAIT": 1}, lag=lag).stats)
     assert list(rates.each_second) == [50, 8]
     assert rates.commands() == [("SET", 25.0), ("GET", 3.5), ("WAIT", 0.5)]
     assert rates.lag() == 0.1
@@ -195,11 +196,11 @@ def test_rates() -> None:
 
 def test_rates_after_silence_and_a_restart() -> None:
     rates = Rates()
-    rates.add(counters(uptime=100.0))
-    rates.add(counters(uptime=110.0, commands={"SET": 110, "GET": 20, "WAIT": 0}))
+    rates.add(counters(uptime=100.0).stats)
+    rates.add(counters(uptime=110.0, commands={"SET": 110, "GET": 20, "WAIT": 0}).stats)
     assert len(rates.each_second) == 10
     assert sum(rates.each_second) == 100
-    rates.add(counters(uptime=1.0, commands={"SET": 3, "GET": 0, "WAIT": 0}))
+    rates.add(counters(uptime=1.0, commands={"SET": 3, "GET": 0, "WAIT": 0}).stats)
     assert sum(rates.each_second) == 100
-    rates.add(counters(uptime=2.0, commands={"SET": 5, "GET": 0, "WAIT": 0}))
+    rates.add(counters(uptime=2.0, commands={"SET": 5, "GET": 0, "WAIT": 0}).stats)
     assert rates.each_second[-1] == 2
