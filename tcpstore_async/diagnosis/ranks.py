@@ -129,9 +129,8 @@ class Ranks:
     def _number(self) -> None:
         claims: dict[int, list[Rank]] = defaultdict(list)
         for rank in self.all:
-            said = _number_in(peer.get("rank") for peer in self._peers(rank))
-            read = _number_in([self._environment(rank).get("RANK")])
-            number = read if said is None else said
+            said = _number_in([peer.get("rank") for peer in self._peers(rank)])
+            number = _number_in([self._environment(rank).get("RANK")]) if said is None else said
             if number is not None:
                 rank.source = "environment" if said is None else "client"
                 claims[number].append(rank)
@@ -176,8 +175,9 @@ class Ranks:
         return 2 * len(members.writers) > total
 
     def _peers(self, rank: Rank) -> list[dict[str, str]]:
-        gone = [self.facts.departed[one].peer for one in rank.ids if one in self.facts.departed]
-        return [session.peer for session in rank.sessions] + gone
+        peers = [session.peer for session in rank.sessions]
+        departed = self.facts.departed
+        return peers + [departed[one].peer for one in rank.ids if one in departed] if departed else peers
 
     def _environment(self, rank: Rank) -> Environment:
         for session in rank.sessions:
@@ -191,14 +191,13 @@ class Ranks:
         announced = self.facts.server.get("joins")
         if isinstance(announced, int) and announced > 0:
             return announced
-        sizes = Counter(_number_in([session.peer.get("world_size")]) for session in self.facts.sessions)
         for session in self.facts.sessions:
             if session.wait is not None and session.wait.target and session.wait.keys == [JOIN_COUNTER]:
                 return session.wait.target
-        return _most_common(sizes)
+        return _most_common(Counter([session.peer.get("world_size") for session in self.facts.sessions]))
 
     def _size_in_environments(self) -> int | None:
-        return _most_common(Counter(_number_in([self._environment(rank).get("WORLD_SIZE")]) for rank in self.all))
+        return _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
 
 
 def _process(one: Session | Departed) -> tuple[object, ...]:
@@ -241,6 +240,10 @@ def _number_in(texts: Iterable[str | None]) -> int | None:
     return None
 
 
-def _most_common(sizes: "Counter[int | None]") -> int | None:
+def _most_common(texts: "Counter[str | None]") -> int | None:
+    """Return the number that most of these texts are."""
+    sizes: Counter[int | None] = Counter()
+    for text, count in texts.items():
+        sizes[_number_in([text])] += count
     sizes.pop(None, None)
     return sizes.most_common(1)[0][0] if sizes else None
