@@ -169,7 +169,6 @@ class _Port:
         self.server = ServerUrl(host, port, tls)
         self.name = StoreName(name)
         self.name.incarnation = incarnation
-        self.name.waits = False
         self.tls = ClientTls(files_from_environment()) if tls else None
         self.listener = listener
         self.ports = ports

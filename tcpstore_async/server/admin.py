@@ -207,12 +207,11 @@ class Admin:
         request = await self._request(reader)
         if request != _NOTHING:
             self._audit(writer, request)
-        watches = isinstance(request, Request) and request.ask == [_MONITOR]
-        if watches and len(self._monitors) >= _MOST_MONITORS:
+        if isinstance(request, Request) and request.ask == [_MONITOR]:
+            if len(self._monitors) < _MOST_MONITORS:
+                await self._watch(request, reader, writer)
+                return
             request = f"there are already {_MOST_MONITORS} monitors"
-        elif watches and isinstance(request, Request):
-            await self._watch(request, reader, writer)
-            return
         for fact in self._facts(request):
             if fact:
                 await _send(writer, fact)
@@ -250,20 +249,17 @@ class Admin:
                 await ended
 
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
-        """Log who has asked for what, once for each process."""
+        """Log who has asked for what: each drop, anything else once for each process."""
         user = _user(writer)
-        drops = isinstance(request, Request) and request.drop is not None
-        if isinstance(request, str):
-            asked = request
-        elif request.drop is not None:
+        if isinstance(request, Request) and request.drop is not None:
             asked = f"asked to drop the store {request.drop}"
         else:
-            asked = f"asked for {', '.join(request.ask) or 'a summary'}"
-        if (user, asked) in self._audited and not drops:  # as by `stat`, each second
-            return
-        if len(self._audited) >= _MOST_AUDITED:
-            self._audited.clear()
-        self._audited.add((user, asked))
+            asked = request if isinstance(request, str) else f"asked for {', '.join(request.ask) or 'a summary'}"
+            if (user, asked) in self._audited:  # as by `stat`, each second
+                return
+            if len(self._audited) >= _MOST_AUDITED:
+                self._audited.clear()
+            self._audited.add((user, asked))
         with self.server.lock:
             self.server.note_admin(user, f"admin socket of port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}")
 
