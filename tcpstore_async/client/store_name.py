@@ -12,6 +12,7 @@ import socket
 from collections.abc import Generator
 from typing import Final
 
+from ..addresses import format_address
 from ..errors import DistNetworkError
 from ..session.client import ClientSession, PendingCall
 from ..session.identity import ENTERED, NAMES, TAKEN, Identity, read_enter_reply
@@ -55,7 +56,7 @@ def name_of(host: str, port: int) -> str:
     host = host.lower().rstrip(".")
     if host in _LOOPBACK or host.startswith("127.") or not host:
         return f"{_this_host()}/localhost:{port}"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return format_address(host, port)
 
 
 @functools.cache

@@ -15,19 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ..addresses import format_address, is_loopback
 from ..client.credentials import find_token
 from ..client.tls import ClientTls
 from ..errors import DistNetworkError, counted
 from ..secret_files import TlsFiles
 from ..server.fork_safety import close_on_fork, closed_in_children
-from ..server.listen_socket import (
-    adopt,
-    format_address,
-    is_loopback,
-    listen,
-    log_short_backlog,
-    raise_file_limit,
-)
+from ..server.listen_socket import adopt, listen, log_short_backlog, raise_file_limit
 from ..server.peer_user import PeerUsers
 from ..server.process.child import ignore_signals
 from ..server.systemd import activated_fd, supervised

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from ..access import Access
+from ..addresses import format_address
 from ..errors import LimitError, NotAllowedError, PeerError, ProtocolError, counted
 from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
@@ -31,7 +32,7 @@ from ..session.server import Engine, ServerSession, Transport, latecomers
 from ..session.tls import TlsError
 from .audit import AuditLog
 from .backends import DEFAULT_GRACE, LINK_GRACE
-from .listen_socket import format_address, reserve_connections
+from .listen_socket import reserve_connections
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
 from .tls import MOST_HANDSHAKES, ServerTls
