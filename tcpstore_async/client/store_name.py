@@ -55,7 +55,7 @@ def name_of(host: str, port: int) -> str:
     """Return the name that an address is on a server: a loopback one is a name within this host, network and user."""
     host = host.lower().rstrip(".")
     if host in _LOOPBACK or host.startswith("127.") or not host:
-        return f"{_this_host()}/localhost:{port}"
+        return f"{this_network()}/{os.getuid()}/localhost:{port}"
     return format_address(host, port)
 
 
@@ -68,13 +68,13 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-def _this_host() -> str:
-    """Return text that is the same for all processes with this loopback device and user."""
+def this_network() -> str:
+    """Return text that is the same for all processes with this loopback device."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         network = 0
-    return f"{_boot()}/{network}/{os.getuid()}"
+    return f"{_boot()}/{network}"
 
 
 def attempt_from_environment() -> str:

@@ -68,7 +68,7 @@ _MOST_BEFORE_AUTH: Final = 8192
 
 REMOTE: Final = "remote"
 ALL: Final = "all"
-"""Who has to present a token: nobody, connections from other hosts, or all."""
+"""Whose sessions have to authenticate: those from other hosts, or all."""
 
 Introduction = dict[str, str]
 

@@ -5,18 +5,16 @@ Invariants: at most one request of each kind is under way, however many look. A 
 server grows with its sessions and keys, is followed by a pause of several times its duration.
 """
 
-import gc
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from ..client.admin import ask
-from ..diagnosis.facts import read_facts
+from ..diagnosis.facts import read_facts, uncollected
 from ..diagnosis.local import local_ranks
 from ..diagnosis.rates import Interval, Look, Stats, between, read_look
 from ..errors import DistError
@@ -170,7 +168,7 @@ class Looker:
         summary: Summary | None = None
         failed = ""
         try:
-            with _uncollected():
+            with uncollected():
                 facts = read_facts(ask(self._find(), ["sessions", "counters", "keys"], _LOOK_SECONDS))
                 at = time.monotonic()
                 summary = Summary(facts, local_ranks(facts, None))
@@ -184,13 +182,3 @@ class Looker:
             if summary is not None:
                 self._summary, self._summary_at = summary, at
             self._wanted.notify_all()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Do without garbage collections, which would traverse a hundred thousand sessions each time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
