@@ -15,7 +15,7 @@ from typing import Final
 from ..addresses import format_address
 from ..errors import DistNetworkError
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import ENTERED, NAMES, TAKEN, Identity, read_enter_reply
+from ..session.identity import ENTERED, LOST, NAMES, TAKEN, Identity, read_enter_reply
 from ..values import unpack
 from . import requests
 from .server_url import ServerUrl, parse_server_url
@@ -145,8 +145,8 @@ class StoreName:
     ) -> Generator[tuple[bytes, PendingCall], None, None]:
         """Put a connection to the server with this identity into the store.
 
-        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError, and
-        DistNetworkError if there can be no such store.
+        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError,
+        ConnectionError if the store may be about to end, and DistNetworkError if there can be no such store.
         """
         if identity is None or identity.extension < NAMES:
             raise DistNetworkError(
@@ -167,6 +167,8 @@ class StoreName:
                 f"cannot create the store {self.name!r} on the server at {host}:{port}: {reply.reason}; wait until "
                 "that store ends, or use another address"
             )
+        elif reply.status == LOST:
+            raise ConnectionError(reply.reason)
         else:
             raise StoreEndedError(reply.reason or reply.status)
 

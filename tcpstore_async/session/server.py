@@ -32,7 +32,7 @@ from ..wire.codecs import (
 )
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
 from .budget import SESSION_BYTES, Budget, Holder, StoreShare
-from .guard import Guard, Usage, authentication_required
+from .guard import Guard, Stored, Usage, authentication_required
 from .history import NEVER, History
 from .identity import CERTIFICATE, CROWDED, REFUSED, TOKEN, auth_refusal, auth_reply, with_access, with_requirement
 from .key_list_cache import KeyListCache, SharedKeys
@@ -376,7 +376,7 @@ class Engine:
             usage = guard.usage
             if usage is not None:
                 usage.guards -= 1
-                if not (usage.guards or usage.sessions or usage.keys or usage.bytes):
+                if usage.unused():
                     del self.usage[access.identity]
 
     def count_session(self, session: "ServerSession", access: Access | None, counts: bool) -> None:
@@ -415,16 +415,19 @@ class Engine:
             return found
         identity = self.keyspace.reserved.get(SERVER_KEY, pack(b"{}"))
         usage: Usage | None = None
+        stored: Stored | None = None
         if access is not None:
             identity = pack(with_access(unpack(identity), access))
             if access.limited():
                 usage = self.usage.setdefault(access.identity, Usage())
                 usage.guards += 1
+                named = self.store
+                stored = usage.nameless if named is None else named.stored.setdefault(access.identity, Stored())
         elif SERVER_KEY in self.keyspace.reserved:
             required = CERTIFICATE if self.authenticate is None else TOKEN
             identity = pack(with_requirement(unpack(identity), required))
         store = None if self.store is None else self.store.name
-        guard = Guard(self.keyspace, access, usage, identity, self.authenticate is None, store)
+        guard = Guard(self.keyspace, access, usage, stored, identity, self.authenticate is None, store)
         table: list[_Slot | None] = [None] * 256
         for opcode in range(256):
             slot = self.slot(opcode)
