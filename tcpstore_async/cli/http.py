@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import click
 
+from ..addresses import format_address
 from ..client.server_url import ServerUrl
 from ..errors import DistError
-from ..server.listen_socket import adopt, format_address, listen
+from ..server.listen_socket import adopt, listen
 from ..web.process import HttpOptions
 from .asking import admin_option, find_admin
 from .client import url_option

@@ -6,6 +6,8 @@ It must not know where such a URL is written down, nor PyTorch's URLs, which hav
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+from ..addresses import format_address
+
 FORM: Final = "tcp://HOST:PORT, or tcps://HOST:PORT for TLS"
 
 
@@ -18,8 +20,7 @@ class ServerUrl(NamedTuple):
     """Whether the URL asks for TLS."""
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'tcps' if self.tls else 'tcp'}://{host}:{self.port}"
+        return f"{'tcps' if self.tls else 'tcp'}://{format_address(self.host, self.port)}"
 
 
 def parse_server_url(url: str, default_port: int = 0) -> ServerUrl:

@@ -12,9 +12,10 @@ import socket
 from collections.abc import Generator
 from typing import Final
 
+from ..addresses import format_address
 from ..errors import DistNetworkError
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import ENTERED, NAMES, TAKEN, Identity, read_enter_reply
+from ..session.identity import ENTERED, LOST, NAMES, TAKEN, Identity, read_enter_reply
 from ..values import unpack
 from . import requests
 from .server_url import ServerUrl, parse_server_url
@@ -54,8 +55,8 @@ def name_of(host: str, port: int) -> str:
     """Return the name that an address is on a server: a loopback one is a name within this host, network and user."""
     host = host.lower().rstrip(".")
     if host in _LOOPBACK or host.startswith("127.") or not host:
-        return f"{_this_host()}/localhost:{port}"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"{this_network()}/{os.getuid()}/localhost:{port}"
+    return format_address(host, port)
 
 
 @functools.cache
@@ -67,13 +68,13 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-def _this_host() -> str:
-    """Return text that is the same for all processes with this loopback device and user."""
+def this_network() -> str:
+    """Return text that is the same for all processes with this loopback device."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         network = 0
-    return f"{_boot()}/{network}/{os.getuid()}"
+    return f"{_boot()}/{network}"
 
 
 def attempt_from_environment() -> str:
@@ -144,8 +145,8 @@ class StoreName:
     ) -> Generator[tuple[bytes, PendingCall], None, None]:
         """Put a connection to the server with this identity into the store.
 
-        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError, and
-        DistNetworkError if there can be no such store.
+        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError,
+        ConnectionError if the store may be about to end, and DistNetworkError if there can be no such store.
         """
         if identity is None or identity.extension < NAMES:
             raise DistNetworkError(
@@ -166,6 +167,8 @@ class StoreName:
                 f"cannot create the store {self.name!r} on the server at {host}:{port}: {reply.reason}; wait until "
                 "that store ends, or use another address"
             )
+        elif reply.status == LOST:
+            raise ConnectionError(reply.reason)
         else:
             raise StoreEndedError(reply.reason or reply.status)
 

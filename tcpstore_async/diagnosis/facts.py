@@ -3,7 +3,9 @@
 Knows the format (`server/admin.py`, `session/inspection.py`). Must not know sockets, nor what follows from the facts.
 """
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -170,3 +172,15 @@ def read_facts(lines: Iterable[bytes]) -> Facts:
             else:
                 known.members += counter.members
     return facts
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Do without garbage collections, which would traverse the facts of a hundred thousand sessions each time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

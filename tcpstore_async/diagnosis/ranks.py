@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from ..addresses import format_address
 from ..similar_keys import Family, family_of
 from .facts import Departed, Facts, Session
 from .patterns import JOIN_COUNTER, gloo_size, may_name_ranks, names_ranks
@@ -18,6 +19,9 @@ Environment = Mapping[str, str]
 
 _FEW: Final = 2
 """Writers of a family's keys from which on their numbers may be ranks."""
+
+_MOST_RANGES: Final = 32
+"""Ranges of numbers that a text has."""
 
 
 class Rank:
@@ -38,7 +42,7 @@ class Rank:
     def __str__(self) -> str:
         where = self.host if self.pid is None else f"{self.host}, pid {self.pid}"
         if self.pid is None and self.sessions:
-            where = f"{self.host}:{self.sessions[0].port}"
+            where = format_address(self.host, self.sessions[0].port)
         return where if self.number is None else f"rank {self.number} ({where})"
 
     def main_session(self) -> Session | None:
@@ -247,3 +251,16 @@ def _most_common(texts: "Counter[str | None]") -> int | None:
         sizes[_number_in([text])] += count
     sizes.pop(None, None)
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def number_ranges(numbers: Iterable[int], dash: str = "-") -> str:
+    """Return numbers as text, consecutive ones as ranges, and how many ranges were left out."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [str(first) if first == last else f"{first}{dash}{last}" for first, last in ranges[:_MOST_RANGES]]
+    more = f" and {len(ranges) - _MOST_RANGES} more ranges" if len(ranges) > _MOST_RANGES else ""
+    return ", ".join(texts) + more

@@ -16,9 +16,10 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from ..addresses import format_address
 from ..client.aio import AsyncTCPStore
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, counted
-from ..server.listen_socket import format_address, raise_file_limit
+from ..server.listen_socket import raise_file_limit
 from ..session.client import ClientSession, PendingCall
 from ..values import PREFIX, Framed, pack
 from ..wire.codecs import NO_REPLY

@@ -23,12 +23,13 @@ from typing import Any, Final
 
 from aiohappyeyeballs import AddrInfoType, start_connection
 
+from ..addresses import format_address
 from ..client.forwarding import ForwardedConnection
 from ..client.tls import ClientTls
 from ..errors import DistNetworkError
 from ..limits import MIB
 from ..secret_files import TlsFiles
-from ..server.listen_socket import BACKLOG, adopt, format_address, listen, log_short_backlog, raise_file_limit
+from ..server.listen_socket import BACKLOG, adopt, listen, log_short_backlog, raise_file_limit
 from ..server.rate_limited_log import RateLimitedLog
 from .observer import Observer, Processes
 from .recording import RecordingError, RowEncoder

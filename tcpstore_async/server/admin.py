@@ -208,14 +208,14 @@ class Admin:
         request = await self._request(reader)
         if request != _NOTHING:
             self._audit(writer, request)
-        watches = isinstance(request, Request) and request.ask == [_MONITOR]
-        if watches and len(self._monitors) >= _MOST_MONITORS:
-            request = f"there are already {_MOST_MONITORS} monitors"
-        elif watches and isinstance(request, Request) and not self._has(request.store):
-            request = _no_store(request.store)
-        elif watches and isinstance(request, Request):
-            await self._watch(request, reader, writer)
-            return
+        if isinstance(request, Request) and request.ask == [_MONITOR]:
+            if request.store is not None and request.store not in self.server.named.stores:
+                request = _no_store(request.store)
+            elif len(self._monitors) < _MOST_MONITORS:
+                await self._watch(request, reader, writer)
+                return
+            else:
+                request = f"there are already {_MOST_MONITORS} monitors"
         for fact in self._facts(request):
             if fact:
                 await _send(writer, fact)
@@ -252,24 +252,18 @@ class Admin:
             with suppress(asyncio.CancelledError, OSError):
                 await ended
 
-    def _has(self, store: str | None) -> bool:
-        return store is None or store in self.server.named.stores
-
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
-        """Log who has asked for what, once for each process."""
+        """Log who has asked for what: each drop, anything else once for each process."""
         user = _user(writer)
-        drops = isinstance(request, Request) and request.drop is not None
-        if isinstance(request, str):
-            asked = request
-        elif request.drop is not None:
+        if isinstance(request, Request) and request.drop is not None:
             asked = f"asked to drop the store {request.drop}"
         else:
-            asked = f"asked for {', '.join(request.ask) or 'a summary'}"
-        if (user, asked) in self._audited and not drops:  # as by `stat`, each second
-            return
-        if len(self._audited) >= _MOST_AUDITED:
-            self._audited.clear()
-        self._audited.add((user, asked))
+            asked = request if isinstance(request, str) else f"asked for {', '.join(request.ask) or 'a summary'}"
+            if (user, asked) in self._audited:  # as by `stat`, each second
+                return
+            if len(self._audited) >= _MOST_AUDITED:
+                self._audited.clear()
+            self._audited.add((user, asked))
         with self.server.lock:
             self.server.note_admin(user, f"admin socket of port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}")
 
@@ -377,7 +371,7 @@ class Admin:
         }
 
 
-def _no_store(name: str | None) -> str:
+def _no_store(name: str) -> str:
     return f"there is no store {name!r}"
 
 

@@ -10,11 +10,11 @@ asked for. A command is noted when it is complete, before it is executed.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from ..keys import readable
 from ..values import PREFIX
 from ..waiter_types import KeyList
 from ..wire.codecs import Fields
 from ..wire.commands import Command, Flag
-from .inspection import text
 from .statistics import shown
 
 if TYPE_CHECKING:
@@ -108,5 +108,5 @@ def _shown_value(value: object) -> str | None:
     """Return a value, or a number, as text, shortened if it is long."""
     if isinstance(value, (bytes, bytearray)):
         start = bytes(value[PREFIX : PREFIX + _MOST_VALUE])
-        return text(start) + ("…" if len(value) > PREFIX + _MOST_VALUE else "")
+        return readable(start) + ("…" if len(value) > PREFIX + _MOST_VALUE else "")
     return None if value is None else str(value)

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from heapq import heappush, heappushpop
 from typing import Any, Final
 
+from ..keys import readable
 from ..values import read_length
 from ..waiter_types import IDLE, Counter, SharedWait
 from ..wire.commands import WORKERS_KEY
 from .history import NEVER
-from .inspection import Fact, text
+from .inspection import Fact
 from .link_server import LinkInput
 from .server import NO_PID, Engine, ServerSession
 
@@ -190,4 +191,4 @@ def _awaited(session: ServerSession) -> bytes:
 
 def shown(key: bytes) -> str:
     """Return a key as text, shortened if it is long."""
-    return text(key) if len(key) <= _MOST_TEXT else text(key[:_MOST_TEXT]) + "…"
+    return readable(key) if len(key) <= _MOST_TEXT else readable(key[:_MOST_TEXT]) + "…"

@@ -6,18 +6,16 @@ everything in a store, whose cost for the server grows with its sessions and key
 times its duration.
 """
 
-import gc
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from ..client.admin import ask
-from ..diagnosis.facts import read_facts
+from ..diagnosis.facts import read_facts, uncollected
 from ..diagnosis.local import local_ranks
 from ..diagnosis.rates import Interval, Look, Stats, between, read_look
 from ..errors import DistError
@@ -197,7 +195,7 @@ class Looker:
         summary: Summary | None = None
         failed = ""
         try:
-            with _uncollected():
+            with uncollected():
                 parts = ["sessions", "counters", "keys"]
                 facts = read_facts(ask(self._find(), parts, _LOOK_SECONDS, store=store))
                 facts.keep_store(store)
@@ -213,13 +211,3 @@ class Looker:
             if summary is not None:
                 watched.summary, watched.summary_at = summary, at
             self._wanted.notify_all()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Do without garbage collections, which would traverse a hundred thousand sessions each time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

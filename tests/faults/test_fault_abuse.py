@@ -43,7 +43,7 @@ async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
             while peer.recv(MIB):
                 pass
 
-    async def look() -> None:
+    async def look(server: UvServer) -> None:
         nonlocal longest
         looks = 0
         while looks < 30:
@@ -56,7 +56,7 @@ async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
         peers = [RawPeer(server.port) for _ in range(2)]
         pouring = [asyncio.create_task(asyncio.to_thread(pour, peer)) for peer in peers]
         try:
-            await asyncio.wait_for(look(), LIMIT)
+            await asyncio.wait_for(look(server), LIMIT)
         finally:
             for peer in peers:
                 with suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -10,14 +11,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from client.test_resumed import resetter
-from support import LIMIT, tcpstore_relay, tcpstore_server, torch_server
+from client.test_sync import until
+from support import LIMIT, Server, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
 from tcpstore_async.client import aio
+from tcpstore_async.client.admin import ask
 from tcpstore_async.client.store_name import StoreEndedError, attempt_from_environment, find_server, name_of
 from tcpstore_async.server.backends import BACKENDS
 
@@ -268,6 +272,33 @@ def test_a_store_survives_a_broken_connection_of_its_owner(port: int, name: str)
             assert rank.add("n", 1) == 1
             assert owner.add("n", 1) == 2
         owner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_name_whose_owner_was_killed_in_the_middle_of_a_reply(backend: str, name: str) -> None:
+    """To the server that is a broken connection: who is next waits until the owner is back, or its time is over."""
+    with tcpstore_server("--backend", backend, "--link-grace", "2") as server, resetter(server.port) as proxy:
+        url = f"tcp://127.0.0.1:{server.port}"
+        killed = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
+        killed.set("k", "old")
+        assert killed.get("k") == b"old"
+        proxy.refuse()
+        proxy.reset()
+        until(lambda: suspended(server))
+        thread, found = opened(lambda: TCPStore(name, 1, timeout=LIMIT, server=url))
+        with TCPStore(name, 1, None, True, LIMIT, server=url) as following:
+            assert following.list_keys() == []
+            thread.join()
+            found[0].set("k", "new")
+            assert following.get("k") == b"new"
+        found[0].close()
+        killed.close()
+
+
+def suspended(server: Server) -> int:
+    """How many clients of a server have lost their connections, and may come back."""
+    facts = [json.loads(line) for line in ask(Path(json.loads(server.ready)["admin"]), ["stats"], LIMIT)]
+    return sum(fact["stats"]["links"]["suspended"] for fact in facts if "stats" in fact)
 
 
 def test_port_0_is_a_free_name(url: str) -> None:

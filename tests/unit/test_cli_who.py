@@ -17,7 +17,8 @@ from click.testing import Result
 
 from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
-from tcpstore_async.cli.who import _numbers, _seconds
+from tcpstore_async.cli.who import _seconds
+from tcpstore_async.diagnosis.ranks import number_ranges
 from tcpstore_async.server import admin_path
 
 STRANGE = b"/evil\x1b[31m\nkey"
@@ -164,6 +165,6 @@ def test_a_path_that_cannot_be_had(tmp_path: Path) -> None:
 
 
 def test_numbers_and_times_as_text() -> None:
-    assert _numbers([3, 1, 2, 7]) == "1-3, 7"
-    assert _numbers(list(range(0, 200, 2))).endswith("62 and 68 more ranges")
+    assert number_ranges([3, 1, 2, 7]) == "1-3, 7"
+    assert number_ranges(list(range(0, 200, 2))).endswith("62 and 68 more ranges")
     assert [_seconds(number) for number in (0.04, 99.0, 600.0, 9000.0)] == ["0.0 s", "99.0 s", "10 min", "2.5 h"]
