@@ -28,7 +28,8 @@ from ..errors import DistError, DistNetworkError
 from .connect import connect
 from .credentials import find_token
 from .forwarding import ForwardedConnection
-from .store_name import ServerUrl, StoreName
+from .server_url import ServerUrl
+from .store_name import StoreName
 from .tls import ClientTls, files_from_environment
 
 _VALIDATE_BYTES: Final = 5
@@ -179,7 +180,6 @@ class _Port:
         self.server = ServerUrl(host, port, tls)
         self.name = StoreName(name)
         self.name.incarnation = incarnation
-        self.name.waits = False
         self.tls = ClientTls(files_from_environment()) if tls else None
         self.listener = listener
         self.ports = ports

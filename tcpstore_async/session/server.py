@@ -13,6 +13,7 @@ from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Final
 
 from ..access import Access
+from ..addresses import format_address, is_loopback
 from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError
 from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPieces, Value
 from ..keyspace import Keyspace
@@ -67,7 +68,7 @@ _MOST_BEFORE_AUTH: Final = 8192
 
 REMOTE: Final = "remote"
 ALL: Final = "all"
-"""Who has to present a token: nobody, connections from other hosts, or all."""
+"""Whose sessions have to authenticate: those from other hosts, or all."""
 
 Introduction = dict[str, str]
 
@@ -584,7 +585,7 @@ class ServerSession(Holder):
         self._relieve()
 
     def __str__(self) -> str:
-        address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        address = format_address(self.host, self.port)
         known = {} if self.pid == NO_PID else {"pid": str(self.pid)}
         known.update(self.peer)
         access = self.engine.granted.get(self) if self.engine.granted else None
@@ -1100,11 +1101,6 @@ def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSes
     """
     early = {(one.host, one.pid) for one in sessions if one.connected_at <= complete and one.pid != NO_PID}
     return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether this is the address of a peer on the same host."""
-    return host.removeprefix("::ffff:").startswith("127.") or host == "::1"
 
 
 def printable(raw: bytes) -> str:

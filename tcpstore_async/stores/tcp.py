@@ -21,8 +21,8 @@ from ..client.client_info import introduction
 from ..client.credentials import TOKEN, TOKEN_FILE, find_token
 from ..client.pool import TCPClient
 from ..client.requests import Request
+from ..client.server_url import ServerUrl
 from ..client.store_name import (
-    ServerUrl,
     StoreName,
     StoreTakenError,
     attempt_from_environment,
