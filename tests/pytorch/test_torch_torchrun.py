@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,11 +120,11 @@ def job(tmp_path: Path, port: int) -> Iterator[Job]:
 
 def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
     """The worlds that formed, one after the other: the sum over the ranks, and the ranks."""
-    ports = list(dict.fromkeys(one["port"] for one in seen))
+    rounds = list(dict.fromkeys(one["round"] for one in seen))
     assert not any(one["stale"] for one in seen)
     found = []
-    for port in ports:
-        world = [one for one in seen if one["port"] == port]
+    for name in rounds:
+        world = [one for one in seen if one["round"] == name]
         (total,) = {one["sum"] for one in world}
         found.append((int(total), sorted(one["rank"] for one in world)))
     return found
@@ -316,6 +317,55 @@ def test_a_handler_joins_and_closes(server: int) -> None:
 
 
 @pytest.mark.parametrize("relay", ["0", "1"])
+def test_a_token_of_the_agents_opens_the_store_of_a_round(
+    relay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is beside the workers presents it; workers that have it may present it, too."""
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret\n")
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+        monkeypatch.setenv("TCPSTORE_TOKEN", TokenKeys([("k1", b"a secret")]).create())
+        handler = rendezvous_handler.create_handler(parameters(own.port, relay=relay))
+        where = handler.next_rendezvous().bootstrap_store_info
+        assert where is not None
+        for token in ("", os.environ["TCPSTORE_TOKEN"]):
+            with TCPStore("127.0.0.1", where.master_port, timeout=timedelta(seconds=PATIENCE), token=token) as store:
+                store.set("k", "v")
+                assert store.get("k") == b"v"
+        assert not caplog.messages
+        assert handler.shutdown()
+
+
+@pytest.mark.parametrize("access", [{"prefix": "tcpstore."}, {"store": "agents:1"}])
+def test_a_token_for_less_than_a_store_leaves_the_workers_a_server(
+    access: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret\n")
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+        token = TokenKeys([("k1", b"a secret")]).create(**cast(Any, access))
+        owner = None
+        params = parameters(own.port)
+        if "store" in access:
+            monkeypatch.setenv("TCPSTORE_SERVER_URL", f"tcp://127.0.0.1:{own.port}")
+            params = RendezvousParameters("tcpstore", "agents:1", "job", 1, 1, is_host="0")
+            owner = PlainTCPStore("agents", 1, None, True, token=token)
+        monkeypatch.setenv("TCPSTORE_TOKEN", token)
+        handler = rendezvous_handler.create_handler(params)
+        where = handler.next_rendezvous().bootstrap_store_info
+        assert where is not None
+        with PlainTCPStore("127.0.0.1", where.master_port, timeout=PATIENCE, token="", server="") as store:
+            store.set("k", "v")
+            assert store.get("k") == b"v"
+        assert sum("a server of their own instead of a named store" in message for message in caplog.messages) == 1
+        assert handler.shutdown()
+        if owner is not None:
+            owner.close()
+
+
+@pytest.mark.parametrize("relay", ["0", "1"])
 def test_a_token_protects_the_workers_server(
     relay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,7 +377,7 @@ def test_a_token_protects_the_workers_server(
         with pytest.raises(RendezvousConnectionError, match="the server requires a token: set TCPSTORE_TOKEN_FILE"):
             rendezvous_handler.create_handler(parameters(own.port))
         monkeypatch.setenv("TCPSTORE_TOKEN", TokenKeys([("k1", b"a secret")]).create())
-        one = rendezvous_handler.create_handler(parameters(own.port, relay=relay))
+        one = rendezvous_handler.create_handler(parameters(own.port, relay=relay, named_store="0"))
         where = one.next_rendezvous().bootstrap_store_info
         assert where is not None
         port = where.master_port
@@ -405,7 +455,10 @@ def test_two_agents_that_think_they_host(port: int) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda handler: handler.next_rendezvous(), both))
     assert sorted(one.rank for one in found) == [0, 1]
-    assert len({one.bootstrap_store_info.master_port for one in found if one.bootstrap_store_info}) == 1
+    ports = [one.bootstrap_store_info.master_port for one in found if one.bootstrap_store_info]
+    with TCPStore("127.0.0.1", ports[0]) as first, TCPStore("127.0.0.1", ports[1]) as second:
+        first.set("k", "v")
+        assert second.get("k") == b"v"
     for handler in reversed(both):
         handler.shutdown()
 
