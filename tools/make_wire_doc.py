@@ -129,6 +129,8 @@ from others that have or had its name, if the connection has entered it; and els
 | `taken` | the connection was to own it, and it has another owner, which `reason` names |
 | `ended` | the store of this `incarnation` has ended; the store is another attempt's, and not an earlier one's; or \
 there is none, and the connection does not wait |
+| `lost` | the connections of the owner are all broken, so the store may be about to end; ask again soon. Not \
+with an `incarnation` |
 | `refused` | the token does not allow it: it is for another store, or the owner's may only read |
 
 After any reply but `entered` the connection is as before. While the store belongs to an earlier attempt, both numbers,

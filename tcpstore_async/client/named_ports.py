@@ -4,19 +4,23 @@ What connects to such a port is in its store: a process beside this one forwards
 client hold this process's GIL while they wait. It knows VALIDATE, which the client sends and the server has had; it
 must not know other commands, or who uses the port.
 
-Invariants: a port listens before anybody learns of it. The process ends when this one does, in whatever way. A port is
-given up when all its clients have gone or, if it is a lasting one, when it is closed; who is connected then stays so.
+Invariants: a port listens before anybody learns of it. Only this user's processes are served, where the kernel says
+whose a connection is: the process presents its token for them. It ends when this one does, in whatever way. A port is
+given up when all its clients have gone or, if it is a lasting one, when it is closed, and then who is connected stays
+so; one that cannot be served harms no other.
 """
 
 import array
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +30,8 @@ from ..errors import DistError, DistNetworkError
 from .connect import connect
 from .credentials import TOKEN, TOKEN_FILE, find_token
 from .forwarding import ForwardedConnection
-from .store_name import ServerUrl, StoreName
+from .server_url import ServerUrl
+from .store_name import StoreName
 from .tls import CA, CERT, KEY, ClientTls, files_from_environment
 
 _VALIDATE_BYTES: Final = 5
@@ -44,10 +49,15 @@ import os
 if os.fork():
     os._exit(0)
 from tcpstore_async.client.named_ports import main
-main(int(control_fd))
+from tcpstore_async.server.peer_user import own_connections
+main(int(control_fd), own_connections())
 """
 
 _ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent)
+
+
+Admits = Callable[[socket.socket], bool]
+"""Whether a connection is served."""
 
 
 # In the process that uses the ports
@@ -156,15 +166,17 @@ os.register_at_fork(after_in_child=_forked)
 # In the process that forwards
 
 
-def main(control_fd: int) -> None:
-    """Forward until the other end of the control socket is closed."""
+def main(control_fd: int, admits: Admits) -> None:
+    """Forward until the other end of the control socket is closed, for the connections that are admitted."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # what is sent to all processes of a job: the ranks may need the store
     with socket.socket(fileno=control_fd) as control:
-        asyncio.run(_forward(control))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        asyncio.run(_forward(control, admits))
 
 
-async def _forward(control: socket.socket) -> None:
+async def _forward(control: socket.socket, admits: Admits) -> None:
     over = asyncio.Event()
     ports: set[_Port] = set()
     loop = asyncio.get_running_loop()
@@ -177,10 +189,11 @@ async def _forward(control: socket.socket) -> None:
         fds = array.array("i")
         for _, _, data in ancillary:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-        if not order or not fds:
+        if not order:
             over.set()
+        if not fds:  # at the limit of open files
             return
-        port = _Port(ports, json.loads(order), *[socket.socket(fileno=fd) for fd in fds])
+        port = _Port(ports, admits, json.loads(order), *[socket.socket(fileno=fd) for fd in fds])
         port.starting = loop.create_task(port.start())
 
     control.setblocking(False)
@@ -192,20 +205,25 @@ class _Port:
     """A listening socket that stands for a store."""
 
     def __init__(
-        self, ports: "set[_Port]", order: list[Any], listener: socket.socket, until: socket.socket | None = None
+        self,
+        ports: "set[_Port]",
+        admits: Admits,
+        order: list[Any],
+        listener: socket.socket,
+        until: socket.socket | None = None,
     ) -> None:
         host, port, tls, name, incarnation, token, shown = order
         os.environ.update(shown)
         self.server = ServerUrl(host, port, tls)
         self.name = StoreName(name)
         self.name.incarnation = incarnation
-        self.name.waits = False
         self.tls = ClientTls(files_from_environment()) if tls else None
         self.token: str = token
         self.listener = listener
         self.until = until
         """Readable when a lasting port is to be given up; None if this is none."""
         self.ports = ports
+        self.admits = admits
         self.connections = 0
         self.starting: asyncio.Task[None] | None = None
         self._accepting: asyncio.AbstractServer | None = None
@@ -258,9 +276,13 @@ class _Connection(ForwardedConnection):
         super().__init__(port.connect)
         self.port = port
         self._swallowed = 0
-        self._gone = False
+        self._counts = False
 
     def accepted(self, address: str) -> None:
+        if not self.port.admits(self.client.peer()):
+            self.client.close(reset=True)
+            return
+        self._counts = True
         self.port.connections += 1
         super().accepted(address)
 
@@ -277,6 +299,6 @@ class _Connection(ForwardedConnection):
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
         super().lost(by_client, error)
-        if by_client and not self._gone:
-            self._gone = True
+        if by_client and self._counts:
+            self._counts = False
             self.port.left()

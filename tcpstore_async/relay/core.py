@@ -19,11 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from ..addresses import format_address
 from ..errors import ProtocolError
 from ..limits import Limits
 from ..server.accepting import Acceptor
 from ..server.audit import AuditLog
-from ..server.listen_socket import format_address, reserve_connections
+from ..server.listen_socket import reserve_connections
 from ..server.peer_user import PeerUsers, UnknownOwnerError
 from ..server.poller import READ, WRITE, WatchWith, make_poller
 from ..server.rate_limited_log import RateLimitedLog

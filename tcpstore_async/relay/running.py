@@ -12,22 +12,16 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
-from pathlib import Path
 from typing import Final
 
+from ..addresses import format_address, is_loopback
 from ..client.credentials import find_token
+from ..client.store_name import this_network
 from ..client.tls import ClientTls
 from ..errors import DistNetworkError, counted
 from ..secret_files import TlsFiles
 from ..server.fork_safety import close_on_fork, closed_in_children
-from ..server.listen_socket import (
-    adopt,
-    format_address,
-    is_loopback,
-    listen,
-    log_short_backlog,
-    raise_file_limit,
-)
+from ..server.listen_socket import adopt, listen, log_short_backlog, raise_file_limit
 from ..server.peer_user import PeerUsers
 from ..server.process.child import ignore_signals
 from ..server.systemd import activated_fd, supervised
@@ -41,9 +35,6 @@ from .upstream import Upstream
 log = logging.getLogger("tcpstore_async.server")
 
 _CANCEL_SECONDS: Final = 0.05
-
-_BOOT: Final = "/proc/sys/kernel/random/boot_id"
-_NETWORK: Final = "/proc/self/ns/net"
 
 
 @asynccontextmanager
@@ -74,9 +65,10 @@ async def relay(
         if where in servers:
             raise DistNetworkError(f"{format_address(*where)} is the relay's own address, not a server's")
         users = inherited.enter_context(closing(PeerUsers())) if same_user else None
+        place = f"{this_network()}/{format_address(*where)}"  # the same for the relay that comes after this one
         running = Relay(
             listening,
-            partial(ClientLink, _place(*where), _description()),
+            partial(ClientLink, place, _description()),
             users=users,
             describe=describer(),
             entry=Entry(store) if store else None,
@@ -174,19 +166,6 @@ async def _drain(running: Relay, grace: float) -> None:
 def _report(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and task.exception() is not None:
         log.critical("internal error: the relay does not connect to its server any more", exc_info=task.exception())
-
-
-def _place(host: str, port: int) -> str:
-    """Return a name of what listens at this address of this host, the same for the relay that comes after this one."""
-    try:
-        boot = Path(_BOOT).read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
-    try:
-        network = str(os.stat(_NETWORK).st_ino)
-    except OSError:
-        network = ""
-    return f"{boot}/{network}/{format_address(host, port)}"
 
 
 def _description() -> dict[str, str]:

@@ -16,6 +16,7 @@ from contextlib import closing
 from struct import Struct
 from typing import Final
 
+from ..addresses import format_address
 from ..client import requests
 from ..client.connect import open_connection
 from ..client.forwarding import ForwardedConnection
@@ -23,7 +24,6 @@ from ..client.requests import Request
 from ..client.tls import ClientTls
 from ..deadline import backoff
 from ..errors import AccessDeniedError, ProtocolError, counted
-from ..server.listen_socket import format_address
 from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
 from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..wire.commands import BY_METHOD, MAGIC

@@ -40,13 +40,14 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from .. import errors
+from ..addresses import format_address
 from ..client.credentials import find_token
 from ..client.named_ports import LastingPort
-from ..client.store_name import ServerUrl, StoreName
+from ..client.server_url import ServerUrl
+from ..client.store_name import StoreName
 from ..client.tls import wants_tls
 from ..relay.process import RelayProcess
 from ..rendezvous_url import ROUND_VARIABLE
-from ..server.listen_socket import format_address
 from ..server.rate_limited_log import RateLimitedLog
 from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, is_closed
 from ..stores.tcp import TOKEN_KEYS

@@ -13,7 +13,7 @@ from support import LIMIT, RawPeer, refused, tcpstore_server
 from tcpstore_async import TCPStore
 from tcpstore_async.client import named_ports
 from tcpstore_async.client.named_ports import LastingPort
-from tcpstore_async.client.store_name import ServerUrl
+from tcpstore_async.client.server_url import ServerUrl
 from tcpstore_async.tokens import TokenKeys
 
 
@@ -63,7 +63,7 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 _OWNER = """
 import sys
 from tcpstore_async.client.named_ports import LastingPort
-from tcpstore_async.client.store_name import ServerUrl
+from tcpstore_async.client.server_url import ServerUrl
 port = LastingPort(ServerUrl("127.0.0.1", int(sys.argv[1]), False), "node7:4711")
 print(port.port, flush=True)
 sys.stdin.read()
