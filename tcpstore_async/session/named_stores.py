@@ -10,7 +10,7 @@ was enters no other one. What ends with a store is closed and freed in portions.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -382,14 +382,18 @@ class NamedStores:
         engine.key_lists.release()
         root.budget.remove(engine.share)
         root.budget.charge(-STORE_BYTES)
-        for held in (keyspace.values, keyspace.queues, keyspace.rounds):
+        dicts: list[dict[Any, Any]] = [keyspace.values, keyspace.queues, keyspace.rounds]
+        if engine.history is not None:
+            writes, departed = engine.history.take_apart()
+            dicts += writes
+            for sessions in departed:
+                root.keyspace.free_later(sessions)
+        for held in dicts:
             if len(held) > _MANY:
                 root.keyspace.defer(FreeDict(held))
         for joins in keyspace.joins.values():
             if len(joins.waiters) > _MANY:
                 root.keyspace.defer(FreeDict(joins.waiters))
-        if engine.history is not None:
-            root.budget.charge(-engine.history.held)
         keyspace.on_work = None
         keyspace.work.clear()
         engine.take_apart()
