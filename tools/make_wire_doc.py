@@ -132,10 +132,11 @@ there is none, and the connection does not wait |
 | `refused` | the token does not allow it: it is for another store, or the owner's may only read |
 
 After any reply but `entered` the connection is as before. While the store belongs to an earlier attempt, both numbers,
-ENTER waits for the next one. A store ends when the last connection of its owners has: the connections in it are closed
-at once, and those of a link that is broken count until its grace period is over. With END_STORE, which an owner sends
-before it leaves, they have ten seconds to leave by themselves. In both cases the name is free at once, and the next
-store of that name is empty.
+ENTER waits for the next one; and while all connections of its owner are broken links, the ENTER of another owner waits
+until one is resumed, or the store has ended. A store ends when the last connection of its owners has: the connections
+in it are closed at once, and those of a link that is broken count until its grace period is over. With END_STORE, which
+an owner sends before it leaves, they have ten seconds to leave by themselves. In both cases the name is free at once,
+and the next store of that name is empty.
 
 A client pops with LEASE or LEASE_LATER and sends CONFIRM right before it hands the item to its caller, so an item that
 was on its way when the connection broke or the caller gave up goes to another consumer. Items leased by a connection

@@ -5,11 +5,14 @@ client hold this process's GIL while they wait. It knows VALIDATE, which the cli
 must not know other commands, or who uses the port.
 
 Invariants: a port listens before anybody learns of it. The process ends when this one does, in whatever way. A port is
-given up when all its clients have gone.
+given up when all its clients have gone. Clients whose store ends learn of it by the end of their connection; why it has
+ended is one line on standard error.
 """
 
 import array
 import asyncio
+import atexit
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +25,7 @@ from typing import Any, Final
 
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistError, DistNetworkError
+from ..session.identity import CLOSED
 from .connect import connect
 from .credentials import find_token
 from .forwarding import ForwardedConnection
@@ -31,6 +35,9 @@ from .tls import ClientTls, files_from_environment
 _VALIDATE_BYTES: Final = 5
 _BACKLOG: Final = 128
 _LONGEST: Final = 64 * 1024
+
+_LAST_WORDS: Final = 1.0
+"""Seconds that are left, when the process ends, for finding out why a store has ended."""
 
 _PROGRAM: Final = """# the ports of this job's stores with names
 import sys
@@ -125,6 +132,17 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def _leave_open() -> None:
+    """At exit: C++ code may use a port for longer than Python runs. The kernel closes the socket after that."""
+    global _control
+    if _control is not None:
+        _control.detach()
+        _control = None
+
+
+atexit.register(_leave_open)
+
+
 # In the process that forwards
 
 
@@ -139,6 +157,7 @@ def main(control_fd: int) -> None:
 async def _forward(control: socket.socket) -> None:
     over = asyncio.Event()
     ports: set[_Port] = set()
+    explaining: set[asyncio.Task[None]] = set()
     loop = asyncio.get_running_loop()
 
     def read() -> None:
@@ -152,18 +171,26 @@ async def _forward(control: socket.socket) -> None:
         if not order or not fds:
             over.set()
             return
-        port = _Port(ports, json.loads(order), socket.socket(fileno=fds[0]))
+        port = _Port(ports, explaining, json.loads(order), socket.socket(fileno=fds[0]))
         port.starting = loop.create_task(port.start())
 
     control.setblocking(False)
     loop.add_reader(control, read)
     await over.wait()
+    if explaining:
+        await asyncio.wait(explaining, timeout=_LAST_WORDS)
 
 
 class _Port:
     """A listening socket that stands for a store."""
 
-    def __init__(self, ports: "set[_Port]", order: list[Any], listener: socket.socket) -> None:
+    def __init__(
+        self,
+        ports: "set[_Port]",
+        explaining: "set[asyncio.Task[None]]",
+        order: list[Any],
+        listener: socket.socket,
+    ) -> None:
         host, port, tls, name, incarnation = order
         self.server = ServerUrl(host, port, tls)
         self.name = StoreName(name)
@@ -173,6 +200,8 @@ class _Port:
         self.listener = listener
         self.ports = ports
         self.connections = 0
+        self._explaining = explaining
+        self._explained = False
         self.starting: asyncio.Task[None] | None = None
         self._accepting: asyncio.AbstractServer | None = None
         ports.add(self)
@@ -194,6 +223,22 @@ class _Port:
         except DistError as error:
             raise OSError(str(error)) from None
         return peer
+
+    def explain(self) -> None:
+        """Say once why the server has closed a connection that is in the store, unless its owner wanted that."""
+        if not self._explained:
+            self._explained = True
+            task = asyncio.get_running_loop().create_task(self._explain())
+            self._explaining.add(task)
+            task.add_done_callback(self._explaining.discard)
+
+    async def _explain(self) -> None:
+        try:
+            (await self.connect()).close()
+        except OSError as error:
+            if not str(error).endswith(CLOSED):
+                with contextlib.suppress(OSError, ValueError):  # nobody may read it
+                    print(f"tcpstore: {error}", file=sys.stderr, flush=True)
 
     def left(self) -> None:
         self.connections -= 1
@@ -224,10 +269,13 @@ class _Connection(ForwardedConnection):
             super().passed(by_client, data)
 
     def failed(self, address: str, error: OSError) -> None:
+        self.port.explain()
         self.close()
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
         super().lost(by_client, error)
+        if not by_client and not self._gone:
+            self.port.explain()
         if by_client and not self._gone:
             self._gone = True
             self.port.left()

@@ -202,4 +202,8 @@ class StoreName:
 
     def missing(self) -> str:
         """Return why a connection that was being put into the store was not, for lack of time."""
-        return f"nobody has created the store {self.name!r} there" if self.asked and not self.owner else ""
+        if not self.asked:
+            return ""
+        if self.owner:
+            return f"the store {self.name!r} there has an owner that has lost its connection, and may come back"
+        return f"nobody has created the store {self.name!r} there"

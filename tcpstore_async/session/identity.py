@@ -75,6 +75,10 @@ ENDED: Final = "ended"
 none."""
 
 
+CLOSED: Final = "has closed it"
+"""The end of the reason why a store has ended, if its owner wanted that."""
+
+
 class EnterReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The reply to ENTER."""
 

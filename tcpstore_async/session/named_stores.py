@@ -19,7 +19,7 @@ from ..incremental import DeferredWork, FreeDict, IncrementalCommand
 from ..values import Framed, pack, unpack
 from ..waiter_types import AWAITING_STORE, IDLE
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
-from .identity import ENDED, ENTERED, REFUSED, TAKEN, EnterReply, with_store
+from .identity import CLOSED, ENDED, ENTERED, REFUSED, TAKEN, EnterReply, with_store
 from .server import Engine, ServerSession, printable
 
 MAX_NAME: Final = 512
@@ -118,6 +118,10 @@ class NamedStore:
     def __str__(self) -> str:
         return f"the store {self.name!r}"
 
+    def lost(self) -> bool:
+        """Return whether no owner has a connection: each is killed, perhaps, or will be back."""
+        return all(session.suspended() for session in self.owners)
+
     def joined(self) -> int:
         """Return how many ranks have joined it."""
         count = self.engine.keyspace.values.get(WORKERS_KEY)
@@ -139,6 +143,8 @@ class NamedStores:
         """Those that have ended, and that sessions are still in."""
         self.waiting: dict[str, OrderedDict[ServerSession, Entry]] = {}
         """By name, the sessions that wait for a store, in order of arrival; some may have given up."""
+        self.claimed: dict[str, bool] = {}
+        """Names of stores whose owner is lost, and that another one waits for."""
         self.entries: dict[ServerSession, Entry] = {}
         """By session, what it waits for, or has waited for when it gave up."""
         self.ended: OrderedDict[str, str] = OrderedDict()
@@ -184,6 +190,8 @@ class NamedStores:
             if store is None:
                 store = self._create(entry)
             elif not (entry.owner in store.ids or (entry.shares and entry.shares in store.ids)):
+                if entry.waits and store.lost():
+                    return None
                 age = 0.0 if self.clock is None else self.clock() - store.since
                 return _reply(TAKEN, f"{store} already has an owner: {store.creator}, for {age:.1f} s")
         elif store is None or _is_later(entry.attempt, store.attempt):
@@ -206,6 +214,8 @@ class NamedStores:
         if waiting is None:
             waiting = self.waiting[entry.name] = OrderedDict()
         waiting[session] = self.entries[session] = entry
+        if entry.owner:
+            self.claimed[entry.name] = True
 
     def release(self, session: ServerSession) -> int:
         """Execute END_STORE: the session's owner, with all its connections, owns the store no more.
@@ -222,7 +232,7 @@ class NamedStores:
         store.ids.discard(mine)
         others = sum(store.sessions.values())
         if not store.owners and not store.over:
-            self._end(store, f"its owner ({store.creator}) has closed it")
+            self._end(store, f"its owner ({store.creator}) {CLOSED}")
             if others and self.on_released is not None:
                 self.on_released(store)
         return others
@@ -251,6 +261,12 @@ class NamedStores:
         self._end(store, why)
         self.close(store)
         return True
+
+    def look_again(self) -> None:
+        """A link has a connection again: refuse soon those who wait for a store whose owner is back."""
+        for name in list(self.claimed):
+            if name in self.stores and not self.stores[name].lost():
+                self._decide_later(name)
 
     def close(self, store: NamedStore) -> None:
         """Close, in portions, the connections that are still in a store that has ended."""
@@ -308,11 +324,16 @@ class NamedStores:
         self.stores[entry.name] = store
         if self.on_created is not None:
             self.on_created(store)
-        waiting = self.waiting.pop(entry.name, None)
-        if waiting is not None:
-            engine.keyspace.defer(_LetIn(self, waiting))
+        self._decide_later(entry.name)
         engine.budget.relieve(entry.session)
         return store
+
+    def _decide_later(self, name: str) -> None:
+        """Have all who wait for a name decided on again."""
+        self.claimed.pop(name, None)
+        waiting = self.waiting.pop(name, None)
+        if waiting is not None:
+            self.engine.keyspace.defer(_LetIn(self, waiting))
 
     def _put(self, entry: Entry, store: NamedStore) -> None:
         session = entry.session
@@ -339,9 +360,10 @@ class NamedStores:
             del waiting[session]
             if not waiting:
                 del self.waiting[entry.name]
+                self.claimed.pop(entry.name, None)
 
     def let_in(self, session: ServerSession, entry: Entry) -> None:
-        """Answer a session that has waited for a store which is there now, unless it has given up."""
+        """Answer a session that has waited for a store, if it can be now, unless the session has given up."""
         if self.entries.get(session) is not entry or session.state != AWAITING_STORE:
             return
         if session in self.engine.evicted:
@@ -361,6 +383,8 @@ class NamedStores:
         store.over = why
         if self.stores.get(store.name) is store:
             del self.stores[store.name]
+            if self.claimed and store.name in self.claimed:
+                self._decide_later(store.name)
         self.ending[store] = True
         self.ended[store.incarnation] = why
         if len(self.ended) > _REMEMBERED:

@@ -536,6 +536,10 @@ class Transport:
         """Return whether there are other sessions on the same connection, and closing this one leaves it open."""
         return False
 
+    def suspended(self) -> bool:
+        """Return whether it is a link without a connection, for which nobody may come back."""
+        return False
+
 
 class ServerSession(Holder):
     """One connection: its incomplete request, its replies, and what is known about its peer."""
@@ -781,6 +785,11 @@ class ServerSession(Holder):
         """Return whether this is a session on a link."""
         owner = self.owner
         return isinstance(owner, Transport) and owner.shares_connection()
+
+    def suspended(self) -> bool:
+        """Return whether this is a session on a link that has no connection, for which nobody may come back."""
+        owner = self.owner
+        return isinstance(owner, Transport) and owner.suspended()
 
     def _base_bytes(self) -> int:
         """Return the bytes counted for the session and its connection."""

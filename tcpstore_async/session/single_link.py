@@ -154,6 +154,9 @@ class SingleLink(Transport):
     def pass_over(self, engine: Engine, queue: bytes) -> bool:
         return self._passed.pass_over(engine, queue)
 
+    def suspended(self) -> bool:
+        return self.carrier is None
+
     # Replies
 
     def keep(self, out: list[Framed]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 
 from client.test_resumed import resetter
-from support import LIMIT, tcpstore_relay, tcpstore_server, torch_server
+from faults.fault_helpers import until
+from support import LIMIT, tcpstore, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
-from tcpstore_async.client.store_name import attempt_from_environment, find_server, name_of
+from tcpstore_async.client.store_name import StoreName, attempt_from_environment, find_server, name_of
 from tcpstore_async.server.backends import BACKENDS
 
 
@@ -183,6 +185,39 @@ def test_a_killed_owner_ends_its_store(url: str, name: str, owner: subprocess.Po
     late.close()
 
 
+WAITING_OWNER = """
+import sys
+from tcpstore_async import TCPStore
+store = TCPStore(sys.argv[1], 1, 1, True, 60.0, server=sys.argv[2])
+print("ready", flush=True)
+store.get("later")
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_owner_killed_with_a_reply_on_its_way(backend: str, name: str) -> None:
+    """Which resets its connection, as a fault of the network does: the next owner waits until it is given up."""
+    with tcpstore_server("--backend", backend, "--link-grace", "1") as server:
+        url = f"tcp://127.0.0.1:{server.port}"
+        command = [sys.executable, "-c", WAITING_OWNER, name, url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            with TCPStore(name, 1, timeout=LIMIT, server=url) as late:
+                asked = ("waiters", "--url", url, "--store", f"{name.lower()}:1", "-o", "json")
+                until(lambda: json.loads(tcpstore(*asked).stdout), "the owner waits")
+                process.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+                late.set("later", "x")
+                assert late.check(["later"])
+                process.kill()
+                process.wait()
+                with TCPStore(name, 1, 1, True, LIMIT, server=url) as following:
+                    assert not following.check(["later"])
+                    with pytest.raises(DistNetworkError, match=rf"its owner \(host .*, pid {process.pid}\) left"):
+                        late.check(["later"])
+
+
 def test_an_owner_that_exits_gives_time(url: str, name: str, owner: subprocess.Popen[str]) -> None:
     with TCPStore(name, 1, timeout=LIMIT, server=url) as rank:
         assert owner.stdin is not None
@@ -303,6 +338,14 @@ def test_what_an_address_is_called() -> None:
     loopback = {name_of(host, 1) for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "::")}
     assert len(loopback) == 1
     assert loopback.pop().endswith(f"/{os.getuid()}/localhost:1")
+
+
+def test_why_a_store_was_not_entered_in_time() -> None:
+    rank, owner = StoreName("node7:1"), StoreName("node7:1", owner="id")
+    assert (rank.missing(), owner.missing()) == ("", "")
+    rank.asked = owner.asked = True
+    assert rank.missing() == "nobody has created the store 'node7:1' there"
+    assert owner.missing() == ("the store 'node7:1' there has an owner that has lost its connection, and may come back")
 
 
 @pytest.mark.parametrize(("environment", "attempt"), [

@@ -16,7 +16,7 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import identity
 from tcpstore_async.session.named_stores import NamedStores, StoreEnded
-from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.session.server import Engine, ServerSession, Transport
 from tcpstore_async.values import unpack
 
 EMPTY = bytes(8)
@@ -318,6 +318,71 @@ def test_end_takes_an_owner(server: Server) -> None:
     for session in (server.rank("a"), server.connect()):
         with pytest.raises(ProtocolError, match="owns no store"):
             server.say(session, END)
+
+
+# Owners that have lost their connection
+
+
+class Link(Transport):
+    """A link of one session, which may be broken."""
+
+    def __init__(self, session: ServerSession) -> None:
+        self.broken = True
+        session.owner = self
+
+    def suspended(self) -> bool:
+        return self.broken
+
+
+def test_another_owner_waits_for_one_that_may_come_back(server: Server) -> None:
+    owner, rank, other = server.owner("a"), server.rank("a"), server.connect()
+    server.say(rank, set_(b"/k", b"old"))
+    link = Link(owner)
+    assert server.say(other, enter("a", owner="another")) == b""
+    link.broken = False
+    server.named.look_again()
+    server.work()
+    assert reply(take(other))["status"] == "taken"
+    assert not server.named.claimed
+
+
+def test_another_owner_has_the_store_when_the_lost_one_is_given_up(server: Server) -> None:
+    owner, old, early, others = (
+        server.owner("a"),
+        server.rank("a"),
+        server.connect(),
+        [server.connect(), server.connect()],
+    )
+    server.say(old, set_(b"/k", b"old"))
+    server.say(early, enter("b"))
+    Link(owner)
+    for number, one in enumerate(others):
+        assert server.say(one, enter("a", owner=str(number))) == b""
+    server.named.look_again()
+    server.work()
+    assert take(others[0]) == b""
+    server.leave(owner)
+    assert list(server.closed) == [old]
+    assert [reply(take(one))["status"] for one in others] == ["entered", "taken"]
+    assert server.say(others[0], get(b"/k")) == EMPTY
+    assert not server.named.claimed
+
+
+def test_who_does_not_wait_for_a_lost_owner(server: Server) -> None:
+    Link(server.owner("a"))
+    assert server.enter(server.connect(), "a", owner="another", wait=0)["status"] == "taken"
+    other = server.connect()
+    assert server.say(other, enter("a", owner="another")) == b""
+    assert server.say(other, CANCEL_FETCH) == NO_VALUE
+    server.leave(other)
+    assert not server.named.claimed
+    assert not server.named.waiting
+
+
+def test_an_owner_is_lost_with_all_its_connections(server: Server) -> None:
+    Link(server.owner("a"))
+    server.owner("a", incarnation=server.named.stores["a"].incarnation)
+    assert server.enter(server.connect(), "a", owner="another")["status"] == "taken"
 
 
 # Tokens
