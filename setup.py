@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 
 COMPILED = [
     "tcpstore_async/access.py",
+    "tcpstore_async/addresses.py",
     "tcpstore_async/coercion.py",
     "tcpstore_async/keys.py",
     "tcpstore_async/similar_keys.py",

@@ -1,7 +1,8 @@
-"""Engines that each make groups on ports that they have probed, as vLLM and SGLang do: `python examples/many_groups.py`.
+"""Engines that make groups on ports that they have probed, as vLLM and SGLang do: `python examples/many_groups.py`.
 
-Somebody else takes every port between the probe and its use. With a server and TCPSTORE_SERVER_URL that does not matter:
-a port is only a name there. Programs that cannot be changed set TCPSTORE_INSTALL=native instead of calling `install()`.
+Somebody else takes every port between the probe and its use. With a server and TCPSTORE_SERVER_URL that does not
+matter: a port is only a name there. Programs that cannot be changed set TCPSTORE_INSTALL=native instead of calling
+`install()`.
 """
 
 import json

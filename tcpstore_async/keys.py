@@ -46,6 +46,11 @@ def caller_key(key: str) -> str:
     return key.removeprefix("/")
 
 
+def readable(key: bytes) -> str:
+    """Return a key, or a value, as text, whatever bytes it has."""
+    return key.decode(errors="backslashreplace")
+
+
 _NAMED: Final = 4
 """Keys that are named of a longer list."""
 

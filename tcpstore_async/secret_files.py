@@ -7,7 +7,7 @@ import logging
 import os
 import ssl
 import stat
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 from .errors import DistNetworkError
 
@@ -33,10 +33,8 @@ def read_secret(path: str | os.PathLike[str], what: str) -> str:
     Raises OSError, and ValueError for what is no text.
     """
     with open(path, "rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         data = file.read(_MOST_BYTES + 1)
-    if mode & _OTHERS:
-        log.warning("%s %s is open to others than its owner (mode %04o): chmod 600 it", what, os.fspath(path), mode)
+        _warn_if_open(file, f"{what} {os.fspath(path)}")
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{what} {os.fspath(path)} is longer than {_MOST_BYTES} bytes")
     try:
@@ -58,11 +56,9 @@ def load_certificates(context: ssl.SSLContext, files: TlsFiles) -> None:
         if cert:
             path = key
             with open(key, "rb") as file:
-                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            path = cert
-            context.load_cert_chain(cert, key, _no_password)
-            if mode & _OTHERS:
-                log.warning("%s can be read by others (mode %o): chmod 600", key, mode)
+                path = cert
+                context.load_cert_chain(cert, key, _no_password)
+                _warn_if_open(file, f"the private key {key}")
     except ssl.SSLError as error:
         reason = (error.reason or str(error)).replace("_", " ").lower()
         with_key = f" (key {key})" if path == cert else ""
@@ -70,6 +66,12 @@ def load_certificates(context: ssl.SSLContext, files: TlsFiles) -> None:
     except (OSError, ValueError) as error:
         text = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise DistNetworkError(f"cannot load {path}: {text}") from None
+
+
+def _warn_if_open(file: BinaryIO, name: str) -> None:
+    mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    if mode & _OTHERS:
+        log.warning("%s is open to others than its owner (mode %04o): chmod 600 it", name, mode)
 
 
 def _no_password() -> str:

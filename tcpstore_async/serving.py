@@ -15,21 +15,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from .addresses import format_address
 from .errors import DistNetworkError, counted
 from .limits import Limits
 from .server.admin import admin_socket
 from .server.backends import DEFAULT_BACKEND, DEFAULT_GRACE, server_class
 from .server.fork_safety import close_on_fork, closed_in_children
 from .server.linger import Linger
-from .server.listen_socket import (
-    adopt,
-    format_address,
-    listen,
-    log_short_backlog,
-    prepare,
-    raise_file_limit,
-    warn_if_exposed,
-)
+from .server.listen_socket import adopt, listen, log_short_backlog, prepare, raise_file_limit, warn_if_exposed
 from .server.process.child import Owner, announce_end, ignore_signals, log_to_owner
 from .server.process.protocol import Event
 from .server.systemd import activated_fd, supervised

@@ -38,6 +38,16 @@ AWAITING_ROUND: Final = 5
 AWAITING_STORE: Final = 6
 """ENTER: it fires when the store named `awaited` is there, and has no registration."""
 
+AWAITED: Final = {
+    AWAITING_KEYS: "keys",
+    AWAITING_VALUE: "value",
+    AWAITING_ITEM: "item",
+    AWAITING_NUMBER: "number",
+    AWAITING_ROUND: "round",
+    AWAITING_STORE: "store",
+}
+"""What a waiter in each state waits for, as `keys.describe_wait` calls it."""
+
 
 class Handoff:
     """An item of a queue that a woken waiter is expected to take with its next command."""

@@ -152,9 +152,22 @@ EXHAUSTIVE = re.compile(
     r"|pytorch/test_torch_worlds\.py::test_a_group_over_a_dropped_store\[(prefix-store v2|file-debug)\]"
     r"|test_install\.py::test_what_must_be_compiled_and_cannot_be_is_an_error\[false\]"
     r"|unit/test_cli_bench\.py::.*\blegacy\b"
+    r"|client/test_load_replay\.py::test_a_recorded_job_replays_with_the_same_replies\[(libuv|legacy)-False\]"
+    r"|simulation/test_proxied\.py::test_runs_have_no_finding\[(uv-15|threaded-0)\]"
 )
 """Combinations whose parts are tried in others: marked `exhaustive`, and left out unless `-m exhaustive` wants them. A
 test may carry that mark itself.
+"""
+
+REPEATED = re.compile(
+    r"^tests/(properties|fuzz)/"
+    r"|^tests/simulation/test_(simulation|links|real|hogs)\.py"
+    r"|^tests/conformance/test_vectors\.py::test_(link|engine_that|engine_byte|engine_in)"
+    r"|^tests/tls/test_conformance\.py"
+    r"|^tests/relay/test_conformance\.py::test_our_server"
+)
+"""Tests of sessions and engines that are long, or try the same commands in another way: marked `repeated`. `make check`
+runs them on the compiled build only, `make test` and `make test-all` on the interpreted one.
 """
 
 
@@ -203,6 +216,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("exhaustive")
         if torch or other_kind or below(item.path, SLOW) or fixtures & SLOW_FIXTURES:
             item.add_marker("slow")
+        if REPEATED.search(item.nodeid):
+            item.add_marker("repeated")
         quick = item.get_closest_marker("slow") is None
         if (quick or below(item.path, MEASURED)) and not NOT_MEASURED.search(item.nodeid):
             item.add_marker("measured")
@@ -262,3 +277,23 @@ def _nothing_left(_loop_errors: _Errors) -> Iterator[None]:
     texts = "\n".join(_loop_errors.texts)
     _loop_errors.texts.clear()
     assert not texts, texts
+
+
+@pytest.fixture(scope="module")
+def module_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the servers of a module's tests have their admin sockets, those of this process and of its children."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield _sockets_below(tmp_path_factory.mktemp("run"), patch)
+
+
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same for one test; nothing is there yet."""
+    private = tmp_path / "run"
+    private.mkdir(mode=0o700)
+    return _sockets_below(private, monkeypatch)
+
+
+def _sockets_below(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    patch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder / "tcpstore"

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "tcpstore_async"
 
 LAYERS = {
     "errors": 0, "limits": 0, "values": 0, "coercion": 0, "keys": 0, "deadline": 0, "version": 0, "interrupts": 0,
-    "mypyc_shim": 0, "gloo_switches": 0, "similar_keys": 0,
+    "mypyc_shim": 0, "addresses": 0, "gloo_switches": 0, "similar_keys": 0,
     "wire": 1, "access": 1, "keyspace": 1, "agents": 1, "joins": 1, "rounds": 1,
     "shared_requests": 1, "waiters": 1, "waiter_types": 1, "incremental": 1,
     "session": 2,

@@ -103,7 +103,7 @@ written the keys, or not been counted, and how many `more` there are; `elsewhere
 (`who`, `does`, and for how long, `since`, if that is known). A process is described by `host`, `rank` and `pid`, as
 far as they are known. Ages, writers and ranks are known to a server that is observed by way of its admin socket. With
 a token for a prefix, no other keys are named. The nearest keys are those that differ by up to eight in one of their
-last four numbers; of the newest 32,768 keys also those that differ in any number, end alike, or differ in a few
+last four numbers; of the newest 16,384 keys also those that differ in any number, end alike, or differ in a few
 letters. A server that many ask at the same time may leave those out.
 
 A server has one store without a name, in which every connection begins and stock clients stay, and any number of stores
@@ -129,14 +129,15 @@ from others that have or had its name, if the connection has entered it; and els
 | `taken` | the connection was to own it, and it has another owner, which `reason` names |
 | `ended` | the store of this `incarnation` has ended; the store is another attempt's, and not an earlier one's; or \
 there is none, and the connection does not wait |
+| `lost` | the connections of the owner are all broken, so the store may be about to end; ask again soon. Not \
+with an `incarnation` |
 | `refused` | the token does not allow it: it is for another store, or the owner's may only read |
 
 After any reply but `entered` the connection is as before. While the store belongs to an earlier attempt, both numbers,
-ENTER waits for the next one; and while all connections of its owner are broken links, the ENTER of another owner waits
-until one is resumed, or the store has ended. A store ends when the last connection of its owners has: the connections
-in it are closed at once, and those of a link that is broken count until its grace period is over. With END_STORE, which
-an owner sends before it leaves, they have ten seconds to leave by themselves. In both cases the name is free at once,
-and the next store of that name is empty.
+ENTER waits for the next one. A store ends when the last connection of its owners has: the connections in it are closed
+at once, and those of a link that is broken count until its grace period is over. With END_STORE, which an owner sends
+before it leaves, they have ten seconds to leave by themselves. In both cases the name is free at once, and the next
+store of that name is empty.
 
 A client pops with LEASE or LEASE_LATER and sends CONFIRM right before it hands the item to its caller, so an item that
 was on its way when the connection broke or the caller gave up goes to another consumer. Items leased by a connection

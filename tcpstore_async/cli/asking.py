@@ -22,6 +22,8 @@ admin_option = click.option(
     help="Path of the server's admin socket.  [default: that of the server on this machine with the port of --url]",
 )
 
+store_option = click.option("--store", metavar="NAME", help="Inspect the store of this name.")
+
 
 def find_admin(host: str, port: int) -> Path:
     """Return the admin socket of the server at an address of this machine. Raises DistNetworkError."""

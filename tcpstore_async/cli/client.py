@@ -12,15 +12,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any, Final, NamedTuple, NoReturn
-from urllib.parse import urlsplit
+from typing import Any, Final, NoReturn
 
 import click
 from click.shell_completion import get_completion_class
 
 from ..client.aio import AsyncTCPStore
 from ..client.credentials import find_token, read_token
-from ..client.tls import CA, CERT, KEY, wants_tls
+from ..client.server_url import ServerUrl, parse_server_url
+from ..client.store_name import StoreEndedError, StoreName
+from ..client.tls import CA, CERT, KEY, ClientTls, wants_tls
 from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
 from ..limits import Limits
 from ..relay.process import RelayProcess
@@ -29,8 +30,8 @@ from ..serving import run_loop
 from .commands import Commands
 from .output import print_error, print_json, print_result, stdout_is_closed
 
-DEFAULT_URL: Final = "tcp://127.0.0.1:29500"
 DEFAULT_PORT: Final = 29500
+DEFAULT_URL: Final = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 
 FAILED: Final = 1
 TIMED_OUT: Final = 3
@@ -47,7 +48,7 @@ class ClientContext:
     """What every client command needs: the server's address, the timeout in seconds, the output format, the token."""
 
     def __init__(
-        self, url: "ServerUrl", timeout: float, output: str, tls_files: TlsFiles, token_file: str | None = None
+        self, url: ServerUrl, timeout: float, output: str, tls_files: TlsFiles, token_file: str | None = None
     ) -> None:
         self.host, self.port = url.host, url.port
         self.tls = wants_tls(url.tls or None)
@@ -55,6 +56,8 @@ class ClientContext:
         self.timeout = timeout
         self.output = output
         self.token_file = token_file
+        self.store: str | None = None
+        """The name of the store that is used; None for the one without a name."""
 
     def run(self, operation: Operation, otherwise: "Callable[[DistError], Any] | None" = None) -> Any:
         """Connect, execute the operation, disconnect and return its result; exit with the right status on failure.
@@ -104,6 +107,11 @@ class ClientContext:
     async def connect(self) -> AsyncTCPStore:
         """Return a new store. Raises DistNetworkError, AccessDeniedError."""
         token = None if self.token_file is None else read_token(self.token_file).decode()
+        if self.store is not None:
+            name = StoreName(self.store)
+            name.waits = False
+            tls = ClientTls(self.tls_files) if self.tls else None
+            return AsyncTCPStore(self.host, self.port, self.timeout, token=token, tls=tls, name=name)
         return await AsyncTCPStore.connect(
             self.host, self.port, timeout=self.timeout, token=token, tls=self.tls, tls_files=self.tls_files, server=""
         )
@@ -154,7 +162,12 @@ class ClientContext:
 
 def _status(error: DistError) -> int:
     """Return the exit status for an error."""
-    kinds = ((StoreTimeoutError, TIMED_OUT), (DistNetworkError, UNREACHABLE), (AccessDeniedError, NOT_ALLOWED))
+    kinds = (
+        (StoreEndedError, FAILED),
+        (StoreTimeoutError, TIMED_OUT),
+        (DistNetworkError, UNREACHABLE),
+        (AccessDeniedError, NOT_ALLOWED),
+    )
     return next((status for kind, status in kinds if isinstance(error, kind)), FAILED)
 
 
@@ -181,29 +194,25 @@ def _jsonable(name: str, value: Any) -> dict[str, Any]:
         return {f"{name}_base64": base64.b64encode(value).decode()}
 
 
-class ServerUrl(NamedTuple):
-    """A server's address."""
-
-    host: str
-    port: int
-    tls: bool
-    """Whether the URL asks for TLS."""
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'tcps' if self.tls else 'tcp'}://{host}:{self.port}"
-
-
 def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl:
     """Return the address of an option tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter."""
     try:
-        parts = urlsplit(text)
-        if parts.scheme not in ("tcp", "tcps") or not parts.hostname or parts.path.strip("/"):
-            raise ValueError
-        return ServerUrl(parts.hostname, DEFAULT_PORT if parts.port is None else parts.port, parts.scheme == "tcps")
-    except ValueError:
-        text = f"{text!r} is not of the form tcp://HOST:PORT, or tcps://HOST:PORT for TLS"
-        raise click.BadParameter(text, ctx, param) from None
+        return parse_server_url(text, DEFAULT_PORT)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+def url_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option --url with this help, which a command gets as a `ServerUrl`."""
+    return click.option(
+        "--url",
+        envvar="TCPSTORE_URL",
+        default=DEFAULT_URL,
+        show_default=True,
+        show_envvar=True,
+        callback=parse_url,
+        help=text,
+    )
 
 
 _TLS_OPTIONS: Final = (
@@ -272,15 +281,7 @@ def client_command(function: Callable[..., None]) -> Callable[..., None]:
             callback=parse_seconds,
             help="Timeout in seconds; negative for none.",
         ),
-        click.option(
-            "--url",
-            envvar="TCPSTORE_URL",
-            default=DEFAULT_URL,
-            show_default=True,
-            show_envvar=True,
-            callback=parse_url,
-            help="Address of the server; tcps://HOST:PORT for TLS.",
-        ),
+        url_option("Address of the server; tcps://HOST:PORT for TLS."),
         token_file_option,
     ):
         command = option(command)

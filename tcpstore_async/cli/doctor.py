@@ -8,11 +8,12 @@ from typing import Final
 
 import click
 
+from ..client.server_url import ServerUrl
 from ..secret_files import TlsFiles
 from .client import (
+    DEFAULT_PORT,
     FAILED,
     ClientContext,
-    ServerUrl,
     output_option,
     parse_seconds,
     parse_url,
@@ -20,8 +21,6 @@ from .client import (
     token_file_option,
 )
 from .output import escape, print_json, print_result
-
-_DEFAULT_PORT: Final = 29500
 
 _INDENT: Final = 6
 _COLUMN: Final = 18
@@ -52,7 +51,7 @@ def _parse_url(ctx: click.Context, param: click.Parameter, text: str | None) -> 
 @click.option(
     "--port",
     type=click.IntRange(1, 65535),
-    help=f"Port on which this machine is to run a server.  [default: {_DEFAULT_PORT}; none with --url]",
+    help=f"Port on which this machine is to run a server.  [default: {DEFAULT_PORT}; none with --url]",
 )
 @click.option(
     "--timeout",
@@ -90,7 +89,7 @@ def doctor_command(
 
     findings: list[Finding] = []
     if port is None and url is None:
-        port = _DEFAULT_PORT
+        port = DEFAULT_PORT
     seconds = timeout if timeout > 0 else SECONDS
     way = None
     if url is not None:

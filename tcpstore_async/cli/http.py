@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import click
 
+from ..addresses import format_address
+from ..client.server_url import ServerUrl
 from ..errors import DistError
-from ..server.listen_socket import adopt, format_address, listen
+from ..server.listen_socket import adopt, listen
 from ..web.process import HttpOptions
-from .asking import find_admin
-from .client import DEFAULT_URL, ServerUrl, parse_url
+from .asking import admin_option, find_admin
+from .client import url_option
 from .listen import log_format_option
 from .output import print_json, stdout_is_closed
 from .stdio import fail, log_without_blocking
@@ -54,20 +56,8 @@ def listen_for_http(where: Where, *, same_user: bool, log_format: str) -> HttpOp
     callback=parse_address,
     help="Address to listen on; port 0 lets the kernel choose one.",
 )
-@click.option(
-    "--admin",
-    type=click.Path(path_type=Path),
-    help="Path of the server's admin socket.  [default: that of the server on this machine with the port of --url]",
-)
-@click.option(
-    "--url",
-    envvar="TCPSTORE_URL",
-    default=DEFAULT_URL,
-    show_default=True,
-    show_envvar=True,
-    callback=parse_url,
-    help="Address of the server, on this machine.",
-)
+@admin_option
+@url_option("Address of the server, on this machine.")
 @click.option(
     "--same-user",
     is_flag=True,

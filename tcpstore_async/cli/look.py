@@ -5,6 +5,7 @@ clients cannot be told; the others ask that socket. They do not know how a reque
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..keys import caller_key
 from ..limits import Limits
 from ..serving import build
 from ..version import VERSION
-from .asking import admin_option, asked, find_admin, in_bytes, in_seconds
+from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store_option
 from .client import OTHER_SERVER, ClientContext, client_command, ping_milliseconds
 from .output import escape, print_json, print_result, to_json
 
@@ -40,9 +41,9 @@ _BAR: Final = 40
 """Characters of the longest bar."""
 
 
-def look_at(path: Path, timeout: float | None, *more: str) -> Look:
-    """Return the numbers of a server, with further parts. Raises DistError, PermissionError."""
-    return read_look(ask(path, ["stats", *more], timeout))
+def look_at(path: Path, timeout: float | None, *more: str, store: str | None = None) -> Look:
+    """Return the numbers of a server, or of one store, with further parts. Raises DistError, PermissionError."""
+    return read_look(ask(path, ["stats", *more], timeout, store=store))
 
 
 @click.command()
@@ -119,16 +120,18 @@ def _described_by_admin(context: ClientContext, admin: Path) -> dict[str, Any]:
     show_default=True,
     help="'size' lists the largest values first, with their sizes; only for a server on this machine.",
 )
+@click.option("--store", metavar="NAME", help="List the keys of the store of this name.")
 @admin_option
 @client_command
-def keys(context: ClientContext, prefix: str, raw: bool, sort: str, admin: Path | None) -> None:
+def keys(context: ClientContext, prefix: str, raw: bool, sort: str, store: str | None, admin: Path | None) -> None:
     """List the keys, sorted, one per line.
 
     Control characters in keys are escaped unless --raw is given. Only the output of -o json is unambiguous.
     """
     if sort == "size":
-        _keys_by_size(context, prefix, raw, admin)
+        _keys_by_size(context, prefix, raw, store, admin)
         return
+    context.store = store
     found: list[str] = context.run(lambda store: store.list_keys())
     names = sorted(name for name in found if name.startswith(prefix))
     if context.output == "json":
@@ -137,8 +140,8 @@ def keys(context: ClientContext, prefix: str, raw: bool, sort: str, admin: Path 
         print_result("\n".join(names if raw else map(escape, names)))
 
 
-def _keys_by_size(context: ClientContext, prefix: str, raw: bool, admin: Path | None) -> None:
-    facts: Facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, ["keys"], timeout)))
+def _keys_by_size(context: ClientContext, prefix: str, raw: bool, store: str | None, admin: Path | None) -> None:
+    facts: Facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, ["keys"], timeout, store=store)))
     found = [(caller_key(one.key), one) for one in facts.keys]
     rows = sorted((-one.size, name, one.age) for name, one in found if name.startswith(prefix))
     if context.output == "json":
@@ -161,6 +164,14 @@ _COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = (
     ("QUEUE", 6, lambda one: "-" if one.accept_queue is None else str(one.accept_queue)),
     ("CPU", 5, lambda one: f"{one.cpu:.0%}"),
 )
+_STORE_COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = (
+    ("SESSIONS", 8, lambda one: str(one.sessions)),
+    ("WAITING", 8, lambda one: str(one.waiting)),
+    ("JOINED", 8, lambda one: str(one.joined)),
+    ("KEYS", 9, lambda one: str(one.keys)),
+    ("BYTES", 10, lambda one: in_bytes(one.bytes)),
+)
+"""What there is for each store; the rest is of the server."""
 
 
 @click.command()
@@ -172,32 +183,46 @@ _COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = (
     help="Print a line at this interval until interrupted; without it, print one line, measured over 0.3 s.",
 )
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Stop after N lines.")
+@store_option
 @admin_option
 @client_command
-def stat(context: ClientContext, interval: float | None, count: int | None, admin: Path | None) -> None:
+def stat(
+    context: ClientContext, interval: float | None, count: int | None, store: str | None, admin: Path | None
+) -> None:
     """Print one line about what a server on this machine is doing.
 
     Connections, waiting sessions, commands per second, keys, bytes of the budget in use, the 99th percentile of the
-    service time, the worst lag of the event loop, connections not accepted yet, and CPU use.
+    service time, the worst lag of the event loop, connections not accepted yet, and CPU use; in all stores. With
+    --store: sessions, waiting ones, ranks that have joined, keys and bytes of that store.
     """
     wanted = count or (1 if interval is None else None)
     seconds = interval or _FIRST_INTERVAL
-    before = asked(context, admin, look_at).stats
+    look = functools.partial(look_at, store=store)
+    columns = _COLUMNS if store is None else _STORE_COLUMNS
+    before = asked(context, admin, look).stats
     due = time.monotonic()
     printed = 0
     while wanted is None or printed < wanted:
         due = max(due + seconds, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
-        after = asked(context, admin, look_at).stats
+        after = asked(context, admin, look).stats
         row = between(before, after)
         before = after
         if context.output == "json":
-            print_json(row)
+            print_json(row if store is None else store_figures(store, row))
         else:
             if printed % _HEADER_EVERY == 0:
-                print_result(" ".join(f"{name:>{width}}" for name, width, _ in _COLUMNS))
-            print_result(" ".join(f"{cell(row):>{width}}" for _, width, cell in _COLUMNS))
+                if store is not None:
+                    print_result(f"store {escape(store)}")
+                print_result(" ".join(f"{name:>{width}}" for name, width, _ in columns))
+            print_result(" ".join(f"{cell(row):>{width}}" for _, width, cell in columns))
         printed += 1
+
+
+def store_figures(store: str, now: Interval) -> dict[str, Any]:
+    """Return what there is for one store, for JSON."""
+    names = ("time", "sessions", "waiting", "joined", "keys", "bytes")
+    return {"store": store, **{name: getattr(now, name) for name in names}}
 
 
 # latency
@@ -212,8 +237,9 @@ def stat(context: ClientContext, interval: float | None, count: int | None, admi
 def latency(context: ClientContext, count: int, admin: Path | None) -> None:
     """Measure round trips to a server, and show how much of that time the server itself takes.
 
-    A server on this machine reports its service times since it started: from when the kernel reports a request until
-    the reply is handed to the kernel. The rest of a round trip is the network, the kernels and this command.
+    A server on this machine reports its service times since it started, in all stores: from when the kernel reports a
+    request until the reply is handed to the kernel. The rest of a round trip is the network, the kernels and this
+    command.
     """
 
     async def measure(store: AsyncTCPStore) -> list[float]:
@@ -289,10 +315,13 @@ def _bars(title: str, times: Histogram) -> Iterable[str]:
     help="Show only every Nth command.",
 )
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Stop after N commands.")
+@click.option("--store", metavar="NAME", help="Show only commands in the store of this name.")
 @admin_option
 @client_command
-def monitor(context: ClientContext, values: bool, every: int, count: int | None, admin: Path | None) -> None:
-    """Show the commands that a server on this machine executes, until interrupted.
+def monitor(
+    context: ClientContext, values: bool, every: int, count: int | None, store: str | None, admin: Path | None
+) -> None:
+    """Show the commands that a server on this machine executes in all stores, until interrupted.
 
     Values are hidden unless --values is given, tokens always. The server does not wait for this command: samples that
     arrive faster than they are read are dropped, and the number dropped is shown.
@@ -301,7 +330,8 @@ def monitor(context: ClientContext, values: bool, every: int, count: int | None,
 
     def follow(path: Path, timeout: float | None) -> None:
         shown = dropped = 0
-        for portion in read_samples(ask(path, ["monitor"], timeout, endless=True, every=every, values=values)):
+        lines_of_reply = ask(path, ["monitor"], timeout, endless=True, every=every, values=values, store=store)
+        for portion in read_samples(lines_of_reply):
             samples = portion.samples if count is None else portion.samples[: count - shown]
             shown += len(samples)
             for sample in samples:
@@ -361,4 +391,6 @@ def _sample_line(sample: Sample) -> str:
         words.append(f"{sample.size} bytes")
     if sample.value is not None:
         words.append(repr(sample.value))
+    if sample.store is not None:
+        words.append(f"in store {sample.store}")
     return "  ".join(words)

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from ..client.server_url import ServerUrl
 from ..client.tls import wants_tls
 from ..errors import AccessDeniedError, DistError, DistNetworkError, StoreTimeoutError, counted
 from ..interrupts import die_of
@@ -27,7 +28,6 @@ from .client import (
     TIMED_OUT,
     UNREACHABLE,
     ClientContext,
-    ServerUrl,
     client_command,
     parse_url,
     tls_client_options,

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from ..client.credentials import find_token, read_token
+from ..client.server_url import ServerUrl
 from ..client.tls import wants_tls
 from ..errors import DistError
 from ..secret_files import TlsFiles
 from ..serving import build, run_loop
-from .client import ServerUrl, parse_url, tls_client_options, token_file_option
+from .client import parse_url, tls_client_options, token_file_option
 from .listen import grace_option, listen_options, log_format_option, write_atomically
 from .output import print_json, stdout_is_closed
 from .stdio import fail, log_without_blocking
@@ -45,6 +46,9 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
 @grace_option
 @token_file_option
 @click.option(
+    "--store", default="", metavar="NAME", help="Put the ranks into the store of this name, which must exist."
+)
+@click.option(
     "--same-user",
     is_flag=True,
     help="Reject connections of other users' processes, and of other hosts. Linux only.",
@@ -63,6 +67,7 @@ def relay_command(
     port_file: Path | None,
     log_format: str,
     grace: float,
+    store: str,
     same_user: bool,
     token_file: str | None,
     owner_fd: int | None,
@@ -112,6 +117,7 @@ def relay_command(
                 owner_fd=owner_fd,
                 token=token,
                 tls=files,
+                store=store,
                 ready=announce,
             )
         )

@@ -21,15 +21,15 @@ import click
 from ..diagnosis.rates import Interval, Look, between
 from ..interrupts import die_of
 from ..keys import caller_key
-from .asking import admin_option, asked, in_bytes, in_seconds
+from .asking import admin_option, asked, in_bytes, in_seconds, store_option
 from .client import ClientContext, client_command
-from .look import look_at
+from .look import look_at, store_figures
 from .output import escape, print_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_PARTS: Final = ("waits", "largest")
+_PARTS: Final = ("waits", "largest", "oldest_stores")
 
 _FIRST_INTERVAL: Final = 0.3
 """Seconds between the two looks of the first screen, or of the only object."""
@@ -51,15 +51,17 @@ _MOST_ROWS: Final = 10
 @click.option(
     "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks, if the server does not know it."
 )
+@store_option
 @admin_option
 @client_command
-def top(context: ClientContext, interval: float, world_size: int | None, admin: Path | None) -> None:
+def top(context: ClientContext, interval: float, world_size: int | None, store: str | None, admin: Path | None) -> None:
     """Show what a server on this machine is doing, until 'q' or Ctrl-C.
 
-    Who has joined, commands by name, the longest waits and the largest keys. With -o json, print one object and exit.
+    Who has joined the unnamed store, commands by name, the longest waits and the largest keys in all stores, and the
+    oldest named stores; with --store, what there is of that in the store NAME. With -o json, print one object and exit.
     """
     if context.output == "json":
-        print_json(asked(context, admin, lambda path, timeout: _object(path, timeout, world_size)))
+        print_json(asked(context, admin, lambda path, timeout: _object(path, timeout, store, world_size)))
         return
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("'top' needs a terminal; without one, use -o json, or 'tcpstore stat'.")
@@ -72,29 +74,34 @@ def top(context: ClientContext, interval: float, world_size: int | None, admin: 
     number = asked(
         context,
         admin,
-        lambda path, timeout: _show(lambda: look_at(path, timeout, *_PARTS), interval, world_size),
+        lambda path, timeout: _show(lambda: _look(path, timeout, store), interval, store, world_size),
     )
     if number:
         die_of(number)
 
 
-def _object(path: Path, timeout: float | None, world_size: int | None) -> dict[str, Any]:
-    before = look_at(path, timeout)
+def _look(path: Path, timeout: float | None, store: str | None) -> Look:
+    return look_at(path, timeout, *_PARTS, store=store)
+
+
+def _object(path: Path, timeout: float | None, store: str | None, world_size: int | None) -> dict[str, Any]:
+    before = look_at(path, timeout, store=store)
     time.sleep(_FIRST_INTERVAL)
-    after = look_at(path, timeout, *_PARTS)
-    return as_object(after, between(before.stats, after.stats), world_size)
+    after = _look(path, timeout, store)
+    return as_object(after, between(before.stats, after.stats), store, world_size)
 
 
-def as_object(look: Look, now: Interval, world_size: int | None) -> dict[str, Any]:
-    """Return what is shown, for JSON."""
+def as_object(look: Look, now: Interval, store: str | None, world_size: int | None) -> dict[str, Any]:
+    """Return what is shown of all stores, or of one, for JSON."""
     waits = [{**_fields(one), "key": caller_key(one.key)} for one in look.waits]
     return {
         "server": look.server,
-        "now": now,
+        "now": now if store is None else store_figures(store, now),
         "joined": look.stats.joins.joined,
         "world_size": _world_size(look, world_size),
         "waits": waits,
-        "largest": [{"key": caller_key(one.key), "bytes": one.size} for one in look.largest],
+        "largest": [{"key": caller_key(one.key), "bytes": one.size, "store": one.store} for one in look.largest],
+        **({"stores": [_fields(one) for one in look.oldest], "other_stores": look.others} if store is None else {}),
     }
 
 
@@ -111,7 +118,7 @@ class _Ended(Exception):
     """A signal has asked for the end."""
 
 
-def _show(look: Callable[[], Look], interval: float, world_size: int | None) -> int:
+def _show(look: Callable[[], Look], interval: float, store: str | None, world_size: int | None) -> int:
     """Redraw a screen until 'q' is pressed; return the number of the signal that ended it, 0 for none."""
     from rich.console import Console
     from rich.live import Live
@@ -134,7 +141,7 @@ def _show(look: Callable[[], Look], interval: float, world_size: int | None) -> 
             seconds = min(_FIRST_INTERVAL, interval)
             while not _quits(sys.stdin.fileno(), seconds):
                 after = look()
-                shown = screen(after, between(before.stats, after.stats), world_size, console.height)
+                shown = screen(after, between(before.stats, after.stats), world_size, console.height, store)
                 live.update(shown, refresh=True)
                 before, seconds = after, interval
     except _Ended:
@@ -170,12 +177,15 @@ def _quits(terminal: int, seconds: float) -> bool:
 # The screen
 
 
-def screen(look: Look, now: Interval, world_size: int | None, height: int) -> "RenderableType":
-    """Return what is drawn. Text of peers is escaped, and is no markup."""
+def screen(
+    look: Look, now: Interval, world_size: int | None, height: int, store: str | None = None
+) -> "RenderableType":
+    """Return what is drawn of all stores, or of one. Text of peers is escaped, and is no markup."""
     from rich.console import Group
     from rich.text import Text
 
-    rows = max(3, min(_MOST_ROWS, (height - 14) // 3))
+    named = bool(look.oldest) and store is None
+    rows = max(2 if named else 3, min(_MOST_ROWS, (height - 16) // 4 if named else (height - 14) // 3))
     stats, server = look.stats, look.server
     title = f"tcpstore {server.get('host', '')}:{server.get('port', '')}"
     about = f"  pid {server.get('pid', '')}, {server.get('version', '')} ({server.get('build', '')}), up "
@@ -183,54 +193,72 @@ def screen(look: Look, now: Interval, world_size: int | None, height: int) -> "R
         escape(f"{about}{in_seconds(stats.uptime)}, {in_bytes(stats.resident_bytes)} resident, CPU {now.cpu:.0%}"),
         style="not bold",
     )
+    if store is not None:
+        first.append(f"\nstore {escape(store)}")
+    of_store = (("sessions", str(now.sessions)), ("waiting", str(now.waiting)), ("keys", str(now.keys)))
     numbers = (
-        ("connections", f"{now.connections} of {stats.connections.max}"),
-        ("sessions", str(now.sessions)),
-        ("waiting", str(now.waiting)),
-        ("ops/s", f"{now.ops:.0f}"),
-        ("keys", str(now.keys)),
-        ("memory", f"{in_bytes(now.bytes)} of {in_bytes(stats.budget.limit)}"),
-        ("p99", in_seconds(now.p99)),
-        ("lag", in_seconds(now.lag)),
-        ("accept queue", "-" if now.accept_queue is None else str(now.accept_queue)),
-        ("in", f"{in_bytes(now.received)}/s"),
-        ("out", f"{in_bytes(now.sent)}/s"),
+        (*of_store, ("memory", in_bytes(now.bytes)))
+        if store is not None
+        else (
+            ("connections", f"{now.connections} of {stats.connections.max}"),
+            *of_store,
+            ("ops/s", f"{now.ops:.0f}"),
+            ("memory", f"{in_bytes(now.bytes)} of {in_bytes(stats.budget.limit)}"),
+            ("p99", in_seconds(now.p99)),
+            ("lag", in_seconds(now.lag)),
+            ("accept queue", "-" if now.accept_queue is None else str(now.accept_queue)),
+            ("in", f"{in_bytes(now.received)}/s"),
+            ("out", f"{in_bytes(now.sent)}/s"),
+        )
     )
     second = Text()
     for name, number in numbers:
         second.append(f"{name} ", style="dim").append(f"{number}   ")
     waits: list[tuple[str, ...]] = [
         (caller_key(one.key) + (f" and {one.keys - 1} more" if one.keys > 1 else ""), str(one.waiting),
-         in_seconds(one.since), one.command, _who(one.peer, one.host, one.port, one.pid))
+         in_seconds(one.since), one.command, _who(one.peer, one.host, one.port, one.pid), one.store or "")
         for one in look.waits[:rows]
     ]  # fmt: skip
+    stores: list[tuple[str, ...]] = [
+        (one.name, f"{one.joined} of {one.expected}" if one.expected else str(one.joined), str(one.sessions),
+         str(one.keys), in_bytes(one.bytes), in_seconds(one.age))
+        for one in look.oldest[:rows]
+    ]  # fmt: skip
+    more = max(0, len(look.oldest) - rows) + look.others.stores
     commands: list[tuple[str, ...]] = [
         (name, f"{rate:.0f}", str(stats.commands.get(name, 0))) for name, rate in list(now.commands.items())[:rows]
     ]
-    largest: list[tuple[str, ...]] = [(caller_key(one.key), in_bytes(one.size)) for one in look.largest[:rows]]
+    largest: list[tuple[str, ...]] = [
+        (caller_key(one.key), in_bytes(one.size), one.store or "") for one in look.largest[:rows]
+    ]
+    in_store = ("STORE",) if named else ()
+    oldest = f"OLDEST STORES (AND {more} MORE)" if more else "OLDEST STORES"
     return Group(
         first,
         second,
         Text(""),
-        _joined(look, world_size),
+        _joined(look, world_size, "have joined the unnamed store" if named else "have joined"),
         Text(""),
-        _table(("COMMAND", "PER SECOND", "SINCE START"), commands),
-        _table(("WAITED FOR LONGEST", "BY", "FOR", "COMMAND", "LONGEST BY"), waits),
-        _table(("LARGEST KEYS", "VALUE"), largest),
+        *([_table(("COMMAND", "PER SECOND", "SINCE START"), commands)] if store is None else []),
+        _table(("WAITED FOR LONGEST", "BY", "FOR", "COMMAND", "LONGEST BY", *in_store), waits),
+        _table(("LARGEST KEYS", "VALUE", *in_store), largest),
+        *([_table((oldest, "RANKS", "SESSIONS", "KEYS", "MEMORY", "AGE"), stores)] if named else []),
         Text("q: quit", style="dim"),
     )
 
 
-def _joined(look: Look, world_size: int | None) -> "RenderableType":
+def _joined(look: Look, world_size: int | None, have_joined: str) -> "RenderableType":
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     joined, size = look.stats.joins.joined, _world_size(look, world_size)
     if size is None:
-        return Text(f"{joined} ranks have joined", style="dim" if not joined else "")
+        return Text(f"{joined} ranks {have_joined}", style="dim" if not joined else "")
     bar = Table.grid(padding=(0, 1))
-    bar.add_row(ProgressBar(total=size, completed=min(joined, size), width=40), f"{joined} of {size} ranks have joined")
+    bar.add_row(
+        ProgressBar(total=size, completed=min(joined, size), width=40), f"{joined} of {size} ranks {have_joined}"
+    )
     return bar
 
 
@@ -247,5 +275,5 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> "Renderable
     for at, column in enumerate(columns):
         table.add_column(column, ratio=4 if at == 0 else None, no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(*[Text(escape(cell)) for cell in row])
+        table.add_row(*[Text(escape(cell)) for cell in row[: len(columns)]])
     return table

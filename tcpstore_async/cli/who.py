@@ -3,8 +3,7 @@
 They ask a server of this machine over its admin socket, and print what follows. They do not know what it follows from.
 """
 
-import functools
-import gc
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -12,40 +11,25 @@ from typing import Any, Final
 import click
 import msgspec
 
+from ..addresses import format_address
 from ..client.admin import ask
-from ..diagnosis.facts import Facts, NamedStore, Session, read_facts
+from ..diagnosis.facts import Facts, NamedStore, Session, read_facts, uncollected
 from ..diagnosis.local import local_ranks
 from ..diagnosis.missing import Elsewhere, Missing, Pending, does, find_missing
 from ..diagnosis.nearest import Waiting, find_waiting
-from ..diagnosis.ranks import Ranks
+from ..diagnosis.ranks import Ranks, number_ranges
+from ..errors import counted
 from ..keys import caller_key
-from .asking import admin_option, asked
+from .asking import admin_option, asked, store_option
 from .client import ClientContext, client_command
 from .output import escape, print_json, print_result
 
 _ENOUGH: Final = 32
 """Ranks, or keys, that a line of text names; JSON has all."""
 
-_store_option = click.option("--store", metavar="NAME", help="Inspect the store of this name.")
 _world_size_option = click.option(
     "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks, if the server does not know it."
 )
-
-
-def _uncollected(command: Callable[..., None]) -> Callable[..., None]:
-    """Have a command run without garbage collections, which would traverse a hundred thousand sessions each time."""
-
-    @functools.wraps(command)
-    def run(*given: Any, **named: Any) -> None:
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            command(*given, **named)
-        finally:
-            if collecting:
-                gc.enable()
-
-    return run
 
 
 def look_in(
@@ -61,11 +45,11 @@ def look_in(
 
 @click.command()
 @click.option("--missing", is_flag=True, help="Show who is missing, instead of who is connected.")
-@_store_option
+@store_option
 @_world_size_option
 @admin_option
 @client_command
-@_uncollected
+@uncollected()
 def who(context: ClientContext, missing: bool, store: str | None, world_size: int | None, admin: Path | None) -> None:
     """Show which ranks are connected to a server on this machine, and what each is waiting for.
 
@@ -77,12 +61,11 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
     """
     parts = ["sessions", "counters", "keys"]
     facts = look_in(context, admin, parts, store)
-    if missing:
-        _keep_those_in(facts, store)
+    others = _keep_those_in(facts, store) if missing else []
     ranks = local_ranks(facts, world_size)
     if missing:
         answer = find_missing(facts, ranks)
-        _print(context, _callers_keys(answer), lambda: _missing_lines(answer))
+        _print(context, _callers_keys(answer), lambda: [*_missing_lines(answer), *others])
         return
     sessions = [_session(session, facts, ranks) for session in facts.sessions if session.carries is None]
     sessions.sort(key=lambda one: (one["rank"] is None, one["rank"] or 0, one["host"], one["port"]))
@@ -93,26 +76,26 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
 
 
 @click.command()
-@_store_option
+@store_option
 @_world_size_option
 @admin_option
 @client_command
-@_uncollected
+@uncollected()
 def waiters(context: ClientContext, store: str | None, world_size: int | None, admin: Path | None) -> None:
     """Show which keys are being waited for, longest wait first, and the most similar existing keys.
 
     A rank that waits for a key that will never be written often differs from the others in a counter or a prefix.
     """
     facts = look_in(context, admin, ["sessions", "counters", "keys"], store)
-    _keep_those_in(facts, store)
+    others = _keep_those_in(facts, store)
     found = find_waiting(facts, local_ranks(facts, world_size))
-    _print(context, [_callers_keys(one) for one in found], lambda: _waiting_lines(found))
+    _print(context, [_callers_keys(one) for one in found], lambda: [*_waiting_lines(found), *others])
 
 
 @click.command()
 @admin_option
 @client_command
-@_uncollected
+@uncollected()
 def clients(context: ClientContext, admin: Path | None) -> None:
     """List the connections to a server on this machine, including links and their sessions."""
     facts = look_in(context, admin, ["sessions"])
@@ -143,9 +126,15 @@ def drop(context: ClientContext, name: str, admin: Path | None) -> None:
     look_in(context, admin, [], drop=name)
 
 
-def _keep_those_in(facts: Facts, store: str | None) -> None:
-    """Forget the sessions that are in other stores than the keys."""
-    facts.sessions = [one for one in facts.sessions if one.store == store]
+def _keep_those_in(facts: Facts, store: str | None) -> list[str]:
+    """Forget the sessions that are in other stores than the keys; return a line that says so, if there are any."""
+    others = facts.keep_store(store)
+    names = {one.store for one in others}
+    example = min(filter(None, names), default="")
+    if not others:
+        return []
+    where = f"{counted(len(others), 'connection')} in {counted(len(names), 'named store')}"
+    return [f"not shown: {where}; see 'tcpstore stores', and --store, for instance --store {shlex.quote(example)}"]
 
 
 def _store(store: NamedStore) -> dict[str, Any]:
@@ -231,7 +220,7 @@ def _pending_lines(one: Pending) -> Iterable[str]:
     waiting = f", {one.waiting} waiting for {_seconds(one.since)}" if one.waiting else ""
     yield f"{what[one.kind]}: {one.arrived} of {expected} have arrived{waiting}"
     if one.missing_ranks:
-        yield f"  missing: rank {_numbers(one.missing_ranks)}"
+        yield f"  missing: rank {number_ranges(one.missing_ranks)}"
     for rank in one.elsewhere[:_ENOUGH]:
         yield f"  {_name(rank)} is connected, and {rank.does}, for {_seconds(rank.since)}"
     if len(one.elsewhere) > _ENOUGH:
@@ -243,13 +232,13 @@ def _pending_lines(one: Pending) -> Iterable[str]:
 
 
 def _name(rank: Elsewhere) -> str:
-    where = f"{rank.host}:{rank.port}" if rank.pid is None else f"{rank.host}:{rank.port}, pid {rank.pid}"
+    where = format_address(rank.host, rank.port) + ("" if rank.pid is None else f", pid {rank.pid}")
     return where if rank.rank is None else f"rank {rank.rank} ({where})"
 
 
 def _waiting_lines(found: list[Waiting]) -> Iterable[str]:
     for one in found:
-        names = f" (rank {_numbers(one.ranks)})" if one.ranks else ""
+        names = f" (rank {number_ranges(one.ranks)})" if one.ranks else ""
         if one.connections:
             names += f" ({', '.join(one.connections[:4])}{', …' if len(one.connections) > 4 else ''})"
         count = f"{one.waiting} waiting" if one.waiting == 1 else f"{one.waiting} waiting, the longest"
@@ -259,19 +248,6 @@ def _waiting_lines(found: list[Waiting]) -> Iterable[str]:
         for near in one.nearest:
             age = "" if near.age is None else f", written {_seconds(near.age)} ago"
             yield f"  {caller_key(near.key)} exists{age}{'' if near.by is None else f' by {near.by}'}"
-
-
-def _numbers(ranks: list[int]) -> str:
-    """Return numbers as text, consecutive ones as ranges."""
-    ranges: list[list[int]] = []
-    for rank in sorted(ranks):
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    more = f" and {len(texts) - _ENOUGH} more ranges" if len(texts) > _ENOUGH else ""
-    return ", ".join(texts[:_ENOUGH]) + more
 
 
 def _seconds(number: float) -> str:

@@ -27,11 +27,11 @@ from ..values import Framed, unpack
 from . import capabilities, exchanges, explanation, requests
 from .async_connection import AsyncConnection
 from .client_info import introduction
-from .connect import connect
+from .connect import connect, why_ended
 from .credentials import find_token
 from .requests import ANOTHER, Request
 from .resume import resume
-from .store_name import StoreName, find_server, name_of
+from .store_name import StoreEndedError, StoreName, find_server, name_of
 from .tls import ClientTls, files_from_environment, wants_tls
 
 _RETRY_SECONDS = 0.05
@@ -469,7 +469,8 @@ class AsyncTCPStore:
         if not task.done():
             raise deadline.error()
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, StoreTimeoutError) or (isinstance(error, DistNetworkError) and self._connections):
+        lost = isinstance(error, DistNetworkError) and not isinstance(error, StoreEndedError)
+        if isinstance(error, StoreTimeoutError) or (lost and self._connections):
             raise deadline.error() from error
         if error is not None:
             raise error
@@ -675,11 +676,15 @@ class AsyncTCPStore:
         peer, session = await connect(
             self.host, self.port, Deadline(self._timeout), token=self._token, tls=self._tls, name=self._name
         )
+        why_lost = None
+        if self._name is not None:
+            why_lost = functools.partial(why_ended, self.host, self.port, self._token, self._tls, self._name)
         connection = AsyncConnection(
             session,
             _weak(self._connection_lost),
             _weak(self._connection_freed),
             functools.partial(resume, self.host, self.port, self._token, self._tls),
+            why_lost,
         )
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
         try:

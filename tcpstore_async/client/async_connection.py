@@ -36,12 +36,17 @@ class AsyncConnection(asyncio.Protocol):
         on_lost: Callable[["AsyncConnection", DistNetworkError], None],
         on_free: Callable[["AsyncConnection"], None],
         reach: Callable[[ClientSingleLink, Deadline], Awaitable[tuple[socket.socket, bytes]]] | None = None,
+        why_lost: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """`reach` connects again for a link; it returns the connection, and the reply to LINK on it."""
+        """`reach` connects again for a link; it returns the connection, and the reply to LINK on it.
+
+        `why_lost` finds out why the server has closed the connection; it returns "" if that is not known.
+        """
         self.session = session
         self.link: ClientSingleLink | None = None
         """Set if the server keeps the session when the connection breaks."""
         self._reach = reach
+        self._why_lost = why_lost
         self.is_broken = False
         """Whether it was lost because it was broken, before it was a link."""
         self._held = False
@@ -223,7 +228,11 @@ class AsyncConnection(asyncio.Protocol):
         self.is_broken = is_break(error)
         reason = (LOST if error is None else reason_of(error)) + size_hint(self._longest)
         idle = f" ({self._silence})" if self._silence and not self._futures else ""
-        self._fail(DistNetworkError(reason + idle))
+        if self._why_lost is None or self._closing or self.lost is not None:
+            self._fail(DistNetworkError(reason + idle))
+        else:
+            self._held = True
+            self._resuming = self._loop.create_task(self._fail_with_reason(reason + idle, self._why_lost))
 
     def pause_writing(self) -> None:
         self._drained = self._loop.create_future()
@@ -283,7 +292,11 @@ class AsyncConnection(asyncio.Protocol):
                 raise
             rest = link.resume(reply)
         except (OSError, ProtocolError, DistNetworkError, AccessDeniedError) as error:
-            self._fail(DistNetworkError(f"{reason}; {reason_of(error)}" + size_hint(self._longest)))
+            text = f"{reason}; {reason_of(error)}" + size_hint(self._longest)
+            if self._why_lost is None:
+                self._fail(DistNetworkError(text))
+            else:
+                await self._fail_with_reason(text, self._why_lost)
             self.transport.abort()
             return
         self._resuming = None
@@ -291,6 +304,10 @@ class AsyncConnection(asyncio.Protocol):
         self._outbox = [rest] if rest else []  # what was in it has been noted: it is part of the rest
         self.resume_writing()
         self._flush()
+
+    async def _fail_with_reason(self, text: str, why_lost: Callable[[], Awaitable[str]]) -> None:
+        why = await why_lost()
+        self._fail(DistNetworkError(f"{why}: {text}" if why else text))
 
     def _write(self, data: bytes, call: PendingCall | None = None) -> None:
         if not self._outbox:

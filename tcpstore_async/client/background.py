@@ -190,16 +190,13 @@ class BackgroundLoop:
 
     def stop_if_idle(self) -> None:
         """In the loop's thread: stop if neither stores nor bridges need it."""
-        global _loop
         if self.clients or _carried or self.stopping:
             return
         if not _changing.acquire(blocking=False):
             self._loop.call_later(_RETRY_SECONDS, self.stop_if_idle)
             return
         try:
-            if _loop is self and not self.clients and not _carried:
-                _loop = None
-                self.stop()
+            _end_if_idle(self)
         finally:
             _changing.release()
 
@@ -395,14 +392,11 @@ def settle() -> None:
 
 
 def _stop_idle() -> None:
-    global _loop
     if not _changing.acquire(timeout=_STOP_SECONDS):
         return
     try:
-        loop = _loop
-        if loop is not None and not loop.clients and not _carried:
-            _loop = None
-            loop.stop()
+        if _loop is not None:
+            _end_if_idle(_loop)
     finally:
         _changing.release()
 
@@ -414,7 +408,6 @@ def release(client: Client) -> None:
 
 
 def _release(client: Client) -> None:
-    global _loop
     loop = _loop
     if loop is None:
         return
@@ -424,11 +417,17 @@ def _release(client: Client) -> None:
     if not _changing.acquire(timeout=_STOP_SECONDS):
         return  # the loop is being stopped, which takes too long
     try:
-        if _loop is loop and not loop.clients and not _carried:
-            _loop = None
-            loop.stop()
+        _end_if_idle(loop)
     finally:
         _changing.release()
+
+
+def _end_if_idle(loop: BackgroundLoop) -> None:
+    """Stop a loop that neither stores nor bridges need. Needs `_changing`."""
+    global _loop
+    if _loop is loop and not loop.clients and not _carried:
+        _loop = None
+        loop.stop()
 
 
 def _started() -> BackgroundLoop | None:

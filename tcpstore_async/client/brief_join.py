@@ -30,7 +30,8 @@ class BriefJoin:
         self._attempt = Attempt(deadline.left(), lambda: True)
         self._peer, self._session = connect_blocking(host, port, deadline, token=token)
         try:
-            self._asked = self._send(requests.HAS_EXTENSION)
+            # Who has presented a token has asked already: it is sent to no server but ours.
+            self._asked = None if token else self._send(requests.HAS_EXTENSION)
         except BaseException:
             self._peer.close()
             raise
@@ -46,7 +47,7 @@ class BriefJoin:
 
         Raises OSError if the connection is lost or the deadline has passed, and ProtocolError.
         """
-        if not self._result(self._asked):
+        if self._asked is not None and not self._result(self._asked):
             return False
         # The store is another client, so the rank is not lost when this connection is closed.
         self._result(self._send(requests.introduce(introduction(world)), requests.join(rank), requests.DEPART))

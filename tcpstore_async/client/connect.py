@@ -21,10 +21,10 @@ from typing import Any, Final
 from aiohappyeyeballs import start_connection
 
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
-from ..errors import DistNetworkError, ProtocolError, reason_of
+from ..errors import DistNetworkError, DistStoreError, ProtocolError, reason_of
 from ..session.client import ClientSession, PendingCall
-from .credentials import authenticate
-from .store_name import StoreName
+from .admission import admission
+from .store_name import StoreEndedError, StoreName
 from .tls import ClientTls, TlsFailed
 
 _LAST_TRY: Final = 0.05
@@ -148,6 +148,21 @@ async def connect(
         await asyncio.sleep(pause)
 
 
+async def why_ended(host: str, port: int, token: bytes, tls: ClientTls | None, name: StoreName) -> str:
+    """Return why the store with this name has ended; "" if it has not, or if that cannot be found out now."""
+    ended = name.of_a_guest()
+    ended.waits = False
+    try:
+        deadline = Deadline(MIN_ROUND_TRIP)
+        peer, _ = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
+        peer.close()
+    except StoreEndedError as error:
+        return str(error)
+    except (DistNetworkError, DistStoreError, OSError):
+        pass
+    return ""
+
+
 async def _try(
     host: str, port: int, pings: bool, token: bytes, tls: ClientTls | None, name: StoreName | None
 ) -> tuple[socket.socket, ClientSession]:
@@ -162,11 +177,7 @@ async def _try(
         except ConnectionError as error:
             raise _hung_up(error, tls) from None
         _check(call)
-        for data, asked in authenticate(session, token, host, port) if token else ():
-            await loop.sock_sendall(peer, data)
-            while not asked.done:
-                _receive(session, await loop.sock_recv(peer, _REPLY))
-        for data, asked in name.entering(session, host, port) if name is not None else ():
+        for data, asked in admission(session, host, port, token, name):
             await loop.sock_sendall(peer, data)
             while not asked.done:
                 _receive(session, await loop.sock_recv(peer, _REPLY))
@@ -312,12 +323,7 @@ def _try_in_this_thread(
         except ConnectionError as error:
             raise _hung_up(error, tls) from None
         _check(call)
-        for data, asked in authenticate(session, token, host, port) if token else ():
-            peer.sendall(data, NO_SIGPIPE)
-            while not asked.done:
-                attempt.wait_for(peer, select.POLLIN)
-                _receive(session, peer.recv(_REPLY))
-        for data, asked in name.entering(session, host, port) if name is not None else ():
+        for data, asked in admission(session, host, port, token, name):
             peer.sendall(data, NO_SIGPIPE)
             while not asked.done:
                 attempt.wait_for(peer, select.POLLIN)

@@ -1,6 +1,6 @@
 """What a client shows its server: a token, from an argument, the environment or a file.
 
-It knows AUTH and in which order a server is asked who it is; it must not know how bytes travel.
+It knows AUTH; it must not know how bytes travel.
 
 Invariant: a token is sent only to a server that has said that it checks tokens, and is in no error.
 """
@@ -12,7 +12,7 @@ from typing import Final
 from ..errors import AccessDeniedError
 from ..secret_files import read_secret
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import TOKENS, read_auth_reply, read_identity
+from ..session.identity import TOKENS, Identity, read_auth_reply
 from ..values import unpack
 from ..wire.codecs import MAX_TOKEN
 from . import requests
@@ -57,21 +57,12 @@ def _checked(text: str, where: str) -> bytes:
 
 
 def authenticate(
-    session: ClientSession, token: bytes, host: str, port: int
+    session: ClientSession, identity: Identity | None, token: bytes, host: str, port: int
 ) -> Generator[tuple[bytes, PendingCall], None, None]:
-    """Present a token on a connection that has shaken hands; `session.access` is what it allows.
+    """Present a token to the server with this identity; `session.access` becomes what it allows.
 
     Yields what to send, and the call whose reply has to arrive before the next. Raises AccessDeniedError.
     """
-    asking, asked = session.request(*requests.HAS_EXTENSION)
-    assert asked is not None
-    yield asking, asked
-    identity = None
-    if asked.result:
-        asking, asked = session.request(*requests.WHO_ARE_YOU)
-        assert asked is not None
-        yield asking, asked
-        identity = read_identity(unpack(asked.result))
     if identity is None or identity.extension < TOKENS:
         raise AccessDeniedError(f"the server at {host}:{port} checks no tokens: it was not sent the one given")
     showing, shown = session.request(*requests.auth(token))

@@ -8,7 +8,7 @@ Invariant: PyTorch's words come first and stay as they are. Without an answer, o
 from typing import Final
 
 from ..errors import StoreTimeoutError, counted
-from ..keys import caller_key
+from ..keys import caller_key, readable
 from ..session.identity import QUESTIONS, Identity
 from ..session.missing_reply import Elsewhere, Near, Report, decode_report
 from ..values import PREFIX, Framed, pack, unpack
@@ -131,4 +131,4 @@ def _duration(seconds: float) -> str:
 
 
 def _shown(key: bytes) -> str:
-    return caller_key(key.decode(errors="backslashreplace"))
+    return caller_key(readable(key))

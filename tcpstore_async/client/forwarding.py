@@ -7,7 +7,7 @@ order and whole; who does not read is not sent to; the end of one direction is p
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from ..deadline import backoff
 from .connect import keep_alive
@@ -120,6 +120,11 @@ class _Side(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._is_client:
             self._owner.accepted(str((transport.get_extra_info("peername") or ("unknown",))[0]))
+
+    def peer(self) -> Any:
+        """Return the socket of a connection that has been made, not to be read or written."""
+        assert self._transport is not None
+        return self._transport.get_extra_info("socket")
 
     def data_received(self, data: bytes) -> None:
         self._owner.passed(self._is_client, data)

@@ -10,14 +10,15 @@ import functools
 import os
 import socket
 from collections.abc import Generator
-from typing import Final, NamedTuple
-from urllib.parse import urlparse
+from typing import Final
 
+from ..addresses import format_address
 from ..errors import DistNetworkError
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import ENTERED, NAMES, TAKEN, read_enter_reply, read_identity
+from ..session.identity import ENTERED, LOST, NAMES, TAKEN, Identity, read_enter_reply
 from ..values import unpack
 from . import requests
+from .server_url import ServerUrl, parse_server_url
 
 SERVER_URL: Final = "TCPSTORE_SERVER_URL"
 """Environment variable: the server that holds all stores of this process, under names."""
@@ -36,48 +37,26 @@ class StoreTakenError(DistNetworkError):
     """A store of this name has another owner."""
 
 
-class ServerUrl(NamedTuple):
-    """A server that holds stores with names."""
-
-    host: str
-    port: int
-    tls: bool
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'tcps' if self.tls else 'tcp'}://{host}:{self.port}"
-
-
 def find_server(given: str | None) -> ServerUrl | None:
     """Return the server of the argument or, if that is None, of TCPSTORE_SERVER_URL; None without one.
 
-    Raises ValueError for what is no such URL.
+    Raises ValueError for another URL.
     """
     url = os.environ.get(SERVER_URL, "") if given is None else given
     if not url:
         return None
     try:
-        parts = urlparse(url)
-        found = ServerUrl(parts.hostname or "", parts.port or 0, parts.scheme == "tcps")
-    except ValueError:
-        found = ServerUrl("", 0, False)
-    if parts_are_wrong(url, found):
-        what = SERVER_URL if given is None else "server"
-        raise ValueError(f"{what} must be tcp://HOST:PORT or tcps://HOST:PORT, not {url!r}")
-    return found
-
-
-def parts_are_wrong(url: str, found: ServerUrl) -> bool:
-    scheme, _, rest = url.partition("://")
-    return scheme not in ("tcp", "tcps") or not found.host or not found.port or any(one in rest for one in "/?#@,")
+        return parse_server_url(url)
+    except ValueError as error:
+        raise ValueError(f"{SERVER_URL if given is None else 'server'}: {error}") from None
 
 
 def name_of(host: str, port: int) -> str:
     """Return the name that an address is on a server: a loopback one is a name within this host, network and user."""
     host = host.lower().rstrip(".")
     if host in _LOOPBACK or host.startswith("127.") or not host:
-        return f"{_this_host()}/localhost:{port}"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"{this_network()}/{os.getuid()}/localhost:{port}"
+    return format_address(host, port)
 
 
 @functools.cache
@@ -89,13 +68,13 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-def _this_host() -> str:
-    """Return text that is the same for all processes with this loopback device and user."""
+def this_network() -> str:
+    """Return text that is the same for all processes with this loopback device."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         network = 0
-    return f"{_boot()}/{network}/{os.getuid()}"
+    return f"{_boot()}/{network}"
 
 
 def attempt_from_environment() -> str:
@@ -162,22 +141,13 @@ class StoreName:
         return requests.enter({name: text for name, text in items.items() if text})
 
     def entering(
-        self, session: ClientSession, host: str, port: int
+        self, session: ClientSession, identity: Identity | None, host: str, port: int
     ) -> Generator[tuple[bytes, PendingCall], None, None]:
-        """Put a connection that has shaken hands into the store.
+        """Put a connection to the server with this identity into the store.
 
-        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError, and
-        DistNetworkError if there can be no such store.
+        Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError,
+        ConnectionError if the store may be about to end, and DistNetworkError if there can be no such store.
         """
-        asking, asked = session.request(*requests.HAS_EXTENSION)
-        assert asked is not None
-        yield asking, asked
-        identity = None
-        if asked.result:
-            asking, asked = session.request(*requests.WHO_ARE_YOU)
-            assert asked is not None
-            yield asking, asked
-            identity = read_identity(unpack(asked.result))
         if identity is None or identity.extension < NAMES:
             raise DistNetworkError(
                 f"the server at {host}:{port} does not support named stores (it is PyTorch's, or too old): cannot use "
@@ -197,13 +167,11 @@ class StoreName:
                 f"cannot create the store {self.name!r} on the server at {host}:{port}: {reply.reason}; wait until "
                 "that store ends, or use another address"
             )
+        elif reply.status == LOST:
+            raise ConnectionError(reply.reason)
         else:
             raise StoreEndedError(reply.reason or reply.status)
 
     def missing(self) -> str:
         """Return why a connection that was being put into the store was not, for lack of time."""
-        if not self.asked:
-            return ""
-        if self.owner:
-            return f"the store {self.name!r} there has an owner that has lost its connection, and may come back"
-        return f"nobody has created the store {self.name!r} there"
+        return f"nobody has created the store {self.name!r} there" if self.asked and not self.owner else ""

@@ -29,7 +29,7 @@ from ..errors import DistNetworkError
 from ..secret_files import TlsFiles, load_certificates
 from ..session.tls import TlsError, TlsStream
 from . import background
-from .store_name import ServerUrl
+from .server_url import ServerUrl
 
 ENABLE: Final = "TCPSTORE_TLS"
 CA: Final = "TCPSTORE_CA"

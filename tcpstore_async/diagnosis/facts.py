@@ -3,12 +3,14 @@
 Knows the format (`server/admin.py`, `session/inspection.py`). Must not know sockets, nor what follows from the facts.
 """
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from ..errors import DistStoreError, ProtocolError
+from .lines import Line, decode_reply
 
 
 class Wait(msgspec.Struct, rename={"kind": "for"}):
@@ -69,6 +71,17 @@ class NamedStore(msgspec.Struct):
     """Why it has ended; empty if it has not."""
 
 
+class OtherStores(msgspec.Struct):
+    """Sums over the stores with names that are not listed."""
+
+    stores: int = 0
+    joined: int = 0
+    expected: int = 0
+    sessions: int = 0
+    keys: int = 0
+    bytes: int = 0
+
+
 class Departed(msgspec.Struct):
     """A session that has left."""
 
@@ -112,16 +125,13 @@ class Key(msgspec.Struct, array_like=True):
     """The session that wrote it."""
 
 
-class _Line(msgspec.Struct):
-    server: dict[str, Any] | None = None
-    sessions: list[Session] = []
-    groups: list[Group] = []
-    counters: list[Counter] = []
-    keys: list[Key] = []
-    departed: list[Departed] = []
-    stores: list[NamedStore] = []
-    error: str = ""
-    end: bool = False
+class _Line(Line):
+    sessions: list[Session] = msgspec.field(default_factory=list)
+    groups: list[Group] = msgspec.field(default_factory=list)
+    counters: list[Counter] = msgspec.field(default_factory=list)
+    keys: list[Key] = msgspec.field(default_factory=list)
+    departed: list[Departed] = msgspec.field(default_factory=list)
+    stores: list[NamedStore] = msgspec.field(default_factory=list)
 
 
 class Facts:
@@ -136,20 +146,18 @@ class Facts:
         self.departed: dict[int, Departed] = {}
         self.stores: list[NamedStore] = []
 
+    def keep_store(self, name: str | None) -> list[Session]:
+        """Forget the sessions that are in other stores than the keys, which are in that of this name; return them."""
+        others = [one for one in self.sessions if one.store != name]
+        if others:
+            self.sessions = [one for one in self.sessions if one.store == name]
+        return others
+
 
 def read_facts(lines: Iterable[bytes]) -> Facts:
-    """Decode a reply. Raises DistStoreError for one that says what is wrong, ProtocolError for an incomplete one."""
+    """Decode a reply. Raises DistStoreError for one that reports an error, ProtocolError for an invalid one."""
     facts = Facts()
-    decoder = msgspec.json.Decoder(_Line)
-    for raw in lines:
-        try:
-            line = decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"invalid reply of the admin socket: {error}") from None
-        if line.error:
-            raise DistStoreError(line.error)
-        if line.end:
-            return facts
+    for line in decode_reply(lines, _Line):
         if line.server is not None:
             facts.server = line.server
         facts.sessions += line.sessions
@@ -163,4 +171,16 @@ def read_facts(lines: Iterable[bytes]) -> Facts:
                 facts.counters[counter.key] = counter
             else:
                 known.members += counter.members
-    raise ProtocolError("the admin socket's reply is incomplete")
+    return facts
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Do without garbage collections, which would traverse the facts of a hundred thousand sessions each time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

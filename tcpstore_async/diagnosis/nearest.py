@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from ..addresses import format_address
 from ..similar_keys import Search
 from .facts import Facts, Key
 from .missing import awaited
@@ -57,7 +58,7 @@ def find_waiting(facts: Facts, ranks: Ranks) -> list[Waiting]:
             if rank is not None and rank.number is not None:
                 numbered.append(rank.number)
             elif len(nameless) < _CONNECTIONS:
-                nameless.append(str(rank) if rank is not None else f"{session.host}:{session.port}")
+                nameless.append(str(rank) if rank is not None else format_address(session.host, session.port))
         since = max(session.idle for session in one.sessions)
         for key in one.keys[:_OF_A_LIST]:
             waiting = found.get(key)

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from ..addresses import format_address
 from ..similar_keys import Family, family_of
 from .facts import Departed, Facts, Session
 from .patterns import JOIN_COUNTER, gloo_size, may_name_ranks, names_ranks
@@ -18,6 +19,9 @@ Environment = Mapping[str, str]
 
 _FEW: Final = 2
 """Writers of a family's keys from which on their numbers may be ranks."""
+
+_MOST_RANGES: Final = 32
+"""Ranges of numbers that a text has."""
 
 
 class Rank:
@@ -38,7 +42,7 @@ class Rank:
     def __str__(self) -> str:
         where = self.host if self.pid is None else f"{self.host}, pid {self.pid}"
         if self.pid is None and self.sessions:
-            where = f"{self.host}:{self.sessions[0].port}"
+            where = format_address(self.host, self.sessions[0].port)
         return where if self.number is None else f"rank {self.number} ({where})"
 
     def main_session(self) -> Session | None:
@@ -129,9 +133,8 @@ class Ranks:
     def _number(self) -> None:
         claims: dict[int, list[Rank]] = defaultdict(list)
         for rank in self.all:
-            said = _number_in(peer.get("rank") for peer in self._peers(rank))
-            read = _number_in([self._environment(rank).get("RANK")])
-            number = read if said is None else said
+            said = _number_in([peer.get("rank") for peer in self._peers(rank)])
+            number = _number_in([self._environment(rank).get("RANK")]) if said is None else said
             if number is not None:
                 rank.source = "environment" if said is None else "client"
                 claims[number].append(rank)
@@ -176,8 +179,9 @@ class Ranks:
         return 2 * len(members.writers) > total
 
     def _peers(self, rank: Rank) -> list[dict[str, str]]:
-        gone = [self.facts.departed[one].peer for one in rank.ids if one in self.facts.departed]
-        return [session.peer for session in rank.sessions] + gone
+        peers = [session.peer for session in rank.sessions]
+        departed = self.facts.departed
+        return peers + [departed[one].peer for one in rank.ids if one in departed] if departed else peers
 
     def _environment(self, rank: Rank) -> Environment:
         for session in rank.sessions:
@@ -191,14 +195,13 @@ class Ranks:
         announced = self.facts.server.get("joins")
         if isinstance(announced, int) and announced > 0:
             return announced
-        sizes = Counter(_number_in([session.peer.get("world_size")]) for session in self.facts.sessions)
         for session in self.facts.sessions:
             if session.wait is not None and session.wait.target and session.wait.keys == [JOIN_COUNTER]:
                 return session.wait.target
-        return _most_common(sizes)
+        return _most_common(Counter([session.peer.get("world_size") for session in self.facts.sessions]))
 
     def _size_in_environments(self) -> int | None:
-        return _most_common(Counter(_number_in([self._environment(rank).get("WORLD_SIZE")]) for rank in self.all))
+        return _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
 
 
 def _process(one: Session | Departed) -> tuple[object, ...]:
@@ -241,6 +244,23 @@ def _number_in(texts: Iterable[str | None]) -> int | None:
     return None
 
 
-def _most_common(sizes: "Counter[int | None]") -> int | None:
+def _most_common(texts: "Counter[str | None]") -> int | None:
+    """Return the number that most of these texts are."""
+    sizes: Counter[int | None] = Counter()
+    for text, count in texts.items():
+        sizes[_number_in([text])] += count
     sizes.pop(None, None)
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def number_ranges(numbers: Iterable[int], dash: str = "-") -> str:
+    """Return numbers as text, consecutive ones as ranges, and how many ranges were left out."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [str(first) if first == last else f"{first}{dash}{last}" for first, last in ranges[:_MOST_RANGES]]
+    more = f" and {len(ranges) - _MOST_RANGES} more ranges" if len(ranges) > _MOST_RANGES else ""
+    return ", ".join(texts) + more

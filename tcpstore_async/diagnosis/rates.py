@@ -4,11 +4,13 @@ Knows the format (`server/admin.py`, `session/statistics.py`). Must not know soc
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ..errors import DistStoreError, ProtocolError
+from ..errors import ProtocolError
+from .facts import NamedStore, OtherStores
+from .lines import Line, decode_reply
 
 
 class Histogram(msgspec.Struct):
@@ -51,9 +53,9 @@ class Histogram(msgspec.Struct):
 class Connections(msgspec.Struct):
     open: int
     max: int
-    accepted: int = 0
-    rejected: int = 0
-    closed_for: dict[str, int] = {}
+    accepted: int
+    rejected: int
+    closed_for: dict[str, int]
 
 
 class Traffic(msgspec.Struct):
@@ -64,19 +66,31 @@ class Traffic(msgspec.Struct):
 class Sessions(msgspec.Struct):
     open: int
     waiting: int
-    unvalidated: int = 0
-    unsent_bytes: int = 0
+    unvalidated: int
+    unsent_bytes: int
+
+
+class Links(msgspec.Struct):
+    open: int
+    sessions: int
+    single: int
+    suspended: int
 
 
 class Budget(msgspec.Struct):
     limit: int
     used: int
+    store: int
+    waiters: int
+    requests: int
+    key_lists: int
+    connections: int
 
 
 class Joins(msgspec.Struct):
     joined: int
-    expected: int = 0
-    world_size: int | None = None
+    expected: int
+    world_size: int | None
 
 
 class AcceptQueue(msgspec.Struct):
@@ -84,7 +98,7 @@ class AcceptQueue(msgspec.Struct):
     limit: int
 
 
-class Stats(msgspec.Struct):
+class Stats(msgspec.Struct, rename={"turn_times": "turns"}):
     """The counters of a server at one time. Times are in seconds, sizes in bytes."""
 
     time: float
@@ -96,12 +110,15 @@ class Stats(msgspec.Struct):
     traffic: Traffic
     connections: Connections
     sessions: Sessions
+    links: Links
     keys: int
     queues: int
+    awaited_keys: int
     budget: Budget
     joins: Joins
     service: Histogram
     lag: Histogram
+    turn_times: Histogram
     accept_queue: AcceptQueue | None = None
 
 
@@ -117,54 +134,50 @@ class Wait(msgspec.Struct):
     keys: int = 1
     pid: int | None = None
     peer: dict[str, str] = {}
+    store: str | None = None
+    """The name of the store, if it has one."""
 
 
 class Key(msgspec.Struct, array_like=True):
     key: str
     size: int
+    store: str | None = None
 
 
-class _Line(msgspec.Struct):
-    server: dict[str, Any] | None = None
+class _Line(Line):
     stats: Stats | None = None
-    waits: list[Wait] = []
-    largest: list[Key] = []
-    error: str = ""
-    end: bool = False
+    waits: list[Wait] = msgspec.field(default_factory=list)
+    largest: list[Key] = msgspec.field(default_factory=list)
+    oldest: list[NamedStore] = msgspec.field(default_factory=list)
+    others: OtherStores | None = None
 
 
-class Look:
+class Look(NamedTuple):
     """What a server has replied to one request for its numbers."""
 
-    def __init__(self, stats: Stats) -> None:
-        self.stats = stats
-        self.server: dict[str, Any] = {}
-        self.waits: list[Wait] = []
-        self.largest: list[Key] = []
+    server: dict[str, Any]
+    stats: Stats
+    waits: list[Wait]
+    largest: list[Key]
+    oldest: list[NamedStore]
+    """The oldest of the stores with names; `others` sums up the rest."""
+    others: OtherStores
 
 
 def read_look(lines: Iterable[bytes]) -> Look:
-    """Decode a reply with `stats`. Raises DistStoreError for one that says what is wrong, ProtocolError for others."""
-    decoder = msgspec.json.Decoder(_Line)
+    """Decode a reply with `stats`. Raises DistStoreError for a reported error, ProtocolError for an invalid reply."""
     found = _Line()
-    for raw in lines:
-        try:
-            line = decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"invalid reply of the admin socket: {error}") from None
-        if line.error:
-            raise DistStoreError(line.error)
-        if line.end:
-            if found.stats is None:
-                break
-            look = Look(found.stats)
-            look.server, look.waits, look.largest = found.server or {}, found.waits, found.largest
-            return look
+    for line in decode_reply(lines, _Line):
         found.server = line.server or found.server
         found.stats = line.stats or found.stats
         found.waits += line.waits
         found.largest += line.largest
-    raise ProtocolError("the admin socket's reply is incomplete")
+        found.oldest += line.oldest
+        found.others = line.others or found.others
+    if found.stats is None:
+        raise ProtocolError("the admin socket's reply has no numbers")
+    others = found.others or OtherStores()
+    return Look(found.server or {}, found.stats, found.waits, found.largest, found.oldest, others)
 
 
 class Interval(msgspec.Struct):
@@ -175,6 +188,8 @@ class Interval(msgspec.Struct):
     connections: int
     sessions: int
     waiting: int
+    joined: int
+    """Ranks."""
     ops: float
     """Commands executed."""
     keys: int
@@ -213,6 +228,7 @@ def between(before: Stats, after: Stats) -> Interval:
         connections=after.connections.open,
         sessions=after.sessions.open,
         waiting=after.sessions.waiting,
+        joined=after.joins.joined,
         ops=sum(executed.values()),
         keys=after.keys,
         bytes=after.budget.used,
@@ -222,5 +238,5 @@ def between(before: Stats, after: Stats) -> Interval:
         received=rate(after.traffic.received_bytes, before.traffic.received_bytes),
         sent=rate(after.traffic.sent_bytes, before.traffic.sent_bytes),
         cpu=rate(after.cpu, before.cpu),
-        commands=dict(sorted(((name, count) for name, count in executed.items() if count), key=lambda one: -one[1])),
+        commands=dict(sorted([one for one in executed.items() if one[1]], key=lambda one: (-one[1], one[0]))),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from ..errors import DistStoreError, ProtocolError
+from .lines import Line, decode_lines
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -26,31 +26,20 @@ class Sample(msgspec.Struct, array_like=True):
     size: int
     """Bytes of its values."""
     value: str | None
+    store: str | None = None
+    """The name of the store, if it has one."""
 
 
-class Portion(msgspec.Struct):
+class Portion(Line):
     """Samples since the last portion, oldest first."""
 
-    samples: list[Sample] = []
+    samples: list[Sample] = msgspec.field(default_factory=list)
     seen: int = 0
     """Commands so far."""
     dropped: int = 0
     """Samples so far that were not sent, because they were not read in time."""
 
 
-class _Line(Portion):
-    error: str = ""
-
-
 def read_samples(lines: Iterable[bytes]) -> Iterator[Portion]:
-    """Decode the reply to `monitor` as it arrives. Raises DistStoreError for one that says what is wrong."""
-    decoder = msgspec.json.Decoder(_Line)
-    for raw in lines:
-        try:
-            line = decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"invalid reply of the admin socket: {error}") from None
-        if line.error:
-            raise DistStoreError(line.error)
-        if line.samples:
-            yield line
+    """Decode the reply to `monitor` as it arrives. Raises as `decode_lines` does."""
+    return (portion for portion in decode_lines(lines, Portion) if portion.samples)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
+from ..addresses import format_address
 from ..client.aio import AsyncTCPStore
 from ..errors import AccessDeniedError, DistError
-from ..server.listen_socket import format_address
 from ..session.identity import Identity
 from .finding import FAIL, OK, WARN, Finding
 

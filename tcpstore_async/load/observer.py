@@ -21,6 +21,7 @@ _LIMITS: Final = Limits(key_bytes=MIB, value_bytes=4 * GIB, keys=1 << 24, reques
 _LINK: Final = BY_METHOD["link"]
 _TAKEN: Final = BY_METHOD["taken"]
 _AUTH: Final = BY_METHOD["auth"]
+_ENTER: Final = BY_METHOD["enter"]
 _PING: Final = BY_METHOD["ping"]
 _LEASE_LATER: Final = BY_METHOD["lease_later"]
 _CANCEL_WAIT: Final = BY_METHOD["cancel_wait"]
@@ -104,6 +105,8 @@ class Observer:
         self._bytes_received = 0
         self._process = -1
         self.opaque = False
+        self.entered = False
+        """Whether the client has asked for a store with a name."""
         self.count = 0
         """Requests of the job so far."""
         rows.add(now, number, "OPEN", processes.host(address))
@@ -143,6 +146,7 @@ class Observer:
             self._session.pending.append(PendingCall(command, 0, 0, ()))
             return
         self.count += 1
+        self.entered = self.entered or command is _ENTER
         blocked = self._blocked()
         if blocked is not None:
             if command is _cancel_of(blocked.command) and not blocked.canceled:

@@ -16,9 +16,10 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from ..addresses import format_address
 from ..client.aio import AsyncTCPStore
 from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, counted
-from ..server.listen_socket import format_address, raise_file_limit
+from ..server.listen_socket import raise_file_limit
 from ..session.client import ClientSession, PendingCall
 from ..values import PREFIX, Framed, pack
 from ..wire.codecs import NO_REPLY
@@ -28,6 +29,7 @@ from .replay_limits import check_limits
 from .replay_order import put_in_order
 
 _PING: Final = BY_METHOD["ping"]
+_ENTER: Final = BY_METHOD["enter"]
 _RESERVED: Final = (SERVER_KEY, JOINS_KEY)
 """Keys whose values belong to the server: they get no prefix, and are not compared."""
 _COUNTS_NAMES: Final = ("num_keys", "list_keys")
@@ -116,6 +118,12 @@ class Player:
         """
         raise_file_limit()
         recording = self.recording
+        entered = {step.connection.number for step in recording.steps if step.command is _ENTER}
+        if entered:
+            raise RecordingError(
+                f"cannot replay a recording of named stores, which {counted(len(entered), 'connection')} entered: "
+                "record the job without TCPSTORE_SERVER_URL, or server="
+            )
         check_limits(recording, self.copies, self.speed)
         await self._check_server()
         self.stage = f"ordering {counted(len(recording.steps), 'request')}"

@@ -23,12 +23,13 @@ from typing import Any, Final
 
 from aiohappyeyeballs import AddrInfoType, start_connection
 
+from ..addresses import format_address
 from ..client.forwarding import ForwardedConnection
 from ..client.tls import ClientTls
 from ..errors import DistNetworkError
 from ..limits import MIB
 from ..secret_files import TlsFiles
-from ..server.listen_socket import BACKLOG, adopt, format_address, listen, log_short_backlog, raise_file_limit
+from ..server.listen_socket import BACKLOG, adopt, listen, log_short_backlog, raise_file_limit
 from ..server.rate_limited_log import RateLimitedLog
 from .observer import Observer, Processes
 from .recording import RecordingError, RowEncoder
@@ -162,6 +163,8 @@ class Recorder:
         self.file = file
         self.processes = Processes()
         self.rows = RowEncoder(self.now(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), values)
+        self.entered = False
+        """Whether a client has asked for a store with a name."""
         self.connections = 0
         self.requests = 0
         """Of connections that have ended."""
@@ -232,6 +235,10 @@ class RecordedConnection(ForwardedConnection):
         except Exception as error:  # a defect here must not end the job
             self._observer = None
             self.recorder.log.add("defect", f"stopped recording a connection: {type(error).__name__}: {error}")
+        else:
+            if observer.entered and not self.recorder.entered:
+                self.recorder.entered = True
+                log.warning("the job uses named stores: its recording has a summary, but cannot be replayed")
 
     def ended(self, by_client: bool) -> None:
         """Record the end of the connection, which one side has closed."""

@@ -10,7 +10,8 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from .listen_socket import CONNECTION_ERRORS, format_address
+from ..addresses import format_address
+from .listen_socket import CONNECTION_ERRORS
 
 _ACCEPTS_PER_TURN: Final = 128
 """Connections accepted in one turn: with one per turn, new ones would wait while old ones are busy."""

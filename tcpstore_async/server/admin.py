@@ -7,8 +7,9 @@ is to be dropped. What each process asks for is a line of the audit log.
 
 A request is one line of JSON, `{"ask": ["sessions", "counters", "keys", "stores"]}`, the reply some lines of JSON: what
 is known of the server, portions of what was asked for (`session/inspection.py`), and `{"end": true}`. `{"error": "…"}`
-ends it early. `"store": "…"` asks for what is in the store of that name; without it, sessions are those of all stores,
-and the rest that of the store without a name. `"drop": "…"` ends the store of that name first.
+ends it early. `"store": "…"` asks for what is in the store of that name; without it, sessions, counters and samples are
+those of all stores, and keys and barriers those of the store without a name. `"drop": "…"` ends the store of that name
+first.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ _SAMPLE_SECONDS: Final = 0.1
 """Time between two portions of samples."""
 
 _MOST_LISTED: Final = 32
-"""Waits, or keys, that are listed of those that are the longest, or largest."""
+"""Waits, keys or stores that are listed of those that are the longest, largest or oldest."""
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -207,12 +208,14 @@ class Admin:
         request = await self._request(reader)
         if request != _NOTHING:
             self._audit(writer, request)
-        watches = isinstance(request, Request) and request.ask == [_MONITOR]
-        if watches and len(self._monitors) >= _MOST_MONITORS:
-            request = f"there are already {_MOST_MONITORS} monitors"
-        elif watches and isinstance(request, Request):
-            await self._watch(request, reader, writer)
-            return
+        if isinstance(request, Request) and request.ask == [_MONITOR]:
+            if request.store is not None and request.store not in self.server.named.stores:
+                request = _no_store(request.store)
+            elif len(self._monitors) < _MOST_MONITORS:
+                await self._watch(request, reader, writer)
+                return
+            else:
+                request = f"there are already {_MOST_MONITORS} monitors"
         for fact in self._facts(request):
             if fact:
                 await _send(writer, fact)
@@ -226,7 +229,7 @@ class Admin:
 
         What comes while the peer does not read is dropped, beyond what the monitor holds.
         """
-        monitor = Monitor(time.time, request.every, request.values)
+        monitor = Monitor(time.time, request.every, request.values, store=request.store)
         engine = self.server.engine
         self._monitors.add(monitor)
         ended = asyncio.ensure_future(reader.read(1))
@@ -250,20 +253,17 @@ class Admin:
                 await ended
 
     def _audit(self, writer: asyncio.StreamWriter, request: Request | str) -> None:
-        """Log who has asked for what, once for each process."""
+        """Log who has asked for what: each drop, anything else once for each process."""
         user = _user(writer)
-        drops = isinstance(request, Request) and request.drop is not None
-        if isinstance(request, str):
-            asked = request
-        elif request.drop is not None:
+        if isinstance(request, Request) and request.drop is not None:
             asked = f"asked to drop the store {request.drop}"
         else:
-            asked = f"asked for {', '.join(request.ask) or 'a summary'}"
-        if (user, asked) in self._audited and not drops:  # as by `stat`, each second
-            return
-        if len(self._audited) >= _MOST_AUDITED:
-            self._audited.clear()
-        self._audited.add((user, asked))
+            asked = request if isinstance(request, str) else f"asked for {', '.join(request.ask) or 'a summary'}"
+            if (user, asked) in self._audited:  # as by `stat`, each second
+                return
+            if len(self._audited) >= _MOST_AUDITED:
+                self._audited.clear()
+            self._audited.add((user, asked))
         with self.server.lock:
             self.server.note_admin(user, f"admin socket of port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}")
 
@@ -286,23 +286,24 @@ class Admin:
         engine, history = server.engine, self.history
         with server.lock:
             if request.drop is not None and not server.drop_store(request.drop, "an administrator dropped it"):
-                yield {"error": f"there is no store {request.drop!r}"}
+                yield {"error": _no_store(request.drop)}
                 return
             if request.store is not None:
                 store = server.named.stores.get(request.store)
                 if store is None or store.engine.history is None:
-                    yield {"error": f"there is no store {request.store!r}"}
+                    yield {"error": _no_store(request.store)}
                     return
                 engine, history = store.engine, store.engine.history
             inspection = Inspection(engine, history, time.monotonic(), request.store is None)
             about = {**self._about(), **inspection.summary()}
         yield {"server": about}
-        statistics = Statistics(server.engine, inspection.now)
+        statistics = Statistics(engine, inspection.now, request.store is None)
         parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
             "sessions": inspection.sessions,
             "counters": inspection.counters,
             "keys": inspection.keys,
             "stores": inspection.stores,
+            "oldest_stores": lambda: inspection.oldest_stores(_MOST_LISTED),
             "stats": lambda: self._stats(statistics),
             "waits": lambda: statistics.longest_waits(_MOST_LISTED),
             "largest": lambda: statistics.largest_keys(_MOST_LISTED),
@@ -368,6 +369,10 @@ class Admin:
             "connections": server.count,
             "max_connections": server.max_connections,
         }
+
+
+def _no_store(name: str) -> str:
+    return f"there is no store {name!r}"
 
 
 async def _send(writer: asyncio.StreamWriter, fact: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from ..access import Access
+from ..addresses import format_address
 from ..errors import LimitError, NotAllowedError, PeerError, ProtocolError, counted
 from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
@@ -31,7 +32,7 @@ from ..session.server import Engine, ServerSession, Transport, latecomers
 from ..session.tls import TlsError
 from .audit import AuditLog
 from .backends import DEFAULT_GRACE, LINK_GRACE
-from .listen_socket import format_address, reserve_connections
+from .listen_socket import reserve_connections
 from .rate_limited_log import RateLimitedLog
 from .service_times import ServiceTimes
 from .tls import MOST_HANDSHAKES, ServerTls
@@ -103,7 +104,7 @@ class Server:
         self.rejected: int = 0
         """Connections that were closed at once, as there were too many."""
         self.closed_for: dict[str, int] = {}
-        """Connections that were closed for what their peers did: `protocol`, `tls`, `access`, or the limit's name."""
+        """Connections that were closed for what their peers did, by `_kind_of` it."""
         self.received: int = 0
         """Bytes read from connections, decrypted."""
         self.sent: int = 0
@@ -296,11 +297,7 @@ class Server:
         """Close a connection because of what its peer did; replies to earlier requests still go out."""
         session = connection.session
         text = f"closed the connection from {session}: {error}"
-        kind = error.limit if isinstance(error, LimitError) else "tls" if isinstance(error, TlsError) else "protocol"
-        if isinstance(error, NotAllowedError):
-            kind = "access"
-        elif isinstance(error, StoreEnded):
-            kind = "stores"
+        kind = _kind_of(error)
         self.closed_for[kind] = self.closed_for.get(kind, 0) + 1
         if kind in ("access", "tls") or self.engine.must_authenticate(session):
             self.log_refusal(session.host, text)
@@ -539,3 +536,11 @@ class Server:
         assert isinstance(owner, Transport)
         seconds = self.limits.validate_seconds
         self.close_for(owner, ProtocolError(f"no {session.expected()} within {seconds} s (limit validate_seconds)"))
+
+
+def _kind_of(error: PeerError) -> str:
+    """Return the name by which connections that were closed for such an error are counted."""
+    if isinstance(error, LimitError):
+        return error.limit
+    kinds = ((TlsError, "tls"), (NotAllowedError, "access"), (StoreEnded, "stores"))
+    return next((name for kind, name in kinds if isinstance(error, kind)), "protocol")

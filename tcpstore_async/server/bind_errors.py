@@ -8,8 +8,8 @@ import errno
 import os
 import socket
 
+from ..addresses import format_address
 from ..errors import DistError, DistNetworkError, DistStoreError
-from .listen_socket import format_address
 from .port_holder import by_holder
 
 Tried = list[tuple[int, str, OSError]]

@@ -6,7 +6,6 @@ Invariant: no name is resolved but that of the address to listen on, before ther
 
 import errno
 import fcntl
-import ipaddress
 import logging
 import os
 import resource
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from ..addresses import format_address, is_loopback
 from ..errors import DistNetworkError, counted
 from .port_holder import by_holder
 
@@ -61,11 +61,6 @@ log = logging.getLogger("tcpstore_async.server")
 
 Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 """What `socket.bind` takes, as `socket.getaddrinfo` returns it."""
-
-
-def format_address(host: str, port: int) -> str:
-    """Return `host:port`, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -192,14 +187,6 @@ def warn_if_exposed(listener: socket.socket, *, has_tls: bool, requires_auth: bo
         danger,
         advice,
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address, an IPv4 or IPv6 literal, is reachable from this host only."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback
 
 
 def raise_file_limit() -> None:

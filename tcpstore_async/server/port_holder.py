@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ..addresses import format_address
+
 PROC: Final = Path("/proc")
 
 _SECONDS: Final = 0.5
@@ -106,7 +108,7 @@ def _sockets(table: Path, port: int, end: float) -> Iterator[_Socket]:
             words = text.split(maxsplit=10)
             if words[1].endswith(wanted):
                 host, remote = _address(words[1]), _address(words[2])
-                peer = f"{f'[{remote}]' if ':' in remote else remote}:{int(words[2].rpartition(':')[2], 16)}"
+                peer = format_address(remote, int(words[2].rpartition(":")[2], 16))
                 yield _Socket(host, port, peer, words[3] == _LISTEN, int(words[7]), int(words[9]))
 
 

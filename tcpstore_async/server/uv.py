@@ -113,9 +113,7 @@ class Connection(Transport):
             size = _READ if partial is None or partial.endless else _READ_ON
             chunk = _read(self.fd, size)
             if chunk:
-                self.server.received += len(chunk)
-                if self.single is not None:
-                    self.single.received += len(chunk)
+                self._count_received(len(chunk))
                 session.receive(chunk)
             else:
                 self._end()
@@ -124,9 +122,7 @@ class Connection(Transport):
             size = len(space)
             count = _read_into(self.fd, [space])
         if count:
-            self.server.received += count
-            if self.single is not None:
-                self.single.received += count
+            self._count_received(count)
             value.fill(count)
             session.receive(b"")
         else:
@@ -238,6 +234,11 @@ class Connection(Transport):
             self.paused = True
             self.server.poller.pause(self.fd)
 
+    def _count_received(self, count: int) -> None:
+        self.server.received += count
+        if self.single is not None:
+            self.single.received += count
+
     def _hand_over(self, data: list[Any]) -> int:
         """Write; return how many bytes the kernel took, or -1 if the connection is lost, and closed now."""
         try:
@@ -344,9 +345,7 @@ class TlsConnection(Connection):
                 self._feed(channel, CIPHERTEXT)
                 chunk = channel.read(_READ)
             if chunk:
-                self.server.received += len(chunk)
-                if self.single is not None:
-                    self.single.received += len(chunk)
+                self._count_received(len(chunk))
                 session.receive(chunk)
         else:
             with value.free_space() as space:
@@ -355,9 +354,7 @@ class TlsConnection(Connection):
                     self._feed(channel, CIPHERTEXT_ON)
                     count = channel.read_into(space)
             if count:
-                self.server.received += count
-                if self.single is not None:
-                    self.single.received += count
+                self._count_received(count)
                 value.fill(count)
                 session.receive(b"")
         return stream.readable or stream.ended or not self.drained

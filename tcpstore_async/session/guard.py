@@ -23,16 +23,37 @@ if TYPE_CHECKING:
 _GET: Final = "get"
 
 
-class Usage:
-    """What the holders of one token have made the server hold."""
+class Stored:
+    """What the holders of one token have stored."""
 
     def __init__(self) -> None:
-        self.guards: int = 0
-        """Of how many stores a guard counts here."""
         self.keys: int = 0
         self.bytes: int = 0
+
+
+class Usage(Stored):
+    """What the holders of one token have made the server hold, in all stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guards: int = 0
+        """Of how many stores a guard counts here."""
+        self.nameless = Stored()
+        """Of that, what is in the store without a name."""
         self.sessions: set[ServerSession] = set()
         """Those that have a connection."""
+
+    def add(self, store: Stored, keys: int, size: int) -> None:
+        """Count what one store has grown by. Where others' keys are deleted, nothing is left to count."""
+        keys = max(-store.keys, keys)
+        size = max(-store.bytes, size)
+        store.keys += keys
+        store.bytes += size
+        self.keys += keys
+        self.bytes += size
+
+    def unused(self) -> bool:
+        return not (self.guards or self.sessions or self.keys or self.bytes)
 
 
 class Guard:
@@ -43,19 +64,22 @@ class Guard:
         keyspace: Keyspace,
         access: Access | None,
         usage: Usage | None,
+        stored: Stored | None,
         identity: Framed,
         certificate: bool,
         store: str | None = None,
     ) -> None:
         """Without `access`, nothing is allowed but to ask who the server is, until a token or `certificate` is shown.
 
-        `usage` is counted, if given, and `identity` is the reply to a GET of the server's identity. `store` is the name
-        of the store that the sessions are in; None for the one without a name.
+        `usage` is counted, if given, and `stored` is the part of it in this store. `identity` is the reply to a GET of
+        the server's identity. `store` is the name of the store that the sessions are in; None for the one without a
+        name.
         """
         self.store = store
         self.keyspace = keyspace
         self.access = access
         self.usage = usage
+        self.stored = stored
         self.identity = identity
         self.certificate = certificate
         self.sessions: int = 0
@@ -101,8 +125,9 @@ class Guard:
 
     def _counted(self, command: Command, call: Handler, fields: Fields) -> Any:
         self.check(command, fields)
-        usage, keyspace = self.usage, self.keyspace
+        usage, stored, keyspace = self.usage, self.stored, self.keyspace
         assert usage is not None
+        assert stored is not None
         keys, size = self._growth(fields) if command.stores else (0, 0)
         self._check_limits(command, keys, size)
         keys_before = len(keyspace.values) + len(keyspace.queues)
@@ -111,8 +136,7 @@ class Guard:
         if keyspace.incremental is None:
             keys = len(keyspace.values) + len(keyspace.queues) - keys_before
             size = keyspace.size - keyspace.parked - size_before
-        usage.keys = max(0, usage.keys + keys)
-        usage.bytes = max(0, usage.bytes + size)
+        usage.add(stored, keys, size)
         return result
 
     def _growth(self, fields: Fields) -> tuple[int, int]:

@@ -71,8 +71,9 @@ CROWDED: Final = "crowded"
 ENTERED: Final = "entered"
 TAKEN: Final = "taken"
 ENDED: Final = "ended"
+LOST: Final = "lost"
 """Results of ENTER, besides REFUSED: the connection is in the store; it has another owner; it has ended, or there is
-none."""
+none; it may be about to end, as all connections of its owner are broken."""
 
 
 CLOSED: Final = "has closed it"

@@ -11,18 +11,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ..errors import ProtocolError
+from ..keys import readable
 from ..keyspace import Keyspace
 from ..values import read_length
-from ..waiter_types import (
-    AWAITING_ITEM,
-    AWAITING_KEYS,
-    AWAITING_NUMBER,
-    AWAITING_ROUND,
-    AWAITING_STORE,
-    AWAITING_VALUE,
-    Counter,
-    SharedWait,
-)
+from ..waiter_types import AWAITED, AWAITING_KEYS, Counter, SharedWait
 from .history import NEVER, History
 from .link_server import LinkInput
 from .linked_session import LinkedSession
@@ -41,14 +33,8 @@ _MOST_AWAITED: Final = 1024
 _NUMBERS: Final = 10 * PORTION
 """Members of a barrier in one portion: each is a number only."""
 
-_STATES: Final = {
-    AWAITING_KEYS: "keys",
-    AWAITING_VALUE: "value",
-    AWAITING_ITEM: "item",
-    AWAITING_NUMBER: "number",
-    AWAITING_ROUND: "round",
-    AWAITING_STORE: "store",
-}
+_SUMMED: Final = ("joined", "expected", "sessions", "keys", "bytes")
+"""Of stores that are not listed."""
 
 Fact = dict[str, Any]
 
@@ -57,8 +43,10 @@ class Inspection:
     """One look at an engine, that of one store of a server, and its history."""
 
     def __init__(self, engine: Engine, history: History, now: float, everyone: bool = False) -> None:
-        """`now` is the time of the server's clock, to which ages refer. With `everyone`, sessions are those of all
-        stores of the server."""
+        """`now` is the time of the server's clock, to which ages refer.
+
+        With `everyone`, sessions are those of all stores of the server.
+        """
         self.everyone = everyone
         self.engine = engine
         self.history = history
@@ -116,10 +104,27 @@ class Inspection:
         if found:
             yield {"stores": found}
 
+    def oldest_stores(self, most: int) -> Iterator[Fact]:
+        """Yield empty portions, and at last the oldest stores with names, and sums over the others.
+
+        Whatever comes and goes, a store that is among the oldest stays there until it ends.
+        """
+        named = self.engine.root.named
+        stores = [] if named is None else list(named.stores.values())
+        others: Fact = dict.fromkeys(("stores", *_SUMMED), 0)
+        for number, store in enumerate(stores[most:], 1):
+            if number % PORTION == 0:
+                yield {}
+            fact = self._store(store)
+            others["stores"] += 1
+            for name in _SUMMED:
+                others[name] += fact[name]
+        yield {"oldest": [self._store(store) for store in stores[:most]], "others": others}
+
     def _store(self, store: NamedStore) -> Fact:
         engine = store.engine
         return {
-            "name": text(store.name.encode()),
+            "name": store.name,
             "host": store.host,
             "pid": store.pid,
             "attempt": store.attempt,
@@ -203,7 +208,7 @@ class Inspection:
                     if serial in left:
                         self._departed[serial] = left[serial]
                 fact: Fact = {
-                    "key": text(key),
+                    "key": readable(key),
                     "value": number,
                     "expected": size,
                     "age": 0.0 if age is None else age,
@@ -236,32 +241,32 @@ class Inspection:
             fact["link"] = str(owner.link.host)
         elif isinstance(session.partial, LinkInput):
             fact["carries"] = 0 if session.partial.link is None else len(session.partial.link.sessions)
-        if session.state in _STATES:
+        if session.state in AWAITED:
             fact["wait"] = self._wait(session, groups)
         return fact
 
     def _wait(self, session: ServerSession, groups: list[Fact]) -> Fact:
-        wait: Fact = {"for": _STATES[session.state], "keys": []}
+        wait: Fact = {"for": AWAITED[session.state], "keys": []}
         group = session.group
         if session.barrier is not None:
-            wait.update({"for": "barrier", "keys": [text(session.barrier)]})
+            wait.update({"for": "barrier", "keys": [readable(session.barrier)]})
         elif isinstance(group, Counter):
-            wait["keys"] = [text(group.key)]
+            wait["keys"] = [readable(group.key)]
             wait["target"] = session.number
         elif isinstance(group, SharedWait):
             wait["group"] = id(group)
             if id(group) not in self._groups:
                 self._groups.add(id(group))
-                missing = [] if group.parked is None else [text(key) for key in group.parked]
-                listed = [] if group.listed is None else [text(key) for key in group.listed.keys]
+                missing = [] if group.parked is None else [readable(key) for key in group.parked]
+                listed = [] if group.listed is None else [readable(key) for key in group.listed.keys]
                 groups.append({"id": id(group), "keys": missing, "all": listed})
         elif session.state == AWAITING_KEYS:
             keys = self._registered(session)
-            wait["keys"] = [text(key) for key in keys[:_MOST_AWAITED]]
+            wait["keys"] = [readable(key) for key in keys[:_MOST_AWAITED]]
             if len(keys) > _MOST_AWAITED:
                 wait["more"] = len(keys) - _MOST_AWAITED
         elif session.awaited:
-            wait["keys"] = [text(session.awaited)]
+            wait["keys"] = [readable(session.awaited)]
         return wait
 
     def _registered(self, session: ServerSession) -> list[bytes]:
@@ -275,7 +280,7 @@ class Inspection:
         return keys
 
     def _key(self, key: bytes, stored: int) -> list[Any]:
-        return [text(key), stored, *self._last_write(key)]
+        return [readable(key), stored, *self._last_write(key)]
 
     def _last_write(self, key: bytes) -> tuple[float | None, int | None]:
         """Return how long ago a key was last written, and by which session; None if that is not known."""
@@ -316,11 +321,6 @@ class Inspection:
 
     def _age(self, at: float) -> float:
         return round(max(0.0, self.now - at), 3)
-
-
-def text(key: bytes) -> str:
-    """Return a key as text, whatever bytes it has."""
-    return key.decode(errors="backslashreplace")
 
 
 def _number(keyspace: Keyspace, key: bytes) -> int:

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from ..access import Access
+from ..addresses import format_address, is_loopback
 from ..errors import BudgetError, PeerError, ProtocolError, counted
 from ..limits import Limits
 from ..wire.codecs import Handler, PartialRequest
@@ -288,7 +289,7 @@ class ServerLink(Link):
             return
         crowded = engine.crowded(self.access)
         if crowded:
-            registry.refuse(self.host, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", crowded)
+            registry.refuse(self.host, format_address(host, port), crowded)
             self.add(CLOSE, session, REFUSED)
             return
         registry.sessions += 1
@@ -311,9 +312,9 @@ class ServerLink(Link):
 
         Of an address that is none, too: it would be the beginning of lines in the log.
         """
-        host = self.host
-        if not address.startswith((b"127.", b"::1", b"::ffff:127.")) and not address.translate(None, _OF_ADDRESSES):
-            host = address.decode()
+        host = "" if address.translate(None, _OF_ADDRESSES) else address.decode()
+        if not host or is_loopback(host):
+            host = self.host
         if len(self._hosts) < _MAX_HOSTS:
             self._hosts[address] = host
         return host

@@ -61,9 +61,6 @@ class LinkedSession(Transport):
     def shares_connection(self) -> bool:
         return True
 
-    def suspended(self) -> bool:
-        return self.link.carrier is None
-
     # In
 
     def receive(self, payload: bytes) -> None:

@@ -15,21 +15,11 @@ from typing import TYPE_CHECKING, Final
 from ..access import Access
 from ..errors import ProtocolError
 from ..incremental import IncrementalCommand
-from ..keys import describe_wait
+from ..keys import describe_wait, readable
 from ..keyspace import Keyspace
 from ..similar_keys import Family, Search, family_of
 from ..values import PREFIX, Framed, pack, unpack
-from ..waiter_types import (
-    AWAITING_ITEM,
-    AWAITING_KEYS,
-    AWAITING_NUMBER,
-    AWAITING_ROUND,
-    AWAITING_STORE,
-    AWAITING_VALUE,
-    IDLE,
-    Counter,
-    SharedWait,
-)
+from ..waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
 from ..wire.commands import WORKERS_KEY
 from .history import NEVER, History
 from .missing_reply import Absent, Elsewhere, Near, Report, Who, encode_report
@@ -46,7 +36,7 @@ _DESCRIBED: Final = 4
 _INDICES: Final = 100
 """Missing keys that are listed."""
 
-_SCANNED: Final = 32_768
+_SCANNED: Final = 16_384
 """Existing keys that are looked at, the newest ones: a key that nobody will write is awaited beside such."""
 
 _LETTERS: Final = 100
@@ -71,8 +61,8 @@ _PORTION: Final = 500
 _MOST_QUEUED: Final = 8
 """Questions that wait for a thorough search, besides the one that is searched for."""
 
-_KEPT: Final = 64
-"""Questions whose answers are kept, for as long as they cannot have changed."""
+_KEPT: Final = 8
+"""Questions whose answers are kept, for as long as they cannot have changed: few, as all are forgotten in one step."""
 
 _KEPT_BYTES: Final = 65_536
 """Bytes of the keys of such a question; a longer one is answered for each peer by itself."""
@@ -80,15 +70,6 @@ _KEPT_BYTES: Final = 65_536
 _MOST_DIGITS: Final = 9
 
 _MISSING: Final = "MISSING"
-
-_KINDS: Final = {
-    AWAITING_KEYS: "keys",
-    AWAITING_VALUE: "value",
-    AWAITING_ITEM: "item",
-    AWAITING_NUMBER: "number",
-    AWAITING_ROUND: "round",
-    AWAITING_STORE: "store",
-}
 
 Items = list[tuple[bytes, Framed]]
 
@@ -221,7 +202,7 @@ class Question:
 
     def _find(self) -> Iterator[None]:
         absent = [at for at, key in enumerate(self._keys) if not self._keyspace.exists(key)]
-        wanted = [_text(self._keys[at]) for at in absent[:_DESCRIBED]]
+        wanted = [readable(self._keys[at]) for at in absent[:_DESCRIBED]]
         search = Search(wanted, self._exists, similar=_LETTERS, longest=_LONGEST)
         arrived: int | None = None
         ranks: list[int] = []
@@ -274,11 +255,12 @@ class Question:
     def _scan(self, search: Search) -> Iterator[None]:
         """Look at the newest keys."""
         keyspace = self._keyspace
+        yield
         newest = list(islice(reversed(keyspace.values), _SCANNED))
         newest += list(islice(keyspace.queues, _PORTION))
         yield
         for at in range(0, len(newest), _PORTION):
-            search.look([_text(key) for key in newest[at : at + _PORTION] if self._may_see(key)])
+            search.look([readable(key) for key in newest[at : at + _PORTION] if self._may_see(key)])
             yield
         while not search.compare():
             yield
@@ -368,7 +350,7 @@ class _WhoIsMissing:
         family: Family | None = None
         missing: list[int] = []
         for at in absent:
-            found = family_of(_text(keys[at]))
+            found = family_of(readable(keys[at]))
             if found is None or (family is not None and found[0] != family):
                 return
             family = found[0]
@@ -376,7 +358,7 @@ class _WhoIsMissing:
         confirmed = False
         gone = set(absent)
         for at, key in enumerate(keys):
-            found = None if at in gone else family_of(_text(key))
+            found = None if at in gone else family_of(readable(key))
             if found is None or found[0] != family:
                 continue
             write = self._history.write(key)
@@ -448,27 +430,23 @@ def _does(session: "ServerSession", tells: bool) -> str:
     keys: list[bytes] = []
     target = 0
     if session.barrier is not None:
-        return describe_wait("barrier", [_text(session.barrier)])
+        return describe_wait("barrier", [readable(session.barrier)])
     if isinstance(group, Counter):
         keys, target = [group.key], session.number
     elif isinstance(group, SharedWait):
         keys = list(islice(group.parked or (), _ELSEWHERE))
         total = len(group.parked or ())
-        return describe_wait("keys", [_text(key) for key in keys], total - len(keys))
+        return describe_wait("keys", [readable(key) for key in keys], total - len(keys))
     elif session.state == AWAITING_KEYS:
         keys = list(islice(session.parked or (), _ELSEWHERE))
-        return describe_wait("keys", [_text(key) for key in keys], len(session.parked or ()) - len(keys))
+        return describe_wait("keys", [readable(key) for key in keys], len(session.parked or ()) - len(keys))
     elif session.awaited:
         keys = [session.awaited]
-    return describe_wait(_KINDS[session.state], [_text(key) for key in keys], 0, target)
+    return describe_wait(AWAITED[session.state], [readable(key) for key in keys], 0, target)
 
 
 def _age(history: History, at: float) -> float:
     return round(max(0.0, history.now - at), 3)
-
-
-def _text(key: bytes) -> str:
-    return key.decode(errors="backslashreplace")
 
 
 def _number(expected: Framed) -> int:

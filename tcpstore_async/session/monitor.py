@@ -10,11 +10,11 @@ asked for. A command is noted when it is complete, before it is executed.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from ..keys import readable
 from ..values import PREFIX
 from ..waiter_types import KeyList
 from ..wire.codecs import Fields
 from ..wire.commands import Command
-from .inspection import text
 from .statistics import shown
 
 if TYPE_CHECKING:
@@ -30,8 +30,14 @@ _MOST_VALUE: Final = 256
 class Monitor:
     """One that watches an engine."""
 
-    def __init__(self, clock: Callable[[], float], every: int, values: bool, most: int = MOST_SAMPLES) -> None:
-        """Note one command in `every`, with its value if `values`. `clock` returns the time of a sample, in seconds."""
+    def __init__(
+        self, clock: Callable[[], float], every: int, values: bool, most: int = MOST_SAMPLES, store: str | None = None
+    ) -> None:
+        """Note one command in `every`, with its value if `values`. `clock` returns the time of a sample, in seconds.
+
+        With `store`, note only commands in the store of that name.
+        """
+        self.store = store
         self.clock = clock
         self.every: int = max(1, every)
         self.values = values
@@ -46,7 +52,8 @@ class Monitor:
         """Return the samples since the last call, oldest first.
 
         Each has the time, the host, port, process (or None) and rank (or None) of the peer, the command, its first key
-        (or None), the number of its keys, the bytes of its values, and its last value or number (or None).
+        (or None), the number of its keys, the bytes of its values, its last value or number (or None), and its store,
+        if that has a name.
         """
         samples = self._samples
         self._samples = []
@@ -54,6 +61,10 @@ class Monitor:
 
     def note(self, command: Command, fields: Fields, session: "ServerSession | None") -> None:
         """Note a command that a session sends, with the fields that its method gets."""
+        named = None if session is None else session.engine.store
+        store = None if named is None else named.name
+        if self.store is not None and store != self.store:
+            return
         self.seen += 1
         if self.seen % self.every:
             return
@@ -89,12 +100,13 @@ class Monitor:
             rank = session.peer.get("rank")
         value = _shown_value(last) if self.values else None
         shown_key = None if key is None else shown(key)
-        self._samples.append([self.clock(), host, port, pid, rank, command.name, shown_key, keys, size, value])
+        sample = [self.clock(), host, port, pid, rank, command.name, shown_key, keys, size, value]
+        self._samples.append(sample if store is None else [*sample, store])
 
 
 def _shown_value(value: object) -> str | None:
     """Return a value, or a number, as text, shortened if it is long."""
     if isinstance(value, (bytes, bytearray)):
         start = bytes(value[PREFIX : PREFIX + _MOST_VALUE])
-        return text(start) + ("…" if len(value) > PREFIX + _MOST_VALUE else "")
+        return readable(start) + ("…" if len(value) > PREFIX + _MOST_VALUE else "")
     return None if value is None else str(value)

@@ -10,6 +10,7 @@ was enters no other one. What ends with a store is closed and freed in portions.
 
 from collections import OrderedDict
 from collections.abc import Callable
+from math import inf
 from typing import Any, Final
 
 import msgspec
@@ -19,8 +20,9 @@ from ..incremental import DeferredWork, FreeDict, IncrementalCommand
 from ..values import Framed, pack, unpack
 from ..waiter_types import AWAITING_STORE, IDLE
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
-from .identity import CLOSED, ENDED, ENTERED, REFUSED, TAKEN, EnterReply, with_store
-from .server import Engine, ServerSession, printable
+from .guard import Stored
+from .identity import CLOSED, ENDED, ENTERED, LOST, REFUSED, TAKEN, EnterReply, with_store
+from .server import Engine, ServerSession, Transport, printable
 
 MAX_NAME: Final = 512
 """Bytes of a name."""
@@ -53,6 +55,9 @@ _MANY: Final = 1000
 """Keys from which on they are freed in portions."""
 
 
+_STAYING: Final = "a connection that waits, has joined, is an agent's or has unconfirmed leases"
+
+
 class StoreEnded(PeerError):
     """The store that a session was in has ended."""
 
@@ -73,11 +78,11 @@ class Entry:
         """Owners that give the same, unless it is empty, own a store together."""
         self.incarnation = _text(said, b"incarnation", _MAX_ID)
         """The only one that it enters; empty for any."""
-        self.attempt = _text(said, b"attempt", _MAX_ID)
+        self.attempt = printable(_text(said, b"attempt", _MAX_ID).encode())
         """Which attempt of its job the session belongs to, if that is known."""
         self.waits = said.get(b"wait", b"1") != b"0"
         self.host = printable(said.get(b"host", b""))[:_MAX_TEXT] or session.host
-        self.pid = _text(said, b"pid", _MAX_ID)
+        self.pid = printable(_text(said, b"pid", _MAX_ID).encode())
         joins = said.get(b"joins", b"0")
         if not self.name or not joins.isdigit() or len(joins) > 18:
             raise ProtocolError("ENTER without a name, or with an invalid number")
@@ -107,6 +112,8 @@ class NamedStore:
         """The ids of its owners, and what they share it by."""
         self.sessions: dict[ServerSession, bool] = {}
         """All that are in it."""
+        self.stored: dict[str, Stored] = {}
+        """What the holders of tokens with limits have stored in it, by the token's id."""
         self.over = ""
         """Why it has ended; empty as long as it has not."""
         self.engine = Engine(root.limits, root.keyspace.portion, root=root)
@@ -118,14 +125,14 @@ class NamedStore:
     def __str__(self) -> str:
         return f"the store {self.name!r}"
 
-    def lost(self) -> bool:
-        """Return whether no owner has a connection: each is killed, perhaps, or will be back."""
-        return all(session.suspended() for session in self.owners)
-
     def joined(self) -> int:
         """Return how many ranks have joined it."""
         count = self.engine.keyspace.values.get(WORKERS_KEY)
         return count if isinstance(count, int) else 0
+
+    def is_lost(self) -> bool:
+        """Return whether all connections of its owners are broken. Perhaps they are dead, and it is about to end."""
+        return all(isinstance(one.owner, Transport) and one.owner.awaited_since() == inf for one in self.owners)
 
     def error(self) -> StoreEnded:
         return StoreEnded(f"{self} ended: {self.over}")
@@ -143,8 +150,6 @@ class NamedStores:
         """Those that have ended, and that sessions are still in."""
         self.waiting: dict[str, OrderedDict[ServerSession, Entry]] = {}
         """By name, the sessions that wait for a store, in order of arrival; some may have given up."""
-        self.claimed: dict[str, bool] = {}
-        """Names of stores whose owner is lost, and that another one waits for."""
         self.entries: dict[ServerSession, Entry] = {}
         """By session, what it waits for, or has waited for when it gave up."""
         self.ended: OrderedDict[str, str] = OrderedDict()
@@ -170,8 +175,8 @@ class NamedStores:
         engine = self.engine
         if session.engine is not engine:
             raise ProtocolError(f"ENTER from a connection in {session.engine.store}")
-        if session.state != IDLE or session.joined is not None or session.leases or session.parked:
-            raise ProtocolError("ENTER from a connection that waits, has joined or has unconfirmed leases")
+        if session.state != IDLE or session.parked or self._stays(session):
+            raise ProtocolError(f"ENTER from {_STAYING}")
         entry = Entry(session, items)
         self._forget_entry(session)
         engine.keyspace.incremental = _Enter(self, entry)
@@ -190,8 +195,8 @@ class NamedStores:
             if store is None:
                 store = self._create(entry)
             elif not (entry.owner in store.ids or (entry.shares and entry.shares in store.ids)):
-                if entry.waits and store.lost():
-                    return None
+                if store.is_lost():
+                    return _lost(store)
                 age = 0.0 if self.clock is None else self.clock() - store.since
                 return _reply(TAKEN, f"{store} already has an owner: {store.creator}, for {age:.1f} s")
         elif store is None or _is_later(entry.attempt, store.attempt):
@@ -200,6 +205,8 @@ class NamedStores:
             return _reply(
                 ENDED, f"{store} belongs to attempt {store.attempt}, but this rank to attempt {entry.attempt}"
             )
+        elif store.is_lost():
+            return _lost(store)
         self._put(entry, store)
         return _reply(ENTERED, "", store.incarnation)
 
@@ -210,12 +217,8 @@ class NamedStores:
         session.state = AWAITING_STORE
         session.remaining = 1
         session.awaited = entry.name.encode()
-        waiting = self.waiting.get(entry.name)
-        if waiting is None:
-            waiting = self.waiting[entry.name] = OrderedDict()
-        waiting[session] = self.entries[session] = entry
-        if entry.owner:
-            self.claimed[entry.name] = True
+        self.entries[session] = entry
+        self._queue(entry)
 
     def release(self, session: ServerSession) -> int:
         """Execute END_STORE: the session's owner, with all its connections, owns the store no more.
@@ -262,12 +265,6 @@ class NamedStores:
         self.close(store)
         return True
 
-    def look_again(self) -> None:
-        """A link has a connection again: refuse soon those who wait for a store whose owner is back."""
-        for name in list(self.claimed):
-            if name in self.stores and not self.stores[name].lost():
-                self._decide_later(name)
-
     def close(self, store: NamedStore) -> None:
         """Close, in portions, the connections that are still in a store that has ended."""
         if store in self.ending:
@@ -303,6 +300,11 @@ class NamedStores:
 
     # Internal
 
+    def _stays(self, session: ServerSession) -> bool:
+        """Return whether the store without a name remembers something of a session that it could not in another one."""
+        keyspace = self.engine.keyspace
+        return session.joined is not None or bool(session.leases) or session in keyspace.represented
+
     def _refusal(self, entry: Entry) -> str:
         """Return why a session's token does not allow that."""
         access = self.engine.granted.get(entry.session) if self.engine.granted else None
@@ -316,24 +318,23 @@ class NamedStores:
 
     def _create(self, entry: Entry) -> NamedStore:
         engine = self.engine
+        engine.budget.charge(STORE_BYTES)
+        try:
+            engine.budget.relieve(entry.session)
+        except PeerError:
+            engine.budget.charge(-STORE_BYTES)
+            raise
         self.created += 1
         since = 0.0 if self.clock is None else self.clock()
         store = NamedStore(self, entry, f"{self.instance}/{self.created}", since)
         engine.budget.add(store.engine.share)
-        engine.budget.charge(STORE_BYTES)
         self.stores[entry.name] = store
         if self.on_created is not None:
             self.on_created(store)
-        self._decide_later(entry.name)
-        engine.budget.relieve(entry.session)
-        return store
-
-    def _decide_later(self, name: str) -> None:
-        """Have all who wait for a name decided on again."""
-        self.claimed.pop(name, None)
-        waiting = self.waiting.pop(name, None)
+        waiting = self.waiting.pop(entry.name, None)
         if waiting is not None:
-            self.engine.keyspace.defer(_LetIn(self, waiting))
+            engine.keyspace.defer(_LetIn(self, waiting))
+        return store
 
     def _put(self, entry: Entry, store: NamedStore) -> None:
         session = entry.session
@@ -350,6 +351,12 @@ class NamedStores:
                 store.engine.announce(store.engine.joins + entry.joins)
                 self.engine.activate()
 
+    def _queue(self, entry: Entry) -> None:
+        waiting = self.waiting.get(entry.name)
+        if waiting is None:
+            waiting = self.waiting[entry.name] = OrderedDict()
+        waiting[entry.session] = entry
+
     def _forget_entry(self, session: ServerSession) -> None:
         entry = self.entries.pop(session, None)
         if entry is None:
@@ -360,31 +367,31 @@ class NamedStores:
             del waiting[session]
             if not waiting:
                 del self.waiting[entry.name]
-                self.claimed.pop(entry.name, None)
 
     def let_in(self, session: ServerSession, entry: Entry) -> None:
-        """Answer a session that has waited for a store, if it can be now, unless the session has given up."""
+        """Answer a session that has waited for a store which is there now, unless it has given up."""
         if self.entries.get(session) is not entry or session.state != AWAITING_STORE:
             return
         if session in self.engine.evicted:
+            return
+        if self._stays(session):  # by what it has sent since
+            session.evict(ProtocolError(f"ENTER from {_STAYING}"))
+            return
+        reply = self.decide(entry)
+        if reply is None:
+            self._queue(entry)
             return
         self._forget_entry(session)
         session.state = IDLE
         session.remaining = 0
         session.awaited = b""
-        reply = self.decide(entry)
-        if reply is None:
-            self.park(entry)
-        else:
-            session.fire(reply)
+        session.fire(reply)
 
     def _end(self, store: NamedStore, why: str) -> None:
         """Let nobody enter a store any more. Its name is free."""
         store.over = why
         if self.stores.get(store.name) is store:
             del self.stores[store.name]
-            if self.claimed and store.name in self.claimed:
-                self._decide_later(store.name)
         self.ending[store] = True
         self.ended[store.incarnation] = why
         if len(self.ended) > _REMEMBERED:
@@ -418,6 +425,12 @@ class NamedStores:
         for joins in keyspace.joins.values():
             if len(joins.waiters) > _MANY:
                 root.keyspace.defer(FreeDict(joins.waiters))
+        for identity, stored in store.stored.items():
+            usage = root.usage.get(identity)
+            if usage is not None:  # else nothing of it is left in any store
+                usage.add(stored, -stored.keys, -stored.bytes)
+                if usage.unused():
+                    del root.usage[identity]
         keyspace.on_work = None
         keyspace.work.clear()
         engine.take_apart()
@@ -488,6 +501,10 @@ def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:
 def _is_later(attempt: str, other: str) -> bool:
     """Return whether an attempt is known to come after another one."""
     return attempt.isdecimal() and other.isdecimal() and int(attempt) > int(other)
+
+
+def _lost(store: NamedStore) -> Framed:
+    return _reply(LOST, f"{store} has lost its owner ({store.creator}), and ends unless that comes back")
 
 
 def _reply(status: str, reason: str, incarnation: str = "") -> Framed:

@@ -35,9 +35,6 @@ class PassedOver:
     def connect(self) -> None:
         """There is a connection: offer soon what was not offered."""
         self.connected = True
-        named = self.registry.engine.named
-        if named is not None and named.claimed:
-            named.look_again()
         if self.queues:
             self.registry.offer_later(self)
 

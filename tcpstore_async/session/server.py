@@ -13,6 +13,7 @@ from sys import getsizeof
 from typing import TYPE_CHECKING, Any, Final
 
 from ..access import Access
+from ..addresses import format_address, is_loopback
 from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError
 from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPieces, Value
 from ..keyspace import Keyspace
@@ -31,7 +32,7 @@ from ..wire.codecs import (
 )
 from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command
 from .budget import SESSION_BYTES, Budget, Holder, StoreShare
-from .guard import Guard, Usage, authentication_required
+from .guard import Guard, Stored, Usage, authentication_required
 from .history import NEVER, History
 from .identity import CERTIFICATE, CROWDED, REFUSED, TOKEN, auth_refusal, auth_reply, with_access, with_requirement
 from .key_list_cache import KeyListCache, SharedKeys
@@ -67,7 +68,7 @@ _MOST_BEFORE_AUTH: Final = 8192
 
 REMOTE: Final = "remote"
 ALL: Final = "all"
-"""Who has to present a token: nobody, connections from other hosts, or all."""
+"""Whose sessions have to authenticate: those from other hosts, or all."""
 
 Introduction = dict[str, str]
 
@@ -375,7 +376,7 @@ class Engine:
             usage = guard.usage
             if usage is not None:
                 usage.guards -= 1
-                if not (usage.guards or usage.sessions or usage.keys or usage.bytes):
+                if usage.unused():
                     del self.usage[access.identity]
 
     def count_session(self, session: "ServerSession", access: Access | None, counts: bool) -> None:
@@ -414,16 +415,19 @@ class Engine:
             return found
         identity = self.keyspace.reserved.get(SERVER_KEY, pack(b"{}"))
         usage: Usage | None = None
+        stored: Stored | None = None
         if access is not None:
             identity = pack(with_access(unpack(identity), access))
             if access.limited():
                 usage = self.usage.setdefault(access.identity, Usage())
                 usage.guards += 1
+                named = self.store
+                stored = usage.nameless if named is None else named.stored.setdefault(access.identity, Stored())
         elif SERVER_KEY in self.keyspace.reserved:
             required = CERTIFICATE if self.authenticate is None else TOKEN
             identity = pack(with_requirement(unpack(identity), required))
         store = None if self.store is None else self.store.name
-        guard = Guard(self.keyspace, access, usage, identity, self.authenticate is None, store)
+        guard = Guard(self.keyspace, access, usage, stored, identity, self.authenticate is None, store)
         table: list[_Slot | None] = [None] * 256
         for opcode in range(256):
             slot = self.slot(opcode)
@@ -536,10 +540,6 @@ class Transport:
         """Return whether there are other sessions on the same connection, and closing this one leaves it open."""
         return False
 
-    def suspended(self) -> bool:
-        """Return whether it is a link without a connection, for which nobody may come back."""
-        return False
-
 
 class ServerSession(Holder):
     """One connection: its incomplete request, its replies, and what is known about its peer."""
@@ -585,7 +585,7 @@ class ServerSession(Holder):
         self._relieve()
 
     def __str__(self) -> str:
-        address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        address = format_address(self.host, self.port)
         known = {} if self.pid == NO_PID else {"pid": str(self.pid)}
         known.update(self.peer)
         access = self.engine.granted.get(self) if self.engine.granted else None
@@ -785,11 +785,6 @@ class ServerSession(Holder):
         """Return whether this is a session on a link."""
         owner = self.owner
         return isinstance(owner, Transport) and owner.shares_connection()
-
-    def suspended(self) -> bool:
-        """Return whether this is a session on a link that has no connection, for which nobody may come back."""
-        owner = self.owner
-        return isinstance(owner, Transport) and owner.suspended()
 
     def _base_bytes(self) -> int:
         """Return the bytes counted for the session and its connection."""
@@ -1106,11 +1101,6 @@ def latecomers(sessions: list[ServerSession], complete: float) -> list[ServerSes
     """
     early = {(one.host, one.pid) for one in sessions if one.connected_at <= complete and one.pid != NO_PID}
     return [one for one in sessions if one.connected_at > complete and (one.host, one.pid) not in early]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether this is the address of a peer on the same host."""
-    return host.removeprefix("::ffff:").startswith("127.") or host == "::1"
 
 
 def printable(raw: bytes) -> str:

@@ -8,6 +8,7 @@ until the client has acknowledged them. A session without a connection is offere
 that are under way go on.
 """
 
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from ..errors import BudgetError, PeerError, ProtocolError, counted
@@ -151,11 +152,11 @@ class SingleLink(Transport):
             session.backlog = None
         session.unsent = length(session.out)
 
+    def awaited_since(self) -> float:
+        return inf  # of its session, it is the transport only without a connection
+
     def pass_over(self, engine: Engine, queue: bytes) -> bool:
         return self._passed.pass_over(engine, queue)
-
-    def suspended(self) -> bool:
-        return self.carrier is None
 
     # Replies
 

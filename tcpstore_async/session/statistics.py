@@ -1,4 +1,4 @@
-"""Numbers about an engine, for those who look into a running server every second: counters, and what waits longest.
+"""Numbers about a server's stores, or one of them, for those who look into it every second: counters, longest waits.
 
 Only facts, in few bytes, whatever the number of sessions and keys. Without I/O, and nothing here changes anything.
 
@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from heapq import heappush, heappushpop
 from typing import Any, Final
 
+from ..keys import readable
 from ..values import read_length
 from ..waiter_types import IDLE, Counter, SharedWait
 from ..wire.commands import WORKERS_KEY
 from .history import NEVER
-from .inspection import Fact, text
+from .inspection import Fact
 from .link_server import LinkInput
 from .server import NO_PID, Engine, ServerSession
 
@@ -25,10 +26,12 @@ _MOST_TEXT: Final = 256
 
 
 class Statistics:
-    """One look at the numbers of an engine."""
+    """One look at the numbers of all stores of a server, or of one."""
 
-    def __init__(self, engine: Engine, now: float) -> None:
-        """`now` is the time of the server's clock, to which ages refer."""
+    def __init__(self, engine: Engine, now: float, everyone: bool = True) -> None:
+        """`now` is the time of the server's clock, to which ages refer. Without `everyone`, numbers are those of the
+        engine's own store."""
+        self.everyone = everyone
         self.engine = engine
         self.now = now
         self.open: int = 0
@@ -38,36 +41,39 @@ class Statistics:
         self.unsent: int = 0
         """Bytes of replies that the kernel has not accepted."""
         self.world_size: int | None = None
-        """The largest that a client has named."""
+        """The largest that a client in the engine's own store has named."""
 
     def count(self) -> Iterator[None]:
         """Count what is known by looking at each session only, in portions."""
         portion = 0
         for holder in list(self.engine.budget.holders):
-            if not isinstance(holder, ServerSession):
+            portion += 1
+            if portion >= PORTION:
+                portion = 0
+                yield None
+            if not isinstance(holder, ServerSession) or not (self.everyone or holder.engine is self.engine):
                 continue
             self.open += 1
             if holder.state != IDLE:
                 self.waiting += 1
             self.unsent += holder.unsent
-            if holder.peer:
+            if holder.peer and holder.engine is self.engine:
                 named = holder.peer.get("world_size", "")
                 if named.isdecimal() and len(named) < 10:
                     self.world_size = max(int(named), self.world_size or 0)
-            portion += 1
-            if portion >= PORTION:
-                portion = 0
-                yield None
 
     def counters(self) -> Fact:
-        """Return the counters of all stores, after `count`; those of joins are of the store without a name."""
+        """Return the counters, after `count`. Those of joins are of the engine's own store, and commands, which are not
+        counted for each store, of all."""
         engine = self.engine
         keyspace = engine.keyspace
         budget = engine.budget
         joined = keyspace.values.get(WORKERS_KEY)
-        stores = [one.keyspace for one in engine.engines()]
+        stores = [one.keyspace for one in self._engines()]
         stored = sum([one.size - one.parked for one in stores])
         parked = sum([one.parked for one in stores])
+        requests, lists = (engine.unfinished, budget.lists) if self.everyone else (0, 0)
+        used = budget.used() if self.everyone else stored + parked
         return {
             "commands": engine.counts(),
             "sessions": {
@@ -82,12 +88,12 @@ class Statistics:
             "awaited_keys": sum([len(one.waiters) for one in stores]),
             "budget": {
                 "limit": budget.limit,
-                "used": budget.used(),
+                "used": used,
                 "store": stored,
                 "waiters": parked,
-                "requests": engine.unfinished,
-                "key_lists": budget.lists,
-                "connections": budget.used() - stored - parked - engine.unfinished - budget.lists,
+                "requests": requests,
+                "key_lists": lists,
+                "connections": used - stored - parked - requests - lists,
             },
             "joins": {
                 "joined": joined if isinstance(joined, int) else 0,
@@ -102,7 +108,7 @@ class Statistics:
         Sessions that wait for the same are named once, by how many they are and the one that has waited longest, for
         how many seconds.
         """
-        found: dict[bytes, list[Any]] = {}
+        found: dict[tuple[Engine, bytes], list[Any]] = {}
         portion = 0
         for holder in list(self.engine.budget.holders):
             portion += 1
@@ -111,8 +117,10 @@ class Statistics:
                 yield {}
             if not isinstance(holder, ServerSession) or holder.state == IDLE or isinstance(holder.partial, LinkInput):
                 continue
+            if not (self.everyone or holder.engine is self.engine):
+                continue
             since = holder.connected_at if holder.heard_at == NEVER else holder.heard_at
-            awaited = _awaited(holder)
+            awaited = holder.engine, _awaited(holder)
             known = found.get(awaited)
             if known is None:
                 found[awaited] = [1, since, holder]
@@ -124,30 +132,39 @@ class Statistics:
         yield {"waits": [self._wait(count, since, holder) for count, since, holder in longest], "different": len(found)}
 
     def largest_keys(self, most: int) -> Iterator[Fact]:
-        """Yield empty portions, and at last the keys with the largest values: key and bytes of its value."""
-        largest: list[tuple[int, bytes]] = []
-        values = self.engine.keyspace.values
+        """Yield empty portions, and at last the keys with the largest values: key, bytes of its value, and its
+        store, if that has a name."""
+        largest: list[tuple[int, bytes, str]] = []
         portion = 0
-        for key in list(values):
-            portion += 1
-            if portion >= PORTION:
-                portion = 0
-                yield {}
-            value = values.get(key)
-            if value is None:
-                continue
-            bytes_ = read_length(value)
-            if len(largest) < most:
-                heappush(largest, (bytes_, key))
-            elif bytes_ > largest[0][0]:
-                heappushpop(largest, (bytes_, key))
-        yield {"largest": [[shown(key), bytes_] for bytes_, key in sorted(largest, reverse=True)]}
+        for engine in self._engines():
+            values = engine.keyspace.values
+            name = "" if engine.store is None else engine.store.name
+            for key in list(values):
+                portion += 1
+                if portion >= PORTION:
+                    portion = 0
+                    yield {}
+                value = values.get(key)
+                if value is None:
+                    continue
+                bytes_ = read_length(value)
+                if len(largest) < most:
+                    heappush(largest, (bytes_, key, name))
+                elif bytes_ > largest[0][0]:
+                    heappushpop(largest, (bytes_, key, name))
+        found = sorted(largest, reverse=True)
+        yield {"largest": [[shown(key), bytes_, *([name] if name else [])] for bytes_, key, name in found]}
+
+    def _engines(self) -> list[Engine]:
+        return self.engine.engines() if self.everyone else [self.engine]
 
     def _wait(self, count: int, since: float, session: ServerSession) -> Fact:
         group = session.group
         registered = group.parked if isinstance(group, SharedWait) else session.parked
         keys = 1 if isinstance(group, Counter) or registered is None else max(1, len(registered))
+        store = session.engine.store
         return {
+            **({} if store is None else {"store": store.name}),
             "key": shown(_awaited(session)),
             "keys": keys,
             "command": session.slot.command.name,
@@ -174,4 +191,4 @@ def _awaited(session: ServerSession) -> bytes:
 
 def shown(key: bytes) -> str:
     """Return a key as text, shortened if it is long."""
-    return text(key) if len(key) <= _MOST_TEXT else text(key[:_MOST_TEXT]) + "…"
+    return readable(key) if len(key) <= _MOST_TEXT else readable(key[:_MOST_TEXT]) + "…"

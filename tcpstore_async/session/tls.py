@@ -138,43 +138,34 @@ class TlsStream:
 
     def read(self, size: int) -> bytes:
         """Return up to `size` bytes of plaintext; none if ciphertext is missing, or at the end. Raises TlsError."""
-        try:
-            data: bytes = self._object.read(size)
-        except ssl.SSLWantReadError:
-            if self._refill():
-                return self.read(size)
-            self._exhausted()
-            return b""
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-            self._end()
-            return b""
-        except ssl.SSLError as error:
-            raise TlsError(f"TLS failed: {reason_of(error)}", _is_final(error)) from None
-        if not data:
-            self._end()
-        elif len(data) < size and not self._incoming.pending and not self._waiting:
-            self._exhausted()
+        data: bytes = self._read(size, None) or b""
         return data
 
     def read_into(self, space: memoryview) -> int:
         """Do the same into a buffer; return how many bytes it has got."""
+        count: int = self._read(len(space), space) or 0
+        return count
+
+    def _read(self, size: int, space: memoryview | None) -> Any:
+        """Read into `space` and return the number of bytes, or return the bytes if that is None; None for nothing."""
         try:
-            count: int = self._object.read(len(space), space)
+            found = self._object.read(size, space)
         except ssl.SSLWantReadError:
             if self._refill():
-                return self.read_into(space)
+                return self._read(size, space)
             self._exhausted()
-            return 0
+            return None
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             self._end()
-            return 0
+            return None
         except ssl.SSLError as error:
             raise TlsError(f"TLS failed: {reason_of(error)}", _is_final(error)) from None
+        count = len(found) if space is None else found
         if not count:
             self._end()
-        elif count < len(space) and not self._incoming.pending and not self._waiting:
+        elif count < size and not self._incoming.pending and not self._waiting:
             self._exhausted()
-        return count
+        return found
 
     def write(self, data: Any) -> None:
         """Encrypt bytes, at least one: all of them are in `outgoing` then. Raises TlsError."""

@@ -21,8 +21,8 @@ from ..client.client_info import introduction
 from ..client.credentials import TOKEN, TOKEN_FILE, find_token
 from ..client.pool import TCPClient
 from ..client.requests import Request
+from ..client.server_url import ServerUrl
 from ..client.store_name import (
-    ServerUrl,
     StoreName,
     StoreTakenError,
     attempt_from_environment,
@@ -210,6 +210,7 @@ class TCPStore(Store):
         if self._owns:
             # Otherwise the end of the process would look like its loss, which gives the ranks no time to leave.
             self._ending = weakref.finalize(self, self._client.close)
+            self._client.extended(began=deadline.began)  # from now on a reset connection does not end the store
             if ranks is not None:
                 _wait_for_workers(self._client, ranks, deadline)
 

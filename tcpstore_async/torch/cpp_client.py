@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from ..addresses import format_address
 from ..client.brief_join import BriefJoin
 from ..client.credentials import find_token
 from ..client.named_ports import listen, open_port
@@ -24,7 +25,6 @@ from ..coercion import Timeout, to_seconds
 from ..deadline import Deadline
 from ..errors import AccessDeniedError, DistNetworkError, ProtocolError
 from ..rendezvous_url import Place
-from ..server.listen_socket import format_address
 from ..stores.rank import Rank, new_token
 from ..stores.tcp import TCPStore
 from .native_server import NativeServer, Sockets, sockets_to

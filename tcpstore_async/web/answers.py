@@ -10,7 +10,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from .looking import Counters, Looker, Stats
+from ..diagnosis.facts import NamedStore
+from ..diagnosis.rates import Look, Stats
+from .looking import Looker
 from .summary import STATES, clip
 
 _TEXT: Final = "text/plain; charset=utf-8"
@@ -43,8 +45,8 @@ class Answers:
         folder = files(__package__) / "page"
         self._page = {path: Answer(200, kind, (folder / name).read_bytes()) for path, (name, kind) in _PAGE.items()}
 
-    def answer(self, path: str, query: Mapping[str, str], accept: str) -> Answer | None:
-        """Return the answer to a request; None if there is nothing at this path."""
+    def answer(self, path: str, query: Mapping[str, str], accept: str, names: bool = True) -> Answer | None:
+        """Return the answer to a request; None if there is nothing at this path. Metrics may have `names` of stores."""
         if path in self._page:
             return self._page[path]
         if path == "/livez":
@@ -52,11 +54,12 @@ class Answers:
         if path == "/readyz":
             return self._ready()
         if path == "/metrics":
-            return self._metrics(accept)
+            return self._metrics(accept, names)
+        store = query.get("store") or None
         if path == "/api/state":
-            return _json(self._state())
+            return _json(self._state(store))
         if path == "/api/rank":
-            return self._rank(query.get("number", ""))
+            return self._rank(query.get("number", ""), store)
         return None
 
     def _alive(self) -> Answer:
@@ -81,18 +84,18 @@ class Answers:
         error = self._looker.error
         return f": {error}" if error else ""
 
-    def _metrics(self, accept: str) -> Answer:
+    def _metrics(self, accept: str, names: bool) -> Answer:
         try:
             from .metrics import expose
         except ImportError:
             return Answer(501, _TEXT, b"metrics need prometheus-client: pip install 'tcpstore-async[metrics]'\n")
         looker = self._looker
-        kind, body = expose(None if looker.silent_for() else looker.counters, accept)
+        kind, body = expose(None if looker.silent_for() else looker.counters, accept, names)
         return Answer(200, kind, body)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, store: str | None) -> dict[str, Any]:
         looker = self._looker
-        summary, age, failed = looker.summary(_FIRST_LOOK_SECONDS)
+        summary, age, failed = looker.summary(_FIRST_LOOK_SECONDS, store)
         counters = looker.counters
         return {
             "silent": round(looker.silent_for(), 1),
@@ -101,6 +104,8 @@ class Answers:
             "ops": list(looker.operations.each_second),
             "commands": looker.operations.commands(),
             "figures": {} if counters is None else self._figures(counters.stats),
+            "stores": [] if counters is None else [_store(one) for one in counters.oldest],
+            "more_stores": 0 if counters is None else counters.others.stores,
             "states": STATES,
             "age": round(age, 1),
             "failed": clip(failed),
@@ -108,18 +113,17 @@ class Answers:
         }
 
     def _figures(self, stats: Stats) -> dict[str, float]:
-        queue = stats.accept_queue or {}
         return {
-            "connections": stats.connections["open"],
-            "waiting": stats.sessions["waiting"],
+            "connections": stats.connections.open,
+            "waiting": stats.sessions.waiting,
             "keys": stats.keys,
             "resident_bytes": stats.resident_bytes,
             "lag": self._looker.operations.lag(),
-            "accept_queue": queue.get("length", 0),
+            "accept_queue": 0 if stats.accept_queue is None else stats.accept_queue.length,
         }
 
-    def _rank(self, number: str) -> Answer:
-        summary = self._looker.summary(_FIRST_LOOK_SECONDS)[0]
+    def _rank(self, number: str, store: str | None) -> Answer:
+        summary = self._looker.summary(_FIRST_LOOK_SECONDS, store)[0]
         if summary is None or not (number.isascii() and number.isdecimal() and len(number) < 10):
             return Answer(404, _TEXT, b"unknown rank\n")
         detail = summary.details.get(int(number))
@@ -130,9 +134,22 @@ def _json(value: object) -> Answer:
     return Answer(200, _JSON, msgspec.json.encode(value))
 
 
-def _about(counters: Counters) -> dict[str, Any]:
+def _about(counters: Look) -> dict[str, Any]:
     server = counters.server
     return {name: server.get(name) for name in ("host", "port", "pid", "version", "build")}
+
+
+def _store(store: NamedStore) -> dict[str, Any]:
+    return {
+        "name": store.name,  # whole, since it is what is asked for
+        "owner": clip(f"{store.host}, pid {store.pid}" if store.pid else store.host),
+        "age": round(store.age),
+        "joined": store.joined,
+        "expected": store.expected or None,
+        "sessions": store.sessions,
+        "keys": store.keys,
+        "bytes": store.bytes,
+    }
 
 
 def _number(server: Mapping[str, Any], name: str) -> float:

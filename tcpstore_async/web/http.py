@@ -45,8 +45,9 @@ _HEADERS: Final = {
 
 _FULL: Final = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 5\r\n\r\n"
 
-_FOR_EVERYBODY: Final = ("/livez", "/readyz", "/metrics")
-"""Paths whose answers name no key, host or rank."""
+_PROBES: Final = ("/livez", "/readyz")
+_FOR_EVERYBODY: Final = (*_PROBES, "/metrics")
+"""Paths whose answers name no key, host or rank; and stores only to those who may see everything."""
 
 
 class HttpServer(ThreadingHTTPServer):
@@ -169,12 +170,13 @@ class _Handler(BaseHTTPRequestHandler):
             query = dict(parse_qsl(parameters, max_num_fields=16))
         except ValueError:
             return Answer(400, _TEXT, b"invalid query\n")
+        same_user = path in _PROBES or self.server.is_same_user(self.connection)
         if path not in _FOR_EVERYBODY:
             if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and path != "/":
                 return Answer(403, _TEXT, b"another site's page may not ask for this\n")
-            if not self.server.is_same_user(self.connection):
+            if not same_user:
                 return Answer(403, _TEXT, b"only processes of the server's user, on its host, may see this\n")
-        found = self.server.answers.answer(path, query, self.headers.get("Accept", ""))
+        found = self.server.answers.answer(path, query, self.headers.get("Accept", ""), names=same_user)
         return Answer(404, _TEXT, b"there is nothing here\n") if found is None else found
 
     def _is_own(self, host: str) -> bool:

@@ -2,11 +2,12 @@
 
 Knows the names of metrics. Must not know where the numbers come from.
 Invariants: names begin with `tcpstore_`, in base units. No label is a key, a rank, a host or anything else that peers
-choose: the number of series does not grow with a job.
+choose, but for the names of stores, of which there are few at a time, each for a while: the number of series does not
+grow with a job.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -19,57 +20,57 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from ..diagnosis.rates import Histogram
-from .looking import Counters, Stats
+from ..diagnosis.facts import NamedStore, OtherStores
+from ..diagnosis.rates import Histogram, Look, Stats
 
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
     ("start_time_seconds", "When the server started, in seconds since the epoch.", lambda one: one.time - one.uptime),
     ("resident_memory_bytes", "Resident memory of the server's process.", lambda one: one.resident_bytes),
-    ("connections", "Open connections.", lambda one: one.connections["open"]),
-    ("connections_limit", "Connections that the server can hold.", lambda one: one.connections["max"]),
-    ("sessions", "Sessions, including those on links.", lambda one: one.sessions["open"]),
-    ("sessions_unvalidated", "Sessions that have not sent VALIDATE yet.", lambda one: one.sessions["unvalidated"]),
+    ("connections", "Open connections.", lambda one: one.connections.open),
+    ("connections_limit", "Connections that the server can hold.", lambda one: one.connections.max),
+    ("sessions", "Sessions, including those on links.", lambda one: one.sessions.open),
+    ("sessions_unvalidated", "Sessions that have not sent VALIDATE yet.", lambda one: one.sessions.unvalidated),
     (
         "sessions_waiting",
         "Sessions that are waiting for a key, a queue item or other ranks.",
-        lambda one: one.sessions["waiting"],
+        lambda one: one.sessions.waiting,
     ),
-    ("unsent_bytes", "Replies that the kernel has not accepted.", lambda one: one.sessions["unsent_bytes"]),
-    ("links", "Links of relays.", lambda one: one.links["open"]),
-    ("link_sessions", "Sessions on links of relays.", lambda one: one.links["sessions"]),
-    ("single_links", "Links of one session.", lambda one: one.links["single"]),
-    ("links_suspended", "Links of one session that currently have no connection.", lambda one: one.links["suspended"]),
+    ("unsent_bytes", "Replies that the kernel has not accepted.", lambda one: one.sessions.unsent_bytes),
+    ("links", "Links of relays.", lambda one: one.links.open),
+    ("link_sessions", "Sessions on links of relays.", lambda one: one.links.sessions),
+    ("single_links", "Links of one session.", lambda one: one.links.single),
+    ("links_suspended", "Links of one session that currently have no connection.", lambda one: one.links.suspended),
     ("keys", "Keys with a value.", lambda one: one.keys),
     ("queues", "Queues that are not empty.", lambda one: one.queues),
     ("awaited_keys", "Keys that sessions are waiting for.", lambda one: one.awaited_keys),
-    ("memory_budget_bytes", "Limit of the memory held on behalf of peers.", lambda one: one.budget["limit"]),
-    ("ranks_joined", "Ranks that have joined.", lambda one: one.joins["joined"]),
+    ("memory_budget_bytes", "Limit of the memory held on behalf of peers.", lambda one: one.budget.limit),
+    ("ranks_joined", "Ranks that have joined.", lambda one: one.joins.joined),
     (
         "ranks_expected",
         "Ranks that are expected to join; 0 if unknown.",
-        lambda one: one.joins["expected"] or one.joins["world_size"] or 0,
+        lambda one: one.joins.expected or one.joins.world_size or 0,
     ),
     (
         "accept_queue_length",
         "Connections in the kernel that the server has not accepted yet.",
-        lambda one: None if one.accept_queue is None else one.accept_queue["length"],
+        lambda one: None if one.accept_queue is None else one.accept_queue.length,
     ),
     (
         "accept_queue_limit",
         "Largest number of connections that the kernel queues.",
-        lambda one: None if one.accept_queue is None else one.accept_queue["limit"],
+        lambda one: None if one.accept_queue is None else one.accept_queue.limit,
     ),
 )
 
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("cpu_seconds", "CPU time of the server's process.", lambda one: one.cpu),
-    ("received_bytes", "Bytes received, without TLS.", lambda one: one.traffic["received_bytes"]),
-    ("sent_bytes", "Bytes sent, without TLS.", lambda one: one.traffic["sent_bytes"]),
-    ("connections_accepted", "Connections that were accepted.", lambda one: one.connections["accepted"]),
+    ("received_bytes", "Bytes received, without TLS.", lambda one: one.traffic.received_bytes),
+    ("sent_bytes", "Bytes sent, without TLS.", lambda one: one.traffic.sent_bytes),
+    ("connections_accepted", "Connections that were accepted.", lambda one: one.connections.accepted),
     (
         "connections_rejected",
         "Connections rejected because the server was full.",
-        lambda one: one.connections["rejected"],
+        lambda one: one.connections.rejected,
     ),
 )
 
@@ -83,14 +84,29 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Histogram]], ...] = (
     ("turn_seconds", "Duration of an iteration of the server's event loop; sampled.", lambda one: one.turn_times),
 )
 
+_STORE_GAUGES: tuple[tuple[str, str, Callable[[NamedStore | OtherStores], int]], ...] = (
+    ("sessions", "Sessions in a named store.", lambda one: one.sessions),
+    ("keys", "Keys with a value in a named store.", lambda one: one.keys),
+    ("memory_bytes", "Memory held for the keys and waiters of a named store.", lambda one: one.bytes),
+    ("ranks_joined", "Ranks that have joined a named store.", lambda one: one.joined),
+    ("ranks_expected", "Ranks that the owner of a named store expects; 0 if unknown.", lambda one: one.expected),
+)
+_LABELLED_SECONDS: Final = 60
+"""Age from which on a store has a label: jobs that make many short-lived ones must not make as many series."""
+_MOST_LABEL: Final = 128
+"""Characters of a label."""
+OTHERS: Final = "(others)"
+"""The label of all stores that have none of their own."""
+
 _USES = ("store", "waiters", "requests", "key_lists", "connections")
 
 
 class _Server(Collector):
     """Collects from one reply."""
 
-    def __init__(self, counters: Counters | None) -> None:
+    def __init__(self, counters: Look | None, names: bool) -> None:
         self._counters = counters
+        self._names = names
 
     def collect(self) -> Iterator[Metric]:
         up = self._counters is not None
@@ -118,18 +134,22 @@ class _Server(Collector):
             CounterMetricFamily(
                 "tcpstore_connections_closed", "Connections closed because of what their peer did.", labels=["reason"]
             ),
-            stats.connections["closed_for"],
+            stats.connections.closed_for,
         )
         yield _labelled(
             GaugeMetricFamily("tcpstore_memory_bytes", "Memory held on behalf of peers.", labels=["use"]),
-            {use: stats.budget[use] for use in _USES},
+            {use: getattr(stats.budget, use) for use in _USES},
         )
+        yield from _stores(self._counters, self._names)
 
 
-def expose(counters: Counters | None, accept: str) -> tuple[str, bytes]:
-    """Return the type and the text for a collector that accepts these formats; None for a server that is silent."""
+def expose(counters: Look | None, accept: str, names: bool = True) -> tuple[str, bytes]:
+    """Return the type and the text for a collector that accepts these formats; None for a server that is silent.
+
+    Without `names`, stores are summed.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Server(counters))
+    registry.register(_Server(counters, names))
     encode, kind = choose_encoder(accept)
     return kind, encode(registry)
 
@@ -137,6 +157,18 @@ def expose(counters: Counters | None, accept: str) -> tuple[str, bytes]:
 def _info(server: dict[str, Any]) -> Metric:
     labels = {name: str(server.get(name, "")) for name in ("version", "build")}
     return InfoMetricFamily("tcpstore_build", "The server's version and build.", value=labels)
+
+
+def _stores(counters: Look, names: bool) -> Iterator[Metric]:
+    labels: dict[str, list[NamedStore | OtherStores]] = {OTHERS: [counters.others]} if counters.others.stores else {}
+    for store in counters.oldest:
+        label = store.name[:_MOST_LABEL] if names and store.age >= _LABELLED_SECONDS else OTHERS
+        labels.setdefault(label, []).append(store)  # names may begin alike
+    total = len(counters.oldest) + counters.others.stores
+    yield GaugeMetricFamily("tcpstore_named_stores", "Named stores.", value=total)
+    for name, text, figure in _STORE_GAUGES:
+        family = GaugeMetricFamily(f"tcpstore_named_store_{name}", text, labels=["store"])
+        yield _labelled(family, {label: sum(map(figure, stores)) for label, stores in labels.items()})
 
 
 def _labelled(family: Any, values: dict[str, int]) -> Metric:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Final
 
-from ..server.listen_socket import format_address, is_loopback
+from ..addresses import format_address, is_loopback
 from ..server.peer_user import PeerUsers
 from ..server.process.child import ignore_signals
 from .answers import Answers

@@ -6,7 +6,7 @@ was left out is counted. Texts of peers stay texts: whoever shows them must not 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +15,7 @@ import msgspec
 from ..diagnosis.facts import Facts
 from ..diagnosis.missing import Missing, Pending, does, find_missing
 from ..diagnosis.nearest import Waiting, find_waiting
-from ..diagnosis.ranks import Rank, Ranks
+from ..diagnosis.ranks import Rank, Ranks, number_ranges
 from ..keys import caller_key
 
 JOINED: Final = "j"
@@ -40,7 +40,7 @@ MOST_RANKS: Final = 262_144
 _PENDING: Final = 24
 _WAITING: Final = 48
 _NAMED: Final = 32
-"""Ranges of numbers, and ranks or connections, that are named of more."""
+"""Ranks, hosts or connections that are named of more."""
 _TEXT: Final = 300
 """Characters of a text that are shown."""
 
@@ -140,7 +140,7 @@ def _pending(one: Pending) -> dict[str, Any]:
         "key": clip(caller_key(one.key)),
         "arrived": one.arrived,
         "expected": one.expected,
-        "missing": number_ranges(one.missing_ranks),
+        "missing": number_ranges(one.missing_ranks, "–"),
         "elsewhere": [
             {
                 "rank": rank.rank,
@@ -163,7 +163,7 @@ def _pending(one: Pending) -> dict[str, Any]:
 def _waiting(one: Waiting) -> dict[str, Any]:
     return {
         "key": clip(caller_key(one.key)),
-        "ranks": number_ranges(one.ranks),
+        "ranks": number_ranges(one.ranks, "–"),
         "connections": [clip(text) for text in one.connections[:4]],
         "waiting": one.waiting,
         "since": round(one.since, 1),
@@ -182,26 +182,6 @@ def _waiting(one: Waiting) -> dict[str, Any]:
 def clip(text: str) -> str:
     """Return a text, or its beginning."""
     return text if len(text) <= _TEXT else text[:_TEXT] + "…"
-
-
-def number_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as text, consecutive ones as ranges, and how many ranges were left out."""
-    found = list(_ranges(numbers))
-    texts = [str(first) if first == last else f"{first}–{last}" for first, last in found[:_NAMED]]
-    more = f" and {len(found) - _NAMED} more ranges" if len(found) > _NAMED else ""
-    return ", ".join(texts) + more
-
-
-def _ranges(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    first = last = -2
-    for number in sorted(numbers):
-        if number > last + 1:
-            if first >= 0:
-                yield first, last
-            first = number
-        last = number
-    if first >= 0:
-        yield first, last
 
 
 def _runs(states: Iterable[str]) -> str:

@@ -238,7 +238,8 @@ COMMANDS: Final = (
             "Puts the connection, which is in the store without a name, into one with a name, for good. The items, and "
             "the reply, which is a JSON object, are specified below. Replies when there is a store of that name, unless"
             " the connection is to own it. Ended by CANCEL_FETCH. Closes the connection if it is in such a store, "
-            "waits, has joined, or has unconfirmed leases, and for an invalid item."),
+            "waits, has joined, is an agent's, or has unconfirmed leases, also while it waits, and for an invalid "
+            "item."),
     Command(0x51, "END_STORE",    NOTHING,         NUMBER,          "end_store",   SESSION | EXTENSION,
             "Ends the store that the connection owns, unless it has other owners: its name is free, nobody enters it "
             "any more, and the connections that are in it are closed after ten seconds. Replies with their number, "

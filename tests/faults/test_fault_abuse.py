@@ -29,13 +29,13 @@ MIB = 1 << 20
 async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
     """A peer that sends faster than it is served is put off once, however often the kernel reports it."""
     flood = command * (MIB // len(command))
-    stop = threading.Event()
+    longest = 0
 
-    def pour(port: int) -> None:
-        with RawPeer(port) as peer, suppress(OSError):
+    def pour(peer: RawPeer) -> None:
+        with suppress(OSError):
             peer.socket.settimeout(None)
             threading.Thread(target=drain, args=(peer.socket,), daemon=True).start()
-            while not stop.is_set():
+            while True:
                 peer.send(flood)
 
     def drain(peer: socket.socket) -> None:
@@ -43,18 +43,27 @@ async def test_a_flood_is_put_off_once_at_a_time(command: bytes) -> None:
             while peer.recv(MIB):
                 pass
 
-    async with serve() as server:
-        assert isinstance(server, UvServer)
-        pouring = [asyncio.create_task(asyncio.to_thread(pour, server.port)) for _ in range(2)]
-        longest = 0
-        for _ in range(100):
+    async def look(server: UvServer) -> None:
+        nonlocal longest
+        looks = 0
+        while looks < 30:
             await asyncio.sleep(0)
             longest = max(longest, len(server._put_off))
-            if longest:
-                await asyncio.sleep(0.001)
-        stop.set()
-        while not all(task.done() for task in pouring):
-            await asyncio.sleep(0.001)
+            looks += len(server._put_off) > 0
+
+    async with serve() as server:
+        assert isinstance(server, UvServer)
+        peers = [RawPeer(server.port) for _ in range(2)]
+        pouring = [asyncio.create_task(asyncio.to_thread(pour, peer)) for peer in peers]
+        try:
+            await asyncio.wait_for(look(server), LIMIT)
+        finally:
+            for peer in peers:
+                with suppress(OSError):
+                    peer.socket.shutdown(socket.SHUT_RDWR)
+            await asyncio.wait(pouring, timeout=LIMIT)
+            for peer in peers:
+                peer.close()
         assert longest <= 2
 
 

@@ -11,15 +11,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from client.test_resumed import resetter
-from faults.fault_helpers import until
-from support import LIMIT, tcpstore, tcpstore_relay, tcpstore_server, torch_server
+from client.test_sync import until
+from support import LIMIT, Server, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
-from tcpstore_async.client.store_name import StoreName, attempt_from_environment, find_server, name_of
+from tcpstore_async.client import aio
+from tcpstore_async.client.admin import ask
+from tcpstore_async.client.store_name import StoreEndedError, attempt_from_environment, find_server, name_of
 from tcpstore_async.server.backends import BACKENDS
 
 
@@ -185,37 +188,42 @@ def test_a_killed_owner_ends_its_store(url: str, name: str, owner: subprocess.Po
     late.close()
 
 
-WAITING_OWNER = """
-import sys
-from tcpstore_async import TCPStore
-store = TCPStore(sys.argv[1], 1, 1, True, 60.0, server=sys.argv[2])
-print("ready", flush=True)
-store.get("later")
-"""
+def test_the_asyncio_client_says_why_its_store_has_ended(url: str, name: str, owner: subprocess.Popen[str]) -> None:
+    """To the calls that wait then, to those on its other connections, and to later ones."""
+
+    async def main() -> None:
+        async with await AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url) as store:
+            await store.set("k", "v")
+            waiting = [asyncio.ensure_future(store.get(key)) for key in ("never", "nor this")]
+            assert await store.get("k") == b"v"
+            owner.kill()
+            for call in waiting:
+                with pytest.raises(DistNetworkError, match=f"the store '{name.lower()}:1' ended: its owner .* left"):
+                    await call
+            with pytest.raises(DistNetworkError, match="ended: its owner"):
+                await store.get("k")
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_owner_killed_with_a_reply_on_its_way(backend: str, name: str) -> None:
-    """Which resets its connection, as a fault of the network does: the next owner waits until it is given up."""
-    with tcpstore_server("--backend", backend, "--link-grace", "1") as server:
-        url = f"tcp://127.0.0.1:{server.port}"
-        command = [sys.executable, "-c", WAITING_OWNER, name, url]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            with TCPStore(name, 1, timeout=LIMIT, server=url) as late:
-                asked = ("waiters", "--url", url, "--store", f"{name.lower()}:1", "-o", "json")
-                until(lambda: json.loads(tcpstore(*asked).stdout), "the owner waits")
-                process.send_signal(signal.SIGSTOP)
-                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-                late.set("later", "x")
-                assert late.check(["later"])
-                process.kill()
-                process.wait()
-                with TCPStore(name, 1, 1, True, LIMIT, server=url) as following:
-                    assert not following.check(["later"])
-                    with pytest.raises(DistNetworkError, match=rf"its owner \(host .*, pid {process.pid}\) left"):
-                        late.check(["later"])
+def test_a_further_connection_finds_that_the_store_has_ended(
+    url: str, name: str, owner: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the others have noticed: a call that needs it does not say that it has timed out."""
+
+    async def ended(*_: object, **__: object) -> object:
+        raise StoreEndedError("it has ended")
+
+    async def main() -> None:
+        async with await AsyncTCPStore.connect(name, 1, timeout=LIMIT, server=url) as store:
+            waiting = asyncio.ensure_future(store.get("never"))
+            await asyncio.sleep(0)
+            monkeypatch.setattr(aio, "connect", ended)
+            with pytest.raises(DistNetworkError, match="it has ended"):
+                await store.get("nor this")
+            waiting.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
 def test_an_owner_that_exits_gives_time(url: str, name: str, owner: subprocess.Popen[str]) -> None:
@@ -263,6 +271,44 @@ def test_a_store_survives_a_broken_connection_of_its_owner(port: int, name: str)
             proxy.reset()
             assert rank.add("n", 1) == 1
             assert owner.add("n", 1) == 2
+        owner.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_name_whose_owner_was_killed_in_the_middle_of_a_reply(backend: str, name: str) -> None:
+    """To the server that is a broken connection: who is next waits until the owner is back, or its time is over."""
+    with tcpstore_server("--backend", backend, "--link-grace", "2") as server, resetter(server.port) as proxy:
+        url = f"tcp://127.0.0.1:{server.port}"
+        killed = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
+        killed.set("k", "old")
+        assert killed.get("k") == b"old"
+        proxy.refuse()
+        proxy.reset()
+        until(lambda: suspended(server))
+        thread, found = opened(lambda: TCPStore(name, 1, timeout=LIMIT, server=url))
+        with TCPStore(name, 1, None, True, LIMIT, server=url) as following:
+            assert following.list_keys() == []
+            thread.join()
+            found[0].set("k", "new")
+            assert following.get("k") == b"new"
+        found[0].close()
+        killed.close()
+
+
+def suspended(server: Server) -> int:
+    """How many clients of a server have lost their connections, and may come back."""
+    facts = [json.loads(line) for line in ask(Path(json.loads(server.ready)["admin"]), ["stats"], LIMIT)]
+    return sum(fact["stats"]["links"]["suspended"] for fact in facts if "stats" in fact)
+
+
+def test_a_store_survives_although_its_owner_has_called_nothing(port: int, name: str) -> None:
+    with resetter(port) as proxy:
+        owner = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
+        with TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}") as rank:
+            rank.set("k", "v")
+            proxy.reset()
+            assert owner.get("k") == b"v"
+            assert rank.get("k") == b"v"
         owner.close()
 
 
@@ -317,7 +363,7 @@ def test_the_variable(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> N
     "tcp://u@node:1",
 ])  # fmt: skip
 def test_what_is_no_server(url: str) -> None:
-    with pytest.raises(ValueError, match="server must be tcp://HOST:PORT or tcps://HOST:PORT, not "):
+    with pytest.raises(ValueError, match="is not of the form tcp://HOST:PORT"):
         find_server(url)
 
 
@@ -338,14 +384,6 @@ def test_what_an_address_is_called() -> None:
     loopback = {name_of(host, 1) for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "::")}
     assert len(loopback) == 1
     assert loopback.pop().endswith(f"/{os.getuid()}/localhost:1")
-
-
-def test_why_a_store_was_not_entered_in_time() -> None:
-    rank, owner = StoreName("node7:1"), StoreName("node7:1", owner="id")
-    assert (rank.missing(), owner.missing()) == ("", "")
-    rank.asked = owner.asked = True
-    assert rank.missing() == "nobody has created the store 'node7:1' there"
-    assert owner.missing() == ("the store 'node7:1' there has an owner that has lost its connection, and may come back")
 
 
 @pytest.mark.parametrize(("environment", "attempt"), [

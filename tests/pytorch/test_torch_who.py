@@ -105,11 +105,8 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """What `who` says of ranks it has from the relays, as if they were on other machines."""
-    folder = tmp_path / "run"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.setattr(importlib.import_module("tcpstore_async.diagnosis.local"), "read_environment", lambda pid: {})
     with ExitStack() as stack:
         yield Job(stack)

@@ -73,11 +73,8 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
+def job(module_sockets: Path) -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
         patch.setattr(importlib.import_module("tcpstore_async.diagnosis.local"), "read_environment", lambda pid: {})
         yield Job(stack)
 

@@ -26,15 +26,6 @@ from tcpstore_async.stores.tcp import TCPStore
 ALL = ["sessions", "counters", "keys"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for sockets, for this process and those that it starts."""
-    private = tmp_path / "run"
-    private.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
-    return private / "tcpstore"
-
-
 def dead_socket(path: Path) -> None:
     """What a server that was killed leaves behind."""
     with socket.socket(socket.AF_UNIX) as left:
@@ -42,9 +33,9 @@ def dead_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_it_answers_and_is_gone_afterwards(folder: Path, backend: str) -> None:
+def test_it_answers_and_is_gone_afterwards(sockets: Path, backend: str) -> None:
     with tcpstore_server("--backend", backend) as server:
-        path = folder / f"{server.port}.sock"
+        path = sockets / f"{server.port}.sock"
         assert admin_path.find(server.port) == [path]
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with RawPeer(server.port) as one, RawPeer(server.port) as other:
@@ -64,20 +55,20 @@ def test_it_answers_and_is_gone_afterwards(folder: Path, backend: str) -> None:
             assert key.age is not None
             assert 0 <= key.age < 60
         assert server.stop() == 0
-        assert list(folder.iterdir()) == []
+        assert list(sockets.iterdir()) == []
 
 
-def test_the_ready_line_names_it(folder: Path, tmp_path: Path) -> None:
+def test_the_ready_line_names_it(sockets: Path, tmp_path: Path) -> None:
     chosen = tmp_path / "chosen"
     for options, expected in [((), None), (("--admin", str(chosen)), str(chosen)), (("--admin", ""), "")]:
         with tcpstore_server(*options) as server:
             ready = json.loads(server.ready)
-            assert ready.get("admin", "") == (str(folder / f"{server.port}.sock") if expected is None else expected)
+            assert ready.get("admin", "") == (str(sockets / f"{server.port}.sock") if expected is None else expected)
             assert server.stop() == 0
     assert not chosen.exists()
 
 
-def test_the_server_process_of_a_master_has_one(folder: Path) -> None:
+def test_the_server_process_of_a_master_has_one(sockets: Path) -> None:
     with TCPStore("127.0.0.1", 0, 1, True) as store:
         store.set("key", "value")
         (path,) = admin_path.find(store.port)
@@ -90,11 +81,11 @@ def test_the_server_process_of_a_master_has_one(folder: Path) -> None:
             probe.connect(str(path))
             store.close()
             assert probe.recv(1) == b""  # the file goes first
-    assert list(folder.iterdir()) == []
+    assert list(sockets.iterdir()) == []
 
 
 @pytest.mark.parametrize("libuv", [True, False])
-def test_so_does_the_server_thread_of_a_master(folder: Path, monkeypatch: pytest.MonkeyPatch, libuv: bool) -> None:
+def test_so_does_the_server_thread_of_a_master(sockets: Path, monkeypatch: pytest.MonkeyPatch, libuv: bool) -> None:
     monkeypatch.setenv("TCPSTORE_SERVER", "thread")
     with TCPStore("127.0.0.1", 0, 1, True, use_libuv=libuv) as store:
         store.set("key", "value")
@@ -103,46 +94,46 @@ def test_so_does_the_server_thread_of_a_master(folder: Path, monkeypatch: pytest
         facts = read_facts(ask(path, ALL, 60.0))
         assert {key.key for key in facts.keys} >= {"/key", "init/"}
         assert facts.server["pid"] == os.getpid()
-    assert list(folder.iterdir()) == []
+    assert list(sockets.iterdir()) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_so_does_a_programs_own_server_if_it_is_asked_for(folder: Path, tmp_path: Path, backend: str) -> None:
+async def test_so_does_a_programs_own_server_if_it_is_asked_for(sockets: Path, tmp_path: Path, backend: str) -> None:
     chosen = tmp_path / "chosen"
     async with serve(backend=backend, admin=str(chosen)) as server, serve(admin=None) as found, serve() as none:
         assert (server.admin, none.admin) == (str(chosen), "")
-        assert admin_path.find(found.port) == [Path(found.admin)] == list(folder.iterdir())
+        assert admin_path.find(found.port) == [Path(found.admin)] == list(sockets.iterdir())
         async with await AsyncTCPStore.connect("127.0.0.1", server.port, timeout=60.0) as store:
             await store.set("key", "value")
             assert await store.get("key") == b"value"
             answer = await asyncio.to_thread(lambda: list(ask(chosen, ALL, 60.0)))
         assert [key.key for key in read_facts(answer).keys] == ["/key"]
     assert not chosen.exists()
-    assert list(folder.iterdir()) == []
+    assert list(sockets.iterdir()) == []
 
 
-def test_what_a_killed_server_has_left_is_replaced(folder: Path) -> None:
-    folder.mkdir(mode=0o700)
-    dead_socket(folder / "1.sock")
+def test_what_a_killed_server_has_left_is_replaced(sockets: Path) -> None:
+    sockets.mkdir(mode=0o700)
+    dead_socket(sockets / "1.sock")
     with tcpstore_server() as server:
         port = server.port
         server.process.kill()
         server.process.wait(60.0)
-        assert (folder / f"{port}.sock").exists()
+        assert (sockets / f"{port}.sock").exists()
     with tcpstore_server() as server:
-        assert [path.name for path in folder.iterdir()] == [f"{server.port}.sock"]
+        assert [path.name for path in sockets.iterdir()] == [f"{server.port}.sock"]
 
 
-def test_a_socket_that_is_in_use_is_not_replaced(folder: Path, tmp_path: Path) -> None:
+def test_a_socket_that_is_in_use_is_not_replaced(sockets: Path, tmp_path: Path) -> None:
     with tcpstore_server() as server:
-        path = folder / f"{server.port}.sock"
-        assert admin_path.default_path(server.port) == folder / f"{server.port}-{os.getpid()}.sock"
+        path = sockets / f"{server.port}.sock"
+        assert admin_path.default_path(server.port) == sockets / f"{server.port}-{os.getpid()}.sock"
         with pytest.raises(DistNetworkError, match="another server does"):
             admin_path.listen(path)
         assert read_facts(ask(path, [], 60.0)).server["port"] == server.port
 
 
-def test_paths_that_cannot_be_had(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_cannot_be_had(sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "file"
     other.write_text("kept")
     with pytest.raises(DistNetworkError, match="is not a socket"):
@@ -152,18 +143,18 @@ def test_paths_that_cannot_be_had(folder: Path, tmp_path: Path, monkeypatch: pyt
         admin_path.listen(tmp_path / ("x" * 100) / "s")
     with pytest.raises(DistNetworkError, match="No such file"):
         admin_path.listen(Path("/nowhere/s"))
-    folder.mkdir(mode=0o755)
+    sockets.mkdir(mode=0o755)
     with pytest.raises(DistNetworkError, match="only this user can enter"):
         admin_path.default_path(1)
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
+    sockets.rmdir()
+    sockets.symlink_to(tmp_path)
     with pytest.raises(DistNetworkError, match="only this user can enter"):
         admin_path.default_path(1)
     assert admin_path.find(1) == []
 
 
-def test_a_folder_that_others_can_enter_does_not_keep_a_server_from_starting(folder: Path) -> None:
-    folder.mkdir(mode=0o755)
+def test_a_folder_that_others_can_enter_does_not_keep_a_server_from_starting(sockets: Path) -> None:
+    sockets.mkdir(mode=0o755)
     with tcpstore_server() as server:
         assert "admin" not in json.loads(server.ready)
         assert "no admin socket" in server.log()
@@ -191,9 +182,9 @@ def test_only_the_own_file_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server_path(folder: Path) -> Iterator[Path]:
+def server_path(sockets: Path) -> Iterator[Path]:
     with tcpstore_server() as server:
-        yield folder / f"{server.port}.sock"
+        yield sockets / f"{server.port}.sock"
 
 
 def raw(path: Path, request: bytes) -> Any:
@@ -241,7 +232,7 @@ def test_whoever_asks_and_does_not_read_holds_up_nobody(server_path: Path) -> No
         peer.ping()
 
 
-def test_it_works_when_the_server_is_full(folder: Path) -> None:
+def test_it_works_when_the_server_is_full(sockets: Path) -> None:
     with (
         tcpstore_server("--limit", "connections=2") as server,
         RawPeer(server.port) as one,
@@ -251,7 +242,7 @@ def test_it_works_when_the_server_is_full(folder: Path) -> None:
         other.ping()
         with RawPeer(server.port) as third:
             assert third.closed()
-        facts = read_facts(ask(folder / f"{server.port}.sock", ALL, 60.0))
+        facts = read_facts(ask(sockets / f"{server.port}.sock", ALL, 60.0))
         assert (facts.server["connections"], facts.server["max_connections"]) == (2, 2)
 
 

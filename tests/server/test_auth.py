@@ -16,11 +16,15 @@ from typing import Any
 
 import pytest
 
+from client.fakes import PROBE, proxy_to
 from client.test_resumed import resetter
 from client.test_sync import until
 from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, set_
 from support import LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, torch_server, u64
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async.client.connect import connect_blocking
+from tcpstore_async.client.store_name import StoreName
+from tcpstore_async.deadline import Deadline
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.wire.commands import SERVER_KEY
@@ -214,6 +218,16 @@ def test_both_clients_say_that_a_token_is_required(server: Server) -> None:
     with pytest.raises(AccessDeniedError, match="the server requires a token: set TCPSTORE_TOKEN_FILE"):
         asyncio.run(connect())
     assert num_keys(server) == 0
+
+
+def test_a_server_is_asked_once_who_it_is(server: Server) -> None:
+    """A token and a store with a name both need that, on the same connection."""
+    with proxy_to(server.port) as proxy:
+        name = StoreName("job", owner="me")
+        peer, _ = connect_blocking("127.0.0.1", proxy.port, Deadline(LIMIT), token=KEYS.create().encode(), name=name)
+        peer.close()
+        (sent,) = proxy.sent
+        assert sent.count(PROBE) == 1
 
 
 def test_a_store_stays_usable_after_a_refusal(server: Server) -> None:

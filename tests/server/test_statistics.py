@@ -22,15 +22,6 @@ from tcpstore_async.server.service_times import BOUNDS, Histogram, ServiceTimes
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for sockets, for this process and those that it starts."""
-    private = tmp_path / "run"
-    private.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
-    return private / "tcpstore"
-
-
 def look(path: Path, part: str = "stats") -> Any:
     """The part of the reply that is not the same for all."""
     about, *facts, end = [json.loads(line) for line in ask(path, [part], 60.0)]
@@ -40,13 +31,13 @@ def look(path: Path, part: str = "stats") -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_counters_of_a_server(folder: Path, backend: str) -> None:
+def test_all_counters_of_a_server(sockets: Path, backend: str) -> None:
     with (
         tcpstore_server("--backend", backend, "--limit", "connections=2") as server,
         RawPeer(server.port) as one,
         RawPeer(server.port) as two,
     ):
-        path = folder / f"{server.port}.sock"
+        path = sockets / f"{server.port}.sock"
         two.ping()
         one.ping()
         before = look(path)["stats"]
@@ -79,7 +70,7 @@ def test_all_counters_of_a_server(folder: Path, backend: str) -> None:
         assert look(path)["stats"]["connections"]["closed_for"] == {"protocol": 1}
 
 
-def test_a_connection_that_makes_place_is_counted(folder: Path) -> None:
+def test_a_connection_that_makes_place_is_counted(sockets: Path) -> None:
     with (
         tcpstore_server("--limit", "connections=1") as server,
         RawPeer(server.port, validate=False) as silent,
@@ -87,18 +78,18 @@ def test_a_connection_that_makes_place_is_counted(folder: Path) -> None:
     ):
         one.ping()
         assert silent.closed()
-        connections = look(folder / f"{server.port}.sock")["stats"]["connections"]
+        connections = look(sockets / f"{server.port}.sock")["stats"]["connections"]
         assert (connections["open"], connections["rejected"]) == (1, 0)
         assert connections["closed_for"] == {"connections": 1}
 
 
-def test_what_a_large_value_brings_is_counted(folder: Path) -> None:
+def test_what_a_large_value_brings_is_counted(sockets: Path) -> None:
     with tcpstore_server() as server, RawPeer(server.port) as one:
         one.send(b"\x01" + blob(b"/large") + blob(b"x" * 3_000_000))
         one.ping()
         one.send(b"\x03" + blob(b"/large"))
         one.read(8 + 3_000_000)
-        path = folder / f"{server.port}.sock"
+        path = sockets / f"{server.port}.sock"
         traffic = look(path)["stats"]["traffic"]
         assert 3_000_000 < traffic["received_bytes"] < 3_000_200
         assert 3_000_000 < traffic["sent_bytes"] < 3_000_200
@@ -129,9 +120,9 @@ def commands_of(peer: socket.socket, last: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_monitor_sees_every_command_until_it_goes(folder: Path, backend: str) -> None:
+def test_a_monitor_sees_every_command_until_it_goes(sockets: Path, backend: str) -> None:
     with tcpstore_server("--backend", backend) as server, RawPeer(server.port) as one:
-        path = folder / f"{server.port}.sock"
+        path = sockets / f"{server.port}.sock"
         one.ping(4711)
         with watching(path) as peer:
             for number in range(50):
@@ -141,10 +132,10 @@ def test_a_monitor_sees_every_command_until_it_goes(folder: Path, backend: str) 
         assert look(path)["stats"]["commands"]["SET"] == 50
 
 
-def test_a_monitor_that_does_not_read_holds_up_nobody(folder: Path) -> None:
+def test_a_monitor_that_does_not_read_holds_up_nobody(sockets: Path) -> None:
     """The server keeps no more than it may, and says what it has dropped once the peer reads on."""
     with tcpstore_server() as server, RawPeer(server.port) as one:
-        path = folder / f"{server.port}.sock"
+        path = sockets / f"{server.port}.sock"
         one.ping()
         with watching(path, values=True) as peer:
             before = look(path)["stats"]["resident_bytes"]
@@ -166,9 +157,9 @@ def test_a_monitor_that_does_not_read_holds_up_nobody(folder: Path) -> None:
             assert dropped > 20_000
 
 
-def test_there_are_few_monitors(folder: Path) -> None:
+def test_there_are_few_monitors(sockets: Path) -> None:
     with tcpstore_server() as server:
-        path = folder / f"{server.port}.sock"
+        path = sockets / f"{server.port}.sock"
         peers = [watching(path) for _ in range(4)]
         (error,) = [json.loads(line) for line in ask(path, ["monitor"], 60.0)]
         assert error == {"error": "there are already 4 monitors"}
@@ -183,17 +174,17 @@ def test_there_are_few_monitors(folder: Path) -> None:
             return
 
 
-def test_a_server_that_ends_closes_its_monitors(folder: Path) -> None:
-    with tcpstore_server() as server, watching(folder / f"{server.port}.sock") as peer:
+def test_a_server_that_ends_closes_its_monitors(sockets: Path) -> None:
+    with tcpstore_server() as server, watching(sockets / f"{server.port}.sock") as peer:
         assert server.stop() == 0
         assert peer.recv(1) == b""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_connections_are_looked_at_while_they_are_served(folder: Path, backend: str) -> None:
+def test_many_connections_are_looked_at_while_they_are_served(sockets: Path, backend: str) -> None:
     """Every look is complete, also beside monitors that do not read, and every request is answered."""
     with tcpstore_server("--backend", backend) as server, ExitStack() as stack:
-        path = folder / f"{server.port}.sock"
+        path = sockets / f"{server.port}.sock"
         peers = [stack.enter_context(RawPeer(server.port)) for _ in range(300)]
         worker, waiting = peers[0], peers[1:]
         worker.ping()

@@ -26,6 +26,7 @@ from tcpstore_async.session.link import Link
 from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.link_server import ServerLink
 from tcpstore_async.session.linked_session import LinkedSession
+from tcpstore_async.session.named_stores import Entry, NamedStore, NamedStores
 from tcpstore_async.session.passed_over import PassedOver
 from tcpstore_async.session.server import ServerSession
 from tcpstore_async.session.unsent import Unsent
@@ -383,10 +384,44 @@ LINKED: dict[str, Plant] = {
 }
 
 
+# What stores with names are for, for `stores`
+
+
+def _outlives(registry: NamedStores, session: ServerSession) -> None:
+    store = session.engine.store
+    if store is not None:
+        store.owners.pop(session, None)
+
+
+def _sees_others(store: NamedStore, registry: NamedStores, *_: object) -> None:
+    store.engine.keyspace.values = registry.engine.keyspace.values
+
+
+def _enters_any(registry: NamedStores, entry: Entry) -> None:
+    entry.incarnation = ""
+
+
+def _keeps_waiting(registry: NamedStores, session: ServerSession, entry: Entry) -> None:
+    registry.park(entry)
+
+
+NAMED: dict[str, Plant] = {
+    "a store outlives its owner": (NamedStores, "leave", _before(_outlives)),
+    "a key is visible in another store": (NamedStore, "__init__", _after(_sees_others)),
+    "a rank of a store that has ended enters the next one": (NamedStores, "decide", _before(_enters_any)),
+    "who waits for a store is not let in": (NamedStores, "let_in", _instead(_keeps_waiting)),
+    "who is in a store that has ended stays connected": (NamedStores, "close", _instead(lambda registry, store: None)),
+    "who has given up is still waited for": (NamedStores, "_forget_entry", _instead(lambda registry, session: None)),
+    "what was in a store stays counted": (Budget, "remove", _instead(lambda budget, share: None)),
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The package with this defect."""
-    owner, method, plant = (PLANTED.get(name) or HOGGED.get(name) or LINKED.get(name) or REAL[name])[:3]
+    owner, method, plant = (PLANTED.get(name) or HOGGED.get(name) or LINKED.get(name) or NAMED.get(name) or REAL[name])[
+        :3
+    ]
     real = getattr(owner, method)
     setattr(owner, method, plant(real))
     try:

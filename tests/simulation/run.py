@@ -5,6 +5,7 @@
     python tests/simulation/run.py --kind hogs --schedules 1000     peers that want all the memory there is
     python tests/simulation/run.py --kind proxied --schedules 1000  and real servers, through a proxy
     python tests/simulation/run.py --kind links --schedules 10000   sessions on links that break
+    python tests/simulation/run.py --kind stores --schedules 10000  owners and ranks of stores with names
     python tests/simulation/run.py --kind real --seed 4711          one of them: what happens, and what is wrong
     python tests/simulation/run.py --plant "a waiter is not fired"  with a defect, to see how soon it is found
 
@@ -19,14 +20,15 @@ import contextlib
 import multiprocessing
 import sys
 import time
+from collections.abc import Container
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from properties import linked
-from simulation import real
+from simulation import real, stores
 from simulation.hogs import perform as perform_hogs
-from simulation.planted import LINKED, PLANTED, REAL, planted
+from simulation.planted import LINKED, NAMED, PLANTED, REAL, planted
 from simulation.proxied import perform as perform_proxied
 from simulation.schedule import chosen, fault, run, shrink
 from simulation.stage import Choices
@@ -34,7 +36,7 @@ from support import tcpstore_server
 from tcpstore_async.serving import build
 
 Failure = tuple[int, str]
-PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20, "links": 100}
+PORTIONS = {"sessions": 1000, "real": 100, "hogs": 20, "proxied": 20, "links": 100, "stores": 500}
 """Seeds that a process runs before it reports."""
 
 
@@ -54,6 +56,8 @@ def portion(kind: str, seeds: range) -> tuple[int, int, list[Failure]]:
                     moves += real.perform(Choices([], seed)).moved
                 elif kind == "links":
                     moves += linked.run(*linked.chosen(seed)).broken
+                elif kind == "stores":
+                    moves += stores.run(stores.chosen(seed)).done
                 else:
                     moves += run(chosen(seed)).done
             except Exception as error:  # the package's own, too
@@ -70,6 +74,8 @@ def explain(kind: str, seed: int) -> int:
         return explain_real(seed)
     if kind == "links":
         return explain_links(seed)
+    if kind == "stores":
+        return explain_stores(seed)
     schedule = chosen(seed)
     wrong = fault(schedule)
     if wrong is None:
@@ -92,6 +98,19 @@ def explain_links(seed: int) -> int:
         print(f"cut down: {linked.fault(links, steps, part)!r}")
     print(f"{links} links, portions of {part}")
     for step in steps:
+        print(f"    {step!r},")
+    return wrong is not None
+
+
+def explain_stores(seed: int) -> int:
+    schedule = stores.chosen(seed)
+    wrong = stores.fault(schedule)
+    print(f"seed {seed}: {'nothing is wrong' if wrong is None else repr(wrong)}")
+    if wrong is not None:
+        schedule = stores.shrink(schedule)
+        print(f"cut down: {stores.fault(schedule)!r}")
+    print(f"{schedule.clients} clients, portions of {schedule.portion}")
+    for step in schedule.steps:
         print(f"    {step!r},")
     return wrong is not None
 
@@ -132,9 +151,13 @@ def many(kind: str, first: int, count: int, jobs: int, most: int) -> int:
             if len(failures) >= most:
                 break
     seconds = time.monotonic() - began
-    what = {"sessions": "commands", "real": "moves", "hogs": "peers removed", "proxied": "connections cut"}.get(
-        kind, "links broken"
-    )
+    what = {
+        "sessions": "commands",
+        "stores": "commands",
+        "real": "moves",
+        "hogs": "peers removed",
+        "proxied": "connections cut",
+    }.get(kind, "links broken")
     print(
         f"{done:,} schedules, {moves:,} {what}, {len(failures)} findings; "
         f"{build()} build, {jobs} processes, {seconds:,.0f} s"
@@ -148,16 +171,22 @@ def _portion(given: tuple[str, range]) -> tuple[int, int, list[Failure]]:
     return portion(*given)
 
 
+_KINDS: dict[str, Container[str]] = {"real": REAL, "links": LINKED, "stores": NAMED}
+"""By kind of schedule, the defects that it finds; `sessions` finds the others."""
+
+
 def find(name: str, most: int) -> int:
     """How soon a planted defect is found; the status to exit with."""
     with planted(name):
         for seed in range(most):
             if name in LINKED:
                 wrong = linked.fault(*linked.chosen(seed))
+            elif name in NAMED:
+                wrong = stores.fault(stores.chosen(seed))
             else:
                 wrong = real.fault([], seed) if name in REAL else fault(chosen(seed))
             if wrong is not None and (name not in REAL or REAL[name].finding in str(wrong)):
-                kind = "real" if name in REAL else "links" if name in LINKED else "sessions"
+                kind = next((kind for kind, planted in _KINDS.items() if name in planted), "sessions")
                 return 0 * explain(kind, seed)
     print(f"not found in {most:,} schedules")
     return 1
@@ -172,7 +201,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=10, help="findings after which it ends")
     parser.add_argument("--seed", type=int, help="this one only, in full")
     parser.add_argument(
-        "--plant", choices=[*PLANTED, *REAL, *LINKED], help="put in a defect, and look how soon it is found"
+        "--plant", choices=[*PLANTED, *REAL, *LINKED, *NAMED], help="put in a defect, and look how soon it is found"
     )
     given = parser.parse_args()
     if given.plant:

@@ -21,7 +21,7 @@ def test_runs_have_no_finding(first: int) -> None:
         try:
             perform(choices)
         except Exception as error:
-            pytest.fail(f"python tests/simulation/run.py --real --seed {seed}: {error!r}")
+            pytest.fail(f"python tests/simulation/run.py --kind real --seed {seed}: {error!r}")
 
 
 def test_a_seed_means_one_run() -> None:

@@ -67,17 +67,22 @@ def end(peer: RawPeer) -> None:
         pass
 
 
+def check_that_it_ends(server: Server, peer: RawPeer, other: RawPeer) -> None:
+    """Check that the server closes a connection with one line in its log at most, and serves another one."""
+    other.ping()
+    end(peer)
+    other.ping()
+    here = peer.socket.getsockname()[1]
+    lines = [line for line in server.log().splitlines() if f"127.0.0.1:{here}" in line]
+    assert len(lines) <= 1, lines
+
+
 @pytest.mark.parametrize("name", WITHIN)
 def test_within_the_handshake(server: Server, name: str) -> None:
     with TlsPeer(server.port) as other, RawPeer(server.port, validate=False) as peer:
         peer.send(client_hello())
         send_all(peer, WITHIN[name])
-        other.ping()
-        end(peer)
-        other.ping()
-        here = peer.socket.getsockname()[1]
-        lines = [line for line in server.log().splitlines() if f"127.0.0.1:{here}" in line]
-        assert len(lines) <= 1, lines
+        check_that_it_ends(server, peer, other)
 
 
 class Tunnel:
@@ -121,12 +126,7 @@ def test_after_the_handshake(server: Server, name: str) -> None:
         peer.send(tunnel.encrypt(HANDSHAKE + ping(b"abcd")))
         assert tunnel.read(4) == b"abcd"
         send_all(peer, client_hello() if name == "a renegotiation" else WITHIN[name])
-        other.ping()
-        end(peer)
-        other.ping()
-        here = peer.socket.getsockname()[1]
-        lines = [line for line in server.log().splitlines() if f"127.0.0.1:{here}" in line]
-        assert len(lines) <= 1, lines
+        check_that_it_ends(server, peer, other)
 
 
 def test_the_end_in_the_middle_of_a_record_and_of_a_request(server: Server) -> None:

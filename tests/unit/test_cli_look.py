@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
+from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
-from tcpstore_async.cli import main
 from tcpstore_async.cli.asking import in_bytes, in_seconds
 from tcpstore_async.client.admin import ask
 from tcpstore_async.diagnosis.rates import Histogram, Stats, between, read_look
@@ -26,17 +25,8 @@ from tcpstore_async.errors import DistStoreError, ProtocolError
 STRANGE = b"/evil\x1b[31m\nkey"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        yield folder
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(module_sockets: Path) -> Iterator[Server]:
     """A server with two clients: one wrote three keys, one waits."""
     with tcpstore_server() as server, RawPeer(server.port) as one, RawPeer(server.port) as two:
         for key, size in ((b"/small", 1), (b"/large", 1000), (STRANGE, 10)):
@@ -47,24 +37,19 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def run(server: Server | None, *words: str) -> Result:
-    url = ["--url", f"tcp://127.0.0.1:{server.port}"] if server is not None else []
-    return CliRunner().invoke(main, [*words, *url])
-
-
 def test_stat(server: Server) -> None:
-    done = run(server, "stat")
+    done = run_command(server, "stat")
     assert done.exit_code == 0
     header, row = done.stdout.splitlines()
     assert header.split() == ["CONNECTIONS", "WAITING", "OPS/S", "KEYS", "BYTES", "P99", "LAG", "QUEUE", "CPU"]
     assert row.split()[:4] == ["2", "1", "0", "3"]
-    found = json.loads(run(server, "stat", "-o", "json").stdout)
+    found = json.loads(run_command(server, "stat", "-o", "json").stdout)
     assert (found["connections"], found["sessions"], found["waiting"], found["keys"]) == (2, 2, 1, 3)
     assert found.keys() >= {"ops", "bytes", "p99", "lag", "accept_queue", "time", "seconds", "commands"}
 
 
 def test_stat_again_and_again(server: Server) -> None:
-    lines = run(server, "stat", "-i", "0.1", "--count", "21").stdout.splitlines()
+    lines = run_command(server, "stat", "-i", "0.1", "--count", "21").stdout.splitlines()
     assert len(lines) == 23
     assert [line.startswith("CONN") for line in lines].count(True) == 2
     assert lines[0] == lines[21]
@@ -85,11 +70,11 @@ def test_stat_ends_with_its_server() -> None:
 
 
 def test_latency(server: Server) -> None:
-    lines = run(server, "latency", "--count", "30").stdout.splitlines()
+    lines = run_command(server, "latency", "--count", "30").stdout.splitlines()
     assert lines[0].startswith("30 round trips: min ")
     assert any(line.startswith("service time in the server: p50 ") for line in lines)
     assert any(line.startswith("lag of its event loop: p50 ") for line in lines)
-    found = json.loads(run(server, "latency", "--count", "30", "-o", "json").stdout)
+    found = json.loads(run_command(server, "latency", "--count", "30", "-o", "json").stdout)
     assert found["count"] == 30
     assert 0 < found["min"] <= found["p50"] <= found["p99"] <= found["max"]
     assert found["server"]["service"]["p99"] > 0
@@ -98,31 +83,31 @@ def test_latency(server: Server) -> None:
 
 def test_the_latency_of_a_server_that_cannot_be_asked() -> None:
     with tcpstore_server("--admin", "") as server:
-        lines = run(server, "latency", "--count", "3").stdout.splitlines()
+        lines = run_command(server, "latency", "--count", "3").stdout.splitlines()
         assert len(lines) == 2
         assert lines[1].startswith("no times from the server itself: there is no admin socket for port")
-        assert json.loads(run(server, "latency", "--count", "3", "-o", "json").stdout)["server"] is None
+        assert json.loads(run_command(server, "latency", "--count", "3", "-o", "json").stdout)["server"] is None
 
 
 def test_keys_by_size(server: Server) -> None:
-    assert run(server, "keys", "--sort", "size").stdout.splitlines() == [
+    assert run_command(server, "keys", "--sort", "size").stdout.splitlines() == [
         "1000  large",
         "  10  evil\\x1b[31m\\nkey",
         "   1  small",
     ]
-    found = json.loads(run(server, "keys", "--sort", "size", "--prefix", "l", "-o", "json").stdout)["keys"]
+    found = json.loads(run_command(server, "keys", "--sort", "size", "--prefix", "l", "-o", "json").stdout)["keys"]
     assert [(one["key"], one["bytes"]) for one in found] == [("large", 1000)]
-    assert run(server, "keys", "--sort", "size", "--prefix", "none").stdout == ""
-    assert run(server, "keys").stdout.splitlines() == ["evil\\x1b[31m\\nkey", "large", "small"]
+    assert run_command(server, "keys", "--sort", "size", "--prefix", "none").stdout == ""
+    assert run_command(server, "keys").stdout.splitlines() == ["evil\\x1b[31m\\nkey", "large", "small"]
 
 
 def test_info_of_a_full_server_comes_from_its_admin_socket() -> None:
     with tcpstore_server("--limit", "connections=1") as server, RawPeer(server.port) as one:
         one.ping()
-        found = json.loads(run(server, "info", "-o", "json").stdout)
+        found = json.loads(run_command(server, "info", "-o", "json").stdout)
         assert (found["connections"], found["max_connections"], found["ping_milliseconds"]) == (1, 1, None)
         assert found["unreachable"] == "it has 1 connections, its maximum"
-        assert "server: tcpstore_async" in run(server, "info").stdout
+        assert "server: tcpstore_async" in run_command(server, "info").stdout
 
 
 def test_info_of_a_server_that_lets_nobody_in(tmp_path: Path) -> None:
@@ -134,7 +119,7 @@ def test_info_of_a_server_that_lets_nobody_in(tmp_path: Path) -> None:
         other = name.with_name("1.sock")
         name.rename(other)
         try:
-            done = run(None, "info", "--url", "tcp://127.0.0.1:1", "--timeout", "0.2", "-o", "json")
+            done = run_command(None, "info", "--url", "tcp://127.0.0.1:1", "--timeout", "0.2", "-o", "json")
             found = json.loads(done.stdout)
             assert (found["port"], found["ping_milliseconds"]) == (ready["port"], None)
             assert "Connection refused" in found["unreachable"]
@@ -142,16 +127,16 @@ def test_info_of_a_server_that_lets_nobody_in(tmp_path: Path) -> None:
             other.rename(name)
 
 
-def test_info_by_path(server: Server, folder: Path) -> None:
+def test_info_by_path(server: Server, module_sockets: Path) -> None:
     found = json.loads(
-        run(None, "info", "--admin", str(folder / "tcpstore" / f"{server.port}.sock"), "-o", "json").stdout
+        run_command(None, "info", "--admin", str(module_sockets / f"{server.port}.sock"), "-o", "json").stdout
     )
     assert (found["num_keys"], found["connections"]) == (3, 2)
     assert "unreachable" not in found
 
 
 def test_info_of_nobody() -> None:
-    done = run(None, "info", "--url", "tcp://127.0.0.1:1", "--timeout", "0.2")
+    done = run_command(None, "info", "--url", "tcp://127.0.0.1:1", "--timeout", "0.2")
     assert (done.exit_code, done.stdout) == (4, "")
 
 
@@ -168,7 +153,7 @@ def monitored(server: Server, *options: str) -> list[str]:
         thread = threading.Thread(target=send)
         thread.start()
         try:
-            done = run(server, "monitor", *options)
+            done = run_command(server, "monitor", *options)
         finally:
             stopped.set()
             thread.join()
@@ -194,7 +179,19 @@ def test_monitor_with_values(server: Server) -> None:
 def test_monitor_as_json(server: Server) -> None:
     found: list[Any] = [json.loads(line) for line in monitored(server, "--count", "4", "-o", "json")]
     assert len(found) == 4
-    assert found[0].keys() == {"time", "host", "port", "pid", "rank", "command", "key", "keys", "size", "value"}
+    assert found[0].keys() == {
+        "time",
+        "host",
+        "port",
+        "pid",
+        "rank",
+        "command",
+        "key",
+        "keys",
+        "size",
+        "value",
+        "store",
+    }
     assert {"k\x1b"} >= {one["key"] for one in found if one["command"] == "SET"}
 
 
@@ -226,7 +223,7 @@ def test_monitor_says_that_the_server_has_gone() -> None:
 @pytest.mark.parametrize("command", ["stat", "monitor"])
 def test_a_server_that_cannot_be_asked(command: str) -> None:
     with tcpstore_server("--admin", "") as server:
-        done = run(server, command)
+        done = run_command(server, command)
         assert (done.exit_code, done.stdout) == (4, "")
         assert "there is no admin socket for port" in done.stderr
 

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
 from tcpstore_async.cli import main
 from tcpstore_async.cli.top import screen
@@ -27,17 +28,13 @@ from tcpstore_async.diagnosis.rates import Look, between, read_look
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        with tcpstore_server() as server, RawPeer(server.port) as one, RawPeer(server.port) as two:
-            one.send(b"\x01" + blob(b"/[bold]large\x1b[2J") + blob(b"x" * 5000))
-            one.join(1)
-            two.send(b"\x06" + keys(b"/missing") + b"\x0d" + b"abcd")
-            two.read(4)
-            yield server
+def server(module_sockets: Path) -> Iterator[Server]:
+    with tcpstore_server() as server, RawPeer(server.port) as one, RawPeer(server.port) as two:
+        one.send(b"\x01" + blob(b"/[bold]large\x1b[2J") + blob(b"x" * 5000))
+        one.join(1)
+        two.send(b"\x06" + keys(b"/missing") + b"\x0d" + b"abcd")
+        two.read(4)
+        yield server
 
 
 def look_at(server: Server) -> Look:
@@ -82,15 +79,15 @@ def test_as_json(server: Server) -> None:
     url = f"tcp://127.0.0.1:{server.port}"
     done = CliRunner().invoke(main, ["top", "-o", "json", "--url", url, "--world-size", "4"])
     found: Any = json.loads(done.stdout)
-    assert found.keys() == {"server", "now", "joined", "world_size", "waits", "largest"}
+    assert found.keys() == {"server", "now", "joined", "world_size", "waits", "largest", "stores", "other_stores"}
     assert (found["joined"], found["world_size"]) == (1, 4)
     assert [(one["key"], one["waiting"]) for one in found["waits"]] == [("missing", 1)]
-    assert found["largest"][0] == {"key": "[bold]large\x1b[2J", "bytes": 5000}
+    assert found["largest"][0] == {"key": "[bold]large\x1b[2J", "bytes": 5000, "store": None}
     assert found["now"]["connections"] == 2
 
 
 def test_without_a_terminal(server: Server) -> None:
-    done = CliRunner().invoke(main, ["top", "--url", f"tcp://127.0.0.1:{server.port}"])
+    done = run_command(server, "top")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "needs a terminal" in done.stderr
 
@@ -143,10 +140,8 @@ def test_the_terminal_is_restored(
         assert process.wait(LIMIT) == status
 
 
-def test_a_server_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends(sockets: Path) -> None:
     """The error is printed once the screen is gone, so that it stays."""
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with (
         tcpstore_server() as server,
         terminal("--url", f"tcp://127.0.0.1:{server.port}", "-i", "0.1") as (process, fd, _),

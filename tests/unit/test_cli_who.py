@@ -13,27 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
+from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
-from tcpstore_async.cli import main
-from tcpstore_async.cli.who import _numbers, _seconds
+from tcpstore_async.cli.who import _seconds
+from tcpstore_async.diagnosis.ranks import number_ranges
 from tcpstore_async.server import admin_path
 
 STRANGE = b"/evil\x1b[31m\nkey"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        yield folder
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(module_sockets: Path) -> Iterator[Server]:
     """A server with three clients: one wrote two keys, and two wait, one of them for a key nearly the same."""
     with (
         tcpstore_server() as server,
@@ -54,17 +46,12 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def run(server: Server | None, *words: str) -> Result:
-    url = ["--url", f"tcp://127.0.0.1:{server.port}"] if server is not None else []
-    return CliRunner().invoke(main, [*words, *url])
-
-
 def test_who(server: Server) -> None:
-    lines = run(server, "who").stdout.splitlines()
+    lines = run_command(server, "who").stdout.splitlines()
     assert lines[0].split() == ["RANK", "HOST", "PORT", "PID", "JOINED", "COMMAND", "DOES", "SINCE"]
     assert len(lines) == 4
     assert lines[1].startswith("0     node\\x1b[0m")
-    found = json.loads(run(server, "who", "-o", "json").stdout)
+    found = json.loads(run_command(server, "who", "-o", "json").stdout)
     assert {tuple(one) for one in found} == {
         (
             "host",
@@ -88,42 +75,42 @@ def test_who(server: Server) -> None:
 
 
 def test_who_is_missing(server: Server) -> None:
-    found = json.loads(run(server, "who", "--missing", "-o", "json").stdout)
+    found = json.loads(run_command(server, "who", "--missing", "-o", "json").stdout)
     assert found["world_size"] == 4
     kinds = {one["kind"]: one for one in found["waits"]}
     assert kinds["barrier"]["key"] == "here"
     assert (kinds["barrier"]["arrived"], kinds["barrier"]["expected"]) == (1, 4)
     assert {one["pid"] for one in kinds["barrier"]["elsewhere"]} == {77, os.getpid()}
-    text = run(server, "who", "--missing", "--world-size", "5").stdout
+    text = run_command(server, "who", "--missing", "--world-size", "5").stdout
     assert "of 5 ranks have joined" in text
     assert "barrier here: 1 of 4 have arrived, 1 waiting for" in text
     assert ", pid 77) is connected, and has sent nothing since PING, for" in text
 
 
 def test_waiters(server: Server) -> None:
-    found = {one["key"]: one for one in json.loads(run(server, "waiters", "-o", "json").stdout)}
+    found = {one["key"]: one for one in json.loads(run_command(server, "waiters", "-o", "json").stdout)}
     assert found.keys() == {"step_8", "here"}
     near = found["step_8"]["nearest"][0]
     assert near["key"] == "step_5"
     assert near["by"].startswith("rank 0 (node")
     assert near["age"] >= 0
     assert set(found["step_8"]) >= {"key", "ranks", "since", "nearest"}
-    text = run(server, "waiters").stdout
+    text = run_command(server, "waiters").stdout
     assert "step_8: 1 waiting for" in text
     assert "  step_5 exists, written" in text
 
 
 def test_clients(server: Server) -> None:
-    found = json.loads(run(server, "clients", "-o", "json").stdout)
+    found = json.loads(run_command(server, "clients", "-o", "json").stdout)
     assert [one["waits"] for one in found].count(True) == 2
-    lines = run(server, "clients").stdout.splitlines()
+    lines = run_command(server, "clients").stdout.splitlines()
     assert len(lines) == 4
     assert all(line.isprintable() for line in lines)
 
 
-def test_another_path(server: Server, folder: Path) -> None:
-    path = folder / "tcpstore" / f"{server.port}.sock"
-    assert run(None, "who", "--admin", str(path)).stdout.startswith("RANK")
+def test_another_path(server: Server, module_sockets: Path) -> None:
+    path = module_sockets / f"{server.port}.sock"
+    assert run_command(None, "who", "--admin", str(path)).stdout.startswith("RANK")
 
 
 def fails(done: Result, text: str, status: int = 4) -> None:
@@ -134,24 +121,24 @@ def fails(done: Result, text: str, status: int = 4) -> None:
 
 def test_there_is_none() -> None:
     with tcpstore_server("--admin", "") as server:
-        fails(run(server, "who"), f"there is no admin socket for port {server.port} in ")
-    done = run(server, "who", "-o", "json")
+        fails(run_command(server, "who"), f"there is no admin socket for port {server.port} in ")
+    done = run_command(server, "who", "-o", "json")
     assert json.loads(done.stderr)["status"] == 4
 
 
 def test_another_machine() -> None:
-    fails(run(None, "waiters", "--url", "tcp://192.0.2.1:1"), "192.0.2.1 is not an address of this machine")
+    fails(run_command(None, "waiters", "--url", "tcp://192.0.2.1:1"), "192.0.2.1 is not an address of this machine")
 
 
-def test_several_servers_of_one_port(folder: Path, server: Server) -> None:
-    with admin_path.listen(folder / "tcpstore" / f"{server.port}-1.sock"):
-        fails(run(server, "clients"), f"several servers have port {server.port}: choose one with --admin (")
+def test_several_servers_of_one_port(module_sockets: Path, server: Server) -> None:
+    with admin_path.listen(module_sockets / f"{server.port}-1.sock"):
+        fails(run_command(server, "clients"), f"several servers have port {server.port}: choose one with --admin (")
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    fails(run(None, "who", "--admin", str(tmp_path / "file")), "cannot use the admin socket")
-    fails(run(None, "who", "--admin", str(tmp_path / "none")), "is the server running?")
+    fails(run_command(None, "who", "--admin", str(tmp_path / "file")), "cannot use the admin socket")
+    fails(run_command(None, "who", "--admin", str(tmp_path / "none")), "is the server running?")
 
 
 def test_the_server_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +146,14 @@ def test_the_server_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    fails(run(None, "who", "--admin", str(tmp_path / "theirs")), "belongs to another user: ask as that user", 5)
+    fails(run_command(None, "who", "--admin", str(tmp_path / "theirs")), "belongs to another user: ask as that user", 5)
 
 
-def test_a_server_that_does_not_answer(folder: Path) -> None:
-    with admin_path.listen(folder / "silent"):
-        fails(run(None, "who", "--admin", str(folder / "silent"), "--timeout", "0.05"), "no complete reply", 3)
+def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
+    with admin_path.listen(tmp_path / "silent"):
+        fails(
+            run_command(None, "who", "--admin", str(tmp_path / "silent"), "--timeout", "0.05"), "no complete reply", 3
+        )
 
 
 def test_a_path_that_cannot_be_had(tmp_path: Path) -> None:
@@ -176,6 +165,6 @@ def test_a_path_that_cannot_be_had(tmp_path: Path) -> None:
 
 
 def test_numbers_and_times_as_text() -> None:
-    assert _numbers([3, 1, 2, 7]) == "1-3, 7"
-    assert _numbers(list(range(0, 200, 2))).endswith("62 and 68 more ranges")
+    assert number_ranges([3, 1, 2, 7]) == "1-3, 7"
+    assert number_ranges(list(range(0, 200, 2))).endswith("62 and 68 more ranges")
     assert [_seconds(number) for number in (0.04, 99.0, 600.0, 9000.0)] == ["0.0 s", "99.0 s", "10 min", "2.5 h"]

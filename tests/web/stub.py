@@ -42,6 +42,19 @@ def stats(uptime: float = 100.0, **changed: object) -> dict[str, object]:
     return {**found, **changed}
 
 
+def named_store(name: str, **changed: object) -> dict[str, object]:
+    """A store with a name."""
+    found: dict[str, object] = {
+        "name": name, "host": "node7", "pid": "4711", "attempt": "", "age": 90.0, "joined": 2, "expected": 8,
+        "sessions": 3, "keys": 5, "bytes": 700, "ended": "",
+    }  # fmt: skip
+    return {**found, **changed}
+
+
+COUNTERS = ["stats", "oldest_stores"]
+"""What is asked for each second."""
+
+
 class AdminStub:
     """Replies to a request for counters with `stats`, to any other with `facts`."""
 
@@ -50,7 +63,11 @@ class AdminStub:
         self.facts = facts
         self.stats = stats()
         self.server: dict[str, object] = SERVER
+        self.oldest: list[dict[str, object]] = []
+        self.others = 0
         self.asked: list[list[str]] = []
+        self.stores: list[str | None] = []
+        """Which stores it was asked to look into."""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -73,10 +90,15 @@ class AdminStub:
                 return
             with peer:
                 peer.settimeout(LIMIT)
-                request = json.loads(peer.makefile("rb").readline())["ask"]
+                said = json.loads(peer.makefile("rb").readline())
+                request = said["ask"]
                 self.asked.append(request)
-                lines = [{"server": self.server}, {"stats": self.stats}, {"end": True}]
-                reply = [msgspec.json.encode(line) for line in lines] if request == ["stats"] else self.facts
+                stores = {"oldest": self.oldest, "others": {"stores": self.others}}
+                lines = [{"server": self.server}, {"stats": self.stats}, stores, {"end": True}]
+                reply = [msgspec.json.encode(line) for line in lines]
+                if request != COUNTERS:
+                    self.stores.append(said["store"])
+                    reply = self.facts
                 try:
                     peer.sendall(b"\n".join(reply) + b"\n")
                 except OSError:

@@ -13,10 +13,10 @@ import pytest
 
 from support import LIMIT
 from tcpstore_async.server.peer_user import PeerUsers, UnknownOwnerError
-from tcpstore_async.web import http
+from tcpstore_async.web import http, looking
 from web.requests import get, request, until
 from web.scenes import large_reply
-from web.stub import AdminStub, answering
+from web.stub import COUNTERS, AdminStub, answering, named_store
 
 
 @pytest.fixture(scope="module")
@@ -198,12 +198,46 @@ def test_who_looks_does_not_ask(tmp_path: Path) -> None:
     """However many look, the server is asked for everything once in a while, and not while nobody does."""
     with AdminStub(tmp_path / "s", large_reply(100, frozenset())) as admin, answering(admin.path) as port:
         until(lambda: len(admin.asked) > 2)
-        assert all(request == ["stats"] for request in admin.asked)
+        assert all(request == COUNTERS for request in admin.asked)
         for _ in range(50):
             until(lambda: json.loads(get(port, "/api/state")[1])["look"])
-        looks = [request for request in admin.asked if request != ["stats"]]
+        looks = [request for request in admin.asked if request != COUNTERS]
         assert 1 <= len(looks) < 10
         assert looks[0] == ["sessions", "counters", "keys"]
+
+
+def test_a_store_with_a_name(tmp_path: Path) -> None:
+    """It is listed, and shown if it is asked for: only those ranks that are in it."""
+    reply = large_reply(10, frozenset())
+    sessions = json.loads(reply[1])
+    for session in sessions["sessions"][:3]:
+        session["store"] = "a&b c"
+    reply[1] = json.dumps(sessions).encode()
+    with AdminStub(tmp_path / "s", reply) as admin, answering(admin.path) as port:
+        admin.oldest = [named_store("a&b c")]
+        admin.others = 4711
+        found = until(lambda: (one := json.loads(get(port, "/api/state")[1]))["stores"] and one["look"] and one)
+        assert found["stores"] == [
+            {"name": "a&b c", "owner": "node7, pid 4711", "age": 90, "joined": 2, "expected": 8, "sessions": 3,
+             "keys": 5, "bytes": 700}
+        ]  # fmt: skip
+        assert found["more_stores"] == 4711
+        assert found["look"]["sessions"] == 7
+        look = until(lambda: json.loads(get(port, "/api/state?store=a%26b+c")[1])["look"])
+        assert look["sessions"] == 3
+        assert set(admin.stores) == {None, "a&b c"}
+        assert json.loads(get(port, "/api/rank?number=1&store=a%26b+c")[1])["detail"]["pid"] == 1001
+        assert json.loads(get(port, "/api/rank?number=5&store=a%26b+c")[1])["detail"] is None
+
+
+def test_the_number_of_stores_that_are_looked_at_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "MOST_STORES", 2)
+    with AdminStub(tmp_path / "s", large_reply(1, frozenset())) as admin, answering(admin.path) as port:
+        for store in ("one", "two"):
+            assert json.loads(get(port, f"/api/state?store={store}")[1])["failed"] == ""
+        assert json.loads(get(port, "/api/state?store=three")[1])["failed"] == "2 other stores are being inspected"
+        monkeypatch.setattr(looking, "_WANTED_SECONDS", 0.0)  # the others are no longer looked at
+        assert json.loads(get(port, "/api/state?store=three")[1])["failed"] == ""
 
 
 def test_operations(tmp_path: Path) -> None:
@@ -252,6 +286,16 @@ def test_metrics_without_what_they_need(port: int, monkeypatch: pytest.MonkeyPat
     status, text = get(port, "/metrics")
     assert status == 501
     assert "pip install 'tcpstore-async[metrics]'" in text
+
+
+def test_metrics_name_stores_to_the_same_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with AdminStub(tmp_path / "s", []) as admin, answering(admin.path, same_user=True) as port:
+        admin.oldest = [named_store("secret")]
+        until(lambda: 'tcpstore_named_store_keys{store="secret"} 5.0' in get(port, "/metrics")[1])
+        monkeypatch.setattr(PeerUsers, "look_up", lambda *_: 12345)
+        text = get(port, "/metrics")[1]
+        assert "secret" not in text
+        assert 'tcpstore_named_store_keys{store="(others)"} 5.0' in text
 
 
 def test_names_are_for_the_same_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

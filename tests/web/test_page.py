@@ -14,7 +14,7 @@ from support import Server, tcpstore_server
 from tcpstore_async.web.summary import LATE, MISSING, WAITING
 from web.browser import CHROMIUM, Browser, Page
 from web.scenes import ABSENT, ASTRAY, HOSTILE, SIZE, incident, large_reply
-from web.stub import AdminStub, watched
+from web.stub import AdminStub, named_store, watched
 
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
 
@@ -31,13 +31,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    with (
-        tcpstore_server("--http", "127.0.0.1:0", env={"XDG_RUNTIME_DIR": str(folder)}) as server,
-        incident(server.port, hostile=True),
-    ):
+def server(module_sockets: Path) -> Iterator[Server]:
+    with tcpstore_server("--http", "127.0.0.1:0") as server, incident(server.port, hostile=True):
         yield server
 
 
@@ -167,12 +162,8 @@ def test_98304_ranks(browser: Browser, tmp_path: Path, phone: bool) -> None:
     browser.errors.clear()  # of requests that were refused at the end
 
 
-def test_it_follows_live_and_says_when_nobody_answers(
-    browser: Browser, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    with tcpstore_server("--http", "127.0.0.1:0", env={"XDG_RUNTIME_DIR": str(folder)}) as server:
+def test_it_follows_live_and_says_when_nobody_answers(browser: Browser, sockets: Path) -> None:
+    with tcpstore_server("--http", "127.0.0.1:0") as server:
         page = browser.open(url(server))
         page.until("document.getElementById('status').textContent === 'live'")
         assert page.text("#waits") == "No rank is waiting for a key."
@@ -190,3 +181,34 @@ def test_it_follows_live_and_says_when_nobody_answers(
         server.stop()
         page.until(f'{status}.startsWith("the process that serves this page has not answered since ")')
     browser.errors.clear()  # of requests that were refused
+
+
+def test_a_store_is_chosen_by_name(browser: Browser, tmp_path: Path) -> None:
+    """On a phone, also if its name is long, or looks like markup."""
+    hostile = f"{HOSTILE.decode()} & {'x' * 200}"
+    reply = large_reply(10, frozenset())
+    sessions = json.loads(reply[1])
+    for session in sessions["sessions"][:3]:
+        session["store"] = hostile
+    reply[1] = json.dumps(sessions).encode()
+    with AdminStub(tmp_path / "s", reply) as admin, watched(admin.path) as process:
+        admin.oldest = [named_store("node7:4711"), named_store(hostile)]
+        admin.others = 3
+        page = browser.open(f"http://127.0.0.1:{process.port}/", width=360, height=780, phone=True)
+        page.until("document.querySelectorAll('#store-list button').length === 3")
+        assert "node7:4711 2 of 8 joined, 3 connected, 5 keys, 700 B, owner node7, pid 4711" in page.text("#store-list")
+        assert page.text("#more-stores") == "and 3 more: type a name"
+        page.until("last.look && last.look.sessions === 7")
+        page.evaluate("document.querySelectorAll('#store-list button')[2].click()")
+        page.until("last.look && last.look.sessions === 3")
+        assert page.evaluate("new URLSearchParams(location.search).get('store')") == hostile
+        assert page.evaluate("document.querySelector('[aria-pressed=true] code').textContent") == hostile
+        assert page.evaluate("document.querySelectorAll('img').length") == 0
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        page.evaluate("byId('store').value = 'typed'; byId('choose').requestSubmit()")
+        page.until("document.querySelector('[aria-pressed=true]').textContent === 'typed '")
+        page.until("last.look && last.look.sessions === 0")
+        assert hostile in admin.stores
+        assert "typed" in admin.stores
+    assert [error for error in browser.errors if "Failed to load" not in error] == []
+    browser.errors.clear()  # of requests that were refused at the end

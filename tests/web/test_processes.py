@@ -29,13 +29,7 @@ from web.stub import AdminStub, watched
 HTTP = ("--http", "127.0.0.1:0")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        yield
+pytestmark = pytest.mark.usefixtures("module_sockets")
 
 
 @pytest.fixture(scope="module")
@@ -188,13 +182,10 @@ def test_a_server_without_it_has_no_process(server: Server) -> None:
 # Without a server of its own
 
 
-def test_the_server_of_a_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    private = tmp_path / "run"
-    private.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
+def test_the_server_of_a_master(sockets: Path) -> None:
     with TCPStore("127.0.0.1", 0, 1, True) as store:
         store.set("key", "value")
-        with watched(private / "tcpstore" / f"{store.port}.sock") as page:
+        with watched(sockets / f"{store.port}.sock") as page:
             assert get(page.port, "/readyz") == (200, "ready\n")
             found = until(state(page.port))
             assert found["server"]["port"] == store.port

@@ -45,7 +45,6 @@ _LOG_TIMEOUT: Final = 1.0
 
 _ABOVE_STANDARD_STREAMS: Final = 3
 
-
 _PROGRAM: Final = """# the server of a TCPStore(is_master=True)
 import sys
 listen_fd, owner_pid, pidfd, control_fd, backend, grace, cert, key, ca, *path = sys.argv[1:]
@@ -62,7 +61,8 @@ main(int(listen_fd), int(owner_pid), int(pidfd), int(control_fd), backend, float
 """
 """Its first line tells what it is in `ps`.
 
-The standard library comes first on the path, so that no file of the user's that is named like it is imported."""
+The standard library comes first on the path, so that no file of the user's that is named like it is imported.
+"""
 
 _ROOT: Final = os.path.abspath(Path(__file__).parent.parent.parent.parent)
 """Where this package is: a directory or a zip file. Determined now, as the working directory may change."""

@@ -178,7 +178,7 @@ async function showRank(number) {
   const said = `rank ${number}: ${last.states[state]}`;
   output.textContent = said;
   try {
-    const { detail } = await get(`/api/rank?number=${number}`);
+    const { detail } = await get(`/api/rank${query({ number })}`);
     if (mine !== asked || !detail) return;
     const where = detail.pid === null ? `${detail.host}:${detail.port}` : `${detail.host}, pid ${detail.pid}`;
     output.textContent = `${said}; ${where}; ${detail.does}, for ${seconds(detail.since)}`;
@@ -200,6 +200,61 @@ function pointed(event) {
   if (number < 0 || number >= grid.states.length || String(number) === byId("number").value) return;
   byId("number").value = String(number);
   showRank(number);
+}
+
+// Stores with names
+
+const chosen = { store: new URLSearchParams(location.search).get("store") || "" };
+
+// The part of an address that says which store is asked for.
+function query(more) {
+  const said = new URLSearchParams(more);
+  if (chosen.store) said.set("store", chosen.store);
+  return String(said) ? `?${said}` : "";
+}
+
+function choose(store) {
+  chosen.store = store;
+  history.replaceState(null, "", location.pathname + query({}));
+  byId("store").value = store;
+  byId("detail").textContent = "";
+  for (const id of ["pending", "waits", "legend"]) byId(id).replaceChildren();
+  drawGrid("");
+  byId("unnamed").textContent = "";
+  drawStores(last);
+  status("loading …", false);
+  follow();
+}
+
+function drawStores(state) {
+  const stores = state.stores || [];
+  const rows = new Map([["", ""], ...stores.map((one) => [one.name, facts(one)])]);
+  if (!rows.has(chosen.store)) rows.set(chosen.store, "");
+  byId("stores").hidden = rows.size === 1;
+  const list = byId("store-list");
+  const drawn = JSON.stringify([...rows.keys(), chosen.store]);
+  if (list.dataset.drawn !== drawn) { // else a button that is being pressed stays the same one
+    list.dataset.drawn = drawn;
+    list.replaceChildren(...[...rows.keys()].map(storeItem));
+  }
+  [...rows.values()].forEach((text, at) => (list.children[at].querySelector("span").textContent = text));
+  byId("more-stores").textContent = state.more_stores ? `and ${count(state.more_stores)} more: type a name` : "";
+}
+
+function storeItem(store) {
+  const button = element("button");
+  button.type = "button";
+  button.append(store ? name(store) : "the unnamed store", " ", element("span"));
+  button.setAttribute("aria-pressed", String(store === chosen.store));
+  button.addEventListener("click", () => choose(store));
+  const item = element("li");
+  item.append(button);
+  return item;
+}
+
+function facts(one) {
+  const joined = one.expected === null ? count(one.joined) : `${count(one.joined)} of ${count(one.expected)}`;
+  return `${joined} joined, ${count(one.sessions)} connected, ${count(one.keys)} keys, ${size(one.bytes)}, owner ${one.owner}`;
 }
 
 // Lists
@@ -346,6 +401,7 @@ function status(text, bad) {
 
 function show(state) {
   last = state;
+  drawStores(state);
   drawFigures(state);
   drawOps(state);
   const look = state.look;
@@ -375,11 +431,15 @@ function show(state) {
 
 async function follow() {
   clearTimeout(timer);
+  const store = chosen.store;
   try {
-    show(await get("/api/state"));
+    const state = await get(`/api/state${query({})}`);
+    if (store !== chosen.store) return; // another one has been chosen, and is asked for
+    show(state);
     unanswered = null;
     pause = EVERY;
   } catch (error) {
+    if (store !== chosen.store) return;
     unanswered = unanswered || new Date();
     status(`the process that serves this page has not answered since ${clock(unanswered)} (${error.message})`, true);
     pause = Math.min(SLOWEST, 2 * pause);
@@ -395,6 +455,11 @@ byId("grid").addEventListener("pointermove", pointed);
 byId("grid").addEventListener("pointerdown", pointed);
 byId("number").addEventListener("input", (event) => showRank(Number(event.target.value)));
 byId("find").addEventListener("submit", (event) => event.preventDefault());
+byId("choose").addEventListener("submit", (event) => {
+  event.preventDefault();
+  choose(byId("store").value);
+});
+byId("store").value = chosen.store;
 window.addEventListener("resize", redraw);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) follow(); });

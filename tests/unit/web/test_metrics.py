@@ -10,20 +10,25 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tcpstore_async.web.looking import Counters, Rates, read_counters
+from tcpstore_async.diagnosis.rates import Look, read_look
+from tcpstore_async.web.looking import Rates
 from tcpstore_async.web.metrics import expose
-from web.stub import SERVER, stats
+from web.stub import SERVER, named_store, stats
 
 ROOT = Path(__file__).parent.parent.parent.parent
 DEPLOY = ROOT / "deploy"
 
 
-def counters(**changed: object) -> Counters:
-    lines = [{"server": SERVER}, {"stats": stats(**changed)}, {"end": True}]  # type: ignore[arg-type]
-    return read_counters(map(msgspec.json.encode, lines))
+def counters(**changed: object) -> Look:
+    stores = {
+        "oldest": changed.pop("oldest", [named_store("a")]),
+        "others": {"stores": changed.pop("others", 0), "keys": 6},
+    }
+    lines = [{"server": SERVER}, {"stats": stats(**changed)}, stores, {"end": True}]  # type: ignore[arg-type]
+    return read_look(map(msgspec.json.encode, lines))
 
 
-def samples(found: Counters | None) -> dict[str, float]:
+def samples(found: Look | None) -> dict[str, float]:
     """By name and labels, as in the text."""
     text = expose(found, "")[1].decode()
     return {
@@ -72,6 +77,12 @@ def test_each_metric_has_its_value() -> None:
         "tcpstore_ranks_expected": 1000,
         "tcpstore_accept_queue_length": 14,
         "tcpstore_accept_queue_limit": 4096,
+        "tcpstore_named_stores": 1,
+        'tcpstore_named_store_sessions{store="a"}': 3,
+        'tcpstore_named_store_keys{store="a"}': 5,
+        'tcpstore_named_store_memory_bytes{store="a"}': 700,
+        'tcpstore_named_store_ranks_joined{store="a"}': 2,
+        'tcpstore_named_store_ranks_expected{store="a"}': 8,
         **{
             f"tcpstore_{name}_seconds_{end}": value
             for name in ("loop_lag", "service", "turn")
@@ -80,6 +91,28 @@ def test_each_metric_has_its_value() -> None:
             }.items()
         },
     }  # fmt: skip
+
+
+def keys_of_stores(found: Look, names: bool = True) -> dict[str, float]:
+    text = expose(found, "", names)[1].decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    return {sample.labels["store"]: sample.value for sample in families["tcpstore_named_store_keys"].samples}
+
+
+def test_stores_without_a_label_are_summed() -> None:
+    """Those that are young, or more than are listed, or all if whoever asks may not know names."""
+    stores = [named_store("old"), named_store("young", age=59.0), named_store("(others)", keys=100)]
+    found = counters(oldest=stores, others=7)
+    assert keys_of_stores(found) == {"old": 5, "(others)": 5 + 100 + 6}
+    assert samples(found)["tcpstore_named_stores"] == 10
+    assert keys_of_stores(found, names=False) == {"(others)": 5 + 5 + 100 + 6}
+    assert keys_of_stores(counters(oldest=[])) == {}
+
+
+def test_labels_are_short_and_escaped() -> None:
+    hostile = 'a"} 1\n\\' + "x" * 500
+    found = counters(oldest=[named_store(hostile), named_store(hostile + "y")])
+    assert keys_of_stores(found) == {hostile[:128]: 10}
 
 
 def test_what_is_not_known_is_left_out() -> None:
@@ -99,14 +132,14 @@ def test_open_metrics() -> None:
 
 
 def test_they_are_named_as_prometheus_wants() -> None:
-    """In base units, with the prefix, and with no label of which peers choose the values."""
+    """In base units, with the prefix, and with no label of which peers choose the values but names of stores."""
     families = {family.name: family for family in text_string_to_metric_families(expose(counters(), "")[1].decode())}
     for name, family in families.items():
         assert re.fullmatch(r"tcpstore_[a-z_]+", name)
         assert family.documentation.endswith(".")
         assert not re.search(r"_(ms|milliseconds|kb|mb|percent)$", name)
         labels = {label for sample in family.samples for label in sample.labels}
-        assert labels <= {"command", "reason", "use", "le", "version", "build"}
+        assert labels <= {"command", "reason", "use", "le", "version", "build", "store"}
 
 
 def exposed() -> set[str]:
@@ -152,10 +185,10 @@ def test_the_reference_has_every_metric() -> None:
 def test_rates() -> None:
     rates = Rates()
     assert (rates.commands(), rates.lag()) == ([], 0.0)
-    rates.add(counters(uptime=100.0))
-    rates.add(counters(uptime=101.0, commands={"SET": 60, "GET": 20, "WAIT": 0}))
+    rates.add(counters(uptime=100.0).stats)
+    rates.add(counters(uptime=101.0, commands={"SET": 60, "GET": 20, "WAIT": 0}).stats)
     lag = {"bounds": [0.001, 0.1], "counts": [6, 4, 2], "sum": 8.0}
-    rates.add(counters(uptime=102.0, commands={"SET": 60, "GET": 27, "WAIT": 1}, lag=lag))
+    rates.add(counters(uptime=102.0, commands={"SET": 60, "GET": 27, "WAIT": 1}, lag=lag).stats)
     assert list(rates.each_second) == [50, 8]
     assert rates.commands() == [("SET", 25.0), ("GET", 3.5), ("WAIT", 0.5)]
     assert rates.lag() == 0.1
@@ -163,11 +196,11 @@ def test_rates() -> None:
 
 def test_rates_after_silence_and_a_restart() -> None:
     rates = Rates()
-    rates.add(counters(uptime=100.0))
-    rates.add(counters(uptime=110.0, commands={"SET": 110, "GET": 20, "WAIT": 0}))
+    rates.add(counters(uptime=100.0).stats)
+    rates.add(counters(uptime=110.0, commands={"SET": 110, "GET": 20, "WAIT": 0}).stats)
     assert len(rates.each_second) == 10
     assert sum(rates.each_second) == 100
-    rates.add(counters(uptime=1.0, commands={"SET": 3, "GET": 0, "WAIT": 0}))
+    rates.add(counters(uptime=1.0, commands={"SET": 3, "GET": 0, "WAIT": 0}).stats)
     assert sum(rates.each_second) == 100
-    rates.add(counters(uptime=2.0, commands={"SET": 5, "GET": 0, "WAIT": 0}))
+    rates.add(counters(uptime=2.0, commands={"SET": 5, "GET": 0, "WAIT": 0}).stats)
     assert rates.each_second[-1] == 2

@@ -10,8 +10,8 @@ import pytest
 
 from looking import World
 from tcpstore_async.diagnosis.facts import read_facts
-from tcpstore_async.diagnosis.ranks import Ranks
-from tcpstore_async.web.summary import MOST_RANKS, Summary, number_ranges
+from tcpstore_async.diagnosis.ranks import Ranks, number_ranges
+from tcpstore_async.web.summary import MOST_RANKS, Summary
 from web.scenes import large_reply
 
 
@@ -129,7 +129,7 @@ def test_98304_ranks() -> None:
 def test_ranges() -> None:
     assert number_ranges([]) == ""
     assert number_ranges([3]) == "3"
-    assert number_ranges([5, 0, 1, 2, 7, 6, 4]) == "0–2, 4–7"
+    assert number_ranges([5, 0, 1, 2, 7, 6, 4], "–") == "0–2, 4–7"
     assert number_ranges(range(0, 100, 2)).endswith("62 and 18 more ranges")
 
 

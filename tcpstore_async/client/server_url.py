@@ -1,0 +1,37 @@
+"""A server's address as a URL: `tcp://HOST:PORT`, or `tcps://HOST:PORT` for TLS.
+
+It must not know where such a URL is written down, nor PyTorch's URLs, which have queries (`rendezvous_url.py`).
+"""
+
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from ..addresses import format_address
+
+FORM: Final = "tcp://HOST:PORT, or tcps://HOST:PORT for TLS"
+
+
+class ServerUrl(NamedTuple):
+    """A server's address."""
+
+    host: str
+    port: int
+    tls: bool
+    """Whether the URL asks for TLS."""
+
+    def __str__(self) -> str:
+        return f"{'tcps' if self.tls else 'tcp'}://{format_address(self.host, self.port)}"
+
+
+def parse_server_url(url: str, default_port: int = 0) -> ServerUrl:
+    """Return the address. The port may be left out only if there is a default. Raises ValueError for another URL."""
+    wrong = ValueError(f"{url!r} is not of the form {FORM}")
+    try:
+        parts = urlsplit(url)
+        port = default_port if parts.port is None else parts.port
+    except ValueError:
+        raise wrong from None
+    extra = parts.path.strip("/") or any(one in url for one in "?#@,")
+    if parts.scheme not in ("tcp", "tcps") or not parts.hostname or not port or extra:
+        raise wrong
+    return ServerUrl(parts.hostname, port, parts.scheme == "tcps")

@@ -1,0 +1,73 @@
+"""Ports on loopback that stand for stores with names."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from relay.test_same_user import needs_root, someone_else, try_it
+from support import LIMIT, RawPeer, Server, tcpstore_server
+from tcpstore_async import TCPStore
+from tcpstore_async.client.named_ports import _forward, listen, open_port
+from tcpstore_async.client.store_name import find_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with tcpstore_server() as server:
+        yield server
+
+
+@pytest.fixture
+def owner(server: Server, request: pytest.FixtureRequest) -> Iterator[TCPStore]:
+    name = str(request.node.name)
+    with TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}") as store:
+        store.set("k", "v")
+        yield store
+
+
+def port_of(store: TCPStore) -> int:
+    name = store._connection().name
+    assert store._server is not None
+    assert name is not None
+    return open_port(store._server, name, listen())
+
+
+@needs_root
+def test_other_users_are_refused(owner: TCPStore) -> None:
+    """What is at the other end of the port has this user's token; nor do they end it for its user."""
+    port = port_of(owner)
+    with someone_else() as stranger:
+        _, reply = try_it(stranger, port, count=3)
+    assert reply == b""
+    assert owner.list_keys() == ["k"]
+    with RawPeer(port) as own:
+        own.ping()
+
+
+def test_a_port_for_which_there_is_no_descriptor_ends_no_other(server: Server, owner: TCPStore) -> None:
+    """The kernel delivers an order without the socket if the process has as many files as it may have."""
+
+    async def main() -> None:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        name = owner._connection().name
+        url = find_server(f"tcp://127.0.0.1:{server.port}")
+        assert name is not None
+        assert url is not None
+        order = json.dumps([*url, name.name, name.incarnation, "", {}]).encode()
+        with mine, its, listen() as listener:
+            forwarding = asyncio.ensure_future(_forward(its, lambda _: True))
+            mine.send(order)
+            fds = array.array("i", [listener.fileno()])
+            mine.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            with await asyncio.to_thread(RawPeer, listener.getsockname()[1]) as peer:
+                await asyncio.to_thread(peer.ping)
+            mine.close()
+            await forwarding
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
