@@ -93,8 +93,7 @@ def open_port(
     Without a `token`, that of the environment is presented. With `until`, one end of a pair, the port lasts until the
     other end is shut. Raises DistNetworkError.
     """
-    shown = {variable: os.environ.get(variable, "") for variable in _CREDENTIALS}
-    order = json.dumps([server.host, server.port, server.tls, name.name, name.incarnation, token, shown]).encode()
+    order = _order(server, name, token)
     with _lock, listener:
         fds = [listener.fileno()] + ([] if until is None else [until.fileno()])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -109,6 +108,12 @@ def open_port(
             raise DistNetworkError(f"cannot forward connections to the store {name.name!r}: {error}") from None
         port: int = listener.getsockname()[1]
         return port
+
+
+def _order(server: ServerUrl, name: StoreName, token: str = "") -> bytes:
+    """Return what the process that forwards is told of a port."""
+    shown = {variable: os.environ.get(variable, "") for variable in _CREDENTIALS}
+    return json.dumps([*server, name.name, name.incarnation, token, shown]).encode()
 
 
 class LastingPort:
