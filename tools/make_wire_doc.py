@@ -103,7 +103,7 @@ written the keys, or not been counted, and how many `more` there are; `elsewhere
 (`who`, `does`, and for how long, `since`, if that is known). A process is described by `host`, `rank` and `pid`, as
 far as they are known. Ages, writers and ranks are known to a server that is observed by way of its admin socket. With
 a token for a prefix, no other keys are named. The nearest keys are those that differ by up to eight in one of their
-last four numbers; of the newest 32,768 keys also those that differ in any number, end alike, or differ in a few
+last four numbers; of the newest 16,384 keys also those that differ in any number, end alike, or differ in a few
 letters. A server that many ask at the same time may leave those out.
 
 A server has one store without a name, in which every connection begins and stock clients stay, and any number of stores

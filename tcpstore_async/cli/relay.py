@@ -46,6 +46,9 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
 @grace_option
 @token_file_option
 @click.option(
+    "--store", default="", metavar="NAME", help="Put the ranks into the store of this name, which must exist."
+)
+@click.option(
     "--same-user",
     is_flag=True,
     help="Reject connections of other users' processes, and of other hosts. Linux only.",
@@ -64,6 +67,7 @@ def relay_command(
     port_file: Path | None,
     log_format: str,
     grace: float,
+    store: str,
     same_user: bool,
     token_file: str | None,
     owner_fd: int | None,
@@ -113,6 +117,7 @@ def relay_command(
                 owner_fd=owner_fd,
                 token=token,
                 tls=files,
+                store=store,
                 ready=announce,
             )
         )

@@ -6,11 +6,15 @@ must not know other commands, or who uses the port.
 
 Invariants: a port listens before anybody learns of it. Only this user's processes are served, where the kernel says
 whose a connection is: the process presents its token for them. It ends when this one does, in whatever way. A port is
-given up when all its clients have gone; one that cannot be served harms no other.
+given up when all its clients have gone or, if it is a lasting one, when it is closed, and then who is connected stays
+so; one that cannot be served harms no other. Clients whose store ends learn of it by the end of their connection; why
+it has ended is one line on standard error.
 """
 
 import array
 import asyncio
+import atexit
+import contextlib
 import json
 import os
 import resource
@@ -20,21 +24,29 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistError, DistNetworkError
+from ..session.identity import CLOSED
 from .connect import connect
-from .credentials import find_token
+from .credentials import TOKEN, TOKEN_FILE, find_token
 from .forwarding import ForwardedConnection
 from .server_url import ServerUrl
 from .store_name import StoreName
-from .tls import ClientTls, files_from_environment
+from .tls import CA, CERT, KEY, ClientTls, files_from_environment
 
 _VALIDATE_BYTES: Final = 5
 _BACKLOG: Final = 128
 _LONGEST: Final = 64 * 1024
+
+_LAST_WORDS: Final = 1.0
+"""Seconds that are left, when the process ends, for finding out why a store has ended."""
+
+_CREDENTIALS: Final = (TOKEN, TOKEN_FILE, CA, CERT, KEY)
+"""Variables that may have changed since the process that forwards was started."""
 
 _PROGRAM: Final = """# the ports of this job's stores with names
 import sys
@@ -73,14 +85,18 @@ def listen() -> socket.socket:
     return listener
 
 
-def open_port(server: ServerUrl, name: StoreName, listener: socket.socket) -> int:
-    """Have the port of `listener`, which is closed here, stand for the store that has been entered; return the port.
+def open_port(
+    server: ServerUrl, name: StoreName, listener: socket.socket, token: str = "", until: socket.socket | None = None
+) -> int:
+    """Have the port of `listener`, which is closed here, stand for a store that is there; return the port.
 
-    Raises DistNetworkError.
+    Without a `token`, that of the environment is presented. With `until`, one end of a pair, the port lasts until the
+    other end is shut. Raises DistNetworkError.
     """
-    order = json.dumps([server.host, server.port, server.tls, name.name, name.incarnation]).encode()
+    order = _order(server, name, token)
     with _lock, listener:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))]
+        fds = [listener.fileno()] + ([] if until is None else [until.fileno()])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         try:
             try:
                 _running().sendmsg([order], rights)
@@ -92,6 +108,31 @@ def open_port(server: ServerUrl, name: StoreName, listener: socket.socket) -> in
             raise DistNetworkError(f"cannot forward connections to the store {name.name!r}: {error}") from None
         port: int = listener.getsockname()[1]
         return port
+
+
+def _order(server: ServerUrl, name: StoreName, token: str = "") -> bytes:
+    """Return what the process that forwards is told of a port."""
+    shown = {variable: os.environ.get(variable, "") for variable in _CREDENTIALS}
+    return json.dumps([*server, name.name, name.incarnation, token, shown]).encode()
+
+
+class LastingPort:
+    """A port that stands for a store until it is closed, however many clients come and go."""
+
+    def __init__(self, server: ServerUrl, name: str, token: str = "") -> None:
+        """Raises DistNetworkError."""
+        self._end, other = socket.socketpair()
+        with other:
+            try:
+                self.port = open_port(server, StoreName(name), listen(), token, other)
+            except BaseException:
+                self._end.close()
+                raise
+
+    def close(self) -> None:
+        """Give the port up. Connections stay as long as their store. Idempotent."""
+        with self._end, suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)  # works even if a child holds a copy
 
 
 def _running() -> socket.socket:
@@ -134,6 +175,17 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def _leave_open() -> None:
+    """At exit: C++ code may use a port for longer than Python runs. The kernel closes the socket after that."""
+    global _control
+    if _control is not None:
+        _control.detach()
+        _control = None
+
+
+atexit.register(_leave_open)
+
+
 # In the process that forwards
 
 
@@ -150,11 +202,12 @@ def main(control_fd: int, admits: Admits) -> None:
 async def _forward(control: socket.socket, admits: Admits) -> None:
     over = asyncio.Event()
     ports: set[_Port] = set()
+    explaining: set[asyncio.Task[None]] = set()
     loop = asyncio.get_running_loop()
 
     def read() -> None:
         try:
-            order, ancillary, _, _ = control.recvmsg(_LONGEST, socket.CMSG_SPACE(4))
+            order, ancillary, _, _ = control.recvmsg(_LONGEST, socket.CMSG_SPACE(8))
         except OSError:
             order, ancillary = b"", []
         fds = array.array("i")
@@ -162,29 +215,46 @@ async def _forward(control: socket.socket, admits: Admits) -> None:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         if not order:
             over.set()
+            loop.remove_reader(control)
         if not fds:  # at the limit of open files
             return
-        port = _Port(ports, admits, json.loads(order), socket.socket(fileno=fds[0]))
+        port = _Port(ports, explaining, admits, json.loads(order), *[socket.socket(fileno=fd) for fd in fds])
         port.starting = loop.create_task(port.start())
 
     control.setblocking(False)
     loop.add_reader(control, read)
     await over.wait()
+    if explaining:
+        await asyncio.wait(explaining, timeout=_LAST_WORDS)
 
 
 class _Port:
     """A listening socket that stands for a store."""
 
-    def __init__(self, ports: "set[_Port]", admits: Admits, order: list[Any], listener: socket.socket) -> None:
-        host, port, tls, name, incarnation = order
+    def __init__(
+        self,
+        ports: "set[_Port]",
+        explaining: "set[asyncio.Task[None]]",
+        admits: Admits,
+        order: list[Any],
+        listener: socket.socket,
+        until: socket.socket | None = None,
+    ) -> None:
+        host, port, tls, name, incarnation, token, shown = order
+        os.environ.update(shown)
         self.server = ServerUrl(host, port, tls)
         self.name = StoreName(name)
         self.name.incarnation = incarnation
         self.tls = ClientTls(files_from_environment()) if tls else None
+        self.token: str = token
         self.listener = listener
+        self.until = until
+        """Readable when a lasting port is to be given up; None if this is none."""
         self.ports = ports
         self.admits = admits
         self.connections = 0
+        self._explaining = explaining
+        self._explained = False
         self.starting: asyncio.Task[None] | None = None
         self._accepting: asyncio.AbstractServer | None = None
         ports.add(self)
@@ -193,6 +263,8 @@ class _Port:
         loop = asyncio.get_running_loop()
         self.listener.setblocking(False)
         self._accepting = await loop.create_server(lambda: _Connection(self).client, sock=self.listener)
+        if self.until is not None:
+            loop.add_reader(self.until, self.close)
 
     async def connect(self) -> socket.socket:
         """Return a connection that is in the store. Raises OSError if there can be none."""
@@ -201,17 +273,46 @@ class _Port:
             name = self.name.of_a_guest()
             name.waits = False
             peer, _ = await connect(
-                *self.server[:2], deadline, token=find_token(), tls=self.tls, name=name, refused_is_final=True
+                *self.server[:2],
+                deadline,
+                token=find_token(self.token or None),
+                tls=self.tls,
+                name=name,
+                refused_is_final=True,
             )
         except DistError as error:
             raise OSError(str(error)) from None
         return peer
 
+    def explain(self) -> None:
+        """Say once why the server has closed a connection that is in the store, unless its owner wanted that."""
+        if not self._explained:
+            self._explained = True
+            task = asyncio.get_running_loop().create_task(self._explain())
+            self._explaining.add(task)
+            task.add_done_callback(self._explaining.discard)
+
+    async def _explain(self) -> None:
+        try:
+            (await self.connect()).close()
+        except OSError as error:
+            if not str(error).endswith(CLOSED):
+                with contextlib.suppress(OSError, ValueError):  # nobody may read it
+                    print(f"tcpstore: {error}", file=sys.stderr, flush=True)
+
     def left(self) -> None:
         self.connections -= 1
-        if not self.connections and self._accepting is not None:
+        if not self.connections and self.until is None:
+            self.close()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        if self._accepting is not None:
             self._accepting.close()
-            self.ports.discard(self)
+        if self.until is not None:
+            asyncio.get_running_loop().remove_reader(self.until)
+            self.until.close()
+        self.ports.discard(self)
 
 
 class _Connection(ForwardedConnection):
@@ -240,7 +341,12 @@ class _Connection(ForwardedConnection):
             super().passed(by_client, data)
 
     def failed(self, address: str, error: OSError) -> None:
+        self.port.explain()
         self.close()
+
+    def ended(self, by_client: bool) -> None:
+        if not by_client and self._counts and not self.client.finished:
+            self.port.explain()
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
         super().lost(by_client, error)

@@ -29,6 +29,7 @@ from ..server.peer_user import PeerUsers, UnknownOwnerError
 from ..server.poller import READ, WRITE, WatchWith, make_poller
 from ..server.rate_limited_log import RateLimitedLog
 from ..session.link_client import ClientLink, Stream
+from .entering import Entry
 
 _read = os.read
 _write = os.write
@@ -97,6 +98,10 @@ class Rank(Stream):
         """Whether its first bytes have told who it is, as far as they do."""
         self._head: bytes = b""
         """Its first bytes, until then."""
+        self.greeting: int = 0 if relay.entry is None else len(relay.entry.greeting)
+        """How many of its first bytes are still to be read that are not passed on."""
+        self.entering: bytes | None = None
+        """What the server has replied to ENTER so far, while the rank is being put into a store with a name."""
 
     # The rank's side
 
@@ -117,6 +122,44 @@ class Rank(Stream):
         relay = self.relay
         relay.silent.pop(self, None)
         relay.link.open(self, self.host, self.port)
+        if relay.entry is not None:
+            self.entering = b""
+            self.queued = True
+            relay.link.send(self, relay.entry.request)
+
+    def enter(self, entry: Entry, reply: bytes) -> None:
+        """Let the rank begin once the server has put it into the store, or close it."""
+        try:
+            refusal = entry.refusal(reply)
+        except ProtocolError as error:
+            refusal = str(error)
+        if refusal is None:
+            self.entering = reply
+            return
+        relay = self.relay
+        self.entering = None
+        self.queued = False
+        if refusal:
+            relay.log_limited("entering", f"closed {format_address(self.host, self.port)}: {refusal}")
+            self.lose()
+        else:
+            relay.put_off(self)
+
+    def greet(self, entry: Entry) -> bool:
+        """Read what is left of the bytes that are not passed on; return whether that is all of them."""
+        try:
+            chunk = _read(self.fd, self.greeting)
+        except BlockingIOError:
+            return False
+        except OSError:
+            chunk = b""
+        if not chunk or not entry.greeting.startswith(chunk, len(entry.greeting) - self.greeting):
+            self.lose()
+            return False
+        self.greeting -= len(chunk)
+        if not self.described:
+            self.describe(chunk)
+        return self.greeting == 0
 
     def go_on(self) -> None:
         """Read what there is, as far as there is credit, up to the share of one turn of the loop."""
@@ -129,6 +172,10 @@ class Rank(Stream):
                 break
             if self.number == 0:
                 self.open()
+                if self.queued:
+                    return
+            if self.greeting and relay.entry is not None and not self.greet(relay.entry):
+                return
             size = min(self.credit, _READ)
             if size <= 0:
                 self.starved = True
@@ -198,6 +245,10 @@ class Rank(Stream):
         if self.unsent is not None:
             self.unsent.append(data)
             return
+        if self.entering is not None and self.relay.entry is not None:
+            self.relay.link.consume(self, len(data))
+            self.enter(self.relay.entry, self.entering + data)
+            return
         try:
             count = _write(self.fd, data)
         except BlockingIOError:
@@ -263,11 +314,12 @@ class Relay:
         watch_with: WatchWith = make_poller,
         users: PeerUsers | None = None,
         describe: Callable[[bytes, str], dict[str, str]] | None = None,
+        entry: Entry | None = None,
     ) -> None:
         """`make_link` makes a link with a new identity. `listener` is closed when the relay stops accepting.
 
         With `users`, only connections of this process's user are accepted. `describe` returns what is known of a rank,
-        by its first `HEAD_BYTES` bytes and its address.
+        by its first `HEAD_BYTES` bytes and its address. `entry` puts the ranks into a store with a name.
         """
         self.listener = listener
         self.host: str = listener.getsockname()[0]
@@ -300,6 +352,7 @@ class Relay:
         """Takes over a rank's connection while the state is DIRECT."""
         self.users = users
         self.describe = describe
+        self.entry = entry
         self.poller = watch_with(self.loop, self.ready)
         self.rate_limited = RateLimitedLog()
         self.audit = AuditLog(Limits().audit_lines)
@@ -485,6 +538,7 @@ class Relay:
                     or rank.queued
                     or rank.credit < _FIRST_READ
                     or not rank.number
+                    or rank.greeting
                     or rank.ended
                     or rank.leaving
                     or not link.has_room()

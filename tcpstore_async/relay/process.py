@@ -32,18 +32,22 @@ class RelayProcess:
         self,
         upstream: str,
         timeout: float = _START_SECONDS,
-        token: str = "",
+        token: str | None = "",
         files: TlsFiles | None = None,
         quiet: bool = False,
+        store: str = "",
     ) -> None:
         """Start a relay in front of the server at the URL `upstream`; wait up to `timeout` seconds until it listens.
 
-        The server may start later. The relay presents `token`, and none if it is empty, whatever the environment says.
-        `files` take the place of those that the environment names for TLS. With `quiet` its log is dropped.
+        The server may start later. The relay presents `token`, and none if it is empty, whatever the environment says;
+        None leaves it to that. `files` take the place of those that the environment names for TLS. With `quiet` its log
+        is dropped. The ranks are put into the `store` of this name, if one is given.
         Raises DistNetworkError if the relay does not start.
         """
         command = [sys.executable, "-m", "tcpstore_async", "relay", "--upstream", upstream, "--port", "0"]
-        given = {TOKEN: token}
+        if store:
+            command += ["--store", store]
+        given = {} if token is None else {TOKEN: token}
         if files is not None:
             given |= {CA: files.ca, CERT: files.cert, KEY: files.key}
         # The relay ends when its standard input does: when this process has closed it, or has ended.
@@ -57,7 +61,8 @@ class RelayProcess:
                     stdout=subprocess.PIPE,
                     start_new_session=True,
                     stderr=subprocess.DEVNULL if quiet else None,
-                    env={name: value for name, value in os.environ.items() if name != TOKEN_FILE} | given,
+                    env={name: text for name, text in os.environ.items() if token is None or name != TOKEN_FILE}
+                    | given,
                 )
         except BaseException:
             end.close()

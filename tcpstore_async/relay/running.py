@@ -29,6 +29,7 @@ from ..serving import drain_when_told, tune_gc, watch_signals
 from ..session.link_client import ClientLink
 from .core import Relay
 from .describing import describer
+from .entering import Entry
 from .upstream import Upstream
 
 log = logging.getLogger("tcpstore_async.server")
@@ -46,14 +47,16 @@ async def relay(
     same_user: bool = False,
     token: Callable[[], bytes] = find_token,
     tls: TlsFiles | None = None,
+    store: str = "",
 ) -> AsyncIterator[Relay]:
     """Run a relay on the running loop for as long as the context lasts; `.port` is its port.
 
     `servers`, hosts and ports, are tried in order. `listener`, a TCP socket that is listening, takes the place of
     `host` and `port`; it is closed at the end. `same_user` rejects connections of other users' processes, and of other
     hosts. `token` is called for every connection and returns what it presents; by default that is the token of the
-    environment. With `tls`, connections to the servers are encrypted. Raises DistNetworkError if the address cannot be
-    had, if one of the files of `tls` cannot be used, or if `same_user` is not possible on this system.
+    environment. With `tls`, connections to the servers are encrypted. Ranks are put into the `store` of this name, if
+    one is given. Raises DistNetworkError if the address cannot be had, if one of the files of `tls` cannot be used, or
+    if `same_user` is not possible on this system.
     """
     client_tls = None if tls is None else ClientTls(tls)
     listening = listener if listener is not None else listen(host, port)
@@ -63,7 +66,13 @@ async def relay(
             raise DistNetworkError(f"{format_address(*where)} is the relay's own address, not a server's")
         users = inherited.enter_context(closing(PeerUsers())) if same_user else None
         place = f"{this_network()}/{format_address(*where)}"  # the same for the relay that comes after this one
-        running = Relay(listening, partial(ClientLink, place, _description()), users=users, describe=describer())
+        running = Relay(
+            listening,
+            partial(ClientLink, place, _description()),
+            users=users,
+            describe=describer(),
+            entry=Entry(store) if store else None,
+        )
         upstream = Upstream(running, servers, token, client_tls)
         connecting: asyncio.Task[None] | None = None
         try:
@@ -93,14 +102,15 @@ async def run(
     owner_fd: int | None = None,
     token: Callable[[], bytes] = find_token,
     tls: TlsFiles | None = None,
+    store: str = "",
     ready: Callable[[Relay], None],
 ) -> None:
     """Relay until SIGTERM, after which ranks get up to `grace` seconds to leave, or SIGINT. For a process of its own.
 
     With the pipe or socket `owner_fd` signals are ignored, and its end ends the relay: the process that started it
-    holds the other end. `same_user`, `token` and `tls` are as for `relay`. `ready` is called once connections are
-    accepted. A socket that systemd has passed takes the place of the address. Raises DistNetworkError if the address,
-    or the socket `fd`, cannot be had, or if `same_user` is not possible.
+    holds the other end. `same_user`, `token`, `tls` and `store` are as for `relay`. `ready` is called once connections
+    are accepted. A socket that systemd has passed takes the place of the address. Raises DistNetworkError if the
+    address, or the socket `fd`, cannot be had, or if `same_user` is not possible.
     """
     signals = watch_signals() if owner_fd is None else _watch_owner(owner_fd)
     raise_file_limit()
@@ -108,7 +118,7 @@ async def run(
     listener = listen(host, port) if fd is None else adopt(fd)
     log_short_backlog()
     _warn_if_exposed(listener, same_user)
-    async with relay(servers, listener=listener, same_user=same_user, token=token, tls=tls) as running:
+    async with relay(servers, listener=listener, same_user=same_user, token=token, tls=tls, store=store) as running:
         tune_gc()
         ready(running)
         if owner_fd is not None:  # the service manager, if there is one, is the owner's

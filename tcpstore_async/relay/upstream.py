@@ -24,7 +24,7 @@ from ..client.requests import Request
 from ..client.tls import ClientTls
 from ..deadline import backoff
 from ..errors import AccessDeniedError, ProtocolError, counted
-from ..session.identity import LINKS, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
+from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
 from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..wire.commands import BY_METHOD, MAGIC
 from .core import LINKED, Relay
@@ -166,6 +166,8 @@ class Upstream:
             identity = await _identify(peer)
             if token:
                 await _authenticate(peer, identity, token)
+            if self.relay.entry is not None and (identity is None or identity.extension < NAMES):
+                raise _RefusedError("it does not support named stores")
             if identity is not None and identity.extension >= LINKS:
                 try:
                     return peer, await self._open_link(peer, server, identity.extension >= QUESTIONS)

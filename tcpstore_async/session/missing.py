@@ -36,7 +36,7 @@ _DESCRIBED: Final = 4
 _INDICES: Final = 100
 """Missing keys that are listed."""
 
-_SCANNED: Final = 32_768
+_SCANNED: Final = 16_384
 """Existing keys that are looked at, the newest ones: a key that nobody will write is awaited beside such."""
 
 _LETTERS: Final = 100
@@ -61,8 +61,8 @@ _PORTION: Final = 500
 _MOST_QUEUED: Final = 8
 """Questions that wait for a thorough search, besides the one that is searched for."""
 
-_KEPT: Final = 64
-"""Questions whose answers are kept, for as long as they cannot have changed."""
+_KEPT: Final = 8
+"""Questions whose answers are kept, for as long as they cannot have changed: few, as all are forgotten in one step."""
 
 _KEPT_BYTES: Final = 65_536
 """Bytes of the keys of such a question; a longer one is answered for each peer by itself."""
@@ -255,6 +255,7 @@ class Question:
     def _scan(self, search: Search) -> Iterator[None]:
         """Look at the newest keys."""
         keyspace = self._keyspace
+        yield
         newest = list(islice(reversed(keyspace.values), _SCANNED))
         newest += list(islice(keyspace.queues, _PORTION))
         yield

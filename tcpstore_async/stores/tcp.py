@@ -210,6 +210,7 @@ class TCPStore(Store):
         if self._owns:
             # Otherwise the end of the process would look like its loss, which gives the ranks no time to leave.
             self._ending = weakref.finalize(self, self._client.close)
+            self._client.extended(began=deadline.began)  # from now on a reset connection does not end the store
             if ranks is not None:
                 _wait_for_workers(self._client, ranks, deadline)
 

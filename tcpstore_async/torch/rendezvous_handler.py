@@ -42,12 +42,16 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from .. import errors
 from ..addresses import format_address
 from ..client.credentials import find_token
+from ..client.named_ports import LastingPort
+from ..client.server_url import ServerUrl
+from ..client.store_name import StoreName
 from ..client.tls import wants_tls
 from ..relay.process import RelayProcess
 from ..rendezvous_url import ROUND_VARIABLE
 from ..server.rate_limited_log import RateLimitedLog
 from ..stores.agent import Agent, Options, Pulse, Round, RoundsClosed, State, agent_name, is_closed
 from ..stores.tcp import TOKEN_KEYS
+from ..stores.tcp import TCPStore as PlainTCPStore
 from .stores import PrefixStore, Store, TCPStore
 
 BACKEND: Final = "tcpstore"
@@ -65,6 +69,12 @@ _ROUND_KEY: Final = "tcpstore.round"
 _FRESH: Final = 1.0
 """Seconds for which the state of the rounds is not requested again, as in PyTorch."""
 
+_NAMED: Final = 0
+"""In place of the port of a server that the workers have for themselves."""
+
+_MAX_RUN_ID: Final = 100
+"""Characters of the run id in the names of stores, which are limited."""
+
 _free_port: Final[Callable[[], int]] = get_free_port
 
 log = logging.getLogger("tcpstore_async.torchrun")
@@ -78,8 +88,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     Options in `--rdzv-conf`, times in seconds: is_host, read_timeout (60), join_timeout (600), last_call_timeout (30),
     close_timeout (30), heartbeat_timeout (5), keep_alive_interval (5), keep_alive_max_attempt (3). With relay=1, or
     TCPSTORE_RELAY=1 in the environment, the agent runs a relay for its workers. With tls=1, or TCPSTORE_TLS=1, the
-    servers that agents host offer TLS, and agents and relays use it. Raises ValueError if one of the times
-    is not positive, RendezvousConnectionError if the server cannot be reached or is not ours.
+    servers that agents host offer TLS, and agents, relays and the ports of workers use it. With named_store=0, each
+    round's workers get a server of their own. Raises ValueError if one of the times is not positive,
+    RendezvousConnectionError if the server cannot be reached or is not ours.
     """
     if not params.run_id:
         raise ValueError("The run id must be a non-empty string.")
@@ -94,34 +105,62 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         keep_alive_interval=_positive(params, "keep_alive_interval", 5),
         keep_alive_max_attempt=_positive(params, "keep_alive_max_attempt", 3),
     )
-    relay = params.get_as_bool("relay", os.environ.get(RELAY) == "1")
-    tls = bool(params.get_as_bool("tls", wants_tls(None)))
-    store = _open_store(params, read_timeout, tls)
+    relay = bool(params.get_as_bool("relay", os.environ.get(RELAY) == "1"))
+    named = bool(params.get_as_bool("named_store", True))
+    store = _open_store(params, read_timeout, params.get_as_bool("tls"))
     try:
         key = _enter(store, params.run_id)
-        return _Handler(params.run_id, store, key, options, params.local_addr or socket.getfqdn(), bool(relay), tls)
+        return _Handler(params.run_id, store, key, options, params.local_addr or socket.getfqdn(), relay, named)
     except (errors.DistError, NotImplementedError) as error:
         store.close()
         raise RendezvousConnectionError(str(error)) from error
 
 
+class _RoundStore(PlainTCPStore):
+    """The store of a round's workers, as the agent holds it that owns it."""
+
+    def __init__(self, name: str, server: ServerUrl, timeout: timedelta, token: str | None) -> None:
+        """Create it. Raises DistError if the server has no stores with names, or the token does not allow all of it."""
+        self._store_name = name
+        super().__init__(*server[:2], is_master=True, timeout=timeout, token=token, tls=server.tls, server=str(server))
+        try:
+            self.num_keys()  # not for a token that is for some keys only
+        except BaseException:
+            self.close()
+            raise
+
+    def _name(self, ranks: int | None) -> StoreName:
+        return StoreName(self._store_name, owner=os.urandom(16).hex())
+
+
 class _Handler(RendezvousHandler):
-    """The rendezvous of one agent. Each round has a server of its own for its workers."""
+    """The rendezvous of one agent. Each round has a store of its own for its workers.
+
+    That is one with a name on the agents' server, which each agent's workers reach by a port on loopback or, where
+    there can be none, the only store of a server that the first agent hosts.
+    """
 
     def __init__(
-        self, run_id: str, store: Store, key: str, options: Options, address: str, relay: bool, tls: bool
+        self, run_id: str, store: Store, key: str, options: Options, address: str, relay: bool, named: bool
     ) -> None:
+        plain = store._plain
         self._run_id = run_id
-        self._tls = tls
+        self._tls = plain._tls is not None
+        self._agents_server = plain._server or ServerUrl(plain.host, plain.port, self._tls)
+        self._made_token = None if find_token() else plain._token.decode() or None
+        """The token that this agent has made for its server and itself, which the environment does not have."""
         self._wants_relay = relay
+        self._wants_named = named
         self._relay: RelayProcess | None = None
+        self._port: LastingPort | None = None
+        self._round_store: _RoundStore | None = None
         self._store = store
         self._key = key
         self._address = address
         self._number = next(_numbers)
         self._agent = Agent(store._plain, key, agent_name(address, self._number), options)
         self._beats: _Beats | None = None
-        self._server: Any = None
+        self._server: TCPStore | None = None
         self._seen: State | None = None
         self._seen_at = 0.0
 
@@ -192,37 +231,76 @@ class _Handler(RendezvousHandler):
         too.
         """
         if found.rank == 0:
-            token = ""
-            if self.use_agent_store:
-                name = self._address if self._tls else "localhost"  # a certificate need not name the latter
-                token = secrets.token_hex(16) if _has_token() else ""
-                required = "all" if self._wants_relay else ""
-                self._server = TCPStore(
-                    name, 0, is_master=True, token=token, tls=self._tls, token_keys="", require_auth=required, server=""
-                )
-                if token and not required:
-                    log.warning(
-                        "the workers' server on port %d lets in clients without a token, because PyTorch's client "
-                        "cannot present one: with --rdzv-conf relay=1 the server requires one",
-                        self._server.port,
-                    )
-            port = self._server.port if self._server is not None else _free_port()
-            store.set(_ROUND_KEY, json.dumps([self._address, port, secrets.token_hex(8), token]))
+            name = secrets.token_hex(8)
+            port, token = self._host(self._store_name(found, name))
+            store.set(_ROUND_KEY, json.dumps([self._address, port, name, token]))
         address, port, name, token = json.loads(store.get(_ROUND_KEY))
-        if self._wants_relay:
+        if port == _NAMED:
+            address, port = self._open_port(self._store_name(found, name))
+        elif self._wants_relay:
             address, port = self._start_relay(address, port, token)
         return RendezvousStoreInfo(address, port), name
+
+    def _store_name(self, found: Round, name: str) -> str:
+        """Return the name of the store of a round's workers, which is that of no other round of any job."""
+        return f"torchrun/{self._run_id[:_MAX_RUN_ID]}/{found.number}/{name}"
+
+    def _host(self, name: str) -> tuple[int, str]:
+        """Create the store of the workers; return its server's port, `_NAMED` for the agents' server, and its token."""
+        if not self.use_agent_store:
+            return _free_port(), ""
+        if self._wants_named:
+            reason = self._create(name)
+            if not reason:
+                return _NAMED, ""
+            log.warning("the workers get a server of their own instead of a named store: %s", reason)
+        host = self._address if self._tls else "localhost"  # a certificate need not name the latter
+        token = secrets.token_hex(16) if _has_token() else ""
+        required = "all" if self._wants_relay else ""
+        self._server = TCPStore(
+            host, 0, is_master=True, token=token, tls=self._tls, token_keys="", require_auth=required, server=""
+        )
+        if token and not required:
+            log.warning(
+                "the workers' server on port %d lets in clients without a token, because PyTorch's client "
+                "cannot present one: with --rdzv-conf relay=1 the server requires one",
+                self._server.port,
+            )
+        return self._server.port, token
+
+    def _create(self, name: str) -> str:
+        """Create the store with this name on the agents' server; return why it cannot be used, empty if it can."""
+        if wants_tls(None) and not self._wants_relay:
+            return "the workers use TLS themselves (TCPSTORE_TLS=1), which a port on loopback does not offer"
+        try:
+            self._round_store = _RoundStore(name, self._agents_server, self._store.timeout, self._made_token)
+            return ""
+        except errors.DistError as error:
+            return str(error)
+
+    def _open_port(self, name: str) -> tuple[str, int]:
+        """Have a port on loopback stand for the store with this name, for this agent's workers; return where it is."""
+        try:
+            if self._wants_relay:
+                self._relay = RelayProcess(str(self._agents_server), token=self._made_token, store=name)
+                return "127.0.0.1", self._relay.port
+        except (OSError, errors.DistError) as error:
+            log.warning("could not start a relay (%s); the workers' connections are forwarded one by one", error)
+        try:
+            self._port = LastingPort(self._agents_server, name, self._made_token or "")
+        except errors.DistError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        return "127.0.0.1", self._port.port
 
     def _start_relay(self, address: str, port: int, token: str) -> tuple[str, int]:
         """Start a relay for this agent's workers, and return where it listens; without one, where the server does."""
         if not self.use_agent_store:
             log.warning("no relay: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 lets a worker host the server")
             return address, port
+        where = format_address(address, port)
         try:
-            where = format_address(address, port)
             self._relay = RelayProcess(f"{'tcps' if self._tls else 'tcp'}://{where}", token=token)
         except (OSError, errors.DistError) as error:
-            where = format_address(address, port)
             log.warning("could not start a relay (%s); the workers connect to the server at %s", error, where)
             return address, port
         return "127.0.0.1", self._relay.port
@@ -257,12 +335,11 @@ class _Handler(RendezvousHandler):
 
     def _close_server(self) -> None:
         """Close what was started for the workers of the last round."""
-        relay, self._relay = self._relay, None
-        if relay is not None:
-            relay.close()
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        started = (self._port, self._relay, self._round_store, self._server)
+        self._port = self._relay = self._round_store = self._server = None
+        for one in started:
+            if one is not None:
+                one.close()
 
     def _record(self, what: str, state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
         """Log what this agent does, and record it as an event of PyTorch's."""
@@ -315,7 +392,7 @@ def _has_token() -> bool:
     return bool(find_token() or os.environ.get(TOKEN_KEYS))
 
 
-def _open_store(params: RendezvousParameters, timeout: timedelta, tls: bool) -> Store:
+def _open_store(params: RendezvousParameters, timeout: timedelta, tls: bool | None) -> Store:
     """Host the server, or connect to the one that runs already."""
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     asked = params.get_as_bool("is_host")

@@ -765,8 +765,13 @@ def test_a_signal_just_before_the_wait(gate: Gate, key: str, monkeypatch: pytest
 
 
 SIGPIPE = """
-import signal, sys, warnings
+import signal, sys, threading
 from tcpstore_async import DistNetworkError, TCPStore
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = refuse  # the background loop would notice the loss, and nothing would be sent
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
     store.set("a", "1")

@@ -25,6 +25,7 @@ from client.fakes import Proxy, fake_server, freezable, proxy_to, silent
 from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import pool, requests
+from tcpstore_async.deadline import Deadline
 from tcpstore_async.serving import build
 
 
@@ -873,3 +874,24 @@ def test_an_error_shows_nothing_internal() -> None:
         with pytest.raises(DistNetworkError) as lost:
             store.num_keys()
         assert lost.value.__suppress_context__
+
+
+def test_missing_keys_are_found_in_few_round_trips(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a time-out, a rank of a large world looks for all others: not with a round trip for each."""
+    present = {f"few/{number}" for number in range(0, 1500, 3)}
+    for name in present:
+        store.set(name, "")
+    client = store._connection()
+    batches: list[int] = []
+    call_all = client.call_all
+
+    def counted(batch: list[Any], *options: Any) -> list[Any]:
+        batches.append(len(batch))
+        return call_all(batch, *options)
+
+    monkeypatch.setattr(client, "call_all", counted)
+    names = [f"few/{number}" for number in range(1500)]
+    absent, complete = store._absent(names, Deadline(LIMIT))
+    assert complete
+    assert absent == [place for place, name in enumerate(names) if name not in present]
+    assert batches == [512, 512, 476]

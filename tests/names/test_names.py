@@ -301,6 +301,17 @@ def suspended(server: Server) -> int:
     return sum(fact["stats"]["links"]["suspended"] for fact in facts if "stats" in fact)
 
 
+def test_a_store_survives_although_its_owner_has_called_nothing(port: int, name: str) -> None:
+    with resetter(port) as proxy:
+        owner = TCPStore(name, 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{proxy.port}")
+        with TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}") as rank:
+            rank.set("k", "v")
+            proxy.reset()
+            assert owner.get("k") == b"v"
+            assert rank.get("k") == b"v"
+        owner.close()
+
+
 def test_port_0_is_a_free_name(url: str) -> None:
     with TCPStore("localhost", 0, None, True, LIMIT, server=url) as store:
         assert store.port

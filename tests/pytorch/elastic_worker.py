@@ -41,6 +41,7 @@ def main(folder: Path, what: str) -> None:
         "pid": os.getpid(),
         "host": os.environ["MASTER_ADDR"],
         "port": os.environ["MASTER_PORT"],
+        "round": os.environ["TCPSTORE_ROUND"],
     }
     path = folder / "seen"
     with path.open("a") as file:

@@ -15,11 +15,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -29,9 +31,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from support import tcpstore_server, torch_server
+from support import Server, tcpstore_server, torch_server
 from tcpstore_async import AccessDeniedError
 from tcpstore_async import TCPStore as PlainTCPStore
+from tcpstore_async.cli import main
+from tcpstore_async.client import named_ports, store_name
 from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.torch import TCPStore, rendezvous_handler
 from tls.certificates import HOSTS, certificates
@@ -55,12 +59,20 @@ once = pytest.mark.skipif(
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forwarding() -> Iterator[None]:
+    """The process that forwards for handlers of this one ends with the tests."""
+    yield
+    named_ports._forget()
+
+
 class Job:
     """Agents that share a folder, and what their workers wrote there."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, run_id: str = "job") -> None:
         self.folder = folder
         self.port = port
+        self.run_id = run_id
         self.agents: list[Program] = []
 
     def agent(self, what: str, nodes: str = "2", workers: str = "1", conf: str = CONF, **env: str) -> Program:
@@ -68,7 +80,7 @@ class Job:
             HERE / "elastic_agent.py",
             *("--nnodes", nodes),
             *("--nproc-per-node", workers, "--max-restarts", "3", "--monitor-interval", "0.1"),
-            *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job"),
+            *("--rdzv-backend", "tcpstore", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.run_id),
             *("--rdzv-conf", conf),
             *(str(HERE / "elastic_worker.py"), str(self.folder), what),
             env={"OMP_NUM_THREADS": "1", **env},
@@ -119,11 +131,11 @@ def job(tmp_path: Path, port: int) -> Iterator[Job]:
 
 def groups(seen: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
     """The worlds that formed, one after the other: the sum over the ranks, and the ranks."""
-    ports = list(dict.fromkeys(one["port"] for one in seen))
+    rounds = list(dict.fromkeys(one["round"] for one in seen))
     assert not any(one["stale"] for one in seen)
     found = []
-    for port in ports:
-        world = [one for one in seen if one["port"] == port]
+    for name in rounds:
+        world = [one for one in seen if one["round"] == name]
         (total,) = {one["sum"] for one in world}
         found.append((int(total), sorted(one["rank"] for one in world)))
     return found
@@ -221,6 +233,75 @@ def test_on_a_running_server_either_agent_may_be_killed(job: Job, victim: int) -
         assert not any(one["stale"] for one in job.seen())
 
 
+def stores(server: Server) -> list[tuple[str, int]]:
+    """The run IDs and rounds of the stores with names."""
+    done = CliRunner().invoke(main, ["stores", "--url", f"tcp://127.0.0.1:{server.port}", "-o", "json"])
+    names = [one["name"].split("/") for one in json.loads(done.stdout)]
+    assert all(name[0] == "torchrun" for name in names)
+    return sorted((name[1], int(name[2])) for name in names)
+
+
+def marked(mark: str) -> list[str]:
+    """The processes that have this text in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+@once
+@pytest.mark.parametrize("relay", ["0", "1"])
+def test_agents_leave_no_store_and_no_process(
+    job: Job, relay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a round of two, of one, because the owner of the store was killed, and the end."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    mark = f"of-{tmp_path.name}-{os.getpid()}"
+    with tcpstore_server() as server:
+        job.port = server.port
+        agents = [job.agent("hold", nodes="1:2", TEST_MARK=mark, TCPSTORE_RELAY=relay) for _ in range(2)]
+        job.until(lambda: sum(one["sum"] == 2 for one in job.seen()) >= 2)
+        job.until(lambda: len(stores(server)) == 1)
+        first = stores(server)
+        (owner,) = [one["agent"] for one in job.seen() if one["sum"] == 2 and one["rank"] == 0]
+        dead, alive = sorted(agents, key=lambda agent: agent.pid != owner)
+        job.kill(dead)
+        job.until(lambda: alone(job))
+        job.until(lambda: len(stores(server)) == 1 and stores(server) > first)
+        (job.folder / "go").touch()
+        job.end(alive)
+        assert not any(one["stale"] for one in job.seen())
+        job.until(lambda: stores(server) == [])
+        job.until(lambda: marked(mark) == [])
+
+
+@once
+def test_two_jobs_on_one_server(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same time, each with a store of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "other").mkdir()
+    with tcpstore_server() as server:
+        job.port = server.port
+        other = Job(tmp_path / "other", server.port, "other")
+        try:
+            agents = [one.agent("hold", nodes="1") for one in (job, other)]
+            job.until(lambda: len(job.seen()) == 1 and len(other.seen()) == 1)
+            assert stores(server) == [("job", 0), ("other", 0)]
+            (tmp_path / "go").touch()
+            (tmp_path / "other" / "go").touch()
+            job.end(*agents)
+        finally:
+            for agent in other.agents:
+                if agent.poll() is None:
+                    other.kill(agent)
+                agent.end()
+        job.until(lambda: stores(server) == [])
+    for one in (job, other):
+        assert groups(one.seen()) == [(1, [0])]
+
+
 @once
 def test_jobs_with_one_id_in_a_row(job: Job, tmp_path: Path) -> None:
     """On a daemon: after one that ended, and at once after one that was killed."""
@@ -316,6 +397,55 @@ def test_a_handler_joins_and_closes(server: int) -> None:
 
 
 @pytest.mark.parametrize("relay", ["0", "1"])
+def test_a_token_of_the_agents_opens_the_store_of_a_round(
+    relay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is beside the workers presents it; workers that have it may present it, too."""
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret\n")
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+        monkeypatch.setenv("TCPSTORE_TOKEN", TokenKeys([("k1", b"a secret")]).create())
+        handler = rendezvous_handler.create_handler(parameters(own.port, relay=relay))
+        where = handler.next_rendezvous().bootstrap_store_info
+        assert where is not None
+        for token in ("", os.environ["TCPSTORE_TOKEN"]):
+            with TCPStore("127.0.0.1", where.master_port, timeout=timedelta(seconds=PATIENCE), token=token) as store:
+                store.set("k", "v")
+                assert store.get("k") == b"v"
+        assert not caplog.messages
+        assert handler.shutdown()
+
+
+@pytest.mark.parametrize("access", [{"prefix": "tcpstore."}, {"store": "agents:1"}])
+def test_a_token_for_less_than_a_store_leaves_the_workers_a_server(
+    access: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret\n")
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+        token = TokenKeys([("k1", b"a secret")]).create(**cast(Any, access))
+        owner = None
+        params = parameters(own.port)
+        if "store" in access:
+            monkeypatch.setenv("TCPSTORE_SERVER_URL", f"tcp://127.0.0.1:{own.port}")
+            params = RendezvousParameters("tcpstore", "agents:1", "job", 1, 1, is_host="0")
+            owner = PlainTCPStore("agents", 1, None, True, token=token)
+        monkeypatch.setenv("TCPSTORE_TOKEN", token)
+        handler = rendezvous_handler.create_handler(params)
+        where = handler.next_rendezvous().bootstrap_store_info
+        assert where is not None
+        with PlainTCPStore("127.0.0.1", where.master_port, timeout=PATIENCE, token="", server="") as store:
+            store.set("k", "v")
+            assert store.get("k") == b"v"
+        assert sum("a server of their own instead of a named store" in message for message in caplog.messages) == 1
+        assert handler.shutdown()
+        if owner is not None:
+            owner.close()
+
+
+@pytest.mark.parametrize("relay", ["0", "1"])
 def test_a_token_protects_the_workers_server(
     relay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,7 +457,7 @@ def test_a_token_protects_the_workers_server(
         with pytest.raises(RendezvousConnectionError, match="the server requires a token: set TCPSTORE_TOKEN_FILE"):
             rendezvous_handler.create_handler(parameters(own.port))
         monkeypatch.setenv("TCPSTORE_TOKEN", TokenKeys([("k1", b"a secret")]).create())
-        one = rendezvous_handler.create_handler(parameters(own.port, relay=relay))
+        one = rendezvous_handler.create_handler(parameters(own.port, relay=relay, named_store="0"))
         where = one.next_rendezvous().bootstrap_store_info
         assert where is not None
         port = where.master_port
@@ -342,6 +472,28 @@ def test_a_token_protects_the_workers_server(
         warned = f"the workers' server on port {port} lets in clients without a token"
         assert any(message.startswith(warned) for message in caplog.messages) == (relay == "0")
         assert one.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("variable", "reason"),
+    [("TCPSTORE_TLS", "the workers use TLS themselves"), ("", "does not support named stores")],
+)
+def test_workers_for_whom_there_is_no_named_store_get_a_server(
+    server: int, variable: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = rendezvous_handler.create_handler(parameters(server, tls="0"))
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    else:
+        monkeypatch.setattr(store_name, "NAMES", 1000)
+    found = handler.next_rendezvous().bootstrap_store_info
+    assert found is not None
+    assert found.master_addr == cast(Any, handler)._address
+    with TCPStore("localhost", found.master_port, tls=False) as store:
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+    assert [reason in message for message in caplog.messages if message.startswith("the workers get")] == [True]
+    assert handler.shutdown()
 
 
 def test_a_closed_rendezvous_is_left_for_the_next_epoch(server: int) -> None:
@@ -405,7 +557,10 @@ def test_two_agents_that_think_they_host(port: int) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda handler: handler.next_rendezvous(), both))
     assert sorted(one.rank for one in found) == [0, 1]
-    assert len({one.bootstrap_store_info.master_port for one in found if one.bootstrap_store_info}) == 1
+    ports = [one.bootstrap_store_info.master_port for one in found if one.bootstrap_store_info]
+    with TCPStore("127.0.0.1", ports[0]) as first, TCPStore("127.0.0.1", ports[1]) as second:
+        first.set("k", "v")
+        assert second.get("k") == b"v"
     for handler in reversed(both):
         handler.shutdown()
 

@@ -1,0 +1,79 @@
+"""Ports that stand for a store with a name until they are closed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.fault_helpers import program, until
+from support import LIMIT, RawPeer, refused, tcpstore_server
+from tcpstore_async import TCPStore
+from tcpstore_async.client import named_ports
+from tcpstore_async.client.named_ports import LastingPort
+from tcpstore_async.client.server_url import ServerUrl
+from tcpstore_async.tokens import TokenKeys
+
+
+@pytest.fixture(autouse=True)
+def _forwarding() -> Iterator[None]:
+    """The process that forwards ends with the test."""
+    yield
+    named_ports._forget()
+
+
+def test_it_outlasts_its_clients_and_they_outlast_it() -> None:
+    with (
+        tcpstore_server() as server,
+        TCPStore("node7", 4711, None, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}") as owner,
+    ):
+        port = LastingPort(ServerUrl("127.0.0.1", server.port, False), "node7:4711")
+        for number in range(3):
+            with TCPStore("127.0.0.1", port.port, timeout=LIMIT, server="") as rank:
+                rank.set(str(number), "v")
+                assert owner.get(str(number)) == b"v"
+        with RawPeer(port.port) as rank:
+            rank.ping()
+            port.close()
+            port.close()
+            until(lambda: refused(port.port), "the port is closed")
+            rank.ping()
+
+
+def test_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that is given, or that of the environment as it is now."""
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret\n")
+    token = TokenKeys([("k1", b"a secret")]).create()
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as server:
+        where = ServerUrl("127.0.0.1", server.port, False)
+        ports = [LastingPort(where, "node7:4711", token)]
+        monkeypatch.setenv("TCPSTORE_TOKEN", token)
+        ports.append(LastingPort(where, "node7:4711"))
+        with TCPStore("node7", 4711, None, True, LIMIT, server=str(where)):
+            for port in ports:
+                with RawPeer(port.port) as rank:
+                    rank.ping()
+                port.close()
+
+
+_OWNER = """
+import sys
+from tcpstore_async.client.named_ports import LastingPort
+from tcpstore_async.client.server_url import ServerUrl
+port = LastingPort(ServerUrl("127.0.0.1", int(sys.argv[1]), False), "node7:4711")
+print(port.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_ends_with_its_process() -> None:
+    with tcpstore_server() as server, program(_OWNER, str(server.port)) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        assert not refused(port)
+        process.send_signal(signal.SIGKILL)
+        until(lambda: refused(port), "the port is closed")
