@@ -60,7 +60,7 @@ SLOW = (
     *("unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
     *("client/test_joins.py", "client/test_load.py", "client/test_load_replay.py", "client/test_master.py"),
     *("client/test_signals.py", "unit/test_cli_doctor.py", "unit/test_cli_look.py", "unit/test_cli_top.py"),
-    *("relay/test_conformance.py", "relay/test_without_links.py"),
+    *("relay/test_conformance.py", "relay/test_without_links.py", "names/test_many_groups.py"),
     *("server/test_server_process.py", "server/test_server_forks.py", "server/test_server_master.py"),
     *("server/test_server_log.py", "server/test_server_threaded.py", "simulation/test_proxied.py"),
     *("test_builds.py", "test_demo.py", "test_deploy.py", "test_examples.py", "test_install.py", "test_tutorial.py"),

@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,10 @@ ADDRESSES = ("10.203.17.1", "10.203.17.2")
 
 INTERFACE = "pair"
 """The name of the interface, on each host."""
+
+DATA_ADDRESSES = ("10.203.18.1", "10.203.18.2")
+DATA_INTERFACE = "data"
+"""Of a second network, as of hosts that have one for the data of a job alone."""
 
 _CLONE_NEWNET = 0x4000_0000
 _ETH_P_ALL = 3
@@ -96,16 +100,39 @@ def two_networks() -> Iterator[tuple[Network, Network]]:
         for one in (first, second):
             _ip("netns", "add", one.name)
             made.append(one)
-        peer = ("type", "veth", "peer", "name", INTERFACE, "netns", second.name)
-        _ip("-n", first.name, "link", "add", INTERFACE, *peer)
-        for one in (first, second):
-            _ip("-n", one.name, "address", "add", f"{one.address}/24", "dev", INTERFACE)
-            for interface in ("lo", INTERFACE):
-                _ip("-n", one.name, "link", "set", interface, "up")
+            _ip("-n", one.name, "link", "set", "lo", "up")
+        _join(made, INTERFACE, ADDRESSES)
         yield first, second
     finally:
         for one in made:
             _ip("netns", "delete", one.name)
+
+
+def _join(hosts: Sequence[Network], interface: str, addresses: Sequence[str]) -> None:
+    first, second = hosts
+    peer = ("type", "veth", "peer", "name", interface, "netns", second.name)
+    _ip("-n", first.name, "link", "add", interface, *peer)
+    for one, address in zip(hosts, addresses, strict=True):
+        _ip("-n", one.name, "address", "add", f"{address}/24", "dev", interface)
+        _ip("-n", one.name, "link", "set", interface, "up")
+
+
+def join_for_data(hosts: Sequence[Network]) -> None:
+    """Join two hosts by a second network."""
+    _join(hosts, DATA_INTERFACE, DATA_ADDRESSES)
+
+
+def close_all_but(port: int, hosts: Sequence[Network]) -> None:
+    """Let nothing pass the first network of two hosts but TCP connections to this port of the first host.
+
+    Rules of routing do that, which need no firewall in the kernel; they hold for what arrives, too. Raises
+    CalledProcessError where there are none.
+    """
+    first, second = hosts
+    for one, other, side in ((first, second, "sport"), (second, first, "dport")):
+        open_ = ("to", other.address, "ipproto", "tcp", side, str(port))
+        _ip("-n", one.name, "rule", "add", "priority", "100", *open_, "lookup", "main")
+        _ip("-n", one.name, "rule", "add", "priority", "101", "to", other.address, "unreachable")
 
 
 def _ip(*words: str) -> None:

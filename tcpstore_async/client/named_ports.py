@@ -7,11 +7,14 @@ must not know other commands, or who uses the port.
 Invariants: a port listens before anybody learns of it. Only this user's processes are served, where the kernel says
 whose a connection is: the process presents its token for them. It ends when this one does, in whatever way. A port is
 given up when all its clients have gone or, if it is a lasting one, when it is closed, and then who is connected stays
-so; one that cannot be served harms no other.
+so; one that cannot be served harms no other. Clients whose store ends learn of it by the end of their connection; why
+it has ended is one line on standard error.
 """
 
 import array
 import asyncio
+import atexit
+import contextlib
 import json
 import os
 import resource
@@ -27,6 +30,7 @@ from typing import Any, Final
 
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistError, DistNetworkError
+from ..session.identity import CLOSED
 from .connect import connect
 from .credentials import TOKEN, TOKEN_FILE, find_token
 from .forwarding import ForwardedConnection
@@ -37,6 +41,9 @@ from .tls import CA, CERT, KEY, ClientTls, files_from_environment
 _VALIDATE_BYTES: Final = 5
 _BACKLOG: Final = 128
 _LONGEST: Final = 64 * 1024
+
+_LAST_WORDS: Final = 1.0
+"""Seconds that are left, when the process ends, for finding out why a store has ended."""
 
 _CREDENTIALS: Final = (TOKEN, TOKEN_FILE, CA, CERT, KEY)
 """Variables that may have changed since the process that forwards was started."""
@@ -86,8 +93,7 @@ def open_port(
     Without a `token`, that of the environment is presented. With `until`, one end of a pair, the port lasts until the
     other end is shut. Raises DistNetworkError.
     """
-    shown = {variable: os.environ.get(variable, "") for variable in _CREDENTIALS}
-    order = json.dumps([server.host, server.port, server.tls, name.name, name.incarnation, token, shown]).encode()
+    order = _order(server, name, token)
     with _lock, listener:
         fds = [listener.fileno()] + ([] if until is None else [until.fileno()])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -102,6 +108,12 @@ def open_port(
             raise DistNetworkError(f"cannot forward connections to the store {name.name!r}: {error}") from None
         port: int = listener.getsockname()[1]
         return port
+
+
+def _order(server: ServerUrl, name: StoreName, token: str = "") -> bytes:
+    """Return what the process that forwards is told of a port."""
+    shown = {variable: os.environ.get(variable, "") for variable in _CREDENTIALS}
+    return json.dumps([*server, name.name, name.incarnation, token, shown]).encode()
 
 
 class LastingPort:
@@ -163,6 +175,17 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def _leave_open() -> None:
+    """At exit: C++ code may use a port for longer than Python runs. The kernel closes the socket after that."""
+    global _control
+    if _control is not None:
+        _control.detach()
+        _control = None
+
+
+atexit.register(_leave_open)
+
+
 # In the process that forwards
 
 
@@ -179,6 +202,7 @@ def main(control_fd: int, admits: Admits) -> None:
 async def _forward(control: socket.socket, admits: Admits) -> None:
     over = asyncio.Event()
     ports: set[_Port] = set()
+    explaining: set[asyncio.Task[None]] = set()
     loop = asyncio.get_running_loop()
 
     def read() -> None:
@@ -191,14 +215,17 @@ async def _forward(control: socket.socket, admits: Admits) -> None:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         if not order:
             over.set()
+            loop.remove_reader(control)
         if not fds:  # at the limit of open files
             return
-        port = _Port(ports, admits, json.loads(order), *[socket.socket(fileno=fd) for fd in fds])
+        port = _Port(ports, explaining, admits, json.loads(order), *[socket.socket(fileno=fd) for fd in fds])
         port.starting = loop.create_task(port.start())
 
     control.setblocking(False)
     loop.add_reader(control, read)
     await over.wait()
+    if explaining:
+        await asyncio.wait(explaining, timeout=_LAST_WORDS)
 
 
 class _Port:
@@ -207,6 +234,7 @@ class _Port:
     def __init__(
         self,
         ports: "set[_Port]",
+        explaining: "set[asyncio.Task[None]]",
         admits: Admits,
         order: list[Any],
         listener: socket.socket,
@@ -225,6 +253,8 @@ class _Port:
         self.ports = ports
         self.admits = admits
         self.connections = 0
+        self._explaining = explaining
+        self._explained = False
         self.starting: asyncio.Task[None] | None = None
         self._accepting: asyncio.AbstractServer | None = None
         ports.add(self)
@@ -253,6 +283,22 @@ class _Port:
         except DistError as error:
             raise OSError(str(error)) from None
         return peer
+
+    def explain(self) -> None:
+        """Say once why the server has closed a connection that is in the store, unless its owner wanted that."""
+        if not self._explained:
+            self._explained = True
+            task = asyncio.get_running_loop().create_task(self._explain())
+            self._explaining.add(task)
+            task.add_done_callback(self._explaining.discard)
+
+    async def _explain(self) -> None:
+        try:
+            (await self.connect()).close()
+        except OSError as error:
+            if not str(error).endswith(CLOSED):
+                with contextlib.suppress(OSError, ValueError):  # nobody may read it
+                    print(f"tcpstore: {error}", file=sys.stderr, flush=True)
 
     def left(self) -> None:
         self.connections -= 1
@@ -295,7 +341,12 @@ class _Connection(ForwardedConnection):
             super().passed(by_client, data)
 
     def failed(self, address: str, error: OSError) -> None:
+        self.port.explain()
         self.close()
+
+    def ended(self, by_client: bool) -> None:
+        if not by_client and self._counts and not self.client.finished:
+            self.port.explain()
 
     def lost(self, by_client: bool, error: Exception | None) -> None:
         super().lost(by_client, error)

@@ -4,8 +4,9 @@ A recorder sees when requests and replies pass, not when they are executed. Wher
 explains the replies is the right one: a sum, the value that a GET found, whether a COMPARE_SET stored. This module
 knows what commands do to one key. It decides nothing about requests that wait.
 
-The order is found in one pass: of the requests that may be next, the first whose reply fits what the key holds then is
-taken, or, if none fits, the one that was answered first.
+The order is found in one pass: of the requests that may be next, a read whose reply fits what the key holds then is
+taken before any write, which might make it unfit. Without such a read it is the first request that fits, or, if none
+does, the one that was answered first.
 """
 
 from collections import deque
@@ -94,16 +95,22 @@ def _sequence(key: int, steps: list[Step], windows: dict[int, Window]) -> list[S
 
 
 def _next(heads: list[tuple[int, int, Step]], key: int, state: State) -> tuple[Step, State]:
-    """Take the first step that fits, or else the first, from a heap."""
+    """Take the first read that fits, or else the first step that fits, or else the first, from a heap."""
     skipped: list[tuple[int, int, Step]] = []
     chosen = heads[0]
-    fits, after = False, state
-    while heads and not fits:
+    found, after = False, state
+    while heads:
         entry = heappop(heads)
-        fits, result = _OUTCOMES[entry[2].command.method](entry[2], key, state)
-        if fits or not skipped:
-            chosen, after = entry, result
+        step = entry[2]
         skipped.append(entry)
+        if found and step.command.mutates:
+            continue
+        fits, result = _OUTCOMES[step.command.method](step, key, state)
+        if fits or len(skipped) == 1:
+            chosen, after = entry, result
+        if fits and (not step.command.mutates or state == _UNKNOWN):
+            break
+        found = found or fits
     for entry in skipped:
         if entry is not chosen:
             heappush(heads, entry)
@@ -121,9 +128,10 @@ def _place(sequence: list[Step], windows: dict[int, Window], places: dict[int, i
         row = min(row, windows[step.number][1])
         rows.append(row)
     rows.reverse()
-    row = 0
-    for place, (step, last) in enumerate(zip(sequence, rows, strict=True)):
+    row = place = 0
+    for step, last in zip(sequence, rows, strict=True):
         row = last if step.has_reply else max(row, min(windows[step.number][0], last))
+        place = places.get(step.number, place + 1)  # one from another key's order still precedes those here
         if step.number not in places:
             step.end = row
             places[step.number] = place

@@ -83,6 +83,11 @@ def _keep_each_connections_order(recording: Recording, places: dict[int, int]) -
                 row = step.end
 
 
+def _is_woken(step: Step) -> bool:
+    """Whether a write has ended the wait for a key, and not a cancel."""
+    return step.command.method in ("wait", "fetch") and not (step.canceled and step.reply == [False])
+
+
 class _Order:
     """The state of all keys between two steps."""
 
@@ -110,8 +115,8 @@ class _Order:
             key = self._key(number)
             if key.first_write:
                 key.seen.add(step.connection.number)
-            if step.command.method != "barrier":
-                key.readers[step.connection.number] = step
+            if step.command.method != "barrier" and (key.exists or not _is_woken(step)):
+                key.readers[step.connection.number] = step  # a write that has yet to create the key is what woke it
 
     def takes_effect(self, step: Step, row: int) -> None:
         method = step.command.method

@@ -132,6 +132,17 @@ class History:
             self._grow(_DEPARTED_BYTES + session.introduction_bytes())
             self._young_departed.append(session)
 
+    def take_apart(self) -> "tuple[list[dict[bytes, Write]], list[list[ServerSession]]]":
+        """Forget everything, as the store has ended; return what may be long, to be freed in portions.
+
+        A session is named here, and its last command refers to what names it. Nothing else breaks that cycle.
+        """
+        self._count(-self.held)
+        found = [self._young, self._old], [self._young_departed, self._old_departed]
+        self._young, self._old, self._young_departed, self._old_departed = {}, {}, [], []
+        self.barriers.clear()
+        return found
+
     # Called by whoever looks
 
     def write(self, key: bytes) -> Write | None:

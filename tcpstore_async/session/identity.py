@@ -76,6 +76,10 @@ LOST: Final = "lost"
 none; it may be about to end, as all connections of its owner are broken."""
 
 
+CLOSED: Final = "has closed it"
+"""The end of the reason why a store has ended, if its owner wanted that."""
+
+
 class EnterReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The reply to ENTER."""
 

@@ -14,7 +14,7 @@ from ..keys import readable
 from ..values import PREFIX
 from ..waiter_types import KeyList
 from ..wire.codecs import Fields
-from ..wire.commands import Command, Flag
+from ..wire.commands import Command
 from .statistics import shown
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Monitor:
                 key = first[0][0] if isinstance(first[0], tuple) else first[0]
         elif command.request.names_keys and isinstance(first, bytes):
             key, keys = first, 1
-            if not command.flags & Flag.SESSION:
+            if not command.session:
                 for field in fields[1:]:
                     if isinstance(field, (bytes, bytearray)):
                         size += len(field) - PREFIX

@@ -11,7 +11,7 @@ was enters no other one. What ends with a store is closed and freed in portions.
 from collections import OrderedDict
 from collections.abc import Callable
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -21,7 +21,7 @@ from ..values import Framed, pack, unpack
 from ..waiter_types import AWAITING_STORE, IDLE
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
 from .guard import Stored
-from .identity import ENDED, ENTERED, LOST, REFUSED, TAKEN, EnterReply, with_store
+from .identity import CLOSED, ENDED, ENTERED, LOST, REFUSED, TAKEN, EnterReply, with_store
 from .server import Engine, ServerSession, Transport, printable
 
 MAX_NAME: Final = 512
@@ -235,7 +235,7 @@ class NamedStores:
         store.ids.discard(mine)
         others = sum(store.sessions.values())
         if not store.owners and not store.over:
-            self._end(store, f"its owner ({store.creator}) has closed it")
+            self._end(store, f"its owner ({store.creator}) {CLOSED}")
             if others and self.on_released is not None:
                 self.on_released(store)
         return others
@@ -413,14 +413,18 @@ class NamedStores:
         engine.key_lists.release()
         root.budget.remove(engine.share)
         root.budget.charge(-STORE_BYTES)
-        for held in (keyspace.values, keyspace.queues, keyspace.rounds):
+        dicts: list[dict[Any, Any]] = [keyspace.values, keyspace.queues, keyspace.rounds]
+        if engine.history is not None:
+            writes, departed = engine.history.take_apart()
+            dicts += writes
+            for sessions in departed:
+                root.keyspace.free_later(sessions)
+        for held in dicts:
             if len(held) > _MANY:
                 root.keyspace.defer(FreeDict(held))
         for joins in keyspace.joins.values():
             if len(joins.waiters) > _MANY:
                 root.keyspace.defer(FreeDict(joins.waiters))
-        if engine.history is not None:
-            root.budget.charge(-engine.history.held)
         for identity, stored in store.stored.items():
             usage = root.usage.get(identity)
             if usage is not None:  # else nothing of it is left in any store

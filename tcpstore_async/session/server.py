@@ -30,7 +30,7 @@ from ..wire.codecs import (
     RequestCodec,
     encode_popped,
 )
-from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command, Flag
+from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY, Command
 from .budget import SESSION_BYTES, Budget, Holder, StoreShare
 from .guard import Guard, Stored, Usage, authentication_required
 from .history import NEVER, History
@@ -214,7 +214,7 @@ class Engine:
             return
         for command in filter(None, BY_OPCODE):
             slot = self._make_slot(command)
-            if command.flags & Flag.HANDSHAKE:
+            if command.handshake:
                 self.handshake[command.opcode] = self.first = slot
             else:
                 self.commands[command.opcode] = slot
@@ -237,7 +237,7 @@ class Engine:
         """
         slot = self.commands[opcode]
         command = BY_OPCODE[opcode]
-        if slot is None and command is not None and not command.flags & Flag.HANDSHAKE:
+        if slot is None and command is not None and not command.handshake:
             slot = self.commands[opcode] = self._make_slot(command)
         return slot
 
@@ -431,7 +431,7 @@ class Engine:
         table: list[_Slot | None] = [None] * 256
         for opcode in range(256):
             slot = self.slot(opcode)
-            if slot is None or (access is None and not slot.command.flags & Flag.FIRST):
+            if slot is None or (access is None and not slot.command.first):
                 continue
             command = slot.command
             guarded = _Slot(command, guard.wrap(command, slot.executing()), slot.tally)
@@ -445,9 +445,9 @@ class Engine:
 
     def _method(self, command: Command, name: str) -> Handler:
         """Return the function that executes a command, given its fields, by the method of this name."""
-        owner: object = ServerSession if command.flags & Flag.SESSION else self.keyspace
+        owner: object = ServerSession if command.session else self.keyspace
         method: Handler = getattr(owner, name)
-        if command.flags & (Flag.SESSION | Flag.PARKS | Flag.HOLDS):
+        if command.session or command.parks or command.holds:
             return self._with_session(method, command.request.arity)
         return method if command.reply.measure is None else self._list_keys
 

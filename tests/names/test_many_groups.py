@@ -1,6 +1,6 @@
 """Programs that make many process groups with ports out of a small pool that strangers hold, as vLLM's and SGLang's do.
 
-TCPSTORE_TEST_GROUPS=16x200 makes 200 groups in 16 processes; by default there are few of both, to be quick.
+`make test-exhaustive` has 16 processes make 200 groups, one after the other.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support import LIMIT, Server, tcpstore_server
 from tcpstore_async import TCPStore
+from torch_forker import Program
 
 pytest.importorskip("torch")
 
-PROCESSES, GROUPS = map(int, os.environ.get("TCPSTORE_TEST_GROUPS", "2x7").split("x"))
-SECONDS = LIMIT + GROUPS * PROCESSES / 4
+PORTS = 3
+"""How many ports there are to choose from."""
+
+sizes = pytest.mark.parametrize(("processes", "groups"), [
+    (2, 7), pytest.param(16, 200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)]),
+])  # fmt: skip
 
 PROGRAM = """
 import sys
@@ -54,10 +58,10 @@ print("done")
 
 @pytest.fixture
 def ports() -> Iterator[list[str]]:
-    """Three ports on which strangers listen."""
+    """Ports on which strangers listen."""
     with ExitStack() as held:
         found = []
-        for _ in range(3):
+        for _ in range(PORTS):
             stranger = held.enter_context(socket.create_server(("", 0)))
             found.append(str(stranger.getsockname()[1]))
         yield found
@@ -69,24 +73,47 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def start(how: str, rank: int, world: int, ports: list[str], url: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", PROGRAM, how, str(rank), str(world), str(GROUPS), *ports]
-    environment = {**os.environ, "TCPSTORE_SERVER_URL": url, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+class Ranks:
+    """The processes of one job; killed at the end of `with`."""
+
+    def __init__(self, how: str, processes: int, groups: int, ports: list[str], url: str) -> None:
+        self._stack = ExitStack()
+        self._seconds = LIMIT + groups * processes / 4
+        env = {"TCPSTORE_SERVER_URL": url, "OMP_NUM_THREADS": "1"}
+        self._ranks = [
+            self._stack.enter_context(Program(PROGRAM, how, rank, processes, groups, *ports, env=env))
+            for rank in range(processes)
+        ]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def ended(self, rank: int) -> tuple[str, int, str]:
+        """Wait for the end of a rank; return what it has printed, its exit status, and its errors."""
+        one = self._ranks[rank]
+        return one.output(self._seconds), one.wait(), one.errors()
 
 
+@sizes
 @pytest.mark.parametrize("how", ["native", "python", "native-class"])
-def test_no_address_is_in_use(how: str, ports: list[str], server: Server) -> None:
-    url = f"tcp://127.0.0.1:{server.port}"
-    ranks = [start(how, rank, PROCESSES, ports, url) for rank in range(PROCESSES)]
-    try:
-        for rank in ranks:
-            out, err = rank.communicate(timeout=SECONDS)
-            assert (rank.returncode, out) == (0, "done\n"), err
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def test_no_address_is_in_use(how: str, processes: int, groups: int, ports: list[str], server: Server) -> None:
+    with Ranks(how, processes, groups, ports, f"tcp://127.0.0.1:{server.port}") as ranks:
+        for rank in range(processes):
+            printed, status, errors = ranks.ended(rank)
+            assert (printed, status) == ("done\n", 0), errors
+    assert num_stores(server) == groups
+
+
+@sizes
+def test_pytorch_alone_fails_at_it(processes: int, groups: int, ports: list[str]) -> None:
+    """With its first group: the other ranks have connected to strangers by then, and wait for them."""
+    with Ranks("stock", processes, groups, ports, "") as ranks:
+        printed, status, errors = ranks.ended(0)
+    assert (printed, status) == ("", 1)
+    assert "EADDRINUSE" in errors
 
 
 PUBLISHES = """
@@ -108,14 +135,12 @@ else:
 
 
 def test_a_port_that_is_published_is_a_name(server: Server) -> None:
-    environment = {**os.environ, "TCPSTORE_SERVER_URL": f"tcp://127.0.0.1:{server.port}"}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    with subprocess.Popen([sys.executable, "-c", PUBLISHES, "0"], **pipes) as owner:
-        assert owner.stdout is not None
-        port = owner.stdout.readline().strip()
-        with subprocess.Popen([sys.executable, "-c", PUBLISHES, port], **pipes) as rank:
-            assert rank.communicate(timeout=LIMIT)[0] == "b'v'\n"
-        owner.communicate(timeout=LIMIT)
+    env = {"TCPSTORE_SERVER_URL": f"tcp://127.0.0.1:{server.port}"}
+    with Program(PUBLISHES, "0", env=env) as owner:
+        port = owner.stdout.readline().decode().strip()
+        assert port, owner.errors()
+        with Program(PUBLISHES, port, env=env) as rank:
+            assert rank.output() == "b'v'\n", rank.errors()
 
 
 def test_the_launchers_own_stores_are_addresses(server: Server, tmp_path: Path) -> None:
@@ -144,10 +169,3 @@ def num_stores(server: Server) -> int:
         assert identity.extended()
         assert identity.identity is not None
         return int(identity.identity.instance.rpartition("/")[2]) - 1
-
-
-def test_pytorch_alone_fails(ports: list[str]) -> None:
-    with start("stock", 0, 2, ports, "") as rank:
-        _, err = rank.communicate(timeout=LIMIT)
-    assert rank.returncode == 1
-    assert "EADDRINUSE" in err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import json
 import socket
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ import pytest
 from relay.test_same_user import needs_root, someone_else, try_it
 from support import LIMIT, RawPeer, Server, tcpstore_server
 from tcpstore_async import TCPStore
-from tcpstore_async.client.named_ports import _forward, listen, open_port
+from tcpstore_async.client.named_ports import _forward, _order, listen, open_port
 from tcpstore_async.client.store_name import find_server
 
 
@@ -59,7 +58,7 @@ def test_a_port_for_which_there_is_no_descriptor_ends_no_other(server: Server, o
         url = find_server(f"tcp://127.0.0.1:{server.port}")
         assert name is not None
         assert url is not None
-        order = json.dumps([*url, name.name, name.incarnation]).encode()
+        order = _order(url, name)
         with mine, its, listen() as listener:
             forwarding = asyncio.ensure_future(_forward(its, lambda _: True))
             mine.send(order)

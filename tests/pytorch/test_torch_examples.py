@@ -60,6 +60,14 @@ def test_ring_allreduce(port: int) -> None:
     assert forked_lines_of("ring_allreduce.py", port) == [f"the same as PyTorch's all_reduce: {sums}"]
 
 
+@alone_on_stdout
+def test_many_groups() -> None:
+    printed = forked_lines_of("many_groups.py")
+    assert sorted(printed) == [
+        *["engine 0: sum 1"] * 3, *["engine 1: sum 5"] * 3, "stores that are left: 0",
+    ]  # fmt: skip
+
+
 def test_missing_rank(port: int) -> None:
     printed = forked_lines_of("missing_rank.py", port)  # among them what PyTorch's C++ side has to say
     monitored, collectives = [line for line in printed if line.startswith(("monitored", "StoreCollectives"))]

@@ -54,6 +54,7 @@ from tcpstore_async.load.summary import summarize
 from tcpstore_async.wire.commands import COMMANDS
 
 TEXT = "2026-11-22T12:00:00Z"
+NONCE = b"\x07\0\0\0"
 
 
 class Tape:
@@ -478,6 +479,60 @@ def test_a_read_waits_for_the_write_that_it_saw(tmp_path: Path) -> None:
     recording = tape.end(tmp_path)
     assert prerequisites(recording) == {(1, "CHECK"): {(0, "SET")}}
     assert [step.fence for step in recording.steps if step.command.name == "SET"] == [True]
+
+
+def test_an_overlapping_read_that_found_the_old_value_precedes_the_write(tmp_path: Path) -> None:
+    """The SET passes the recorder before the reply to the GET, and nothing but the value shows which came first."""
+    for found, order in ((b"old", {(1, "SET"): {(0, "SET"), (2, "GET")}}), (b"new", {(2, "GET"): {(1, "SET")}})):
+        tape = Tape()
+        tape.connect("a", "b", "c")
+        tape.sent("a", set_(b"/k", b"old"))
+        tape.asked("a", ping(NONCE), NONCE)
+        tape.sent("c", get(b"/k"))
+        tape.sent("b", set_(b"/k", b"new"), ping(NONCE))
+        tape.replied("c", blob(found))
+        tape.replied("b", NONCE)
+        assert prerequisites(tape.end(tmp_path)).items() >= order.items()
+
+
+def test_an_overlapping_read_of_an_old_sum_precedes_the_add(tmp_path: Path) -> None:
+    tape = Tape(values=True)
+    tape.connect("a", "b")
+    tape.asked("a", add(b"/n", 1), i64(1))
+    tape.sent("b", get(b"/n"))
+    tape.asked("a", add(b"/n", 1), i64(2))
+    tape.replied("b", blob(b"1"))
+    recording = tape.end(tmp_path)
+    put_in_order(recording)
+    assert [names(step.dependents) for step in recording.steps if step.command.name == "GET"] == [[(0, "ADD")]]
+
+
+def test_a_read_of_several_keys_precedes_the_write_of_any_of_them(tmp_path: Path) -> None:
+    """Its place is found with its first key; the second has fewer requests, whose places are lower."""
+    tape = Tape()
+    tape.connect("a", "b", "c")
+    for _ in range(3):
+        tape.sent("a", set_(b"/j", b"old"))
+    tape.sent("a", set_(b"/k", b"old"))
+    tape.asked("a", ping(NONCE), NONCE)
+    tape.sent("c", multi_get(b"/j", b"/k"))
+    tape.sent("b", set_(b"/k", b"new"), ping(NONCE))
+    tape.replied("c", blob(b"old") * 2)
+    tape.replied("b", NONCE)
+    assert (2, "MULTI_GET") in prerequisites(tape.end(tmp_path))[1, "SET"]
+
+
+def test_a_write_does_not_wait_for_the_wait_that_it_ends(tmp_path: Path) -> None:
+    """A CHECK that did not see it is answered late."""
+    tape = Tape()
+    tape.connect("a", "b", "c")
+    tape.sent("a", check(b"/k"))
+    tape.sent("b", wait(b"/k"))
+    tape.sent("c", set_(b"/k", b"v"), ping(NONCE))
+    tape.replied("b", b"\0")
+    tape.replied("a", b"\1")
+    tape.replied("c", NONCE)
+    assert prerequisites(tape.end(tmp_path)) == {(2, "SET"): {(0, "CHECK")}}
 
 
 def test_a_write_waits_for_the_reads_that_did_not_see_it(tmp_path: Path) -> None:

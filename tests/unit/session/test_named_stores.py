@@ -523,8 +523,11 @@ def test_the_largest_holder_goes_whichever_store_it_is_in() -> None:
     assert server.engine.budget.used() <= 16 * 1024 * 1024
 
 
-def test_thousands_of_stores_leave_nothing() -> None:
+@pytest.mark.parametrize("observed", [False, True])
+def test_thousands_of_stores_leave_nothing(observed: bool) -> None:
     server = Server()
+    if observed:
+        server.named.on_created = lambda store: store.engine.observe(History(store.engine))
 
     def live(number: int) -> None:
         name = f"10.0.0.7:{number}"

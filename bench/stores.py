@@ -1,0 +1,220 @@
+"""What a store with a name costs a server: `python -m bench.stores [--rounds 7] [PART …]`.
+
+Parts: `memory`, CPU of the engine and its sessions, without sockets: a store is created, two ranks join it, it ends;
+and the same two ranks join the store without a name. `sockets`, CPU of `tcpstore serve` for the same by `TCPStore`s, as
+programs make them; and how much more memory and how many more descriptors it has afterwards. Must not know how a server
+holds its stores.
+Invariant: what is compared alternates in one run; CPU is the server's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import builds
+
+if __name__ == "__main__":
+    builds.use()  # before the package is imported
+
+from tcpstore_async import TCPStore
+from tcpstore_async.client import requests
+from tcpstore_async.limits import Limits
+from tcpstore_async.serving import build, tune_gc
+from tcpstore_async.session.client import ClientSession
+from tcpstore_async.session.history import History
+from tcpstore_async.session.identity import identity
+from tcpstore_async.session.named_stores import NamedStores
+from tcpstore_async.session.server import Engine, ServerSession
+
+PARTS = ("memory", "sockets")
+COUNTS = {"memory": 2000, "sockets": 250}
+"""Stores in one measurement."""
+ROUNDS = 7
+LIMIT = 60.0
+MANY = 1_000_000
+"""A world size that the store without a name never reaches."""
+
+
+class Pair(NamedTuple):
+    """What the two ranks of a store send."""
+
+    owner_enters: bytes
+    rank_enters: bytes
+    owner_joins: bytes
+    rank_joins: bytes
+
+
+def encoded(*asked: requests.Request) -> bytes:
+    session = ClientSession()
+    return b"".join(session.request(*one)[0] for one in asked)
+
+
+END = encoded(requests.END_STORE)
+
+
+class Engines:
+    """An engine and its sessions, as `tcpstore serve` has them, observed by an admin socket or not."""
+
+    def __init__(self, observed: bool) -> None:
+        self.engine = Engine(Limits())
+        self.engine.identify(identity("0123456789abcdef", "uv"))
+        self.named = NamedStores(self.engine, "0123456789abcdef")
+        if observed:
+            self.engine.observe(History(self.engine))
+            self.named.on_created = lambda store: store.engine.observe(History(store.engine))
+        self.greeting = ClientSession().hello(1)[0] + encoded(requests.HAS_EXTENSION), encoded(requests.WHO_ARE_YOU)
+        self.number = 0
+
+    def connected(self, *asked: bytes) -> ServerSession:
+        """Have a new connection send all this, one by one, as clients do."""
+        session = ServerSession(self.engine, None, "10.0.0.7", 4711, 0.0)
+        for one in (*self.greeting, *asked):
+            self.send(session, one)
+        return session
+
+    def send(self, session: ServerSession, data: bytes) -> None:
+        session.receive(data)
+        while session.stalled():
+            session.receive(b"")
+        session.out.clear()
+        session.unsent = 0
+
+    def pair(self) -> Pair:
+        """The requests of another pair of ranks."""
+        self.number += 1
+        items = {"name": f"node7:{self.number}", "host": "node7", "pid": "4711"}
+        owner = {**items, "owner": "0" * 32, "joins": "2"}
+        joins = [encoded(requests.join(b"%015d%d" % (self.number, rank))) for rank in range(2)]
+        return Pair(encoded(requests.enter(owner)), encoded(requests.enter(items)), *joins)
+
+    def two_joins(self, pair: Pair) -> None:
+        for session in [self.connected(pair.owner_joins), self.connected(pair.rank_joins)]:
+            session.leave()
+
+    def store(self, pair: Pair) -> None:
+        owner = self.connected(pair.owner_enters, pair.owner_joins)
+        rank = self.connected(pair.rank_enters, pair.rank_joins)
+        self.send(owner, END)
+        owner.leave()
+        rank.leave()
+        while self.engine.keyspace.work or self.named.work():
+            self.engine.keyspace.step()
+
+
+def memory(rounds: int, count: int) -> None:
+    tune_gc()
+    for observed in (False, True):
+        engines = Engines(observed)
+        kinds = {"two joins": engines.two_joins, "a store": engines.store}
+        found: dict[str, list[float]] = {name: [] for name in kinds}
+        for number in range(rounds + 1):
+            for name, kind in kinds.items():
+                spent = time_of(kind, [engines.pair() for _ in range(count)]) / count
+                if number:  # the first one warms up
+                    found[name].append(spent)
+        report(f"in memory, {'' if observed else 'not '}observed", found)
+
+
+def time_of(do: Callable[[Pair], object], pairs: list[Pair]) -> float:
+    """CPU seconds of this process for all of them."""
+    gc.collect()
+    began = time.process_time()
+    for pair in pairs:
+        do(pair)
+    return time.process_time() - began
+
+
+def sockets(rounds: int, count: int) -> None:
+    with started("serve") as (port, pid), ThreadPoolExecutor(1) as other:
+        number = 0
+
+        def pair(named: bool) -> None:
+            nonlocal number
+            number += 1
+            address = ("node7", number) if named else ("127.0.0.1", port)
+            server = f"tcp://127.0.0.1:{port}" if named else ""
+            size = 2 if named else MANY
+            rank = other.submit(TCPStore, *address, size, False, LIMIT, server=server)
+            with TCPStore(*address, size, named, LIMIT, server=server), rank.result():
+                pass
+
+        kinds = {"two joins": lambda: pair(False), "a store": lambda: pair(True)}
+        for kind in kinds.values():
+            measured(kind, pid, count)  # warm up
+        before = held(pid)
+        found: dict[str, list[float]] = {name: [] for name in kinds}
+        for _ in range(rounds):
+            for name, kind in kinds.items():
+                found[name].append(measured(kind, pid, count))
+        report("over sockets", found)
+        after = held(pid)
+        print(f"  after {rounds * count} stores: {after[0] - before[0]:+} KiB, {after[1] - before[1]:+} descriptors")
+
+
+def measured(do: Callable[[], object], pid: int, count: int) -> float:
+    """CPU seconds of a process for one."""
+    began = cpu(pid)
+    for _ in range(count):
+        do()
+    return (cpu(pid) - began) / count
+
+
+@contextmanager
+def started(*words: str) -> Iterator[tuple[int, int]]:
+    """Run a command of `tcpstore` that listens; yield its port and process."""
+    command = [sys.executable, "-m", "tcpstore_async", *words, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            yield int(json.loads(process.stdout.readline())["port"]), process.pid
+        finally:
+            process.kill()
+
+
+def cpu(pid: int) -> float:
+    """Seconds of CPU that the threads of a process have used, to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def held(pid: int) -> tuple[int, int]:
+    """Resident KiB, and open descriptors."""
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") // 1024, len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def report(title: str, found: dict[str, list[float]]) -> None:
+    print(f"{title} ({build()}), CPU of the server in µs: median (least-most)")
+    for name, seconds in found.items():
+        least, middle, most = (one * 1e6 for one in (min(seconds), statistics.median(seconds), max(seconds)))
+        print(f"  {name:10} {middle:8.1f} ({least:.1f}-{most:.1f})")
+    joins, stores = found.values()
+    ratios = sorted(store / join for store, join in zip(stores, joins, strict=True))
+    print(f"  ratio      {statistics.median(ratios):8.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="memory, sockets; default: both")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--count", type=int, help="stores in one measurement")
+    asked = parser.parse_args()
+    run = {"memory": memory, "sockets": sockets}
+    for part in asked.parts or PARTS:
+        run[part](asked.rounds, asked.count or COUNTS[part])
+
+
+if __name__ == "__main__":
+    main()
