@@ -19,10 +19,10 @@ HEAD = """# The wire protocol
 The protocol between PyTorch's TCPStore clients and this server. It is PyTorch's protocol; [quirks.md](quirks.md) lists
 where this server behaves differently.
 
-Each client has a TCP connection of its own. A request is one byte, the opcode, followed by fields; a reply consists of
-fields only. There is no frame length, no request id and no version. Requests are executed in order of arrival, and
-replies are sent in that order, except those marked "now or later", which may follow between replies to later requests.
-Replies do not depend on how requests are cut into packets.
+Each client has its own TCP connection. A request is one byte, the opcode, followed by fields; a reply consists of
+fields only. There is no frame length, request id or version. Requests are executed in order of arrival, and replies are
+sent in the same order, except those marked "now or later", which may be sent between the replies to later requests. How
+TCP splits requests into segments makes no difference.
 
 | field | bytes |
 |---|---|
@@ -39,13 +39,13 @@ anything.
 FLAGS = {
     Flag.MUTATES: "may change what is stored",
     Flag.PARKS: "parks or releases the connection as a waiter",
-    Flag.SESSION: "concerns the connection only",
+    Flag.SESSION: "concerns only the connection",
     Flag.HANDSHAKE: "must be the first command, and only the first",
-    Flag.HOLDS: "makes the connection hold something, or hold it no longer",
+    Flag.HOLDS: "makes the connection hold or release something",
     Flag.EXTENSION: "is sent only to servers known to support it",
     Flag.STORES: "may make the store hold more",
     Flag.WHOLE: "concerns all keys of the store",
-    Flag.FIRST: "is allowed before authentication, of keys to that of the server's identity",
+    Flag.FIRST: "is allowed before authentication; with a key, only that of the server's identity",
 }
 
 
@@ -56,107 +56,122 @@ LAST_OPCODES = {1: 67, 2: 73, 3: 75, 4: 76, 5: 77, 6: 78, 7: 79, 8: 81}
 EXTENSION = f"""
 ## The extension
 
-Commands from opcode 64 on are this project's own. A stock client never sends them and sees no difference; they must not
+Commands from opcode 64 on are this project's own. Stock clients never send them and notice no difference; they must not
 be sent to PyTorch's servers.
 
 | opcode | name | request | reply | meaning |
 |---|---|---|---|---|
 %s
-A client probes for the extension before its first call, or when it joins, never while it connects, because some peers
-answer PING and expect silence after it. It sends CHECK for the key `{SERVER_KEY.decode()}`. PyTorch's servers reply 1,
-as they have no such key and no client of PyTorch's can name it; this server replies 0. GET of that key then returns a
-JSON object:
+A client probes for the extension before its first call, or when it joins. It never does so while connecting, because
+some peers answer PING and then expect silence. It sends CHECK for the key `{SERVER_KEY.decode()}`. PyTorch's servers
+reply 1: they have no such key, and no PyTorch client can create it. This server replies 0. GET of that key then returns
+a JSON object:
 
 | member | |
 |---|---|
 | `server` | `"tcpstore_async"` |
 | `version` | the package's version |
-| `extension` | the version; the last opcode is %s |
+| `extension` | the version of the extension; the last opcode is %s |
 | `instance` | text that is unique to each server ever started |
-| `backend`, `build` | which of its backends it runs, and how it was built |
-| `access` | on a connection for which a token was presented: what it allows, as in the reply to AUTH |
-| `requires` | on a connection that may do nothing yet: what it must present first, `token` or `certificate` (of TLS) |
-| `store` | on a connection in a store with a name: that name; `instance` is then unique to each such store |
+| `backend`, `build` | which backend it runs, and how it was built |
+| `access` | on a connection that has presented a token: what the token allows, as in the reply to AUTH |
+| `requires` | on a connection that is not authenticated yet: what it must present first, a `token` or a TLS \
+`certificate` |
+| `store` | on a connection in a named store: its name; `instance` is then unique to each such store |
 
-A client that opens another connection probes there again and compares `instance`: a different server at the same
-address has nothing of the store that the client knows.
+A client that opens another connection probes again on it and compares `instance`: a different server at the same
+address has none of the data in the store that the client knows.
 
-GET of `{JOINS_KEY.decode()}` returns, as decimal text, how many ranks the server's owner expects to join, over all the
-stores that it has made on the server: the empty value if the server has no owner, 0 once it is about to stop. If
-PyTorch's counter of workers, `init/`, is above that number, the last rank to join belongs to a store that the owner has
-yet to make, or replaces a lost rank. WAIT_COUNT of that key ends when at least that many ranks are expected, or with
-the 0.
+GET of `{JOINS_KEY.decode()}` returns, as decimal text, how many ranks the server's owner expects to join, summed over
+all the stores that it has created on the server. The value is empty if the server has no owner, and 0 once it is about
+to stop. If PyTorch's counter of workers, `init/`, exceeds that number, the last rank to join either belongs to a store
+that the owner has yet to create, or replaces a lost rank. WAIT_COUNT of that key ends when at least the given number of
+ranks is expected, or when the value becomes 0.
 
-The reply to AUTH is a JSON object with the members `status` (`ok`, `refused`, or `crowded`: the token is valid, and
-has as many sessions as it allows), `reason` (unless it is `ok`), and, if it is `ok`, what the token allows: `id`,
-`store`, `prefix`, `rights` (`read`, `write` or `admin`) and `expires` (seconds since
-1970, 0 for never). A token with a prefix *P* opens the keys that begin with `/`*P*. From then on, the server closes the
-connection for a command that the token does not allow; nothing of it is executed. A session on a link may do what the
-link's connection may, until it presents a token of its own. A server started with `--require-auth` closes connections
-that do anything else first; whether AUTH is needed cannot be found out otherwise.
+The reply to AUTH is a JSON object. `status` is `ok`, `refused`, or `crowded` (the token is valid, but has as many
+sessions as it allows). If it is not `ok`, `reason` says why. If it is, the other members say what the token allows:
+`id`, `store`, `prefix`, `rights` (`read`, `write` or `admin`) and `expires` (seconds since 1970; 0 means never). A
+token with a prefix *P* gives access to the keys that begin with `/`*P*. From then on, the server closes the connection
+when it receives a command that the token does not allow, and executes no part of that command. A session on a link may
+do what the link's connection may, until it presents its own token. A server started with `--require-auth` closes
+connections that do anything else first; there is no other way to find out whether AUTH is needed.
 
-A client of ours whose call has timed out asks why with MISSING, in one round trip. The members of the reply, each of
-which may be absent: `missing`, how many of the keys do not exist; `keys`, the first 100 of them, each with its place
-in the request (`index`, from 0) and, for the first four, the existing keys most like it (`nearest`: `key`, its `age`
-in seconds and who wrote it, `by`); `arrived`, what the counter has reached; `ranks`, up to 256 ranks that have not
-written the keys, or not been counted, and how many `more` there are; `elsewhere`, what up to eight of them do instead
-(`who`, `does`, and for how long, `since`, if that is known). A process is described by `host`, `rank` and `pid`, as
-far as they are known. Ages, writers and ranks are known to a server that is observed by way of its admin socket. With
-a token for a prefix, no other keys are named. The nearest keys are those that differ by up to eight in one of their
-last four numbers; of the newest 16,384 keys also those that differ in any number, end alike, or differ in a few
-letters. A server that many ask at the same time may leave those out.
+When a call of our client times out, the client asks why with MISSING, in one round trip. Each member of the reply may
+be absent:
 
-A server has one store without a name, in which every connection begins and stock clients stay, and any number of stores
-with names. The keys of a store are visible to the connections in it only. ENTER has these items, all of them text:
+| member | |
+|---|---|
+| `missing` | how many of the keys do not exist |
+| `keys` | the first 100 of them, each with its position in the request (`index`, from 0) and, for the first four, \
+the most similar existing keys (`nearest`: `key`, its `age` in seconds, and who wrote it, `by`) |
+| `arrived` | the value that the counter has reached |
+| `ranks` | up to 256 ranks that have not written the keys or have not been counted; `more` is the number of others |
+| `elsewhere` | what up to eight of these ranks are doing instead: `who`, `does` and, if known, for how long (`since`) |
+
+A process is described by `host`, `rank` and `pid`, as far as they are known. The server knows ages, writers and ranks
+only if it has an admin socket. If the token has a prefix, only keys with that prefix are named. The nearest keys are
+those that differ by at most eight in one of their last four numbers; among the newest 16,384 keys, also those that
+differ in any one number, have the same ending, or differ in a few letters. A server that gets many of these requests
+at once may omit the nearest keys.
+
+A server has one unnamed store, in which every connection starts and stock clients stay, and any number of named stores.
+Only the connections in a store can see its keys. ENTER has these items, all of them text:
 
 | item | |
 |---|---|
 | `name` | the name of the store, 1 to 512 bytes |
-| `owner` | for the owner: its id, any text of at most 64 bytes, unique to it. All its connections give the same id |
-| `shares` | for the owner: owners that give the same text own the store together |
-| `joins` | for the owner: how many ranks it expects to join, as `{JOINS_KEY.decode()}` then says in that store |
-| `incarnation` | the `incarnation` of an earlier reply: the connection enters that store or none |
-| `attempt` | which attempt of its job this is, if all ranks know it: a number, or any other text |
-| `wait` | `0`: if there is no such store, reply so instead of waiting |
-| `host`, `pid` | who this is, for errors and for those who look |
+| `owner` | for the owner: its id, any unique text of at most 64 bytes; the same on all its connections |
+| `shares` | for the owner: owners that send the same text own the store jointly |
+| `joins` | for the owner: how many ranks it expects to join; this becomes the value of `{JOINS_KEY.decode()}` in \
+that store |
+| `incarnation` | the `incarnation` from an earlier reply: the connection enters that store or none |
+| `attempt` | the attempt of the job, if all ranks know it: a number, or any other text |
+| `wait` | `0`: do not wait if there is no such store; reply `ended` instead |
+| `host`, `pid` | the client's host and process id, for error messages and diagnosis |
 
-The owner's ENTER creates the store. The members of the reply are `status`; `incarnation`, which tells this very store
-from others that have or had its name, if the connection has entered it; and else `reason`:
+The owner's ENTER creates the store. The reply has `status` and, if the connection has entered the store, `incarnation`,
+which distinguishes this store from others that have or had the same name; otherwise, it has `reason`:
 
 | `status` | |
 |---|---|
 | `entered` | the connection is in the store |
-| `taken` | the connection was to own it, and it has another owner, which `reason` names |
-| `ended` | the store of this `incarnation` has ended; the store is another attempt's, and not an earlier one's; or \
-there is none, and the connection does not wait |
-| `lost` | the connections of the owner are all broken, so the store may be about to end; ask again soon. Not \
-with an `incarnation` |
-| `refused` | the token does not allow it: it is for another store, or the owner's may only read |
+| `taken` | the connection asked to own the store, but it has another owner, which `reason` names |
+| `ended` | the store of this `incarnation` has ended; the store belongs to another attempt that is not an earlier \
+one; or there is no such store, and `wait` is `0` |
+| `lost` | all of the owner's connections are broken, so the store may be about to end; retry soon. Never sent if \
+the request has an `incarnation` |
+| `refused` | the token does not allow it: it is for another store, or would make a client with only read access the \
+owner |
 
-After any reply but `entered` the connection is as before. While the store belongs to an earlier attempt, both numbers,
-ENTER waits for the next one. A store ends when the last connection of its owners has: the connections in it are closed
-at once, and those of a link that is broken count until its grace period is over. With END_STORE, which an owner sends
-before it leaves, they have ten seconds to leave by themselves. In both cases the name is free at once, and the next
-store of that name is empty.
+After any reply but `entered`, the connection is unchanged. If both attempts are numbers and the store belongs to an
+earlier one, ENTER waits for the next store of that name. A store ends when its owners have lost their last connection;
+one on a broken link counts until the link's grace period is over. The connections in the store are then closed at
+once. If an owner sends END_STORE before it leaves, they have ten seconds to leave on their own. In both cases the name
+is free at once, and the next store of that name is empty.
 
-A client pops with LEASE or LEASE_LATER and sends CONFIRM right before it hands the item to its caller, so an item that
-was on its way when the connection broke or the caller gave up goes to another consumer. Items leased by a connection
-that ends return in their order. A rank that joins with JOIN may do so again after losing its connection.
+A client pops with LEASE or LEASE_LATER, and sends CONFIRM right before it hands the item to its caller. If the
+connection breaks or the caller gives up while the item is in transit, the item goes to another consumer. Items leased
+by a connection that ends go back in their original order. A rank that joins with JOIN may do so again after losing its
+connection.
 
-Agents of an elastic job meet in rounds with MEET. They gather until as many as the round admits have come, or as many
-as it needs and a last call is over: the server has one of the agents time it, and another one if that is lost. Agents
-that come later wait for the next round, which begins when all agents of the formed one have gone or have sent MEET with
-its number. They are redundant, rather than waiting, while no agent of a full round has left. The state of the rounds is
-six i64: the round; 0 while agents gather, 1 when it is formed, 2 when it is closed; the agents in it; the agents that
-wait, without redundant ones; whether the agent of the request is nowhere (0), in the round (1), waiting (2) or
-redundant (3); and the number of the last call that it is to time, else 0. An agent sends a beat some time after the
-reply to the previous one. Each of its requests is a sign of life. A tick passes when an agent sends its second beat
-since the last tick; an agent is removed when as many ticks as the argument of somebody's beat have passed since its
-last sign of life.
+Agents of an elastic job use MEET to form rounds. They gather until the maximum number of agents has come, or until the
+minimum has come and a last call is over: the server has one of the agents time it, and picks another if that one is
+lost. Agents that come later wait for the next round, which begins when every agent of the current round has left or has
+sent MEET with its number. If the round is full, they are redundant instead of waiting, until one of its agents leaves.
 
-Neither key is counted, listed or deleted; WAIT finds both; a command that would write to one closes its connection.
+The state of the rounds is six i64: the number of the round; 0 while agents gather, 1 once it is formed, 2 once the
+rounds are closed; the number of agents in it; the number of waiting agents, not counting redundant ones; whether the
+requesting agent is nowhere (0), in the round (1), waiting (2) or redundant (3); and the number of the last call that
+this agent is to time, else 0.
 
-FETCH, WAIT_COUNT, LEASE_LATER and MEET, if they block, drop the registrations left over from replaced WAITs.
+An agent sends a beat some time after the reply to the previous one. Each of its requests is a sign of life. A tick
+passes when any agent sends its second beat since the last tick. An agent is removed when as many ticks have passed
+since its last sign of life as the argument of any agent's beat says.
+
+`{SERVER_KEY.decode()}` and `{JOINS_KEY.decode()}` are never counted, listed or deleted. WAIT finds them. A command that
+would write to one closes its connection.
+
+If FETCH, WAIT_COUNT, LEASE_LATER or MEET blocks, it drops the registrations left over from replaced WAITs.
 """
 
 
@@ -173,12 +188,13 @@ def _tail() -> str:
     return f"""
 ## Closing
 
-The server closes a connection, after the replies to earlier requests, for: a first frame that is not VALIDATE; a wrong
-magic number; an unknown opcode; ADD or BARRIER for a value that is not a number; a length or a count over a limit, as
-soon as it is announced; and for the reasons given with the extension's commands. An incomplete frame has no effect.
+After it has replied to earlier requests, the server closes a connection for any of these: a first frame other than
+VALIDATE; a wrong magic number; an unknown opcode; ADD or BARRIER on a value that is not a number; a length or count
+over a limit, as soon as it is announced; and the reasons given above for the extension's commands. An incomplete frame
+has no effect.
 
-By default a key may have {key}, a value {value} and a request {limits.keys:,} keys, as on PyTorch's
-server, and a request may have {_size(limits.request_bytes)} in all.
+By default, a key may have up to {key}, a value {value}, and a request {limits.keys:,} keys, as on
+PyTorch's server. A whole request may have up to {_size(limits.request_bytes)}.
 """
 
 

@@ -183,7 +183,7 @@ def serve(
     Under systemd, the server listens on the socket of its socket unit, if it has one, and reports when it is ready.
     """
     if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
-        raise click.UsageError("--tls-cert and --tls-key must be given together, also with --tls-ca.")
+        raise click.UsageError("--tls-cert and --tls-key must be given together, and --tls-ca needs both.")
     if token_keys is None and revoked_tokens is not None:
         raise click.UsageError("--revoked-tokens needs --token-keys.")
     if require_auth and token_keys is None and tls_ca is None:

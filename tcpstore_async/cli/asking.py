@@ -36,7 +36,7 @@ def find_admin(host: str, port: int) -> Path:
         folders = " or ".join(map(str, admin_path.folders()))
         raise DistNetworkError(
             f"there is no admin socket for port {port} in {folders}: no server of this user listens on that "
-            "port, or it was started with --admin '' or another path, or it is not a server of this package"
+            "port, or it was started with --admin '' or another path, or it is not one of this package's servers"
         )
     if len(found) > 1:
         raise DistNetworkError(

@@ -52,11 +52,11 @@ _TLS_OPTIONS: Final = (
     click.option(
         "--tls-cert",
         metavar="FILE",
-        help="Serve TLS 1.3 beside plain connections, with this certificate (PEM, with its chain).",
+        help="Serve TLS 1.3 alongside plain connections, with this certificate (PEM, with its chain).",
     ),
     click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM, not encrypted)."),
     click.option(
-        "--tls-ca", metavar="FILE", help="Ask every peer that uses TLS for a certificate of one of these CAs (PEM)."
+        "--tls-ca", metavar="FILE", help="Require a certificate from one of these CAs (PEM) of every TLS peer."
     ),
 )
 

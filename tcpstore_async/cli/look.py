@@ -269,7 +269,7 @@ def latency(context: ClientContext, count: int, admin: Path | None) -> None:
         return
     lines = [f"{count} round trips: " + ", ".join(f"{name} {in_seconds(number)}" for name, number in values.items())]
     if look is None:
-        lines.append(f"no times from the server itself: {reason}")
+        lines.append(f"no service times from the server: {reason}")
     else:
         lines += _bars("service time in the server", look.stats.service)
         lines += _bars("lag of its event loop", look.stats.lag)

@@ -45,9 +45,7 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
 @log_format_option
 @grace_option
 @token_file_option
-@click.option(
-    "--store", default="", metavar="NAME", help="Put the ranks into the store of this name, which must exist."
-)
+@click.option("--store", default="", metavar="NAME", help="Put the ranks into this named store, which must exist.")
 @click.option(
     "--same-user",
     is_flag=True,

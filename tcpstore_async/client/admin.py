@@ -46,7 +46,9 @@ def ask(path: Path, parts: list[str], timeout: float | None, endless: bool = Fal
         except FileNotFoundError:
             raise DistNetworkError(f"there is no admin socket {path}: is the server running?") from None
         except PermissionError:
-            raise PermissionError(f"the admin socket {path} belongs to another user: ask as that user") from None
+            raise PermissionError(
+                f"the admin socket {path} belongs to another user: run the command as that user"
+            ) from None
         except OSError as error:
             raise DistNetworkError(f"cannot use the admin socket {path}: {error.strerror}") from None
 

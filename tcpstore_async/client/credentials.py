@@ -64,7 +64,7 @@ def authenticate(
     Yields what to send, and the call whose reply has to arrive before the next. Raises AccessDeniedError.
     """
     if identity is None or identity.extension < TOKENS:
-        raise AccessDeniedError(f"the server at {host}:{port} checks no tokens: it was not sent the one given")
+        raise AccessDeniedError(f"the server at {host}:{port} does not check tokens, so the token was not sent")
     showing, shown = session.request(*requests.auth(token))
     assert shown is not None
     yield showing, shown

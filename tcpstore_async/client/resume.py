@@ -110,7 +110,7 @@ def _pause(failures: int, deadline: Deadline, error: Exception) -> float:
     """Return the seconds until the next attempt. Raises DistNetworkError if there is none."""
     left = deadline.left()
     if left == 0.0:
-        raise DistNetworkError(f"the session could not be continued: {reason_of(error) or 'no answer'}") from None
+        raise DistNetworkError(f"the session could not be resumed: {reason_of(error) or 'no answer'}") from None
     wait = backoff(failures)
     return wait if left is None else min(wait, left)
 
@@ -156,6 +156,6 @@ def _bytes(size: int) -> Generator[int, bytes, bytes]:
     while len(data) < size:
         part = yield size - len(data)
         if not part:
-            raise ConnectionError("the server has closed the connection on which the session was to continue")
+            raise ConnectionError("the server closed the connection on which the session was to be resumed")
         data += part
     return data

@@ -402,7 +402,7 @@ async def _authenticate(peer: socket.socket, identity: Identity | None, token: b
     A server without links checks none, so no rank gets a connection of its own that would need the token.
     """
     if identity is None or identity.extension < TOKENS:
-        raise AccessDeniedError("it checks no tokens: it was not sent the one given")
+        raise AccessDeniedError("it does not check tokens, so the token was not sent")
     await asyncio.get_running_loop().sock_sendall(peer, _encode(requests.auth(token)))
     read_auth_reply(await _read_value(peer))
 

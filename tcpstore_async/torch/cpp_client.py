@@ -90,7 +90,7 @@ class _Joining(TCPStore):
         if self._server is not None:
             return  # what forwards the C++ client's bytes uses it
         raise DistNetworkError(
-            f"PyTorch's C++ client cannot use TLS, which tcps:// or TCPSTORE_TLS=1 asks for: use our client "
+            f"PyTorch's C++ client cannot use TLS, which tcps:// or TCPSTORE_TLS=1 requires: use our client "
             f'(install(client="python") or TCPSTORE_INSTALL=python), or run `tcpstore relay --upstream '
             f"tcps://{self._asked}` on this host and have the ranks use its address, without TCPSTORE_TLS"
         )

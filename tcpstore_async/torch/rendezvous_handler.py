@@ -262,7 +262,7 @@ class _Handler(RendezvousHandler):
         )
         if token and not required:
             log.warning(
-                "the workers' server on port %d lets in clients without a token, because PyTorch's client "
+                "the workers' server on port %d admits clients without a token, because PyTorch's client "
                 "cannot present one: with --rdzv-conf relay=1 the server requires one",
                 self._server.port,
             )
@@ -271,7 +271,7 @@ class _Handler(RendezvousHandler):
     def _create(self, name: str) -> str:
         """Create the store with this name on the agents' server; return why it cannot be used, empty if it can."""
         if wants_tls(None) and not self._wants_relay:
-            return "the workers use TLS themselves (TCPSTORE_TLS=1), which a port on loopback does not offer"
+            return "the workers use TLS themselves (TCPSTORE_TLS=1), which a loopback port does not support"
         try:
             self._round_store = _RoundStore(name, self._agents_server, self._store.timeout, self._made_token)
             return ""

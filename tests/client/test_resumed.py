@@ -733,7 +733,7 @@ def test_so_does_one_whose_server_does_not_answer() -> None:
         proxy.mutes = True
         proxy.reset()
         until(lambda: not store._client or bool(store._client._lost))
-        with pytest.raises(DistNetworkError, match="could not be continued: no answer"):
+        with pytest.raises(DistNetworkError, match="could not be resumed: no answer"):
             store.check(["k"])
 
 

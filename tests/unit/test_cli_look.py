@@ -85,7 +85,7 @@ def test_the_latency_of_a_server_that_cannot_be_asked() -> None:
     with tcpstore_server("--admin", "") as server:
         lines = run_command(server, "latency", "--count", "3").stdout.splitlines()
         assert len(lines) == 2
-        assert lines[1].startswith("no times from the server itself: there is no admin socket for port")
+        assert lines[1].startswith("no service times from the server: there is no admin socket for port")
         assert json.loads(run_command(server, "latency", "--count", "3", "-o", "json").stdout)["server"] is None
 
 

@@ -146,7 +146,11 @@ def test_the_server_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    fails(run_command(None, "who", "--admin", str(tmp_path / "theirs")), "belongs to another user: ask as that user", 5)
+    fails(
+        run_command(None, "who", "--admin", str(tmp_path / "theirs")),
+        "belongs to another user: run the command as that user",
+        5,
+    )
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
