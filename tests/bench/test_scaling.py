@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from support import LIMIT
 from tcpstore_async.serving import build
 
 SCRIPT = Path(__file__).parent.parent.parent / "bench" / "scaling.py"
@@ -18,7 +17,7 @@ SCRIPT = Path(__file__).parent.parent.parent / "bench" / "scaling.py"
 def scaling(package: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *words]
     environment = {**os.environ, "BENCH_BUILD": package}
-    return subprocess.run(command, capture_output=True, timeout=LIMIT, check=False, text=True, env=environment)
+    return subprocess.run(command, capture_output=True, timeout=110, check=False, text=True, env=environment)
 
 
 @pytest.mark.slow
