@@ -548,3 +548,26 @@ def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             for _ in range(100):
                 other.check(["big0"])
         assert read < 3 * size
+
+
+def test_a_call_that_is_interrupted_while_it_registers_can_lose_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whatever interrupts it next would wait for a lock of its own thread."""
+
+    class Interrupted(dict[int, list[reentrant_lock.FileLock]]):
+        handlers = 1
+
+        def setdefault(self, thread: int, locks: Any = None) -> Any:
+            found = super().setdefault(thread, locks)
+            if self.handlers:
+                self.handlers -= 1
+                with reentrant_lock.locked():
+                    pass
+            return found
+
+    held = Interrupted()
+    monkeypatch.setattr(reentrant_lock, "_held", held)
+    with reentrant_lock.locked() as first:
+        assert held.handlers == 0
+        with reentrant_lock.locked():
+            assert first.lost
+    assert not held

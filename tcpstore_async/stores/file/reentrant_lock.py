@@ -42,11 +42,12 @@ _held: Final[dict[int, list[FileLock]]] = {}
 def locked() -> Iterator[FileLock]:
     """Register a call of this thread; those that it interrupts lose their locks."""
     thread = threading.get_ident()
-    locks = _held.setdefault(thread, [])
-    for other in locks:
+    for other in _held.get(thread, ()):
         other.give_up()
     lock = FileLock()
-    locks.append(lock)
+    while lock not in _held.get(thread, ()):  # a call that interrupts this line removes the list when it ends
+        _held.setdefault(thread, []).append(lock)
+    locks = _held[thread]
     try:
         yield lock
     finally:
