@@ -118,7 +118,7 @@ def test_the_relay_finds_out_that_the_server_has_been_replaced() -> None:
             until(lambda: "linked to" in relay.log(), "the relay has a link")
         with program(_OLD_SERVER, str(port)):
             until(lambda: _answers(relay.port), "the relay has given up the link, and those ranks with it")
-            until(lambda: relay.log().count("does not support links") == 2, "the relay says so again")
+            until(lambda: relay.log().count("does not support links") >= 2, "the relay says so again")
 
 
 def test_ranks_that_give_up_before_there_is_a_server_leave_nothing_behind() -> None:
