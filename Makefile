@@ -87,9 +87,10 @@ AGAIN := $(BIN)/python -c 'import json; assert 0 < len(json.load(open(".pytest_c
 check: .venv/.test .venv/.torch
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(MAKE) build/compiled/.made & compiling=$$!; \
-	$(MAKE) lint && { $(MAKE) test-all ARGS='-m "not repeated" $(ARGS)' || TCPSTORE_TEST_BUILD=interpreted $(AGAIN); }; status=$$?; \
+	$(MAKE) lint && { $(MAKE) test-all ARGS='-m "not repeated" $(ARGS)' || \
+		{ export TCPSTORE_TEST_BUILD=interpreted; $(AGAIN); }; }; status=$$?; \
 	wait $$compiling && exit $$status
-	@$(MAKE) test-compiled || TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(AGAIN)
+	@$(MAKE) test-compiled || { export TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)"; $(AGAIN); }
 
 # The fast tests, and those slow ones in whose own process something of PyTorch or of the command line is tried; none that
 # forks (MEASURED in tests/conftest.py). MINIMUMS=--write takes what was measured as the new minimums.

@@ -883,13 +883,15 @@ def test_missing_keys_are_found_in_few_round_trips(store: TCPStore, monkeypatch:
         store.set(name, "")
     client = store._connection()
     batches: list[int] = []
-    call_all = client.call_all
 
-    def counted(batch: list[Any], *options: Any) -> list[Any]:
-        batches.append(len(batch))
-        return call_all(batch, *options)
+    class Counted:
+        """All that looking for missing keys may use of a connection."""
 
-    monkeypatch.setattr(client, "call_all", counted)
+        def call_all(self, batch: list[Any], *options: Any) -> list[Any]:
+            batches.append(len(batch))
+            return client.call_all(batch, *options)
+
+    monkeypatch.setattr(store, "_connection", Counted)
     names = [f"few/{number}" for number in range(1500)]
     absent, complete = store._absent(names, Deadline(LIMIT))
     assert complete
