@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from bench import builds
+from bench.commands import started
 
 if __name__ == "__main__":
     builds.use()  # before the package is imported
@@ -169,18 +166,6 @@ def measured(do: Callable[[], object], pid: int, count: int) -> float:
     for _ in range(count):
         do()
     return (cpu(pid) - began) / count
-
-
-@contextmanager
-def started(*words: str) -> Iterator[tuple[int, int]]:
-    """Run a command of `tcpstore` that listens; yield its port and process."""
-    command = [sys.executable, "-m", "tcpstore_async", *words, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            yield int(json.loads(process.stdout.readline())["port"]), process.pid
-        finally:
-            process.kill()
 
 
 def cpu(pid: int) -> float:

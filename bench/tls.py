@@ -9,7 +9,6 @@ Invariant: what is compared alternates in one run; CPU is the server's alone.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import selectors
 import shutil
@@ -20,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from bench import builds
+from bench.commands import started
 
 if __name__ == "__main__":
     builds.use()  # before the package is imported
@@ -52,18 +52,6 @@ def make_certificate(folder: Path) -> tuple[str, str]:
     names = ["-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     subprocess.run(["openssl", "req", "-x509", *curve, *names], check=True, capture_output=True)
     return cert, key
-
-
-@contextmanager
-def started(*words: str) -> Iterator[tuple[int, int]]:
-    """Run a command of `tcpstore` that listens; yield its port and process."""
-    command = [sys.executable, "-m", "tcpstore_async", *words, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            yield int(json.loads(process.stdout.readline())["port"]), process.pid
-        finally:
-            process.kill()
 
 
 def cpu(pid: int) -> float:

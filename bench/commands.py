@@ -1,0 +1,21 @@
+"""Commands of `tcpstore` that benchmarks run. Must not import the package: it is measured in other processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def started(*words: str) -> Iterator[tuple[int, int]]:
+    """Run a command of `tcpstore` that listens; yield its port and process."""
+    command = [sys.executable, "-m", "tcpstore_async", *words, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            yield int(json.loads(process.stdout.readline())["port"]), process.pid
+        finally:
+            process.kill()
