@@ -38,6 +38,7 @@ from tcpstore_async.wire.link import CREDIT_BYTES
 
 from .fleet import HANDSHAKE, LARGE, NAMES, WEIGHTS, Command, Connection, Difference, Fleet, Step, random_command
 from .model import Closed
+from .shrinking import fewest
 
 INSTANCE = "the server"
 RANKS = 4
@@ -679,16 +680,4 @@ def fault(links: int, steps: Sequence[Step], portion: int) -> Exception | None:
 
 def shrink(links: int, steps: list[Step], portion: int) -> list[Step]:
     """Return a short sequence of steps that still fails."""
-    size = max(1, len(steps) // 2)
-    while fault(links, steps, portion) is not None:
-        at, before = 0, len(steps)
-        while at < len(steps):
-            shorter = steps[:at] + steps[at + size :]
-            if fault(links, shorter, portion) is not None:
-                steps = shorter
-            else:
-                at += size
-        if size == 1 and len(steps) == before:
-            break
-        size = max(1, size // 2)
-    return steps
+    return fewest(steps, lambda some: fault(links, some, portion) is not None)

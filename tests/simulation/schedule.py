@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
+from properties.shrinking import fewest
 from simulation.world import LEASED, Step, World
 
 KEYS = [b"/a", b"/b", b"/n"]
@@ -195,18 +196,6 @@ def fault(schedule: Schedule) -> Exception | None:
 
 def shrink(schedule: Schedule) -> Schedule:
     """A part of the schedule that still fails, from which no step can be left out."""
-    steps = schedule.steps
-    size = max(1, len(steps) // 2)
-    while fault(schedule._replace(steps=steps)) is not None:
-        at = 0
-        before = len(steps)
-        while at < len(steps):
-            shorter = steps[:at] + steps[at + size :]
-            if fault(schedule._replace(steps=shorter)) is not None:
-                steps = shorter
-            else:
-                at += size
-        if size == 1 and len(steps) == before:
-            break
-        size = max(1, size // 2)
-    return schedule._replace(steps=steps)
+    return schedule._replace(
+        steps=fewest(schedule.steps, lambda steps: fault(schedule._replace(steps=steps)) is not None)
+    )

@@ -18,11 +18,12 @@ import os
 import random
 import socket
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, Final, NamedTuple
 
 from properties.fleet import Difference
 from properties.model import Closed, Model, Peer
+from properties.shrinking import fewest
 from simulation.world import ENCODERS
 from tcpstore_async.client.admission import admission
 from tcpstore_async.client.store_name import StoreEndedError, StoreName, StoreTakenError
@@ -648,17 +649,6 @@ def fault(schedule: Schedule) -> Exception | None:
 
 def shrink(schedule: Schedule) -> Schedule:
     """Return a part of the schedule that still fails, from which no step can be left out."""
-    steps: Sequence[Step] = schedule.steps
-    size = max(1, len(steps) // 2)
-    while fault(schedule._replace(steps=list(steps))) is not None:
-        at, before = 0, len(steps)
-        while at < len(steps):
-            shorter = [*steps[:at], *steps[at + size :]]
-            if fault(schedule._replace(steps=shorter)) is not None:
-                steps = shorter
-            else:
-                at += size
-        if size == 1 and len(steps) == before:
-            break
-        size = max(1, size // 2)
-    return schedule._replace(steps=list(steps))
+    return schedule._replace(
+        steps=fewest(schedule.steps, lambda steps: fault(schedule._replace(steps=steps)) is not None)
+    )
