@@ -396,15 +396,22 @@ def test_a_handler_joins_and_closes(server: int) -> None:
     assert "TCPSTORE_ROUND" not in os.environ
 
 
+@contextlib.contextmanager
+def requiring_tokens(folder: Path) -> Iterator[Server]:
+    """A server that admits only peers with a token of the key `k1:a secret`."""
+    keys = folder / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret\n")
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+        yield own
+
+
 @pytest.mark.parametrize("relay", ["0", "1"])
 def test_a_token_of_the_agents_opens_the_store_of_a_round(
     relay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is beside the workers presents it; workers that have it may present it, too."""
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret\n")
-    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+    with requiring_tokens(tmp_path) as own:
         monkeypatch.setenv("TCPSTORE_TOKEN", TokenKeys([("k1", b"a secret")]).create())
         handler = rendezvous_handler.create_handler(parameters(own.port, relay=relay))
         where = handler.next_rendezvous().bootstrap_store_info
@@ -421,10 +428,7 @@ def test_a_token_of_the_agents_opens_the_store_of_a_round(
 def test_a_token_for_less_than_a_store_leaves_the_workers_a_server(
     access: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret\n")
-    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+    with requiring_tokens(tmp_path) as own:
         token = TokenKeys([("k1", b"a secret")]).create(**cast(Any, access))
         owner = None
         params = parameters(own.port)
@@ -450,10 +454,7 @@ def test_a_token_protects_the_workers_server(
     relay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With relays, which present one of the round, it is required; without, workers without one are let in."""
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text("k1:a secret\n")
-    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as own:
+    with requiring_tokens(tmp_path) as own:
         with pytest.raises(RendezvousConnectionError, match="the server requires a token: set TCPSTORE_TOKEN_FILE"):
             rendezvous_handler.create_handler(parameters(own.port))
         monkeypatch.setenv("TCPSTORE_TOKEN", TokenKeys([("k1", b"a secret")]).create())
