@@ -10,7 +10,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import cast
 
@@ -377,6 +377,40 @@ def test_what_arrives_while_reading_is_put_off_is_read() -> None:
             assert connection.queued
             await eventually(lambda: len(server.engine.keyspace.values) == 1)
         server.stop()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+def test_handshakes_begin_one_by_one() -> None:
+    """Peers that come together delay nobody, and have time to answer before too many others have begun."""
+    count = 40
+    hello = client_hello()
+
+    async def main() -> None:
+        tls = ServerTls(TlsFiles("", *certificates().server))
+        server = UvServer(listen("127.0.0.1", 0), Limits(), tls=tls)
+        server.start()
+        with ExitStack() as stack:
+            for _ in range(count):
+                stack.enter_context(RawPeer(server.port, validate=False)).send(hello)
+            plain = stack.enter_context(RawPeer(server.port))
+            plain.send(b"\x0d1234")
+            plain.socket.setblocking(False)
+            pong = b""
+            while not pong:
+                await one_more(tls)
+                with suppress(BlockingIOError):
+                    pong = plain.socket.recv(4)
+            assert pong == b"1234"
+            assert len(tls.handshakes) < count / 2
+            while len(tls.handshakes) < count:
+                await one_more(tls)
+        server.stop()
+
+    async def one_more(tls: ServerTls) -> None:
+        before = len(tls.handshakes)
+        await asyncio.sleep(0)
+        assert len(tls.handshakes) <= before + 1
 
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 
