@@ -232,6 +232,10 @@ class TokenFiles:
         """Return what a token allows, or why it is refused."""
         return self._keys.check(token, self._clock())
 
+    def paths(self) -> list[str]:
+        """Return which files these are."""
+        return [os.fspath(path) for path in (self._path, self._revoked) if path is not None]
+
     def describe(self) -> str:
         """Return which keys there are, and how many tokens are revoked, for logs."""
         keys = self._keys
