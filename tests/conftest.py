@@ -28,6 +28,7 @@ def pytest_configure() -> None:
         raise pytest.UsageError(complaint)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make check` ignores it, and so would the processes of tests
 
 
 # What runs when. `make test` leaves out what is marked `slow`, `make test-compiled` runs what is marked `compiled`. The
