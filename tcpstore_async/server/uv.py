@@ -591,7 +591,7 @@ class UvServer(base.Server):
                 self.give_up(connection)
 
     def begin_later(self, connection: TlsConnection) -> None:
-        """Begin a TLS handshake when its turn comes: one in each turn of the loop, as it takes as long as 100 requests.
+        """Begin a TLS handshake later: one in each turn of the loop, as it takes as long as 100 requests.
 
         So others are served in between, and peers that come together have time to complete their handshakes before
         `MOST_HANDSHAKES` newer ones are under way.
