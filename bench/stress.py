@@ -23,8 +23,8 @@ It fails if the median ratio of the pairs exceeds the bound. A ratio below 1 is 
 lockstep of clients and server and let them work in batches.
 
 `looking` measures the same of the busy ones of many clients, of which the others wait for a list of keys, with and
-without `tcpstore stat -i 1`, `tcpstore top` and the page, which is asked once a second. These share the CPU of the
-load, at a lower priority, so that the ratio shows what the server does for them. It needs root for a private network
+without `tcpstore stat -i 1`, `tcpstore top` and the page, which is asked once a second. These run on the CPU of
+the load while it is idle, so that the ratio shows what the server does for them. It needs root for a private network
 namespace, and fails if one of them is shown nothing.
 """
 
@@ -333,7 +333,7 @@ class Lookers:
         stack.callback(self._ended.set)
 
     def _start(self, stack: ExitStack, words: list[str], **where: Any) -> subprocess.Popen[bytes]:
-        command = ["taskset", "-c", "1", "nice", "-n", "10", sys.executable, "-m", "tcpstore_async", *words]
+        command = ["taskset", "-c", "1", "chrt", "--idle", "0", sys.executable, "-m", "tcpstore_async", *words]
         process = subprocess.Popen(command, env={**os.environ, "TERM": "xterm"}, **where)
         stack.callback(process.wait)
         stack.callback(process.kill)
