@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Put a server under stress: many connections at once, or clients that misbehave.
+"""Put a server under stress: many connections at once, clients that misbehave, or somebody who looks into it.
 
     python bench/stress.py thundering-herd [--at-once 10000] [--held 19000] [--runs 3]
     python bench/stress.py misbehaving [--pairs 7] [--seconds 2] [--bound 1.5]
+    python bench/stress.py looking [--clients 19000] [--busy 64] [--pairs 7] [--seconds 8] [--bound 1.1]
 
-Both take --server 'COMMAND --port {port}' (default: `tcpstore serve`), pin it to CPU 0, and pin the load, which comes
+All take --server 'COMMAND --port {port}' (default: `tcpstore serve`), pin it to CPU 0, and pin the load, which comes
 from bench/loadgen, to CPU 1. Exit status 1 if the server fails.
 
 `thundering-herd` needs root for a private network namespace with a somaxconn of 65,535. It opens all connections at
@@ -20,6 +21,11 @@ the backlog is full, or if fewer are held than asked for.
 
 It fails if the median ratio of the pairs exceeds the bound. A ratio below 1 is possible: a disturbance may break up the
 lockstep of clients and server and let them work in batches.
+
+`looking` measures the same of the busy ones of many clients, of which the others wait for a list of keys, with and
+without `tcpstore stat -i 1`, `tcpstore top` and the page, which is asked once a second. These run on the CPU of
+the load while it is idle, so that the ratio shows what the server does for them. It needs root for a private network
+namespace, and fails if one of them is shown nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +33,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pty
 import select
 import socket
 import statistics
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +151,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def thundering_herd(options: argparse.Namespace) -> bool:
+def enter_namespace() -> None:
+    """Start anew in a private network namespace, unless this is one."""
     if NAMESPACE_MARK not in os.environ:
         os.environ[NAMESPACE_MARK] = "1"
         os.execvp("unshare", ["unshare", "-n", "bash", "-c", loadgen.NAMESPACE, "stress", sys.executable, *sys.argv])
+
+
+def thundering_herd(options: argparse.Namespace) -> bool:
+    enter_namespace()
     generator, port = loadgen.build(), FIRST_PORT
     good = [at_once(options.server, generator, options.at_once, port + run) for run in range(options.runs)]
     for number, count in enumerate((1000, options.held), options.runs):
@@ -287,6 +302,127 @@ def misbehaving(options: argparse.Namespace) -> bool:
     return bool(statistics.median(ratios) <= options.bound)
 
 
+# Somebody who looks
+
+
+class Lookers:
+    """Those who look into a server, each in a process of its own, and what they have been shown."""
+
+    def __init__(self, admin: Path, stack: ExitStack) -> None:
+        self._lines = 0
+        self._screens = 0
+        self._looks = 0
+        self._slowest = 0.0
+        self._ended = threading.Event()
+        stat = self._start(stack, ["stat", "-i", "1", "--admin", str(admin)], stdout=subprocess.PIPE)
+        master, slave = pty.openpty()
+        self._start(stack, ["top", "--admin", str(admin)], stdin=slave, stdout=slave)
+        os.close(slave)
+        page = self._start(
+            stack, ["http", "--listen", "127.0.0.1:0", "--admin", str(admin), "--log-format", "text"],
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert stat.stdout is not None
+        assert page.stdout is not None
+        url = f"http://127.0.0.1:{json.loads(page.stdout.readline())['port']}/api/state"
+        for read in (lambda: self._count_lines(stat.stdout), lambda: self._count_screens(master)):
+            threading.Thread(target=read, daemon=True).start()
+        asking = threading.Thread(target=lambda: self._ask(url), daemon=True)
+        asking.start()
+        stack.callback(asking.join)
+        stack.callback(self._ended.set)
+
+    def _start(self, stack: ExitStack, words: list[str], **where: Any) -> subprocess.Popen[bytes]:
+        command = ["taskset", "-c", "1", "chrt", "--idle", "0", sys.executable, "-m", "tcpstore_async", *words]
+        process = subprocess.Popen(command, env={**os.environ, "TERM": "xterm"}, **where)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        return process
+
+    def _count_lines(self, stat: Any) -> None:
+        for _ in stat:
+            self._lines += 1
+
+    def _count_screens(self, top: int) -> None:
+        with suppress(OSError):  # when its process has ended
+            while os.read(top, 1 << 20):
+                self._screens += 1
+
+    def _ask(self, url: str) -> None:
+        """Do what the page does."""
+        age = 0.0
+        while not self._ended.is_set():
+            began = time.monotonic()
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
+                state = json.load(reply)
+            self._slowest = max(self._slowest, time.monotonic() - began)
+            if state["look"] is not None:
+                self._looks += not self._looks or state["age"] < age
+                age = state["age"]
+            self._ended.wait(1.0)
+
+    def wait(self) -> None:
+        """Return when all of them have been shown something."""
+        deadline = time.monotonic() + TIMEOUT
+        while not (self._lines and self._screens and self._looks):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"somebody who looks was shown nothing: {self.shown()}")
+            time.sleep(0.1)
+        self.shown()
+
+    def shown(self) -> dict[str, float]:
+        """Return what they have been shown since this was called last."""
+        found = {"lines": self._lines, "screens": self._screens, "looks": self._looks, "slowest answer": self._slowest}
+        self._lines = self._screens = self._looks = 0
+        self._slowest = 0.0
+        return found
+
+
+def looking(options: argparse.Namespace) -> bool:
+    enter_namespace()
+    generator = loadgen.build()
+    ratios: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        admin = Path(folder) / "admin"
+        server = stack.enter_context(running(f"{options.server} --admin {admin}", FIRST_PORT))
+        others = f"-p {server.port} -n {options.clients - options.busy} -c 512 -k 100 -m init,park,hold"
+        held = subprocess.Popen(
+            ["taskset", "-c", "1", str(generator), *others.split()],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(held.wait)
+        stack.callback(held.kill)
+        assert held.stdout is not None
+        for _ in range(2):
+            if "error" in (line := held.stdout.readline() or '{"error": "the generator exited"}'):
+                raise SystemExit(f"cannot hold the connections: {line}")
+
+        def load() -> dict[str, Any]:
+            return generate(generator, server, f"-n {options.busy} -t {options.seconds} -w 0.5 -m add")
+
+        for pair in range(options.pairs):
+            found = {}
+            for disturbed in (False, True) if pair % 2 else (True, False):
+                with ExitStack() as watching:
+                    if not disturbed:
+                        found[False] = load()
+                        continue
+                    lookers = Lookers(admin, watching)
+                    lookers.wait()
+                    found[True] = load()
+                    shown = lookers.shown()
+            ratios.append(found[True]["p99_us"] / found[False]["p99_us"])
+            print(
+                f"pair {pair + 1}: p99 {found[False]['p99_us']:.0f} µs without, {found[True]['p99_us']:.0f} µs with, "
+                f"{ratios[-1]:.2f}x; p50 {found[False]['p50_us']:.0f} and {found[True]['p50_us']:.0f} µs; "
+                f"{found[False]['ops']:.0f} and {found[True]['ops']:.0f} operations a second; shown: {shown}",
+                flush=True,
+            )
+    print(f"median ratio {statistics.median(ratios):.2f}, bound {options.bound}")
+    return bool(statistics.median(ratios) <= options.bound)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -302,7 +438,14 @@ def main() -> int:
     others.add_argument("--child", choices=ACTIONS, help=argparse.SUPPRESS)
     others.add_argument("--port", type=int, help=argparse.SUPPRESS)
     others.set_defaults(run=misbehaving)
-    for command in (many, others):
+    watched = commands.add_parser("looking", help="measure what those who look into a server cost its clients")
+    watched.add_argument("--clients", type=int, default=19_000, help="those that are busy included")
+    watched.add_argument("--busy", type=int, default=64)
+    watched.add_argument("--pairs", type=int, default=7)
+    watched.add_argument("--seconds", type=float, default=8.0, help="of each run")
+    watched.add_argument("--bound", type=float, default=1.1, help="highest median ratio")
+    watched.set_defaults(run=looking)
+    for command in (many, others, watched):
         command.add_argument("--server", default=f"{sys.executable} -m tcpstore_async serve --port {{port}}")
     options = parser.parse_args()
     return 0 if options.run(options) else 1

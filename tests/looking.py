@@ -9,7 +9,7 @@ import msgspec
 
 from support import HANDSHAKE, blob, keys
 from tcpstore_async.diagnosis.facts import Facts, read_facts
-from tcpstore_async.diagnosis.missing import Missing, find_missing
+from tcpstore_async.diagnosis.missing import Missing, awaited, find_missing
 from tcpstore_async.diagnosis.nearest import Waiting, find_waiting
 from tcpstore_async.diagnosis.ranks import Ranks
 from tcpstore_async.limits import Limits
@@ -112,11 +112,11 @@ class World:
         self, world_size: int | None = None, environments: Mapping[int, Mapping[str, str]] | None = None
     ) -> Missing:
         ranks = self.ranks(world_size, environments)
-        return find_missing(ranks.facts, ranks)
+        return find_missing(ranks.facts, ranks, awaited(ranks.facts))
 
     def waiting(self, world_size: int | None = None) -> list[Waiting]:
         ranks = self.ranks(world_size)
-        return find_waiting(ranks.facts, ranks)
+        return find_waiting(ranks.facts, ranks, awaited(ranks.facts))
 
 
 def environments(clients: Iterable[int], world_size: int) -> dict[int, dict[str, str]]:

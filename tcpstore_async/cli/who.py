@@ -15,7 +15,7 @@ from ..addresses import format_address
 from ..client.admin import ask
 from ..diagnosis.facts import Facts, NamedStore, Session, read_facts, uncollected
 from ..diagnosis.local import local_ranks
-from ..diagnosis.missing import Elsewhere, Missing, Pending, does, find_missing
+from ..diagnosis.missing import Elsewhere, Missing, Pending, awaited, does, find_missing
 from ..diagnosis.nearest import Waiting, find_waiting
 from ..diagnosis.ranks import Ranks, number_ranges
 from ..errors import counted
@@ -64,7 +64,7 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
     others = _keep_those_in(facts, store) if missing else []
     ranks = local_ranks(facts, world_size)
     if missing:
-        answer = find_missing(facts, ranks)
+        answer = find_missing(facts, ranks, awaited(facts))
         _print(context, _callers_keys(answer), lambda: [*_missing_lines(answer), *others])
         return
     sessions = [_session(session, facts, ranks) for session in facts.sessions if session.carries is None]
@@ -88,7 +88,7 @@ def waiters(context: ClientContext, store: str | None, world_size: int | None, a
     """
     facts = look_in(context, admin, ["sessions", "counters", "keys"], store)
     others = _keep_those_in(facts, store)
-    found = find_waiting(facts, local_ranks(facts, world_size))
+    found = find_waiting(facts, local_ranks(facts, world_size), awaited(facts))
     _print(context, [_callers_keys(one) for one in found], lambda: [*_waiting_lines(found), *others])
 
 
@@ -178,7 +178,7 @@ def _session(session: Session, facts: Facts, ranks: Ranks) -> dict[str, Any]:
         "command": session.command,
         "waits_for": [caller_key(key) for key in keys],
         "since": session.idle,
-        "does": does(session, facts),
+        "does": does(session, facts.groups),
         "address": session.host,
         "known_by": "" if rank is None else rank.source,
         "store": session.store or "",

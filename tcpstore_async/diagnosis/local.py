@@ -8,9 +8,12 @@ from .facts import Facts
 from .ranks import Ranks
 
 
-def local_ranks(facts: Facts, world_size: int | None) -> Ranks:
-    """Return the ranks; `world_size` is their number, if the server may not know it."""
-    local: dict[str, bool] = {}
+def local_ranks(facts: Facts, world_size: int | None, hosts: dict[str, bool] | None = None) -> Ranks:
+    """Return the ranks; `world_size` is their number, if the server may not know it.
+
+    `hosts` says of which addresses it is known whether they are of this machine; others are added.
+    """
+    local: dict[str, bool] = {} if hosts is None else hosts
     known: dict[int, dict[str, str]] = {}
     environments: dict[int, dict[str, str]] = {}
     for session in facts.sessions:

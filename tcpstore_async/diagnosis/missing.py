@@ -7,14 +7,14 @@ Invariant: a rank is called missing only if the facts leave no other; where rank
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ..keys import describe_wait
 from ..similar_keys import Family, family_of
-from .facts import Facts, Session, Wait
+from .facts import Facts, Group, Session, Wait
 from .patterns import (
     JOIN_COUNTER,
     is_for_agents,
@@ -94,38 +94,45 @@ _MOST_NUMBERS: Final = 1_000_000
 def awaited(facts: Facts) -> list[Awaited]:
     """Return what is waited for, each list of keys once."""
     found: dict[tuple[Any, ...], Awaited] = {}
+    by_group: dict[int, Awaited] = {}
     for session in facts.sessions:
         wait = session.wait
         if wait is None:
+            continue
+        if wait.group in by_group:
+            by_group[wait.group].sessions.append(session)
             continue
         group = facts.groups.get(wait.group) if wait.group else None
         keys = wait.keys if group is None else group.keys
         if not keys:
             continue
-        if len(keys) > 1 and group is None:
+        if group is not None:
+            by_group[wait.group] = Awaited(wait, keys, group.all, [session])
+            continue
+        if len(keys) > 1:
             keys = sorted(keys)
-        identity = (wait.group,) if group is not None else (wait.kind, wait.target, *keys)
+        identity = (wait.kind, wait.target, *keys)
         known = found.get(identity)
         if known is None:
-            found[identity] = Awaited(wait, keys, [] if group is None else group.all, [session])
+            found[identity] = Awaited(wait, keys, [], [session])
         else:
             known.sessions.append(session)
-    return list(found.values())
+    return [*by_group.values(), *found.values()]
 
 
-def find_missing(facts: Facts, ranks: Ranks) -> Missing:
-    """Return who is missing from what is under way now."""
-    return _Search(facts, ranks).run()
+def find_missing(facts: Facts, ranks: Ranks, waits: list[Awaited]) -> Missing:
+    """Return who is missing from what is under way now; `waits` are all that is `awaited`."""
+    return _Search(facts, ranks).run(waits)
 
 
-def does(session: Session | None, facts: Facts) -> str:
-    """Describe what a session does."""
+def does(session: Session | None, groups: Mapping[int, Group]) -> str:
+    """Describe what a session does; `groups` are the groups of waiters."""
     if session is None:
         return "has left"
     wait = session.wait
     if wait is None:
         return f"has sent nothing since {session.command}" if session.id else "has sent nothing"
-    group = facts.groups.get(wait.group) if wait.group else None
+    group = groups.get(wait.group) if wait.group else None
     return describe_wait(wait.kind, wait.keys if group is None else group.keys, wait.more, wait.target)
 
 
@@ -145,6 +152,7 @@ class _Search:
         self.ranks = ranks
         joining = facts.counters.get(JOIN_COUNTER)
         self.joined = ranks.of(joining.members) if joining is not None else set()
+        self.joined_hosts = {rank.host for rank in self.joined}
         self.joined_count = joining.value if joining is not None else len([one for one in ranks.all if one.sessions])
         self.waiting: dict[str, list[Session]] = defaultdict(list)
         """By counter of a barrier: who waits for it to open."""
@@ -153,8 +161,8 @@ class _Search:
         """By list of NCCL's IDs."""
         self._numbers_left = _MOST_NUMBERS
 
-    def run(self) -> Missing:
-        for one in awaited(self.facts):
+    def run(self, awaited: list[Awaited]) -> Missing:
+        for one in awaited:
             if one.wait.kind == "barrier":
                 self.waiting[one.keys[0]] += one.sessions
             elif one.wait.kind != "item":
@@ -202,14 +210,15 @@ class _Search:
         counter = self.facts.counters.get(JOIN_COUNTER)
         waiting = [session for session in self.facts.sessions if session.wait and JOIN_COUNTER in session.wait.keys]
         since = max([session.idle for session in waiting], default=0.0 if counter is None else counter.age)
-        others = [rank for rank in self.ranks.all if rank.sessions and rank not in joined and self._may_be_rank(rank)]
+        others = self._without(self.ranks.all, joined)
         return self._pending("join", JOIN_COUNTER, self.joined_count, size, joined, others, len(waiting), since)
 
     def _barrier(self, key: str) -> Pending | None:
         counter = self.facts.counters.get(key)
         sessions = self.waiting[key]
-        came = self.ranks.of(session.id for session in sessions)
+        came = self.ranks.of([session.id for session in sessions])
         value = len(came)
+        waiting = value or len(sessions)
         expected: int | None = None
         if counter is not None:
             came |= self.ranks.of(counter.members)
@@ -219,12 +228,9 @@ class _Search:
             expected = self.ranks.world_size
         if expected is not None and value >= expected:
             expected = None
-        since = max(session.idle for session in sessions)
-        everybody = self.joined if 2 * len(came & self.joined) > len(came) else set(self.ranks.all)
-        others = [rank for rank in everybody if rank not in came and rank.sessions and self._may_be_rank(rank)]
-        if is_for_agents(key):
-            others = []
-        waiting = len(self.ranks.of(session.id for session in sessions)) or len(sessions)
+        since = max([session.idle for session in sessions])
+        everybody = self.joined if 2 * len(came & self.joined) > len(came) else self.ranks.all
+        others = [] if is_for_agents(key) else self._without(everybody, came)
         return self._pending("barrier", key, value, expected, came, others, waiting, since)
 
     def _pending(
@@ -255,6 +261,10 @@ class _Search:
         elsewhere = self._elsewhere(others)
         unseen = 0 if count is None else max(0, count - len(elsewhere))
         return Pending(kind, key, arrived, expected, missing, elsewhere, unseen, waiting, since, self._fewer_on(came))
+
+    def _without(self, everybody: Iterable[Rank], came: set[Rank]) -> list[Rank]:
+        """Return those who have not come, are connected, and may be ranks."""
+        return [rank for rank in set(everybody) - came if rank.sessions and self._may_be_rank(rank)]
 
     def _may_be_rank(self, rank: Rank) -> bool:
         """Return whether something that is connected may be a rank: it has sent a command of one."""
@@ -354,15 +364,15 @@ class _Search:
             session = rank.main_session()
             since = 0.0 if session is None else session.idle
             port = 0 if session is None else session.port
-            found.append(Elsewhere(rank.number, rank.host, port, rank.pid, does(session, self.facts), since))
+            found.append(Elsewhere(rank.number, rank.host, port, rank.pid, does(session, self.facts.groups), since))
         found.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host, one.port))
         return found
 
     def _fewer_on(self, came: set[Rank]) -> list[Hosted]:
         """Return the hosts from which fewer have come than from most."""
-        hosts = Counter(rank.host for rank in came)
-        for rank in self.joined:
-            hosts.setdefault(rank.host, 0)
+        hosts = Counter([rank.host for rank in came])
+        for host in self.joined_hosts:
+            hosts.setdefault(host, 0)
         if len(hosts) < 2:
             return []
         usual = Counter(hosts.values()).most_common(1)[0][0]

@@ -8,13 +8,16 @@ from typing import Final
 import msgspec
 
 from ..addresses import format_address
-from ..similar_keys import Search
+from ..similar_keys import COMPARISONS, Search
 from .facts import Facts, Key
-from .missing import awaited
+from .missing import Awaited
 from .ranks import Ranks
 
 _OF_A_LIST: Final = 8
 """Keys that are described of a list that is awaited."""
+
+_QUICKLY: Final = 200_000
+"""Existing keys that are compared by their numbers when there is little time."""
 
 
 class Near(msgspec.Struct):
@@ -47,10 +50,13 @@ class Waiting(msgspec.Struct):
 _CONNECTIONS: Final = 16
 
 
-def find_waiting(facts: Facts, ranks: Ranks) -> list[Waiting]:
-    """Return what is waited for, that which has been waited for longest first."""
+def find_waiting(facts: Facts, ranks: Ranks, waits: list[Awaited], most: int | None = None) -> list[Waiting]:
+    """Return what is waited for, that which has been waited for longest first; `waits` are all that is `awaited`.
+
+    With `most`, the nearest keys are looked for only for so many, the first ones, and less thoroughly.
+    """
     found: dict[str, Waiting] = {}
-    for one in awaited(facts):
+    for one in waits:
         numbered: list[int] = []
         nameless: list[str] = []
         for session in one.sessions:
@@ -59,7 +65,7 @@ def find_waiting(facts: Facts, ranks: Ranks) -> list[Waiting]:
                 numbered.append(rank.number)
             elif len(nameless) < _CONNECTIONS:
                 nameless.append(str(rank) if rank is not None else format_address(session.host, session.port))
-        since = max(session.idle for session in one.sessions)
+        since = max([session.idle for session in one.sessions])
         for key in one.keys[:_OF_A_LIST]:
             waiting = found.get(key)
             if waiting is None:
@@ -70,19 +76,24 @@ def find_waiting(facts: Facts, ranks: Ranks) -> list[Waiting]:
             waiting.waiting += len(one.sessions)
             waiting.more = max(waiting.more, len(one.keys) - _OF_A_LIST)
     listed = sorted(found.values(), key=lambda waiting: (-waiting.since, waiting.key))
-    nearest = nearest_keys(facts.keys, [waiting.key for waiting in listed])
+    wanted = [waiting.key for waiting in listed[:most]]
+    nearest = nearest_keys(facts.keys, wanted, COMPARISONS if most is None else _QUICKLY)
     for waiting in listed:
         waiting.ranks = sorted(set(waiting.ranks))
+    for waiting in listed[:most]:
         for near in nearest[waiting.key]:
             writer = ranks.by_session.get(near.by or 0)
             waiting.nearest.append(Near(near.key, near.age, None if writer is None else str(writer)))
     return listed
 
 
-def nearest_keys(keys: list[Key], wanted: list[str]) -> dict[str, list[Key]]:
-    """Return for each wanted key the existing ones most like it, the nearest first. The first get more care."""
+def nearest_keys(keys: list[Key], wanted: list[str], numbered: int = COMPARISONS) -> dict[str, list[Key]]:
+    """Return for each wanted key the existing ones most like it, the nearest first. The first get more care.
+
+    `numbered` is how many keys are compared by their numbers.
+    """
     known = {key.key: key for key in keys}
-    search = Search(wanted, known.__contains__, lambda name: known[name].age or 0.0)
+    search = Search(wanted, known.__contains__, lambda name: known[name].age or 0.0, numbered=numbered)
     search.look(known)
     while not search.compare():
         pass

@@ -8,7 +8,7 @@ Invariant: no two ranks have the same number; where the facts contradict each ot
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, cast
 
 from ..addresses import format_address
 from ..similar_keys import Family, family_of
@@ -27,23 +27,40 @@ _MOST_RANGES: Final = 32
 class Rank:
     """A process that is a rank, or may be."""
 
-    def __init__(self, host: str, pid: int | None) -> None:
-        self.host = host
+    __slots__ = ("departed", "host", "number", "pid", "sessions", "source")
+
+    def __init__(self, found: list[Session | Departed]) -> None:
+        first = found[0]
+        self.host = first.peer.get("host") or first.host
         """Its name if it is known, else its address."""
-        self.pid = pid
+        self.pid = first.pid
         self.number: int | None = None
         self.source = ""
         """How the number is known: `client`, `environment` or `keys`."""
-        self.sessions: list[Session] = []
+        self.sessions = [one for one in found if isinstance(one, Session)]
         """Those that are connected."""
-        self.ids: set[int] = set()
-        """Of all its sessions."""
+        self.departed = found[len(self.sessions) :]
+        """Those that are not: they come last."""
 
     def __str__(self) -> str:
         where = self.host if self.pid is None else f"{self.host}, pid {self.pid}"
         if self.pid is None and self.sessions:
             where = format_address(self.host, self.sessions[0].port)
         return where if self.number is None else f"rank {self.number} ({where})"
+
+    def said_number(self) -> int | None:
+        """Return the number that its client has said it has."""
+        for one in (*self.sessions, *self.departed):
+            if (number := _number_in(one.peer.get("rank"))) is not None:
+                return number
+        return None
+
+    def waits(self) -> bool:
+        """Return whether one of its sessions waits."""
+        for session in self.sessions:  # any() would take twice as long, and there are a hundred thousand ranks
+            if session.wait is not None:
+                return True
+        return False
 
     def main_session(self) -> Session | None:
         """Return the session that tells what it does: the one that has waited longest, else the one last used."""
@@ -85,7 +102,9 @@ class Ranks:
 
     def of(self, ids: Iterable[int]) -> set[Rank]:
         """Return the ranks of some sessions, by their ids."""
-        return {self.by_session[one] for one in ids if one in self.by_session}
+        found = set(map(self.by_session.get, ids))
+        found.discard(None)
+        return cast(set[Rank], found)
 
     # Which sessions are one process
 
@@ -97,7 +116,7 @@ class Ranks:
                 groups[_process(session)].append(session)
         for departed in facts.departed.values():
             groups[_process(departed)].append(departed)
-        deeds = self._deeds()
+        deeds = self._deeds({one.id for found in groups.values() if len(found) > 1 for one in found})
         for process, found in groups.items():
             if process[0] is None or (len(found) > 1 and _repeat([deeds.get(one.id, []) for one in found])):
                 for one in found:
@@ -105,27 +124,25 @@ class Ranks:
             else:
                 self._add(found)
 
-    def _deeds(self) -> dict[int, list[str]]:
-        """Return by session what a rank does only once: two sessions that did the same are two ranks."""
+    def _deeds(self, ids: set[int]) -> dict[int, list[str]]:
+        """Return by session, for some, what a rank does only once: two sessions that did the same are two ranks."""
         deeds: dict[int, list[str]] = defaultdict(list)
+        if not ids:
+            return deeds
         for counter in self.facts.counters.values():
-            for one in counter.members:
+            for one in ids.intersection(counter.members):
                 deeds[one].append(counter.key)
         for family, members in self.families.items():
             if members.one_each():
-                for one in members.writers.values():
+                for one in ids.intersection(members.writers.values()):
                     deeds[one].append(str(family))
         return deeds
 
     def _add(self, found: list[Session | Departed]) -> None:
-        first = found[0]
-        rank = Rank(first.peer.get("host") or first.host, first.pid)
+        rank = Rank(found)
         for one in found:
-            rank.ids.add(one.id)
             if one.id:
                 self.by_session[one.id] = rank
-            if isinstance(one, Session):
-                rank.sessions.append(one)
         self.all.append(rank)
 
     # Which number each has
@@ -133,18 +150,21 @@ class Ranks:
     def _number(self) -> None:
         claims: dict[int, list[Rank]] = defaultdict(list)
         for rank in self.all:
-            said = _number_in([peer.get("rank") for peer in self._peers(rank)])
-            number = _number_in([self._environment(rank).get("RANK")]) if said is None else said
+            said = rank.said_number()
+            number = _number_in(self._environment(rank).get("RANK")) if said is None else said
             if number is not None:
                 rank.source = "environment" if said is None else "client"
                 claims[number].append(rank)
         for number, ranks in claims.items():
-            connected = [rank for rank in ranks if rank.sessions] or ranks
-            if len(connected) == 1:
-                self._give(connected[0], number)
+            if len(ranks) > 1:
+                ranks = [rank for rank in ranks if rank.sessions] or ranks
+            if len(ranks) == 1:
+                self._give(ranks[0], number)
         if self.world_size is None:
             self.world_size = self._size_in_environments()
         for family, members in sorted(self.families.items(), key=lambda item: _evidence(*item), reverse=True):
+            if len(self.by_number) == len(self.all):
+                return
             if members.one_each() and self._concerns_all(family, members):
                 self._name_writers(members)
 
@@ -177,11 +197,6 @@ class Ranks:
         if members.size:
             return members.size >= total
         return 2 * len(members.writers) > total
-
-    def _peers(self, rank: Rank) -> list[dict[str, str]]:
-        peers = [session.peer for session in rank.sessions]
-        departed = self.facts.departed
-        return peers + [departed[one].peer for one in rank.ids if one in departed] if departed else peers
 
     def _environment(self, rank: Rank) -> Environment:
         for session in rank.sessions:
@@ -236,19 +251,16 @@ def _evidence(family: Family, members: Members) -> tuple[bool, bool, int]:
     return names_ranks(family), members.size > 0, len(members.writers)
 
 
-def _number_in(texts: Iterable[str | None]) -> int | None:
-    """Return the number that the first of these texts is."""
-    for text in texts:
-        if text and text.isascii() and text.isdecimal() and len(text) < 10:
-            return int(text)
-    return None
+def _number_in(text: str | None) -> int | None:
+    """Return the number that a text is."""
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
 def _most_common(texts: "Counter[str | None]") -> int | None:
     """Return the number that most of these texts are."""
     sizes: Counter[int | None] = Counter()
     for text, count in texts.items():
-        sizes[_number_in([text])] += count
+        sizes[_number_in(text)] += count
     sizes.pop(None, None)
     return sizes.most_common(1)[0][0] if sizes else None
 

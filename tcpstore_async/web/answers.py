@@ -126,7 +126,7 @@ class Answers:
         summary = self._looker.summary(_FIRST_LOOK_SECONDS, store)[0]
         if summary is None or not (number.isascii() and number.isdecimal() and len(number) < 10):
             return Answer(404, _TEXT, b"unknown rank\n")
-        detail = summary.details.get(int(number))
+        detail = summary.detail(int(number))
         return _json({"number": int(number), "detail": None if detail is None else detail._asdict()})
 
 

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ..diagnosis.facts import Facts
-from ..diagnosis.missing import Missing, Pending, does, find_missing
+from ..diagnosis.missing import Missing, Pending, awaited, does, find_missing
 from ..diagnosis.nearest import Waiting, find_waiting
-from ..diagnosis.ranks import Rank, Ranks, number_ranges
+from ..diagnosis.ranks import Ranks, number_ranges
 from ..keys import caller_key
 
 JOINED: Final = "j"
@@ -64,12 +64,14 @@ class Summary:
     def __init__(self, facts: Facts, ranks: Ranks) -> None:
         if ranks.world_size is not None and ranks.world_size > MOST_RANKS:
             ranks.world_size = None  # some peer has said so
-        missing = find_missing(facts, ranks)
-        waiting = find_waiting(facts, ranks)
+        waits = awaited(facts)
+        missing = find_missing(facts, ranks, waits)
+        waiting = find_waiting(facts, ranks, waits, _WAITING)
         self.size = _size(ranks)
+        self._by_number = ranks.by_number
+        self._groups = facts.groups
         states = _states(ranks, missing, self.size)
         unnamed = [rank for rank in ranks.all if rank.number is None and rank.sessions]
-        self.details = _details(ranks, facts, self.size)
         counts = Counter(states)
         self.encoded = msgspec.json.encode(
             {
@@ -77,7 +79,7 @@ class Summary:
                 "joined": missing.joined,
                 "ranks": _runs(states),
                 "counts": {state: counts[state] for state in STATES},
-                "unnamed": _runs(sorted(WAITING if _waits(rank) else JOINED for rank in unnamed[:MOST_RANKS])),
+                "unnamed": _runs(sorted(WAITING if rank.waits() else JOINED for rank in unnamed[:MOST_RANKS])),
                 "pending": [_pending(one) for one in missing.waits[:_PENDING]],
                 "more_pending": max(0, len(missing.waits) - _PENDING),
                 "waits": [_waiting(one) for one in waiting[:_WAITING]],
@@ -87,6 +89,15 @@ class Summary:
             }
         )
         """As JSON."""
+
+    def detail(self, number: int) -> Detail | None:
+        """Return what is known of the rank with a number."""
+        rank = self._by_number.get(number) if number < self.size else None
+        if rank is None:
+            return None
+        session = rank.main_session()
+        port, idle = (0, 0.0) if session is None else (session.port, session.idle)
+        return Detail(clip(rank.host), port, rank.pid, clip(does(session, self._groups)), idle, rank.source)
 
 
 def _size(ranks: Ranks) -> int:
@@ -100,7 +111,7 @@ def _states(ranks: Ranks, missing: Missing, size: int) -> list[str]:
     states = [UNSEEN] * size
     for number, rank in ranks.by_number.items():
         if number < size:
-            states[number] = GONE if not rank.sessions else WAITING if _waits(rank) else JOINED
+            states[number] = GONE if not rank.sessions else WAITING if rank.waits() else JOINED
     for one in missing.waits:
         named = [rank.rank for rank in one.elsewhere if rank.rank is not None]
         if one.expected is not None and one.expected == missing.world_size:  # else they are numbers in a group
@@ -109,29 +120,6 @@ def _states(ranks: Ranks, missing: Missing, size: int) -> list[str]:
             if number < size:
                 states[number] = LATE if states[number] in (JOINED, WAITING, LATE) else MISSING
     return states
-
-
-def _waits(rank: Rank) -> bool:
-    return any(session.wait is not None for session in rank.sessions)
-
-
-def _details(ranks: Ranks, facts: Facts, size: int) -> dict[int, Detail]:
-    """Return by number what is known of each rank."""
-    found: dict[int, Detail] = {}
-    by_group: dict[int, str] = {}
-    for number, rank in ranks.by_number.items():
-        if number >= size:
-            continue
-        session = rank.sessions[0] if len(rank.sessions) == 1 else rank.main_session()
-        if session is None:
-            found[number] = Detail(clip(rank.host), 0, rank.pid, does(session, facts), 0.0, rank.source)
-            continue
-        group = 0 if session.wait is None else session.wait.group
-        text = by_group.get(group) if group else None
-        if text is None:
-            text = by_group[group] = clip(does(session, facts))
-        found[number] = Detail(clip(rank.host), session.port, rank.pid, text, session.idle, rank.source)
-    return found
 
 
 def _pending(one: Pending) -> dict[str, Any]:

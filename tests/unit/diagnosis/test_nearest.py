@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from looking import World
 from tcpstore_async.diagnosis.facts import Key
-from tcpstore_async.diagnosis.nearest import nearest_keys
+from tcpstore_async.diagnosis.missing import awaited
+from tcpstore_async.diagnosis.nearest import find_waiting, nearest_keys
 
 STORIES = {
     "a generation counter is off by some": (
@@ -81,6 +82,23 @@ def test_a_long_list_is_described_by_its_first_keys() -> None:
     found = world.waiting()
     assert len(found) == 8
     assert all((one.waiting, one.more, len(one.connections)) == (50, 92, 16) for one in found)
+
+
+def test_only_the_longest_waits_are_compared_if_that_is_asked_for() -> None:
+    world = World()
+    world.connect(9)
+    world.set(9, b"/step_1")
+    for client in range(3):
+        world.connect(client)
+        world.history.now = float(client)
+        world.wait(client, b"/step_%d" % (client + 2))
+    ranks = world.ranks()
+    found = find_waiting(ranks.facts, ranks, awaited(ranks.facts), 2)
+    assert [(one.key, [near.key for near in one.nearest]) for one in found] == [
+        ("/step_2", ["/step_1"]),
+        ("/step_3", ["/step_1"]),
+        ("/step_4", []),
+    ]
 
 
 def test_of_many_keys() -> None:

@@ -8,6 +8,8 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from looking import World
 from support import HANDSHAKE, blob, keys
@@ -51,6 +53,51 @@ def test_who_wrote_which_key() -> None:
     assert by(world, b"/set") == (1, 4.0)
     world.delete(2, b"/set")
     assert by(world, b"/set") is None
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["set", "add", "read", "append", "delete"]), st.integers(0, 1), st.booleans())
+)
+
+
+@given(STEPS)
+def test_who_wrote_a_key_whatever_was_written_before(steps: list[tuple[str, int, bool]]) -> None:
+    """Two clients and two keys: often somebody writes what was written last."""
+    world = World()
+    for client in (0, 1):
+        world.connect(client, joins=False)
+    known: dict[bytes, tuple[int, float]] = {}
+    for number, (what, client, other) in enumerate(steps):
+        world.history.now = float(number)
+        key = b"/other" if other else b"/one"
+        if what == "set":
+            world.set(client, key, b"7")
+        elif what == "append":
+            world.send(client, b"\x09" + blob(key) + blob(b"7"))
+        elif what == "delete":
+            world.delete(client, key)
+        else:
+            world.add(client, key, int(what == "add"))
+        if what == "delete":
+            known.pop(key, None)
+        elif what != "read":
+            known[key] = client, float(number)
+        assert [by(world, name) for name in (b"/one", b"/other")] == [known.get(b"/one"), known.get(b"/other")]
+
+
+def test_many_requests_in_one_read_are_noted() -> None:
+    world = World()
+    world.connect(0, joins=False)
+    world.connect(1, joins=False)
+    added = b"\x04" + blob(b"/counter") + struct.pack("<q", 1)
+    world.send(0, 16 * added)
+    world.history.now = 2.0
+    world.send(1, 16 * added)
+    assert by(world, b"/counter") == (1, 2.0)
+    world.history.now = 3.0
+    world.send(0, added + 16 * (b"\x01" + blob(b"/text") + blob(b"x")))
+    assert (by(world, b"/counter"), by(world, b"/text")) == ((0, 3.0), (0, 3.0))
+    assert world.engine.keyspace.values[b"/counter"] == 33
 
 
 def test_whatever_executes_a_command_is_called() -> None:

@@ -56,9 +56,12 @@ def test_who_does_not_wait_and_who_has_left() -> None:
     world.leave(2)
     found = summary(world)
     assert json.loads(found.encoded)["ranks"] == "j2g1j1"
-    assert found.details[1].host == "node-0"
-    assert found.details[1].does == "has sent nothing since INTRODUCE"
-    assert found.details[2].does == "has left"
+    connected, left = found.detail(1), found.detail(2)
+    assert connected is not None
+    assert left is not None
+    assert (connected.host, connected.does) == ("node-0", "has sent nothing since INTRODUCE")
+    assert left.does == "has left"
+    assert found.detail(4) is None
 
 
 def test_numbers_in_a_group_are_not_taken_for_ranks_of_the_job() -> None:
@@ -123,7 +126,7 @@ def test_98304_ranks() -> None:
     assert answer["counts"] == {"j": 0, "w": 98_297, "l": 0, "m": 7, "g": 0, "n": 0}
     assert answer["ranks"] == "w5m1w71m1w3922m1w45999m2w9998m1w38302m1"
     assert {one["missing"] for one in answer["pending"]} == {"5, 77, 4000, 50000–50001, 60000, 98303"}
-    assert len(found.details) == 98_297
+    assert [found.detail(number) is None for number in (0, 5, 6, 98_302, 98_303)] == [False, True, False, False, True]
 
 
 def test_ranges() -> None:
