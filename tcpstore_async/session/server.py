@@ -518,6 +518,7 @@ class Transport:
             return
         if link is not None:
             link.forget()
+            self.single = None
         self.session.leave()
 
     def send_again(self, replies: list[Framed], taken: int) -> None:
