@@ -330,17 +330,20 @@ class AsyncTCPStore:
         """Take an item that a server of ours leases; return None if there is none."""
         blocks = lease[0].parks
         connection = await (self._connection_to_wait_on(deadline) if blocks else self._free_connection(deadline))
+        connection.pops += 1
         try:
             if blocks:
                 call, future = self._lease(connection, lease)
                 _, item = await self._await_blocking(connection, call, future, deadline)
             else:
                 _, item = await self._await_reply(connection.call(*lease)[1], deadline)
+            if item is not None:
+                connection.confirm(lease)
         except BaseException:
             connection.give_back(lease)
             raise
-        if item is not None:
-            connection.confirm(lease)
+        finally:
+            connection.pops -= 1
         return cast("Framed | None", item)
 
     async def _pop_from_pytorchs(self, name: bytes, block: bool, deadline: _CallDeadline) -> bytes:
