@@ -168,8 +168,8 @@ REPEATED = re.compile(
     r"|^tests/tls/test_conformance\.py"
     r"|^tests/relay/test_conformance\.py::test_our_server"
 )
-"""Tests of sessions and engines that are long or many, or try the same commands in another way: marked `repeated`. `make
-check` runs them on the compiled build only, `make test` and `make test-all` on the interpreted one.
+"""Tests of sessions and engines that are long or many, or try the same commands in another way: marked `repeated`.
+`make check` runs them on the compiled build only, `make test` and `make test-all` on the interpreted one.
 """
 
 
