@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 def started(*words: str) -> Iterator[tuple[int, int]]:
     """Run a command of `tcpstore` that listens; yield its port and process."""
     command = [sys.executable, "-m", "tcpstore_async", *words, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    # Not in the checkout: with `-m`, what is in the working directory would be imported first.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tempfile.gettempdir()) as process:
         try:
             assert process.stdout is not None
             yield int(json.loads(process.stdout.readline())["port"]), process.pid

@@ -34,7 +34,7 @@ from tcpstore_async.keyspace import MAX_LEASES
 from tcpstore_async.limits import Limits
 from tcpstore_async.server.backends import LINK_GRACE
 from tcpstore_async.session.history import History
-from tcpstore_async.session.identity import build
+from tcpstore_async.session.identity import build, identity
 from tcpstore_async.session.link_client import ClientLink, Stream
 from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.named_stores import NamedStores
@@ -78,7 +78,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.engine = Engine(Limits())
-        self.engine.identify(b"{}")
+        self.engine.identify(identity("", "uv"))
         self.engine.announce(0)
         self.longest = 0.0
         self.sink = os.open(os.devnull, os.O_WRONLY)

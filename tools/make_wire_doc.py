@@ -65,7 +65,8 @@ be sent to PyTorch's servers.
 A client probes for the extension before its first call, or when it joins. It never does so while connecting, because
 some peers answer PING and then expect silence. It sends CHECK for the key `{SERVER_KEY.decode()}`. PyTorch's servers
 reply 1: they have no such key, and no PyTorch client can create it. This server replies 0. GET of that key then returns
-a JSON object:
+the JSON object below. A client that has a token to present, or a named store to enter, has no use for another server:
+it sends both requests with its handshake. The replies to AUTH and ENTER tell it how the object changes.
 
 | member | |
 |---|---|

@@ -330,17 +330,20 @@ class AsyncTCPStore:
         """Take an item that a server of ours leases; return None if there is none."""
         blocks = lease[0].parks
         connection = await (self._connection_to_wait_on(deadline) if blocks else self._free_connection(deadline))
+        connection.pops += 1
         try:
             if blocks:
                 call, future = self._lease(connection, lease)
                 _, item = await self._await_blocking(connection, call, future, deadline)
             else:
                 _, item = await self._await_reply(connection.call(*lease)[1], deadline)
+            if item is not None:
+                connection.confirm(lease)
         except BaseException:
             connection.give_back(lease)
             raise
-        if item is not None:
-            connection.confirm(lease)
+        finally:
+            connection.pops -= 1
         return cast("Framed | None", item)
 
     async def _pop_from_pytorchs(self, name: bytes, block: bool, deadline: _CallDeadline) -> bytes:
@@ -451,13 +454,15 @@ class AsyncTCPStore:
         return True
 
     async def _identify(self) -> None:
-        if await self._call_when_free(requests.HAS_EXTENSION):
+        deadline = _CallDeadline(requests.HAS_EXTENSION, self._timeout)
+        if self.identity is None:
+            self.identity = (await self._free_connection(deadline)).session.identity
+        if self.identity is None and await self._call_when_free(requests.HAS_EXTENSION):
             self.identity = read_identity(unpack(await self._call_when_free(requests.WHO_ARE_YOU)))
         if self.identity is not None:
             check_admitted(self.identity)
             self._restrict(self._connections)
             await self._call_when_free(requests.introduce(introduction()))
-            deadline = _CallDeadline(requests.HAS_EXTENSION, self._timeout)
             await self._open_link(await self._free_connection(deadline), deadline)
         self._identified = True
 
@@ -481,9 +486,11 @@ class AsyncTCPStore:
         if known is None:
             return
         connection.call(*requests.introduce(introduction()))
-        _, answer = connection.call(*requests.WHO_ARE_YOU)
         deadline = _CallDeadline(requests.WHO_ARE_YOU, self._timeout)
-        found = read_identity(unpack(await self._await_reply(answer, deadline)))
+        found = connection.session.identity
+        if found is None:
+            _, answer = connection.call(*requests.WHO_ARE_YOU)
+            found = read_identity(unpack(await self._await_reply(answer, deadline)))
         if found is None or found.instance != known.instance:
             error = DistNetworkError(ANOTHER)
             self._connection_lost(connection, error)

@@ -53,6 +53,8 @@ class AsyncConnection(asyncio.Protocol):
         """Whether requests wait for the reply to LINK, or for another connection."""
         self._resuming: asyncio.Task[None] | None = None
         self.lost: DistNetworkError | None = None
+        self.pops = 0
+        """Pops on it whose callers have not got, and confirmed, an item."""
         self.fence: asyncio.Future[Any] | None = None
         """Done when the writes before a blocking call have been executed."""
         self._on_lost = on_lost
@@ -159,7 +161,8 @@ class AsyncConnection(asyncio.Protocol):
 
     def idle(self) -> bool:
         """Return whether nothing is in progress on it."""
-        return not self.session.pending and not self._outbox and self._drained is None and not self._held
+        in_progress = self.session.pending or self.pops or self._outbox or self._held
+        return not in_progress and self._drained is None
 
     def close(self, reason: DistNetworkError | None = None, lost: bool = False) -> None:
         """Close the connection, perhaps because the store has been lost with another one. Calls in progress fail."""

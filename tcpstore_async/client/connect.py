@@ -15,7 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 from aiohappyeyeballs import start_connection
@@ -171,16 +171,15 @@ async def _try(
         loop = asyncio.get_running_loop()
         session, hello, call = _hello(peer, pings)
         try:
-            await loop.sock_sendall(peer, hello)
-            while not call.done:
-                _receive(session, await loop.sock_recv(peer, 4))
+            for data, asked in _opening(hello, call, admission(session, host, port, token, name)):
+                if data:
+                    await loop.sock_sendall(peer, data)
+                while not asked.done:
+                    _receive(session, await loop.sock_recv(peer, _reply_bytes(call)))
         except ConnectionError as error:
+            if call.done:
+                raise
             raise _hung_up(error, tls) from None
-        _check(call)
-        for data, asked in admission(session, host, port, token, name):
-            await loop.sock_sendall(peer, data)
-            while not asked.done:
-                _receive(session, await loop.sock_recv(peer, _REPLY))
         return peer, session
     except BaseException:
         peer.close()
@@ -316,18 +315,16 @@ def _try_in_this_thread(
     try:
         session, hello, call = _hello(peer, pings)
         try:
-            peer.sendall(hello, NO_SIGPIPE)
-            while not call.done:
-                attempt.wait_for(peer, select.POLLIN)
-                _receive(session, peer.recv(4))
+            for data, asked in _opening(hello, call, admission(session, host, port, token, name)):
+                if data:
+                    peer.sendall(data, NO_SIGPIPE)
+                while not asked.done:
+                    attempt.wait_for(peer, select.POLLIN)
+                    _receive(session, peer.recv(_reply_bytes(call)))
         except ConnectionError as error:
+            if call.done:
+                raise
             raise _hung_up(error, tls) from None
-        _check(call)
-        for data, asked in admission(session, host, port, token, name):
-            peer.sendall(data, NO_SIGPIPE)
-            while not asked.done:
-                attempt.wait_for(peer, select.POLLIN)
-                _receive(session, peer.recv(_REPLY))
         peer.settimeout(None)
         return peer, session
     except BaseException:
@@ -414,6 +411,25 @@ def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, Pend
     session = ClientSession(pings)
     hello, call = session.hello(os.getpid())
     return session, hello, call
+
+
+def _opening(
+    hello: bytes, call: PendingCall, admission: Generator[tuple[bytes, PendingCall], None, None]
+) -> Generator[tuple[bytes, PendingCall], None, None]:
+    """Shake hands, and do what comes before the first request; its first message goes with the handshake.
+
+    Yields as `admission` does. Raises ProtocolError if no store's server has answered.
+    """
+    data, asked = next(admission, (b"", call))
+    yield hello + data, call
+    _check(call)
+    yield b"", asked
+    yield from admission
+
+
+def _reply_bytes(hello: PendingCall) -> int:
+    """Return how much to read: no more than the reply to the handshake, until it is there."""
+    return _REPLY if hello.done else 4
 
 
 def keep_alive(peer: socket.socket) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 from ..errors import AccessDeniedError
 from ..secret_files import read_secret
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import TOKENS, Identity, read_auth_reply
+from ..session.identity import TOKENS, Identity, read_auth_reply, with_access
 from ..values import unpack
 from ..wire.codecs import MAX_TOKEN
 from . import requests
@@ -58,9 +58,10 @@ def _checked(text: str, where: str) -> bytes:
 
 def authenticate(
     session: ClientSession, identity: Identity | None, token: bytes, host: str, port: int
-) -> Generator[tuple[bytes, PendingCall], None, None]:
+) -> Generator[tuple[bytes, PendingCall], None, Identity]:
     """Present a token to the server with this identity; `session.access` becomes what it allows.
 
+    Returns the server's identity from now on.
     Yields what to send, and the call whose reply has to arrive before the next. Raises AccessDeniedError.
     """
     if identity is None or identity.extension < TOKENS:
@@ -69,3 +70,4 @@ def authenticate(
     assert shown is not None
     yield showing, shown
     session.access = read_auth_reply(unpack(shown.result))
+    return with_access(identity, session.access)

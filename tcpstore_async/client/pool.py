@@ -141,8 +141,8 @@ class TCPClient:
         """Close every connection. Calls in progress in other threads fail, and so do later ones."""
         if not self.closed:
             self._return_stranded()
-            self._end_named_store()
-            self._send_farewell()
+            if not self._end_named_store():
+                self._send_farewell()
         self.closed = True
         self._lose("the store has been closed")
         if self.tls is not None:
@@ -391,13 +391,18 @@ class TCPClient:
         value: bytes | None = self._on_a_connection(pop, wait or request, Deadline.of_a_call(seconds, began), seconds)
         return value
 
-    def _end_named_store(self) -> None:
-        """Before closing: end the store, if this client owns it, so that its name is free when this returns."""
+    def _end_named_store(self) -> bool:
+        """Before closing: end the store, if this client owns it, so that its name is free when this returns.
+
+        Returns whether this client has left the store by that.
+        """
         if self.name is not None and self.name.owner and not self._lost:
             try:
                 self.call(requests.END_STORE, Deadline(MIN_ROUND_TRIP))
+                return True
             except (DistNetworkError, StoreTimeoutError):
                 pass  # it ends when the server notices that the connection is lost
+        return False
 
     def _send_farewell(self) -> None:
         farewell = self.farewell
@@ -566,14 +571,19 @@ class TCPClient:
                 self._identity_queue.notify_all()
 
     def _identify_on(self, connection: SyncConnection, deadline: Deadline) -> None:
+        if self.identity is None:
+            self.identity = connection.session.identity
         if self.identity is None and self._result(connection, requests.HAS_EXTENSION, deadline):
-            self.identity = read_identity(unpack(self._result(connection, requests.WHO_ARE_YOU, deadline)))
+            self.identity = self._identity_on(connection, deadline)
         if self.identity is not None:
             check_admitted(self.identity)
             if not self.token:  # what a relay's token allows
                 self._restrict(self._connections)
-            self._introduce(connection, deadline)
-            self._open_link(connection, deadline)
+            self._introduce(connection, self.identity, deadline)
+
+    def _identity_on(self, connection: SyncConnection, deadline: Deadline) -> Identity | None:
+        """Return what a server that has the extension says who it is."""
+        return read_identity(unpack(self._result(connection, requests.WHO_ARE_YOU, deadline)))
 
     def _result(self, connection: SyncConnection, request: Request, deadline: Deadline) -> Any:
         call = connection.request(request, deadline)
@@ -581,36 +591,33 @@ class TCPClient:
         connection.read_until(call, deadline)
         return call.result
 
-    def _introduce(self, connection: SyncConnection, deadline: Deadline) -> None:
-        data, _ = connection.session.prepare(*requests.introduce(self.introduction))
-        if not connection.put(data, None):
-            connection.put_rest(data, None, deadline)
+    def _introduce(self, connection: SyncConnection, server: Identity, deadline: Deadline) -> None:
+        """Say who this is, and have the server keep the session when the connection breaks, if it can."""
+        introduction, _ = connection.session.prepare(*requests.introduce(self.introduction))
+        if server.extension >= SINGLE_LINKS:
+            connection.reach = self._reach
+            connection.replaced = functools.partial(background.watch_again, self, connection.peer.fileno())
+            connection.open_link(deadline, introduction)
+        elif not connection.put(introduction, None):
+            connection.put_rest(introduction, None, deadline)
 
     def _verify(self, connection: SyncConnection, deadline: Deadline) -> None:
         """Check that a further connection leads to the same server. Raises ProtocolError."""
         known = self.identity
         if known is None:
             return
-        self._introduce(connection, deadline)
-        found = read_identity(unpack(self._result(connection, requests.WHO_ARE_YOU, deadline)))
+        found = connection.session.identity or self._identity_on(connection, deadline)
         if found is None or found.instance != known.instance:
             raise ProtocolError(ANOTHER)
         if not self.token:
             self._restrict([connection])
-        self._open_link(connection, deadline)
+        self._introduce(connection, found, deadline)
 
     def _restrict(self, connections: list[SyncConnection]) -> None:
         """Let connections send only what the server has said that it allows."""
         access = None if self.identity is None else granted_access(self.identity.access)
         for connection in list(connections):
             connection.session.access = access
-
-    def _open_link(self, connection: SyncConnection, deadline: Deadline) -> None:
-        """Have the server keep the session when the connection breaks, if it can."""
-        if self.identity is not None and self.identity.extension >= SINGLE_LINKS:
-            connection.reach = self._reach
-            connection.replaced = functools.partial(background.watch_again, self, connection.peer.fileno())
-            connection.open_link(deadline)
 
     def _reach(self, link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
         """Connect again for a link whose connection is broken. See `resume_blocking`."""

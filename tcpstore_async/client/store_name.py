@@ -15,7 +15,7 @@ from typing import Final
 from ..addresses import format_address
 from ..errors import DistNetworkError
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import ENTERED, LOST, NAMES, TAKEN, Identity, read_enter_reply
+from ..session.identity import ENTERED, LOST, NAMES, TAKEN, Identity, read_enter_reply, with_store
 from ..values import unpack
 from . import requests
 from .server_url import ServerUrl, parse_server_url
@@ -142,8 +142,8 @@ class StoreName:
 
     def entering(
         self, session: ClientSession, identity: Identity | None, host: str, port: int
-    ) -> Generator[tuple[bytes, PendingCall], None, None]:
-        """Put a connection to the server with this identity into the store.
+    ) -> Generator[tuple[bytes, PendingCall], None, Identity]:
+        """Put a connection to the server with this identity into the store; return its identity from then on.
 
         Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError,
         ConnectionError if the store may be about to end, and DistNetworkError if there can be no such store.
@@ -162,15 +162,15 @@ class StoreName:
         if reply.status == ENTERED:
             self.incarnation = reply.incarnation
             session.store = self.name
-        elif reply.status == TAKEN:
+            return with_store(identity, self.name, reply.incarnation)
+        if reply.status == TAKEN:
             raise StoreTakenError(
                 f"cannot create the store {self.name!r} on the server at {host}:{port}: {reply.reason}; wait until "
                 "that store ends, or use another address"
             )
-        elif reply.status == LOST:
+        if reply.status == LOST:
             raise ConnectionError(reply.reason)
-        else:
-            raise StoreEndedError(reply.reason or reply.status)
+        raise StoreEndedError(reply.reason or reply.status)
 
     def missing(self) -> str:
         """Return why a connection that was being put into the store was not, for lack of time."""

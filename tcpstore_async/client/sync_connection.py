@@ -234,17 +234,17 @@ class SyncConnection:
             return False
         return sum(sent) >= len(view)
 
-    def request(self, request: Request, deadline: Deadline) -> PendingCall:
+    def request(self, request: Request, deadline: Deadline, first: bytes = b"") -> PendingCall:
         """Send a request that has a reply, behind a fence if it blocks and writes are unconfirmed.
 
-        Raises OSError or DeadlineExceeded.
+        `first` is a request without a reply that goes before it. Raises OSError or DeadlineExceeded.
         """
         session = self.session
         self._canceled = []
         ahead: tuple[PendingCall, ...] = ()
-        first = b""
         if session.unconfirmed() and request[0].parks:
-            first, fence = session.prepare_fence(0)
+            asking, fence = session.prepare_fence(0)
+            first += asking
             ahead = (fence,)
         data, call = session.prepare(*request)
         assert call is not None
@@ -482,15 +482,16 @@ class SyncConnection:
 
     # On a single link
 
-    def open_link(self, deadline: Deadline) -> None:
+    def open_link(self, deadline: Deadline, introduction: bytes = b"") -> None:
         """Ask the server to keep the session when the connection breaks, unless it was asked before.
 
-        Raises OSError, ProtocolError or DeadlineExceeded. A reply that is late is taken by `settle`.
+        An INTRODUCE may go with it. Raises OSError, ProtocolError or DeadlineExceeded. A reply that is late is taken by
+        `settle`.
         """
         if self.link is None and self._linking is None:
             link = ClientSingleLink()
             self.broken = True  # until it is known what the server keeps
-            self._linking = link, self.request((BY_METHOD["link"], link.fields()), deadline)
+            self._linking = link, self.request((BY_METHOD["link"], link.fields()), deadline, introduction)
             self.broken = False
         if self._linking is not None:
             self.read_until(self._linking[1], deadline)

@@ -126,6 +126,8 @@ class Server:
         self._validate_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
         """Runs while there are links."""
+        self._leaving: bool = False
+        """Whether stores will be looked for that everybody has had the time to leave."""
         self._flushing: bool = False
         self._to_flush: deque[ServerSession] = deque()
         """Sessions that were woken together, if one turn cannot flush them all; those without replies are skipped."""
@@ -407,7 +409,9 @@ class Server:
 
     def _expect_leaving(self, store: NamedStore) -> None:
         """Close after the grace period what is still in a store then that its owner has ended."""
-        self.call_soon(lambda: self._close_later(store))
+        if not self._leaving:
+            self._leaving = True
+            self.call_soon(self._schedule_leaving)
 
     def _schedule_links(self) -> None:
         self.call_soon(self._serve_links)
@@ -462,14 +466,22 @@ class Server:
             if more or keyspace.work:
                 self._schedule_work()
 
-    def _close_later(self, store: NamedStore) -> None:
-        if not self.stopped:
-            self.loop.call_later(DEFAULT_GRACE, self._close_store, store)
-
-    def _close_store(self, store: NamedStore) -> None:
+    def _schedule_leaving(self) -> None:
+        """Come back when the grace period of the oldest store is over that its owner has ended."""
         with self.lock:
-            if not self.stopped:
+            oldest = self.named.oldest_released()
+            if oldest is None or self.stopped:
+                self._leaving = False
+                return
+            seconds = oldest.released + DEFAULT_GRACE - time.monotonic()
+        self.loop.call_later(max(seconds, _MIN_EXPIRY_SECONDS), self._close_left)
+
+    def _close_left(self) -> None:
+        with self.lock:
+            now = time.monotonic()
+            while (store := self.named.oldest_released()) is not None and now - store.released >= DEFAULT_GRACE:
                 self.named.close(store)
+        self._schedule_leaving()
 
     def _serve_links(self) -> None:
         """Write what sessions on links have been given, once all that were woken together have been flushed."""

@@ -16,6 +16,7 @@ from ..errors import AccessDeniedError, ProtocolError, counted
 from ..values import ABSENT, PREFIX
 from ..wire.codecs import DEFERRED_VALUE, NO_REPLY, STOP_WAITING, VALUES, WAIT_CANCELED, Fields, PartialReply
 from ..wire.commands import BY_METHOD, MAGIC, Command
+from .identity import Identity
 
 LOST: Final = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
 """PyTorch's message when the server has closed the connection; all clients of this package use it."""
@@ -54,6 +55,8 @@ class ClientSession:
         """What its token allows; None without one, if it is not known, or if that is everything."""
         self.store: str | None = None
         """The name of the store that it is in; None for the one without a name."""
+        self.identity: Identity | None = None
+        """The server's identity on this connection, if that was requested before its first call."""
         self._pings = pings
         """Whether the server knows PING, which PyTorch's do since 2.5."""
         self.pending: deque[PendingCall] = deque()

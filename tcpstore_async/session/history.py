@@ -58,6 +58,12 @@ _MOST_ITEMS: Final = 1000
 """Pairs of one MULTI_SET that are noted, lest a long one holds the loop."""
 
 
+_RECORDED: Final = frozenset(
+    ("set", "append", "add", "compare_set", "multi_set", "delete_key", "barrier", "join", "cancel_wait")
+)
+"""Methods of which something is noted."""
+
+
 class Barrier:
     """Those who have come to a barrier that is not open, as far as their sessions do not tell."""
 
@@ -199,6 +205,8 @@ class History:
 
         Nothing is noted of a command that raises. The keyspace's own methods are called without a detour.
         """
+        if method not in _RECORDED:
+            return call
         if getattr(call, "__self__", None) is self.keyspace:
             if method == "set":
                 return self._set
@@ -218,9 +226,8 @@ class History:
             return lambda key, size: self._entered(key, call(key, size))
         if method == "join":
             return lambda key, token: self._wrote(key, call(key, token))
-        if method == "cancel_wait":
-            return lambda: self._canceled(call)
-        return call
+        assert method == "cancel_wait"
+        return lambda: self._canceled(call)
 
     def _set(self, key: bytes, value: Framed) -> None:
         last = self._last

@@ -109,7 +109,16 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def identity(instance: str, backend: str) -> bytes:
     """Encode the identity of a server of this package."""
-    return msgspec.json.encode(Identity("tcpstore_async", VERSION, EXTENSION, instance, backend, build()))
+    return encode_identity(Identity("tcpstore_async", VERSION, EXTENSION, instance, backend, build()))
+
+
+def encode_identity(identity: Identity) -> bytes:
+    return msgspec.json.encode(identity)
+
+
+def decode_identity(own: bytes) -> Identity:
+    """Decode the identity of this server itself."""
+    return msgspec.json.decode(own, type=Identity)
 
 
 def read_identity(raw: bytes) -> Identity | None:
@@ -121,16 +130,14 @@ def read_identity(raw: bytes) -> Identity | None:
     return found if found.extension >= _LEAST else None
 
 
-def with_access(identity: bytes, access: Access) -> bytes:
+def with_access(identity: Identity, access: Access) -> Identity:
     """Return a server's identity as a client sees it for which this token was presented."""
-    found = msgspec.json.decode(identity, type=Identity)
-    return msgspec.json.encode(msgspec.structs.replace(found, access=Granted(**_granted(access))))
+    return msgspec.structs.replace(identity, access=Granted(**_granted(access)), requires="")
 
 
-def with_store(identity: bytes, name: str, incarnation: str) -> bytes:
+def with_store(identity: Identity, name: str, incarnation: str) -> Identity:
     """Return a server's identity as a client sees it that is in a store with a name."""
-    found = msgspec.json.decode(identity, type=Identity) if len(identity) > 2 else Identity("", "", 0, "")
-    return msgspec.json.encode(msgspec.structs.replace(found, instance=incarnation, store=name))
+    return msgspec.structs.replace(identity, instance=incarnation, store=name)
 
 
 def read_enter_reply(raw: bytes) -> EnterReply:
@@ -141,9 +148,9 @@ def read_enter_reply(raw: bytes) -> EnterReply:
         raise ProtocolError("invalid reply to ENTER") from None
 
 
-def with_requirement(identity: bytes, requires: str) -> bytes:
+def with_requirement(identity: Identity, requires: str) -> Identity:
     """Return a server's identity as a client sees it that has not authenticated, and has to."""
-    return msgspec.json.encode(msgspec.structs.replace(msgspec.json.decode(identity, type=Identity), requires=requires))
+    return msgspec.structs.replace(identity, requires=requires)
 
 
 def check_admitted(identity: Identity) -> None:

@@ -21,7 +21,19 @@ from ..values import Framed, pack, unpack
 from ..waiter_types import AWAITING_STORE, IDLE
 from ..wire.commands import SERVER_KEY, WORKERS_KEY
 from .guard import Stored
-from .identity import CLOSED, ENDED, ENTERED, LOST, REFUSED, TAKEN, EnterReply, with_store
+from .history import NEVER
+from .identity import (
+    CLOSED,
+    ENDED,
+    ENTERED,
+    LOST,
+    REFUSED,
+    TAKEN,
+    EnterReply,
+    decode_identity,
+    encode_identity,
+    with_store,
+)
 from .server import Engine, ServerSession, Transport, printable
 
 MAX_NAME: Final = 512
@@ -116,11 +128,12 @@ class NamedStore:
         """What the holders of tokens with limits have stored in it, by the token's id."""
         self.over = ""
         """Why it has ended; empty as long as it has not."""
+        self.released: float = NEVER
+        """When its owner has ended it, on the same clock, as long as others may leave by themselves."""
         self.engine = Engine(root.limits, root.keyspace.portion, root=root)
         self.engine.store = self
         self.engine.keyspace.on_work = lambda: registry.work_later(self)
-        identity = unpack(root.keyspace.reserved.get(SERVER_KEY, pack(b"{}")))
-        self.engine.identify(with_store(identity, self.name, incarnation))
+        self.engine.identify(encode_identity(with_store(registry.identity, self.name, incarnation)))
 
     def __str__(self) -> str:
         return f"the store {self.name!r}"
@@ -142,8 +155,10 @@ class NamedStores:
     """The stores of one server that have names."""
 
     def __init__(self, engine: Engine, instance: str) -> None:
+        """`engine` is that of the store without a name, and knows its identity."""
         self.engine = engine
         self.instance = instance
+        self.identity = decode_identity(unpack(engine.keyspace.reserved[SERVER_KEY]))
         self.stores: dict[str, NamedStore] = {}
         """By name, those that have not ended."""
         self.ending: dict[NamedStore, bool] = {}
@@ -163,7 +178,10 @@ class NamedStores:
         self.on_work: Callable[[], object] | None = None
         """Called when there is work: have `work` called soon."""
         self.on_released: Callable[[NamedStore], object] | None = None
-        """Called when a store's owner has ended it and others are in it: have `close` called after the grace period."""
+        """Called when a store's owner has ended it and others are in it: have `close` called after the grace period.
+
+        It must not keep the store, of which nothing may be left by then: see `oldest_released`.
+        """
         self.on_created: Callable[[NamedStore], object] | None = None
         """Called with each new store."""
         engine.named = self
@@ -221,7 +239,7 @@ class NamedStores:
         self._queue(entry)
 
     def release(self, session: ServerSession) -> int:
-        """Execute END_STORE: the session's owner, with all its connections, owns the store no more.
+        """Execute END_STORE: the session's owner, with all its connections, owns the store no more, and leaves.
 
         Returns how many sessions are in it that are none of the owner's.
         """
@@ -232,11 +250,13 @@ class NamedStores:
         for one in [one for one, owner in store.owners.items() if owner == mine]:
             del store.owners[one]
             store.sessions[one] = False
+            session.engine.keyspace.depart(one)
         store.ids.discard(mine)
         others = sum(store.sessions.values())
         if not store.owners and not store.over:
             self._end(store, f"its owner ({store.creator}) {CLOSED}")
             if others and self.on_released is not None:
+                store.released = 0.0 if self.clock is None else self.clock()
                 self.on_released(store)
         return others
 
@@ -267,8 +287,13 @@ class NamedStores:
 
     def close(self, store: NamedStore) -> None:
         """Close, in portions, the connections that are still in a store that has ended."""
+        store.released = NEVER
         if store in self.ending:
             self.engine.keyspace.defer(_CloseSessions(self, store))
+
+    def oldest_released(self) -> NamedStore | None:
+        """Return the store that others have had the longest time to leave since its owner has ended it."""
+        return next((store for store in self.ending if store.released != NEVER), None)
 
     def why_ended(self, name: str, incarnation: str) -> str:
         why = self.ended.get(incarnation)
@@ -489,7 +514,9 @@ class _CloseSessions(DeferredWork):
 
 
 def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:
-    raw = said.get(name, b"")
+    raw = said.get(name)
+    if raw is None:
+        return ""
     if len(raw) > most:
         raise ProtocolError(f"ENTER with {name.decode()} of {len(raw)} bytes (max {most})")
     try:

@@ -34,7 +34,18 @@ from ..wire.commands import BY_OPCODE, JOINS_KEY, MAGIC, SERVER_KEY, WORKERS_KEY
 from .budget import SESSION_BYTES, Budget, Holder, StoreShare
 from .guard import Guard, Stored, Usage, authentication_required
 from .history import NEVER, History
-from .identity import CERTIFICATE, CROWDED, REFUSED, TOKEN, auth_refusal, auth_reply, with_access, with_requirement
+from .identity import (
+    CERTIFICATE,
+    CROWDED,
+    REFUSED,
+    TOKEN,
+    auth_refusal,
+    auth_reply,
+    decode_identity,
+    encode_identity,
+    with_access,
+    with_requirement,
+)
 from .key_list_cache import KeyListCache, SharedKeys
 from .missing import Questions
 from .tls import HANDSHAKE
@@ -417,7 +428,7 @@ class Engine:
         usage: Usage | None = None
         stored: Stored | None = None
         if access is not None:
-            identity = pack(with_access(unpack(identity), access))
+            identity = pack(encode_identity(with_access(decode_identity(unpack(identity)), access)))
             if access.limited():
                 usage = self.usage.setdefault(access.identity, Usage())
                 usage.guards += 1
@@ -425,7 +436,7 @@ class Engine:
                 stored = usage.nameless if named is None else named.stored.setdefault(access.identity, Stored())
         elif SERVER_KEY in self.keyspace.reserved:
             required = CERTIFICATE if self.authenticate is None else TOKEN
-            identity = pack(with_requirement(unpack(identity), required))
+            identity = pack(encode_identity(with_requirement(decode_identity(unpack(identity)), required)))
         store = None if self.store is None else self.store.name
         guard = Guard(self.keyspace, access, usage, stored, identity, self.authenticate is None, store)
         table: list[_Slot | None] = [None] * 256
@@ -518,6 +529,7 @@ class Transport:
             return
         if link is not None:
             link.forget()
+            self.single = None
         self.session.leave()
 
     def send_again(self, replies: list[Framed], taken: int) -> None:

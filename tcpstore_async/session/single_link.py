@@ -250,6 +250,7 @@ class SingleLink(Transport):
         if self.over:
             return
         self.over = True
+        self.single = None
         if self.carrier is not None:
             self.carrier.single = None
         registry = self.registry

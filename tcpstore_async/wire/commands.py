@@ -245,7 +245,8 @@ COMMANDS: Final = (
     Command(0x51, "END_STORE",    NOTHING,         NUMBER,          "end_store",   SESSION | EXTENSION,
             "Ends the store that the connection owns, unless it has other owners: its name is free, no connection can "
             "enter it any more, and those in it are closed after ten seconds. Replies with their number, not counting "
-            "this owner's. Closes a connection that does not own a store."),
+            "this owner's, which represent no rank any more, as after LEAVE. Closes a connection that does not own a "
+            "store."),
 )  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bench import stores
+from bench import commands, stores
 
 
 @pytest.mark.parametrize("observed", [False, True])
@@ -16,6 +18,19 @@ def test_what_is_measured_leaves_no_store(observed: bool) -> None:
     assert engines.named.created == 3
     assert not engines.named.stores
     assert not engines.named.ending
+
+
+def test_what_is_measured_is_not_what_the_working_directory_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the checkout, `python -m` would start the sources instead of the compiled build."""
+    package = tmp_path / "tcpstore_async"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("print('{\"port\": 0}', flush=True)")
+    monkeypatch.chdir(tmp_path)
+    with commands.started("serve") as (port, _):
+        assert port
 
 
 def test_all_parts_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from tcpstore_async.client import aio
 from tcpstore_async.client.aio import AsyncTCPStore
+from tcpstore_async.client.async_connection import AsyncConnection
 from versions import needs
 
 
@@ -256,6 +257,24 @@ async def test_closing_again_and_again(port: int, key: str) -> None:
     for call in (lambda: store.add("a", 1), lambda: store.set("a", ""), lambda: store.wait(["a"])):
         with pytest.raises(DistNetworkError, match="the store has been closed"):
             await call()
+
+
+async def test_a_surplus_connection_is_not_closed_before_an_item_is_confirmed(
+    port: int, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The item has arrived, and its caller has not run yet."""
+    receive = AsyncConnection.data_received
+    async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+        waiting = asyncio.ensure_future(store.wait([f"{key}/never"]))
+        await store.queue_push(key, "item")
+
+        def received(connection: AsyncConnection, data: bytes) -> None:
+            receive(connection, data)
+            store._close_surplus(connection)
+
+        monkeypatch.setattr(AsyncConnection, "data_received", received)
+        assert await store.queue_pop(key) == b"item"
+        waiting.cancel()
 
 
 async def test_surplus_connections_are_closed_when_idle(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> None:

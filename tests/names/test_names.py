@@ -335,9 +335,11 @@ def test_attempts(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found[0].close()
 
 
-def test_a_server_without_names(name: str) -> None:
+@pytest.mark.parametrize("backend", ["libuv", "legacy"])
+def test_a_server_without_names(backend: str, name: str) -> None:
+    """PyTorch's legacy server closes the connection when it is asked who it is."""
     pytest.importorskip("torch")
-    with torch_server() as port, pytest.raises(DistNetworkError, match="does not support named stores"):
+    with torch_server(backend) as port, pytest.raises(DistNetworkError, match="does not support named stores"):
         TCPStore(name, 1, timeout=LIMIT, server=f"tcp://127.0.0.1:{port}")
 
 

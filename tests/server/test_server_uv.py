@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 
 import tcpstore_async
-from conformance.frames import get, set_
+from conformance.frames import END, enter, get, i64, set_
 from support import HANDSHAKE, LIMIT, blob, keys
 from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.limits import Limits
 from tcpstore_async.server import uv
+from tcpstore_async.server.backends import DEFAULT_GRACE
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.poller import LoopPoller, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
@@ -498,6 +500,35 @@ def test_draining_ends_with_the_grace(run: Run, watch_with: WatchWith, caplog: p
     with caplog.at_level(logging.INFO):
         run(main)
     assert "closing 1 connection still open after 0.01 s" in caplog.text
+
+
+def test_who_is_in_a_store_that_was_ended_is_closed_after_the_grace(run: Run) -> None:
+    """One after the other, and those only that have not left; nothing is left to do then."""
+
+    async def main() -> None:
+        async with Serving() as server, client(server.port) as late, client(server.port) as owner:
+            seconds = 2 * DEFAULT_GRACE
+            server.named.clock = lambda: time.monotonic() - seconds
+            entered = await owner.ask(enter("a", owner="o"), 8)
+            await owner.reader.readexactly(int.from_bytes(entered, "little"))
+            entered = await late.ask(enter("a"), 8)
+            await late.reader.readexactly(int.from_bytes(entered, "little"))
+            assert await owner.ask(END, 8) == i64(1)
+            await owner.ping()
+            assert await late.closed()
+            async with client(server.port) as next_owner:
+                seconds = 0
+                entered = await next_owner.ask(enter("a", owner="p"), 8)
+                await next_owner.reader.readexactly(int.from_bytes(entered, "little"))
+                async with client(server.port) as rank:
+                    entered = await rank.ask(enter("a"), 8)
+                    await rank.reader.readexactly(int.from_bytes(entered, "little"))
+                    assert await next_owner.ask(END, 8) == i64(1)
+                    await rank.ping()
+                    assert server.named.oldest_released() is not None
+            await until(lambda: server.named.oldest_released() is None)
+
+    run(main)
 
 
 def test_a_large_backlog_is_written_in_shares(run: Run) -> None:

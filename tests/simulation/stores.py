@@ -171,17 +171,20 @@ class World:
         """Go on entering."""
         assert connection.program is not None
         assert connection.name is not None
+        pending = connection.session.pending
+        before = len(pending)
         try:
-            data, connection.call = next(connection.program)
+            _, connection.call = next(connection.program)
         except StopIteration:
             connection.program = None
             client.known[connection.name.name] = connection.name.incarnation
         except (StoreEndedError, StoreTakenError):
             self._close(client, slot)
         else:
-            method = connection.call.command.method
-            fields: Any = connection.name if method == "enter" else connection.call.fields
-            self._send(connection, method, fields if method != "enter" else (fields,), data)
+            for call in list(pending)[before:]:
+                method = call.command.method
+                data = call.command.prefix + call.command.request.encode(call.fields)
+                self._send(connection, method, (connection.name,) if method == "enter" else call.fields, data)
 
     def _send(self, connection: Connection, method: str, fields: tuple[Any, ...], data: bytes) -> None:
         connection.up += data
@@ -460,6 +463,7 @@ class World:
         for one in [one for one, of in life.owners.items() if of == owner]:
             del life.owners[one]
             life.members[one] = False
+            life.model.do(one.peer, "depart", ())
         life.ids.discard(owner)
         if not life.owners:
             self._model_ends(life, f"its owner ({WHO}) has closed it")

@@ -40,6 +40,8 @@ from tcpstore_async.session.identity import (
     auth_refusal,
     auth_reply,
     check_admitted,
+    decode_identity,
+    encode_identity,
     granted_access,
     identity,
     read_auth_reply,
@@ -232,7 +234,7 @@ def test_a_stranger_finds_out_who_the_server_is_and_authenticates() -> None:
     of.require_auth = ALL
     of.authenticate = lambda token: JOB if token == b"good" else "nothing like a token"
     peer = session(of)
-    stranger = with_requirement(IDENTITY, TOKEN)
+    stranger = encode_identity(with_requirement(decode_identity(IDENTITY), TOKEN))
     assert ask(peer, ping(b"abcd") + check(SERVER_KEY) + get(SERVER_KEY)) == b"abcd" + READY + blob(stranger)
     found = read_identity(stranger)
     assert found is not None

@@ -27,14 +27,18 @@ from conformance.frames import (
 )
 from support import HANDSHAKE, blob
 from tcpstore_async.access import Access
+from tcpstore_async.client.admission import admission
+from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.errors import BudgetError, NotAllowedError, PeerError, ProtocolError
 from tcpstore_async.limits import Limits
 from tcpstore_async.serving import build
+from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.history import History
-from tcpstore_async.session.identity import identity
+from tcpstore_async.session.identity import identity, read_identity
 from tcpstore_async.session.named_stores import NamedStores, StoreEnded
-from tcpstore_async.session.server import Engine, ServerSession, Transport
+from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
 from tcpstore_async.values import unpack
+from tcpstore_async.wire.commands import SERVER_KEY
 
 EMPTY = bytes(8)
 
@@ -278,6 +282,33 @@ def test_end_gives_the_ranks_time(server: Server) -> None:
     server.work()
     assert server.closed == {rank: "the store 'a' ended: its owner (host n1, pid 77) has closed it"}
     assert not server.named.ending
+
+
+def test_an_owner_that_has_ended_its_store_is_not_lost(server: Server) -> None:
+    owner, rank = server.owner("a", joins=2), server.rank("a")
+    for number, session in enumerate((owner, rank)):
+        assert server.say(session, join(b"init/", b"r%d" % number)) == i64(number + 1)
+    server.say(owner, END)
+    server.leave(owner)
+    assert server.say(rank, join(b"init/", b"")) == i64(2)
+
+
+@pytest.mark.parametrize("token", [b"", b"good"])
+def test_a_client_asks_once_who_the_server_is(server: Server, token: bytes) -> None:
+    """In one message, and knows what a server would answer in the store that it has entered."""
+    if token:
+        server.engine.require_auth = ALL
+        server.engine.authenticate = lambda _: Access("t1", store="a")
+    session, peer = ClientSession(), server.connect()
+    sent = []
+    for data, call in admission(session, "::1", 1, token, StoreName("a", owner="o")):
+        sent.append(data)
+        session.receive(server.say(peer, data))
+        assert call.done
+    assert [bool(data) for data in sent] == [True, False, *([True] if token else []), True]
+    assert session.identity == read_identity(unpack(server.say(peer, get(SERVER_KEY))))
+    assert session.identity is not None
+    assert (session.identity.store, session.identity.requires) == ("a", "")
 
 
 def test_nothing_lasts_of_a_store_that_all_have_left(server: Server) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from conformance.frames import (
@@ -322,6 +324,36 @@ def test_a_session_without_a_connection_keeps_no_more_pieces_either() -> None:
     link.flush()
     target.serve()
     assert target.registry.singles == {}
+    target.finish()
+
+
+@pytest.mark.parametrize("end", ["closed", "given up", "resumed", "lost"])
+def test_a_link_that_has_ended_is_in_no_cycle(end: str) -> None:
+    """The server collects seldom: it relies on this."""
+    target = SingleTarget()
+    gc.collect()
+    gc.disable()
+    try:
+        peer = peer_of(target)
+        if end == "given up":
+            target.say("a", set_(b"large", b"v" * 5000))
+            for _ in range(MOST_PIECES + 1):
+                target.say("a", get(b"large"))
+        if end in ("resumed", "lost"):
+            link = cut(target, peer)
+            if end == "lost":
+                link.end("")
+            else:
+                peer.dial()
+            del link
+        peer.wire.close()
+        target.serve()
+        target.peers.clear()
+        target.engine.serving = None
+        del peer
+        assert not [one for one in gc.get_objects() if isinstance(one, SingleLink | Wire | ServerSession)]
+    finally:
+        gc.enable()
     target.finish()
 
 
