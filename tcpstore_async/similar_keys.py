@@ -43,7 +43,6 @@ _PORTION: Final = 500
 _LETTERS: Final = 50
 
 _DIGITS: Final = re.compile(r"[0-9]+")
-_LAST_NUMBER: Final = re.compile(r"([0-9]+)([^0-9]*)\Z")
 _MOST_DIGITS: Final = 9
 
 
@@ -62,10 +61,14 @@ class Family(NamedTuple):
 
 def family_of(key: str) -> tuple[Family, int] | None:
     """Return the family of a key by its last number, and that number; None if it has none."""
-    found = _LAST_NUMBER.search(key)
-    if found is None or len(found[1]) > _MOST_DIGITS or (found[1][0] == "0" and found[1] != "0"):
+    found = _DIGITS.search(key[::-1])  # forwards, the time could grow with the square of the length
+    if found is None:
         return None
-    return Family(key[: found.start()], found[2]), int(found[1])
+    begin, end = len(key) - found.end(), len(key) - found.start()
+    digits = key[begin:end]
+    if len(digits) > _MOST_DIGITS or (digits[0] == "0" and digits != "0"):
+        return None
+    return Family(key[:begin], key[end:]), int(digits)
 
 
 def without_numbers(key: str) -> str:
