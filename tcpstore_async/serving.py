@@ -25,6 +25,7 @@ from .server.linger import Linger
 from .server.listen_socket import adopt, listen, log_short_backlog, prepare, raise_file_limit, warn_if_exposed
 from .server.process.child import Owner, announce_end, ignore_signals, log_to_owner
 from .server.process.protocol import Event
+from .server.reloading import Reloading
 from .server.systemd import activated_fd, supervised
 from .session.identity import build as build
 from .tokens import HostTokens, SharedTokens, TokenFiles
@@ -118,11 +119,10 @@ async def run(
 
     The sessions of a link whose connection breaks are kept for `link_grace` seconds. `admin` is the path of the admin
     socket: None for the usual one, empty for none. `http` has a process of its own answer over HTTP what goes on in the
-    server. `ready` is called once the server accepts connections. For the other
-    arguments see `serve`: SIGHUP has the files of `tokens`, and those of certificates, read again. With `linger`, the
-    server also ends when it has been used and then had no client for so many seconds. A socket that systemd has passed
-    takes the place of the address. Raises DistNetworkError if the address, the socket `fd` or the admin socket cannot
-    be had.
+    server. `ready` is called once the server accepts connections. For the other arguments see `serve`: SIGHUP has the
+    files of `tokens`, and those of certificates, loaded again, and ends no server. With `linger`, it also ends when it
+    has been used and then had no client for so many seconds. A socket that systemd has passed takes the place of the
+    address. Raises DistNetworkError if the address, the socket `fd` or the admin socket cannot be had.
     """
     raise_file_limit()
     fd = activated_fd() if fd is None else fd
@@ -146,11 +146,8 @@ async def run(
     ):
         tune_gc()
         server.links.grace = link_grace
-        reloads: list[Callable[[], object]] = [] if server.tls is None else [server.tls.reload]
-        if tokens is not None:
-            reloads.append(lambda: _reload_tokens(server, tokens))
-        if reloads:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload_all, reloads)
+        reloading = Reloading(server, tokens)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloading.reload, "SIGHUP")
         ready(server)
         where = format_address(server.host, server.port)
         async with supervised(lambda: f"listening on {where}, {counted(_clients(server), 'client')}") as manager:
@@ -189,23 +186,6 @@ async def _end_when_unused(server: "Server", seconds: float, signals: "asyncio.Q
 def _has_been_used(server: "Server") -> bool:
     keyspace = server.engine.keyspace
     return keyspace.changes > 0 or len(keyspace.rounds) > 0 or server.named.created > 0
-
-
-def reload_all(reloads: list[Callable[[], object]]) -> None:
-    """Read files again. One that cannot be read is logged; what it said before goes on to count."""
-    for reload in reloads:
-        try:
-            reload()
-        except (OSError, ValueError) as error:
-            log.error("cannot reload, going on as before: %s", error)
-
-
-def _reload_tokens(server: "Server", tokens: TokenFiles) -> None:
-    """Read the keys and the ids of revoked tokens again. Raises OSError and ValueError."""
-    ended = tokens.reload()
-    with server.lock:
-        server.note_admin("SIGHUP", f"SIGHUP: reloaded {tokens.describe()}")
-    server.close_invalid(ended)
 
 
 def _server_tls(cert: str | None, key: str | None, ca: str | None) -> "ServerTls | None":
@@ -299,6 +279,7 @@ async def _serve_owner(
     with closing(Owner(owner_pid, control_fd, pidfd)) as owner:
         try:
             raise_file_limit()
+            checker = None if tokens is None else tokens.checker()
             async with serve(
                 listener=adopt(listen_fd),
                 limits=limits,
@@ -306,14 +287,15 @@ async def _serve_owner(
                 tls_cert=cert,
                 tls_key=key,
                 tls_ca=ca,
-                tokens=None if tokens is None else tokens.checker(),
+                tokens=checker,
                 require_auth="" if tokens is None else tokens.require_auth,
                 admin=None,
             ) as server:
                 tune_gc()
                 ready = Event("ready", server.port, os.getpid(), backend, max_connections=server.max_connections)
-                owner.report_ready(ready)
-                await owner.follow(server, grace)
+                with Reloading(server, checker).watching():
+                    owner.report_ready(ready)
+                    await owner.follow(server, grace)
         except Exception as error:
             owner.report(Event("failed", error=str(error)))
             raise

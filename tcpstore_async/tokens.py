@@ -103,9 +103,9 @@ class TokenKeys:
             return _UNSIGNED
         try:
             said = msgspec.json.decode(base64.urlsafe_b64decode(parts[2] + b"=" * (-len(parts[2]) % 4)), type=Claims)
-            if not _ID.fullmatch(said.id):
-                raise ValueError
             limits = (said.keys, said.bytes, said.sessions)
+            if not _ID.fullmatch(said.id) or min(limits) < 0:
+                raise ValueError
             access = Access(said.id, said.rights, said.prefix, said.store, said.expires, signer, *limits)
         except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
             return "the token says what this server does not understand"
@@ -205,12 +205,23 @@ def read_keys(path: str | os.PathLike[str], revoked: str | os.PathLike[str] | No
                 len(secret),
                 _SHORT,
             )
+    return TokenKeys(keys, frozenset() if revoked is None else _read_revoked(revoked))
+
+
+def _read_revoked(path: str | os.PathLike[str]) -> frozenset[str]:
+    """Return the ids of tokens in a file. Raises OSError, and ValueError for what revokes nothing, such as a token."""
     ids: set[str] = set()
-    if revoked is not None:
-        with open(revoked, encoding="utf-8") as file:
-            lines = [line.strip() for line in file]
-        ids.update(line for line in lines if line and not line.startswith("#"))
-    return TokenKeys(keys, frozenset(ids))
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            text = line.strip().decode(errors="replace")
+            if not text or text.startswith("#"):
+                continue
+            if not _ID.fullmatch(text):
+                raise ValueError(
+                    f"{os.fspath(path)}, line {number}: expected the id of a token, and nothing else on the line"
+                )
+            ids.add(text)
+    return frozenset(ids)
 
 
 class TokenFiles:
@@ -231,6 +242,10 @@ class TokenFiles:
     def authenticate(self, token: bytes) -> Access | str:
         """Return what a token allows, or why it is refused."""
         return self._keys.check(token, self._clock())
+
+    def paths(self) -> list[str]:
+        """Return which files these are."""
+        return [os.fspath(path) for path in (self._path, self._revoked) if path is not None]
 
     def describe(self) -> str:
         """Return which keys there are, and how many tokens are revoked, for logs."""

@@ -28,6 +28,7 @@ def pytest_configure() -> None:
         raise pytest.UsageError(complaint)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make check` ignores it, and so would the processes of tests
 
 
 # What runs when. `make test` leaves out what is marked `slow`, `make test-compiled` runs what is marked `compiled`. The
@@ -162,12 +163,13 @@ test may carry that mark itself.
 REPEATED = re.compile(
     r"^tests/(properties|fuzz)/"
     r"|^tests/simulation/test_(simulation|links|real|hogs)\.py"
-    r"|^tests/conformance/test_vectors\.py::test_(link|engine_that|engine_byte|engine_in)"
+    r"|^tests/(conformance/test_vectors|unit/session/test_(guard|server|link_server)|unit/load/test_recording)\.py"
+    r"|^tests/contract/test_(values|waiting|table)\.py"
     r"|^tests/tls/test_conformance\.py"
     r"|^tests/relay/test_conformance\.py::test_our_server"
 )
-"""Tests of sessions and engines that are long, or try the same commands in another way: marked `repeated`. `make check`
-runs them on the compiled build only, `make test` and `make test-all` on the interpreted one.
+"""Tests of sessions and engines that are long or many, or try the same commands in another way: marked `repeated`.
+`make check` runs them on the compiled build only, `make test` and `make test-all` on the interpreted one.
 """
 
 
@@ -216,8 +218,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("exhaustive")
         if torch or other_kind or below(item.path, SLOW) or fixtures & SLOW_FIXTURES:
             item.add_marker("slow")
-        if REPEATED.search(item.nodeid):
-            item.add_marker("repeated")
         quick = item.get_closest_marker("slow") is None
         if (quick or below(item.path, MEASURED)) and not NOT_MEASURED.search(item.nodeid):
             item.add_marker("measured")
@@ -226,6 +226,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )  # of whose server nothing but sessions is compiled
         if can_be_compiled(item.path) and not torch and not other_kind and not threads:
             item.add_marker("compiled")
+            if REPEATED.search(item.nodeid):
+                item.add_marker("repeated")
 
     def rank(item: pytest.Item) -> int:
         place = item.path.relative_to(Path(__file__).parent).parts[0]

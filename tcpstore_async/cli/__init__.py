@@ -178,7 +178,7 @@ def serve(
     finish; SIGINT stops at once. With --linger, the server exits once its job has ended.
 
     On SIGHUP, the server reloads the files given by --tls-cert, --tls-key, --tls-ca, --token-keys and --revoked-tokens.
-    They apply to new connections; connections whose tokens are no longer valid are closed.
+    They apply to new connections; connections whose tokens are no longer valid are closed. SIGHUP never ends a server.
 
     Under systemd, the server listens on the socket of its socket unit, if it has one, and reports when it is ready.
     """

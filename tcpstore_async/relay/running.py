@@ -36,6 +36,10 @@ log = logging.getLogger("tcpstore_async.server")
 
 _CANCEL_SECONDS: Final = 0.05
 
+_NOTHING_TO_RELOAD: Final = (
+    "SIGHUP: there is nothing to reload, as the relay loads its files for every connection to its server; it goes on"
+)
+
 
 @asynccontextmanager
 async def relay(
@@ -112,7 +116,11 @@ async def run(
     are accepted. A socket that systemd has passed takes the place of the address. Raises DistNetworkError if the
     address, or the socket `fd`, cannot be had, or if `same_user` is not possible.
     """
-    signals = watch_signals() if owner_fd is None else _watch_owner(owner_fd)
+    if owner_fd is None:
+        signals = watch_signals()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, log.info, _NOTHING_TO_RELOAD)
+    else:
+        signals = _watch_owner(owner_fd)
     raise_file_limit()
     fd = activated_fd() if fd is None and owner_fd is None else fd
     listener = listen(host, port) if fd is None else adopt(fd)

@@ -19,6 +19,7 @@ from .admin import admin_socket
 from .backends import server_class
 from .base import Server
 from .fork_safety import close_on_fork, closed_in_children
+from .reloading import Reloading
 from .threads import Worker
 from .tls import ServerTls
 
@@ -97,14 +98,17 @@ class ServerThread:
 
     async def _serve(self, started: "Future[tuple[asyncio.AbstractEventLoop, Server]]") -> None:
         server = server_class(self._backend)(self._listener, Limits(), tls=self._tls)
+        checker = None
         if self._tokens is not None:
-            server.engine.authenticate = self._tokens.checker().authenticate
+            checker = self._tokens.checker()
+            server.engine.authenticate = checker.authenticate
             server.engine.require_auth = self._tokens.require_auth
         with closed_in_children(server):
             try:
                 server.start()
                 async with admin_socket(server, None):
-                    started.set_result((asyncio.get_running_loop(), server))
-                    await self._over.wait()
+                    with Reloading(server, checker).watching():
+                        started.set_result((asyncio.get_running_loop(), server))
+                        await self._over.wait()
             finally:
                 server.stop()

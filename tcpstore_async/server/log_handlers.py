@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import select
+import signal
 import stat
 import threading
 import time
@@ -138,6 +139,7 @@ class _FileWriter:
         return True
 
     def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for who waits for them
         while True:
             line = self._lines.get()
             try:

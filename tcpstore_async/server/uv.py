@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from typing import Any, Final
 
 from ..errors import PeerError
@@ -284,7 +285,9 @@ class TlsConnection(Connection):
         super().__init__(server, fd, host, port)
         self.tls = tls
         self.channel: TlsChannel | None = None
-        """None before the first byte, and without TLS."""
+        """None before the handshake, and without TLS."""
+        self.hello: bytes = b""
+        """The first bytes of a handshake, until it is begun."""
         self.drained = False
         """Whether the kernel had no more ciphertext when it was last asked, and has reported none since."""
 
@@ -307,8 +310,18 @@ class TlsConnection(Connection):
                 self.server.poller.watch_writing(self.fd, True)
 
     def _begin(self) -> bool:
-        """Read what shows whether the peer uses TLS."""
+        """Read what shows whether the peer uses TLS; once it is time, begin the handshake. Raises BlockingIOError."""
         server = self.server
+        hello, self.hello = self.hello, b""
+        if hello:
+            fd = self.fd
+            budget = server.engine.budget
+            budget.charge(TLS_BYTES)
+            channel = self.channel = TlsChannel(self.tls.context, lambda data: _write(fd, data))
+            channel.stream.feed(hello)
+            budget.relieve(self.session)
+            server.begin_handshake(self)
+            return True
         chunk = _read(self.fd, _FIRST_READ)
         if not chunk:
             self._end()
@@ -318,14 +331,9 @@ class TlsConnection(Connection):
             server.received += len(chunk)
             self.session.receive(chunk)
             return True
-        fd = self.fd
-        budget = server.engine.budget
-        budget.charge(TLS_BYTES)
-        channel = self.channel = TlsChannel(self.tls.context, lambda data: _write(fd, data))
-        channel.stream.feed(chunk)
-        budget.relieve(self.session)
-        server.begin_handshake(self)
-        return True
+        self.hello = chunk
+        server.begin_later(self)
+        raise BlockingIOError
 
     def _read_plaintext(self, channel: TlsChannel) -> bool:
         session = self.session
@@ -427,6 +435,8 @@ class UvServer(base.Server):
         self.poller = watch_with(self.loop, self.ready)
         self._put_off: list[Connection] = []
         """Connections that have more to read."""
+        self._to_begin: deque[TlsConnection] = deque()
+        """Connections whose TLS handshake has not begun."""
         self._to_write: dict[Connection, None] = {}
         """Connections that have been written to as much as one turn of the loop allows."""
         self.acceptor = Acceptor(self.loop, listener, self._serve, self._served, self.log_limited)
@@ -579,6 +589,27 @@ class UvServer(base.Server):
                 connection.go_on()
             except Exception:
                 self.give_up(connection)
+
+    def begin_later(self, connection: TlsConnection) -> None:
+        """Begin a TLS handshake later: one in each turn of the loop, as it takes as long as 100 requests.
+
+        So others are served in between, and peers that come together have time to complete their handshakes before
+        `MOST_HANDSHAKES` newer ones are under way.
+        """
+        if not self._to_begin:
+            self.call_soon(self._begin_next)
+        connection.queued = True
+        self._to_begin.append(connection)
+
+    def _begin_next(self) -> None:
+        connection = self._to_begin.popleft()
+        if self._to_begin:
+            self.call_soon(self._begin_next)
+        connection.queued = False
+        try:
+            connection.go_on()
+        except Exception:
+            self.give_up(connection)
 
     # Accepting
 

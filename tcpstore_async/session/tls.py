@@ -18,6 +18,9 @@ HANDSHAKE: Final = 0x16
 _AT_ONCE: Final = 17 * 1024
 """Bytes given to OpenSSL at once: one record of the largest size fits."""
 
+_MOST_ANSWERS: Final = 64 * 1024
+"""Bytes that TLS itself may have to say to a peer: what is written does not stay where these are collected."""
+
 _REASONS: Final = (
     ("UNSUPPORTED_PROTOCOL", "it does not offer TLS 1.3"),
     ("ALERT_PROTOCOL_VERSION", "it does not accept TLS 1.3"),
@@ -148,6 +151,8 @@ class TlsStream:
 
     def _read(self, size: int, space: memoryview | None) -> Any:
         """Read into `space` and return the number of bytes, or return the bytes if that is None; None for nothing."""
+        if self._outgoing.pending > _MOST_ANSWERS:
+            raise TlsError("TLS failed: it asks for new keys again and again", False)
         try:
             found = self._object.read(size, space)
         except ssl.SSLWantReadError:

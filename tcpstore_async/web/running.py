@@ -25,6 +25,7 @@ log = logging.getLogger("tcpstore_async.web")
 
 _POLL_SECONDS: Final = 0.2
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM)
+_WAITED_FOR: Final = (*_ENDING, signal.SIGHUP)
 
 
 def run(
@@ -46,7 +47,7 @@ def run(
     host, port = listener.getsockname()[:2]
     with listener, ExitStack() as stack:
         if owner_fd is None:  # before there are threads, which would get them
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
             stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         else:
             ignore_signals()
@@ -69,7 +70,8 @@ def run(
 def _wait(owner_fd: int | None) -> None:
     """Return when the process has to end."""
     if owner_fd is None:
-        signal.sigwait(_ENDING)
+        while signal.sigwait(_WAITED_FOR) not in _ENDING:
+            log.info("SIGHUP: there is nothing to reload; the HTTP process goes on")
         return
     while os.read(owner_fd, 4096):
         pass

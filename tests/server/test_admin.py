@@ -7,13 +7,15 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support import RawPeer, blob, keys, tcpstore_server
+from support import LIMIT, RawPeer, blob, keys, tcpstore_server
 from tcpstore_async.client.admin import ask, is_local, read_environment
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.diagnosis.facts import read_facts
@@ -30,6 +32,20 @@ def dead_socket(path: Path) -> None:
     """What a server that was killed leaves behind."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_cannot_connect() -> None:
+    """Even where the folder would let it: the path was the user's choice."""
+    code = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = str(Path(folder, "admin"))
+        with tcpstore_server("--admin", path):
+            for user, status, error in ((65534, 1, "PermissionError"), (0, 0, "")):
+                command = ["/usr/bin/env", "python3", "-c", code, path]
+                done = subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, timeout=LIMIT)
+                assert (done.returncode, error in done.stderr) == (status, True), done.stderr
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

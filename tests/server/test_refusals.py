@@ -110,8 +110,8 @@ def stops_in_the_handshake(server: Server) -> int:
     return ended(peer)
 
 
-def link_frame(attempt: int, *more: tuple[bytes, bytes]) -> bytes:
-    items = ((b"version", b"1"), (b"id", bytes([7] * 16)), (b"secret", bytes([8] * 16)))
+def link_frame(attempt: int, *more: tuple[bytes, bytes], secret: bytes = bytes([8] * 16)) -> bytes:
+    items = ((b"version", b"1"), (b"id", bytes([7] * 16)), (b"secret", secret))
     return link(*items, (b"attempt", b"%d" % attempt), *more)
 
 
@@ -122,8 +122,8 @@ def authenticated(server: Server, token: str) -> TlsPeer:
     return peer
 
 
-def takes_over(token: str, attempt: int) -> Callable[[Server], int]:
-    """LINK with id and secret of another's link, which lasts."""
+def takes_over(token: str, attempt: int, secret: bytes = bytes([8] * 16)) -> Callable[[Server], int]:
+    """LINK with the id of another's link, which lasts, and by default with its secret."""
 
     def attack(server: Server) -> int:
         owner = authenticated(server, OWNER)
@@ -131,7 +131,7 @@ def takes_over(token: str, attempt: int) -> Callable[[Server], int]:
         assert b'"new"' in said
         instance = re.findall(rb'"instance":"(\w+)"', said)[0]
         stranger = authenticated(server, token)
-        resume = link_frame(attempt, (b"instance", instance), (b"taken", b"0"), (b"told", b"0"))
+        resume = link_frame(attempt, (b"instance", instance), (b"taken", b"0"), (b"told", b"0"), secret=secret)
         said = stranger.read(int.from_bytes(stranger.ask(resume, 8), "little"))
         assert b'"refused"' in said
         stranger.ping()  # it is an ordinary connection
@@ -155,6 +155,7 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
         sends(auth(KEYS.create(rights="read").encode()) + WRITE),
         "SET needs the right to write",
     ),
+    "a token for another store": (sends(auth(KEYS.create(store="job:1").encode()) + WRITE), "is for the store 'job:1'"),
     "a token for other keys": (sends(auth(KEYS.create(prefix="job/").encode()) + WRITE), "for keys with the prefix"),
     **{f"a token {name}": (sends(auth(token.encode()) + WRITE), reason) for name, (token, reason) in REFUSED.items()},
     "another CA": (tls_refused(context(certificates().stranger)), "its certificate is not accepted"),
@@ -164,6 +165,7 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
     "stops inside the handshake": (stops_in_the_handshake, "no VALIDATE within 2 s"),
     "stops before the token": (sends(b""), "no AUTH within 2 s"),
     "a LINK from a recording": (takes_over(OWNER, 5), "LINK refused: attempt 5 came after attempt 5"),
+    "a link with a wrong secret": (takes_over(OWNER, 9, bytes(16)), "LINK refused: wrong secret"),
     "a link of another's": (takes_over(KEYS.create(rights="admin"), 9), "LINK refused: the link belongs to a client"),
 }
 

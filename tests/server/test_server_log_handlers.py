@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -31,6 +32,19 @@ def test_a_line_for_a_file_is_there_at_once(tmp_path: Path) -> None:
         handler = NonBlockingHandler(file.fileno())
         handler.handle(record("one"))
         assert path.read_text() == "one\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says which signals a thread gets")
+def test_the_thread_for_a_file_gets_no_signal(tmp_path: Path) -> None:
+    """Another one may wait for it, and without a handler the process would die of it."""
+    with (tmp_path / "log").open("wb") as file:
+        before = set(threading.enumerate())
+        NonBlockingHandler(file.fileno()).handle(record("it runs"))
+        (thread,) = set(threading.enumerate()) - before
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        assert blocked & 1 << number - 1
 
 
 def test_a_file_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

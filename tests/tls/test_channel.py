@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import random
+import socket
 import ssl
+import threading
 from typing import Any
 
 import pytest
 
+from support import LIMIT
 from tcpstore_async.secret_files import TlsFiles
 from tcpstore_async.server.tls import TlsChannel, make_context
-from tcpstore_async.session.tls import TlsStream
+from tcpstore_async.session.tls import TlsError, TlsStream
 from tls.certificates import certificates
 from tls.peers import context
 
@@ -149,3 +154,44 @@ def test_only_tls_13() -> None:
     made = make_context(TlsFiles(cert=pair.cert, key=pair.key))
     assert made.minimum_version is ssl.TLSVersion.TLSv1_3
     assert made.num_tickets == 0
+
+
+def ask_for_new_keys(peer: socket.socket) -> None:
+    """As a TLS client, ask for new keys until the connection ends. Python's module cannot."""
+    library = ctypes.CDLL(ctypes.util.find_library("ssl"))
+    for name in ("TLS_client_method", "SSL_CTX_new", "SSL_new"):
+        getattr(library, name).restype = ctypes.c_void_p
+    using = ctypes.c_void_p(library.SSL_CTX_new(ctypes.c_void_p(library.TLS_client_method())))
+    tls = ctypes.c_void_p(library.SSL_new(using))
+    library.SSL_set_fd(tls, peer.fileno())
+    if library.SSL_connect(tls) == 1:
+        while library.SSL_key_update(tls, 1) == 1 and library.SSL_do_handshake(tls) == 1:
+            pass
+    library.SSL_free(tls)
+    library.SSL_CTX_free(using)
+
+
+@pytest.mark.skipif(not ctypes.util.find_library("ssl"), reason="there is no library of OpenSSL beside Python's")
+def test_new_keys_without_end_take_little_memory() -> None:
+    """Each is answered: by some bytes that wait for what is written next."""
+    stream = TlsStream(make_context(TlsFiles("", *certificates().server)))
+    ours, theirs = socket.socketpair()
+    asking = threading.Thread(target=ask_for_new_keys, args=(theirs,))
+    with theirs:
+        with ours:
+            ours.settimeout(LIMIT)
+            theirs.setblocking(True)
+            asking.start()
+            while not stream.established:
+                stream.feed(ours.recv(1 << 16))
+                stream.shake_hands()
+                ours.sendall(stream.outgoing())
+            most = 0
+            with pytest.raises(TlsError, match="it asks for new keys again and again"):
+                while most < 1 << 20:
+                    stream.feed(ours.recv(1 << 16))
+                    while stream.readable:
+                        stream.read(1)
+                    most = max(most, stream._outgoing.pending)
+            assert most < 1 << 17
+        asking.join(LIMIT)

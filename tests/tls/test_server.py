@@ -10,7 +10,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import cast
 
@@ -241,10 +241,10 @@ def replace(pair: Pair, by: Pair) -> None:
     shutil.copyfile(by.key, pair.key)
 
 
-def serial(server: Server) -> int:
+def serial(port: int, own: Pair | None = None) -> int:
     """The number of the certificate that a new connection gets."""
-    plain = socket.create_connection(("127.0.0.1", server.port), LIMIT)
-    with context().wrap_socket(plain, server_hostname="127.0.0.1") as tls:
+    plain = socket.create_connection(("127.0.0.1", port), LIMIT)
+    with context(own).wrap_socket(plain, server_hostname="127.0.0.1") as tls:
         found = tls.getpeercert()
         assert found is not None
         return int(str(found["serialNumber"]), 16)
@@ -256,18 +256,18 @@ def test_reload_on_sighup(backend: str, tmp_path: Path) -> None:
     Path(pair.key).touch(0o600)
     replace(pair, known.server)
     with tcpstore_server("--backend", backend, *known.serving(pair)) as server, TlsPeer(server.port) as before:
-        first = serial(server)
+        first = serial(server.port)
         replace(pair, known.renewed)
-        assert serial(server) == first
+        assert serial(server.port) == first
         server.process.send_signal(signal.SIGHUP)
         logged(server, "again")
-        assert serial(server) != first
+        assert serial(server.port) != first
         before.ping()
         Path(pair.cert).write_text("broken")
         server.process.send_signal(signal.SIGHUP)
         line = logged(server, "the certificate loaded before stays in use")
         assert pair.cert in line
-        assert serial(server) != first
+        assert serial(server.port) != first
         before.ping()
 
 
@@ -377,6 +377,40 @@ def test_what_arrives_while_reading_is_put_off_is_read() -> None:
             assert connection.queued
             await eventually(lambda: len(server.engine.keyspace.values) == 1)
         server.stop()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT))
+
+
+def test_handshakes_begin_one_by_one() -> None:
+    """Peers that come together delay nobody, and have time to answer before too many others have begun."""
+    count = 40
+    hello = client_hello()
+
+    async def main() -> None:
+        tls = ServerTls(TlsFiles("", *certificates().server))
+        server = UvServer(listen("127.0.0.1", 0), Limits(), tls=tls)
+        server.start()
+        with ExitStack() as stack:
+            for _ in range(count):
+                stack.enter_context(RawPeer(server.port, validate=False)).send(hello)
+            plain = stack.enter_context(RawPeer(server.port))
+            plain.send(b"\x0d1234")
+            plain.socket.setblocking(False)
+            pong = b""
+            while not pong:
+                await one_more(tls)
+                with suppress(BlockingIOError):
+                    pong = plain.socket.recv(4)
+            assert pong == b"1234"
+            assert len(tls.handshakes) < count / 2
+            while len(tls.handshakes) < count:
+                await one_more(tls)
+        server.stop()
+
+    async def one_more(tls: ServerTls) -> None:
+        before = len(tls.handshakes)
+        await asyncio.sleep(0)
+        assert len(tls.handshakes) <= before + 1
 
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 

@@ -117,6 +117,30 @@ def test_keys_are_rotated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        made(),
+        b"0123 # a lost laptop",
+        b"0123, 4567",
+        b"\xef\xbb\xbf0123",
+        b"caf\xe9",
+    ],
+    ids=["a token", "a comment behind it", "two", "a byte order mark", "no UTF-8"],
+)
+def test_what_would_revoke_nothing_is_an_error(line: bytes, tmp_path: Path) -> None:
+    """It says where, and nothing of what is there, which may be a token."""
+    keys, revoked = tmp_path / "keys", tmp_path / "revoked"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret of the first key\n")
+    revoked.write_bytes(b"# lost\n\n 0123 \r\n" + line + b"\n")
+    with pytest.raises(ValueError, match=r"revoked, line 4: expected the id of a token") as raised:
+        read_keys(keys, revoked)
+    assert line not in str(raised.value).encode()
+    revoked.write_bytes(b"# lost\n\n 0123 \r\n4567")
+    assert read_keys(keys, revoked).revoked == {"0123", "4567"}
+
+
+@pytest.mark.parametrize(
     ("text", "error"),
     [
         ("", "f: no keys"),
@@ -202,6 +226,15 @@ def test_token_files_that_cannot_be_read(tmp_path: Path) -> None:
         b'{"id":"x","rights":"write","prefix":"\\ud800"}',
         b'{"id":"x","rights":"write","expires":1e400}',
         b'{"id":"x","rights":"write","expires":"never"}',
+        b'{"id":"x","rights":"write","expires":NaN}',
+        b'{"id":"x","rights":"write","expires":1.5}',
+        b'{"id":"x","rights":"write","expires":null}',
+        b'{"id":"x","rights":"write","keys":-1}',
+        b'{"id":"x","rights":"write","bytes":-1}',
+        b'{"id":"x","rights":"write","sessions":-1}',
+        b'{"id":"x","rights":"write","Prefix":"job/"}',
+        b'{"id":"x","rights":"write"}{}',
+        b'\xef\xbb\xbf{"id":"x","rights":"write"}',
     ],
 )
 def test_what_a_signed_token_cannot_say(claims: bytes) -> None:
