@@ -232,7 +232,7 @@ def under_an_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_a_worker_joins_its_agents_server_in_two_round_trips(under_an_agent: Callable[[int], None]) -> None:
-    """Beside those of PyTorch's client; they used to be six. One overlaps that client's connecting. It says who it is, is counted, and says farewell."""
+    """Beside those of its client, which connects during the first. It says who it is, is counted, and says farewell."""
     with tcpstore_server() as server, proxy_to(server.port) as proxy:
         under_an_agent(proxy.port)
         store, *_ = next(dist.rendezvous("env://"))
