@@ -47,7 +47,6 @@ _LETTERS: Final = 50
 
 _NUMERALS: Final = "0123456789"
 _DIGITS: Final = re.compile(r"[0-9]+")
-_LAST_NUMBER: Final = re.compile(r"([0-9]+)([^0-9]*)\Z")
 _MOST_DIGITS: Final = 9
 
 
@@ -69,10 +68,11 @@ def family_of(key: str) -> tuple[Family, int] | None:
     before = key.rstrip(_NUMERALS)
     digits, after = key[len(before) :], ""
     if not digits:
-        found = _LAST_NUMBER.search(key)
+        found = _DIGITS.search(key[::-1])  # forwards, the time could grow with the square of the length
         if found is None:
             return None
-        before, digits, after = key[: found.start()], found[1], found[2]
+        begin, end = len(key) - found.end(), len(key) - found.start()
+        before, digits, after = key[:begin], key[begin:end], key[end:]
     if len(digits) > _MOST_DIGITS or (digits[0] == "0" and digits != "0"):
         return None
     return Family(before, after), int(digits)

@@ -112,8 +112,8 @@ the most similar existing keys (`nearest`: `key`, its `age` in seconds, and who 
 A process is described by `host`, `rank` and `pid`, as far as they are known. The server knows ages, writers and ranks
 only if it has an admin socket. If the token has a prefix, only keys with that prefix are named. The nearest keys are
 those that differ by at most eight in one of their last four numbers; among the newest 16,384 keys, also those that
-differ in any one number, have the same ending, or differ in a few letters. A server that gets many of these requests
-at once may omit the nearest keys.
+differ in any one number, have the same ending, or differ in a few letters. A key of more than 512 characters
+is not compared with others. A server that gets many of these requests at once may omit the nearest keys.
 
 A server has one unnamed store, in which every connection starts and stock clients stay, and any number of named stores.
 Only the connections in a store can see its keys. ENTER has these items, all of them text:

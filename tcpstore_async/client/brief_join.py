@@ -6,32 +6,42 @@ failure is left to the caller, who joins by a `TCPClient` instead, with the same
 Invariant: nothing is counted unless the server is one of ours, where a token counts once.
 """
 
+import os
 import select
 from types import TracebackType
 from typing import Any, Final
 
 from ..deadline import Deadline
-from ..session.client import PendingCall
+from ..session.client import ClientSession, PendingCall
 from . import requests
 from .client_info import introduction
-from .connect import NO_SIGPIPE, Attempt, connect_blocking
+from .connect import NO_SIGPIPE, Attempt, check_hello, connect_blocking, open_blocking
 from .requests import Request
 
 _REPLY: Final = 4096
 
 
 class BriefJoin:
-    """Two round trips: one to ask whether the server is ours, which other work may overlap, and one to be counted."""
+    """Two round trips: one for the handshake and the question whether the server is ours, which other work may overlap,
+    and one to be counted.
+    """
 
     def __init__(self, host: str, port: int, deadline: Deadline, token: bytes = b"") -> None:
-        """Connect as `connect_blocking` does, presenting `token`, and ask. Raises DistNetworkError, AccessDeniedError,
-        OSError.
+        """Connect, shake hands, presenting `token`, and ask.
+
+        Raises OSError, DistNetworkError and AccessDeniedError.
         """
         self._attempt = Attempt(deadline.left(), lambda: True)
-        self._peer, self._session = connect_blocking(host, port, deadline, token=token)
+        self._greeting: PendingCall | None = None
+        """The handshake, if it is not over, and with it the question: who has presented a token knows the answer."""
+        if token:
+            self._peer, self._session = connect_blocking(host, port, deadline, token=token)
+            return
+        self._peer = open_blocking(host, port, deadline)
         try:
-            # Who has presented a token has asked already: it is sent to no server but ours.
-            self._asked = None if token else self._send(requests.HAS_EXTENSION)
+            self._session = ClientSession()
+            hello, self._greeting = self._session.hello(os.getpid())
+            self._asked = self._send(requests.HAS_EXTENSION, after=hello)
         except BaseException:
             self._peer.close()
             raise
@@ -47,16 +57,19 @@ class BriefJoin:
 
         Raises OSError if the connection is lost or the deadline has passed, and ProtocolError.
         """
-        if self._asked is not None and not self._result(self._asked):
-            return False
+        if self._greeting is not None:
+            self._result(self._greeting)
+            check_hello(self._greeting)
+            if not self._result(self._asked):
+                return False
         # The store is another client, so the rank is not lost when this connection is closed.
         self._result(self._send(requests.introduce(introduction(world)), requests.join(rank), requests.DEPART))
         return True
 
-    def _send(self, *batch: Request) -> PendingCall:
+    def _send(self, *batch: Request, after: bytes = b"") -> PendingCall:
         """Send requests, of which exactly one has a reply; return its call."""
         sent = [self._session.request(*request) for request in batch]
-        self._peer.sendall(b"".join(data for data, _ in sent), NO_SIGPIPE)
+        self._peer.sendall(after + b"".join(data for data, _ in sent), NO_SIGPIPE)
         (call,) = [call for _, call in sent if call is not None]
         return call
 

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from aiohappyeyeballs import start_connection
 
@@ -54,6 +54,8 @@ _TICK: Final = 0.1
 _REPLY: Final = 4096
 
 AddressInfo = tuple[Any, Any, int, str, Any]
+
+T = TypeVar("T")
 
 
 class _Tries:
@@ -290,12 +292,32 @@ def connect_blocking(
     Raises DistNetworkError, AccessDeniedError, ConnectionRefusedError, or Cancelled if `wanted` no longer returns True.
     """
     tries = _Tries(host, port, deadline, refused_is_final, name)
+    return _persist(
+        tries, wanted, lambda attempt: _try_in_this_thread(host, port, attempt, tries.pings, token, tls, name)
+    )
+
+
+def open_blocking(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """Return a socket that is connected to this address, without the handshake. It does not block.
+
+    From a thread without a loop. Raises DistNetworkError.
+    """
+    tries = _Tries(host, port, deadline, False, None)
+    return _persist(tries, _always, lambda attempt: _open_in_this_thread(host, port, attempt))
+
+
+def _persist(tries: _Tries, wanted: Callable[[], bool], attempt: Callable[[Attempt], T]) -> T:
     while True:
         try:
-            return _try_in_this_thread(host, port, Attempt(tries.limit(), wanted), tries.pings, token, tls, name)
+            return attempt(Attempt(tries.limit(), wanted))
         except (OSError, ProtocolError, asyncio.TimeoutError) as error:
             pause = tries.after(error)
         Attempt(pause, wanted).sleep()
+
+
+def _open_in_this_thread(host: str, port: int, attempt: Attempt) -> socket.socket:
+    addresses = _literal(host, port)
+    return _connect_to(addresses[0], attempt) if addresses else _connect_in_a_helper(host, port, attempt)
 
 
 def _try_in_this_thread(
@@ -307,8 +329,7 @@ def _try_in_this_thread(
     tls: ClientTls | None,
     name: StoreName | None,
 ) -> tuple[socket.socket, ClientSession]:
-    addresses = _literal(host, port)
-    peer = _connect_to(addresses[0], attempt) if addresses else _connect_in_a_helper(host, port, attempt)
+    peer = _open_in_this_thread(host, port, attempt)
     if tls is not None:
         keep_alive(peer)
         peer = tls.wrap_blocking(peer, host, attempt)
@@ -422,7 +443,7 @@ def _opening(
     """
     data, asked = next(admission, (b"", call))
     yield hello + data, call
-    _check(call)
+    check_hello(call)
     yield b"", asked
     yield from admission
 
@@ -450,8 +471,8 @@ def _receive(session: ClientSession, chunk: bytes) -> None:
     session.receive(chunk)
 
 
-def _check(call: PendingCall) -> None:
-    """Check that a store's server answered. Raises ProtocolError."""
+def check_hello(call: PendingCall) -> None:
+    """Check that it was a store's server that has answered the handshake. Raises ProtocolError."""
     pid = os.getpid()
     if call.command.method == "ping" and call.result != pid:
         raise ProtocolError(f"Ping failed, invalid value returned from server. Expected: {pid}, Got: {call.result}")

@@ -39,6 +39,9 @@ _INDICES: Final = 100
 _SCANNED: Final = 16_384
 """Existing keys that are looked at, the newest ones: a key that nobody will write is awaited beside such."""
 
+_LONGEST_KEY: Final = 512
+"""Characters of a key above which none is looked for that is like it, and it is not looked at."""
+
 _LETTERS: Final = 100
 _LONGEST: Final = 128
 """Texts that are compared letter by letter, and how many characters they have at most."""
@@ -56,7 +59,8 @@ _ELSEWHERE: Final = 8
 """Missing ranks of which it is said what they do."""
 
 _PORTION: Final = 500
-"""Keys, or sessions, of one step."""
+_PORTION_BYTES: Final = 32_768
+"""Keys, or sessions, of one step, and bytes of such keys: one may have thousands of numbers."""
 
 _MOST_QUEUED: Final = 8
 """Questions that wait for a thorough search, besides the one that is searched for."""
@@ -201,18 +205,14 @@ class Question:
             self._questions.queued -= 1
 
     def _find(self) -> Iterator[None]:
-        absent = [at for at, key in enumerate(self._keys) if not self._keyspace.exists(key)]
-        wanted = [readable(self._keys[at]) for at in absent[:_DESCRIBED]]
-        search = Search(wanted, self._exists, similar=_LETTERS, longest=_LONGEST)
-        arrived: int | None = None
+        absent = self._absent()
+        wanted = {at: readable(self._keys[at]) for at in absent[:_DESCRIBED]}
+        wanted = {at: name for at, name in wanted.items() if len(name) <= _LONGEST_KEY}
+        search = Search(list(wanted.values()), self._exists, similar=_LETTERS, longest=_LONGEST)
+        arrived = self._arrived()
         ranks: list[int] = []
         more = 0
         elsewhere: list[Elsewhere] = []
-        if self._counter:
-            try:
-                arrived = self._keyspace.number_at(self._counter)
-            except ProtocolError:
-                arrived = 0
         if absent or (arrived is not None and arrived < self._expected):
             thorough = self._questions.searching is None or self._questions.queued < _MOST_QUEUED
             if thorough:
@@ -229,14 +229,19 @@ class Question:
                     if arrived is not None and arrived < self._expected:
                         yield from who.from_counter(self._counter, arrived, self._expected)
                     elif arrived is None:
-                        who.from_keys(self._keys, absent)
+                        yield from who.from_keys(self._keys, absent)
                     yield from who.find_elsewhere()
                     ranks, more, elsewhere = who.ranks, who.more, who.elsewhere
+                # Others may have written and deleted keys meanwhile, even those who share this question.
+                before = absent, arrived
+                absent, arrived = self._absent(), self._arrived()
+                if (absent, arrived) != before:
+                    ranks, more, elsewhere = [], 0, []
         report = Report(
             missing=len(absent),
             keys=[
-                Absent(at, self._describe(search.nearest(wanted[place])) if place < len(wanted) else [])
-                for place, at in enumerate(absent[:_INDICES])
+                Absent(at, self._describe(search.nearest(wanted[at])) if at in wanted else [])
+                for at in absent[:_INDICES]
             ],
             arrived=arrived,
             ranks=ranks,
@@ -244,6 +249,19 @@ class Question:
             elsewhere=elsewhere,
         )
         self.answer = pack(encode_report(report))
+
+    def _absent(self) -> list[int]:
+        """Return the places of the keys that do not exist."""
+        return [at for at, key in enumerate(self._keys) if not self._keyspace.exists(key)]
+
+    def _arrived(self) -> int | None:
+        """Return what the counter has reached; None without one."""
+        if not self._counter:
+            return None
+        try:
+            return self._keyspace.number_at(self._counter)
+        except ProtocolError:
+            return 0
 
     def _exists(self, name: str) -> bool:
         key = name.encode()
@@ -259,9 +277,17 @@ class Question:
         newest = list(islice(reversed(keyspace.values), _SCANNED))
         newest += list(islice(keyspace.queues, _PORTION))
         yield
-        for at in range(0, len(newest), _PORTION):
-            search.look([readable(key) for key in newest[at : at + _PORTION] if self._may_see(key)])
-            yield
+        names: list[str] = []
+        size = 0
+        for number, key in enumerate(newest, 1):
+            if len(key) <= _LONGEST_KEY and self._may_see(key):
+                names.append(readable(key))
+                size += len(key)
+            if number % _PORTION == 0 or number == len(newest) or size >= _PORTION_BYTES:
+                search.look([name for name in names if len(name) <= _LONGEST_KEY])
+                names = []
+                size = 0
+                yield
         while not search.compare():
             yield
 
@@ -345,27 +371,30 @@ class _WhoIsMissing:
         if len(others) == missing:
             self._others = list(others.values())
 
-    def from_keys(self, keys: list[bytes], absent: list[int]) -> None:
+    def from_keys(self, keys: list[bytes], absent: list[int]) -> Iterator[None]:
         """Find who has not written keys, if each of those that exist was written by the rank of its number."""
         family: Family | None = None
         missing: list[int] = []
-        for at in absent:
-            found = family_of(readable(keys[at]))
-            if found is None or (family is not None and found[0] != family):
-                return
-            family = found[0]
-            missing.append(found[1])
         confirmed = False
         gone = set(absent)
-        for at, key in enumerate(keys):
-            found = None if at in gone else family_of(readable(key))
-            if found is None or found[0] != family:
-                continue
-            write = self._history.write(key)
-            rank = None if write is None or write.by is None else rank_of(write.by.peer)
-            if rank is not None and rank != found[1]:
-                return
-            confirmed = confirmed or rank is not None
+        size = 0
+        for at in [*absent, *[at for at in range(len(keys)) if at not in gone]]:
+            size += len(keys[at])
+            if size >= _PORTION_BYTES:
+                size = 0
+                yield
+            found = family_of(readable(keys[at]))
+            if at in gone:
+                if found is None or (family is not None and found[0] != family):
+                    return
+                family = found[0]
+                missing.append(found[1])
+            elif found is not None and found[0] == family:
+                write = self._history.write(keys[at])
+                rank = None if write is None or write.by is None else rank_of(write.by.peer)
+                if rank is not None and rank != found[1]:
+                    return
+                confirmed = confirmed or rank is not None
         if confirmed:
             missing.sort()
             self.ranks = missing[:_RANKS]

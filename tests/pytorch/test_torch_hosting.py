@@ -231,15 +231,15 @@ def under_an_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return be
 
 
-def test_a_worker_joins_its_agents_server_in_three_round_trips(under_an_agent: Callable[[int], None]) -> None:
-    """Beside those of PyTorch's client; they used to be six. It says who it is, is counted, and says farewell."""
+def test_a_worker_joins_its_agents_server_in_two_round_trips(under_an_agent: Callable[[int], None]) -> None:
+    """Beside those of its client, which connects during the first. It says who it is, is counted, and says farewell."""
     with tcpstore_server() as server, proxy_to(server.port) as proxy:
         under_an_agent(proxy.port)
         store, *_ = next(dist.rendezvous("env://"))
         assert joined(server.port) == 1
         (number,) = [number for number, sent in enumerate(proxy.sent) if PROBE in sent]
         assert proxy.connections == 2
-        assert proxy.senders[number] == ["c", "s"] * 3
+        assert proxy.senders[number] == ["c", "s"] * 2
         sent = bytes(proxy.sent[number])
         assert blob(b"rank") + blob(b"1") in sent
         assert sent.endswith(bytes([requests.DEPART[0].opcode]))

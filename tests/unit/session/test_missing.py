@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from looking import World
@@ -171,3 +173,64 @@ def test_a_token_for_a_prefix_learns_of_no_other_keys() -> None:
     assert report.keys[0].nearest == []
     with pytest.raises(NotAllowedError):
         world.ask(0, b"/others/k_2")
+
+
+def steps(world: World, *names: bytes) -> Iterator[int]:
+    """Ask about keys; yield after each step how many have been taken."""
+    session = world.sessions[0]
+    session.receive(b"\x4f" + u64(len(names)) + b"".join(blob(name) + blob(b"") for name in names))
+    taken = 1
+    while session.stalled():
+        yield taken
+        session.receive(b"")
+        taken += 1
+
+
+def test_the_answer_is_true_when_it_is_given() -> None:
+    """One who shares a question may have written its keys, or deleted them, after others have asked it."""
+    world = world_of(3)
+    for number in range(3_000):
+        world.set(0, b"/key/%d/x" % number)
+    world.set(0, b"/there")
+    question = b"\x4f" + u64(2) + blob(b"/key/9999/x") + blob(b"") + blob(b"/there") + blob(b"")
+    world.sessions[0].receive(question)
+    assert world.sessions[0].stalled()
+    world.set(2, b"/key/9999/x")
+    world.delete(2, b"/there")
+    world.sessions[2].receive(question)
+    for client in (2, 0):
+        report = world.answer(client)
+        assert (report.missing, [one.index for one in report.keys]) == (1, [1])
+
+
+def test_long_keys_are_not_compared() -> None:
+    """Each has thousands of numbers, the time for all of which would hold up the other peers."""
+    world = world_of(1)
+    numbers = b"/1" * 4_000
+    for number in range(600):
+        world.set(0, b"%s/%d" % (numbers, number))
+    world.set(0, b"/near/1")
+    assert len(list(steps(world, numbers + b"/9999"))) < 5
+    assert world.answer(0).keys[0].nearest == []
+    assert world.ask(0, b"/near/2", numbers + b"/9999").keys[0].nearest == [Near("/near/1", 0.0, Who("node0", 0, 0))]
+
+
+def test_longer_keys_are_looked_at_in_more_steps() -> None:
+    world = world_of(1)
+    for number in range(600):
+        world.set(0, b"/%s/%d" % (b"a1" * 200, number))
+    short = len(list(steps(world, b"/b")))
+    assert short > 600 * 400 / 32_768
+
+
+def test_many_keys_of_one_family_are_looked_at_in_steps() -> None:
+    world = world_of(1)
+    taken = list(steps(world, *[b"/%s%d" % (b"x" * 8_000, number) for number in range(1_000)]))
+    assert len(taken) > 100
+
+
+def test_the_number_of_a_key_is_found_in_linear_time() -> None:
+    """Each of these took a second when the time grew with the square of the length."""
+    world = world_of(1)
+    report = world.ask(0, *[b"/%sx%d" % (b"1" * 8_000, number) for number in range(1_000)])
+    assert report.missing == 1_000
