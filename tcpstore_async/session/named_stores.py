@@ -167,8 +167,8 @@ class NamedStores:
         """By name, the sessions that wait for a store, in order of arrival; some may have given up."""
         self.entries: dict[ServerSession, Entry] = {}
         """By session, what it waits for, or has waited for when it gave up."""
-        self.ended: OrderedDict[str, str] = OrderedDict()
-        """By incarnation, why it has ended; the last ones only."""
+        self.ended: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        """By incarnation, the name of a store, and why it has ended; the last ones only."""
         self.created: int = 0
         """How many stores there were so far."""
         self.to_work: OrderedDict[NamedStore, bool] = OrderedDict()
@@ -218,7 +218,7 @@ class NamedStores:
                 age = 0.0 if self.clock is None else self.clock() - store.since
                 return _reply(TAKEN, f"{store} already has an owner: {store.creator}, for {age:.1f} s")
         elif store is None or _is_later(entry.attempt, store.attempt):
-            return None if entry.waits else _reply(ENDED, f"there is no store {entry.name!r}")
+            return None if entry.waits else _reply(ENDED, self._why_absent(entry.name))
         elif entry.attempt and store.attempt and entry.attempt != store.attempt:
             return _reply(
                 ENDED, f"{store} belongs to attempt {store.attempt}, but this rank to attempt {entry.attempt}"
@@ -296,8 +296,12 @@ class NamedStores:
         return next((store for store in self.ending if store.released != NEVER), None)
 
     def why_ended(self, name: str, incarnation: str) -> str:
-        why = self.ended.get(incarnation)
+        _, why = self.ended.get(incarnation, ("", ""))
         return f"the store {name!r} ended" + (f": {why}" if why else "")
+
+    def _why_absent(self, name: str) -> str:
+        last = next((incarnation for incarnation, (ended, _) in reversed(self.ended.items()) if ended == name), None)
+        return f"there is no store {name!r}" if last is None else self.why_ended(name, last)
 
     def engines(self) -> list[Engine]:
         """Return the engines of all stores with names that sessions may be in."""
@@ -418,7 +422,7 @@ class NamedStores:
         if self.stores.get(store.name) is store:
             del self.stores[store.name]
         self.ending[store] = True
-        self.ended[store.incarnation] = why
+        self.ended[store.incarnation] = store.name, why
         if len(self.ended) > _REMEMBERED:
             self.ended.popitem(last=False)
         store.owners.clear()

@@ -430,7 +430,11 @@ class World:
                 return entered
             return TAKEN, f"the store {name!r} already has an owner: {WHO}, for 0.0 s"
         if life is None or (entry.attempt and life.attempt and int(entry.attempt) > int(life.attempt)):
-            return None if entry.waits else (ENDED, f"there is no store {name!r}")
+            over = next(
+                (one.over for one in reversed(self.by_incarnation.values()) if one.name == name and one.over), ""
+            )
+            absent = f"the store {name!r} ended: {over}" if over else f"there is no store {name!r}"
+            return None if entry.waits else (ENDED, absent)
         if entry.attempt and life.attempt and entry.attempt != life.attempt:
             text = f"belongs to attempt {life.attempt}, but this rank to attempt {entry.attempt}"
             return ENDED, f"the store {name!r} {text}"

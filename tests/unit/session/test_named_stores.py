@@ -355,6 +355,13 @@ def test_attempts(server: Server) -> None:
 def test_who_does_not_want_to_wait(server: Server) -> None:
     found = server.enter(server.connect(), "a", wait=0)
     assert found == {"status": "ended", "reason": "there is no store 'a'"}
+    server.owner("a")
+    server.owner("b", "another")
+    for name in "ab":
+        assert server.named.drop(name, f"an administrator dropped {name}")
+    server.work()
+    found = server.enter(server.connect(), "a", wait=0)
+    assert found == {"status": "ended", "reason": "the store 'a' ended: an administrator dropped a"}
 
 
 def test_the_identity_names_the_store(server: Server) -> None:
