@@ -175,12 +175,9 @@ class _PartialKeys(PartialList):
         known = self.known
         if known is not None:
             size = len(known.raw) - self.size
-            if end - at >= size:
-                if len(known.rest) != size:
-                    known.rest = known.raw[self.size :]
-                if data.startswith(known.rest, at):
-                    self.abandon()
-                    return self.shared.execute(known), at + size
+            if end - at >= size and data.startswith(known.piece(self.size, len(known.raw)), at):
+                self.abandon()
+                return self.shared.execute(known), at + size
             at = self._compare(known, data, at, end)
             need = key_stop(data, at, end, limits)
             if need < 0:
@@ -199,7 +196,7 @@ class _PartialKeys(PartialList):
         start = self.size
         matched = bisect_right(stops, start + end - at, self.matched)
         stop = stops[matched - 1]
-        if data[at : at + stop - start] != raw[start:stop]:  # rare: find out where
+        if not data.startswith(known.piece(start, stop), at):  # rare: find out where
             stop = start
             matched = self.matched
             while True:

@@ -531,6 +531,23 @@ def test_a_frame_that_begins_as_a_known_list(engine: Engine, step: int, last: by
     assert engine.unfinished == 0
 
 
+def test_what_is_kept_to_compare_frames_with_is_bounded(engine: Engine) -> None:
+    """However frames are cut, it takes no more than the list itself, which is counted."""
+    wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
+    parked(engine, 2, wait=wait)
+    (listed,) = engine.key_lists.lists.values()
+    most = 0
+    for step in (997, 64, 1500, 3001, 12, 5000, wait.size - 1, 40):
+        session = greeted(engine)
+        for at in range(0, wait.size, step):
+            session.receive(wait.frame[at : at + step])
+            assert listed.cut_bytes == sum(len(piece) for piece in listed.pieces.values()) <= len(listed.raw)
+            assert len(listed.pieces) <= 16
+        assert session.group is not None
+        most = max(most, listed.cut_bytes)
+    assert most > len(listed.raw) // 2
+
+
 def test_a_peer_that_leaves_in_the_middle_of_a_frame(engine: Engine) -> None:
     ask(greeted(engine), CHECK, CHECK)
     (listed,) = engine.key_lists.lists.values()
