@@ -21,8 +21,8 @@ from tcpstore_async.session.server import Engine, ServerSession
 
 BATCH = 64
 """Ranks whose requests arrive between two flushes of the replies."""
-CHUNK = 16 * 1024
-"""Bytes of a request that arrive at once, as over sockets."""
+READ, READ_ON = 16 * 1024, 128 * 1024
+"""Bytes that the server on uvloop reads at once, first and in the middle of a request."""
 
 
 class Spent(NamedTuple):
@@ -151,7 +151,8 @@ class Ranks:
 
 
 def _cut(request: bytes) -> list[bytes]:
-    return [request[at : at + CHUNK] for at in range(0, len(request), CHUNK)]
+    later = [request[at : at + READ_ON] for at in range(READ, len(request), READ_ON)]
+    return [request[:READ], *later] if request else []
 
 
 def measure(pattern: Pattern, ranks: int, roots_last: bool) -> dict[str, float]:
