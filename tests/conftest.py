@@ -61,9 +61,10 @@ SLOW = (
     *("unit/test_cli.py", "unit/test_cli_bench.py", "unit/test_cli_client.py", "unit/test_cli_output.py"),
     *("client/test_joins.py", "client/test_load.py", "client/test_load_replay.py", "client/test_master.py"),
     *("client/test_signals.py", "unit/test_cli_doctor.py", "unit/test_cli_look.py", "unit/test_cli_top.py"),
-    *("relay/test_conformance.py", "relay/test_without_links.py", "names/test_many_groups.py"),
+    *("names", "relay", "tls"),
     *("server/test_server_process.py", "server/test_server_forks.py", "server/test_server_master.py"),
     *("server/test_server_log.py", "server/test_server_threaded.py", "simulation/test_proxied.py"),
+    *("server/test_auth.py", "server/test_refusals.py", "server/test_reloading.py"),
     *("test_builds.py", "test_demo.py", "test_deploy.py", "test_examples.py", "test_install.py", "test_tutorial.py"),
 )
 """Folders and files that start many processes, import PyTorch, or wait for long."""
@@ -113,6 +114,9 @@ MEASURED = (
         "client/test_joins.py",
         "client/test_master.py",
         "server/test_server_master.py",
+        "server/test_auth.py",
+        "server/test_refusals.py",
+        "server/test_reloading.py",
     ),
     *(
         "web/test_processes.py",
@@ -122,7 +126,7 @@ MEASURED = (
         "unit/test_cli_client.py",
         "unit/test_cli_output.py",
     ),
-    *("unit/test_cli_look.py", "unit/test_cli_top.py"),
+    *("unit/test_cli_look.py", "unit/test_cli_top.py", "names/test_names.py", "relay", "tls"),
 )
 """Of the slow folders and files, those that try much in their own process: `make coverage` sees no other."""
 
@@ -165,8 +169,7 @@ REPEATED = re.compile(
     r"|^tests/simulation/test_(simulation|links|real|hogs)\.py"
     r"|^tests/(conformance/test_vectors|unit/session/test_(guard|server|link_server)|unit/load/test_recording)\.py"
     r"|^tests/contract/test_(values|waiting|table)\.py"
-    r"|^tests/tls/test_conformance\.py"
-    r"|^tests/relay/test_conformance\.py::test_our_server"
+    r"|^tests/(tls|relay)/"
 )
 """Tests of sessions and engines that are long or many, or try the same commands in another way: marked `repeated`.
 `make check` runs them on the compiled build only, `make test` and `make test-all` on the interpreted one.
@@ -226,7 +229,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )  # of whose server nothing but sessions is compiled
         if can_be_compiled(item.path) and not torch and not other_kind and not threads:
             item.add_marker("compiled")
-            if REPEATED.search(item.nodeid):
+            if (
+                REPEATED.search(item.nodeid) and item.get_closest_marker("skipif") is None
+            ):  # it may run on one build only
                 item.add_marker("repeated")
 
     def rank(item: pytest.Item) -> int:

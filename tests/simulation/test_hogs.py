@@ -19,6 +19,7 @@ def test_an_evicted_peer_that_goes_on_sending() -> None:
     perform(7_000_348)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build() == "compiled", reason="nothing can be put into compiled classes")
 @pytest.mark.parametrize("name", HOGGED)
 def test_a_planted_defect_is_found(name: str) -> None:

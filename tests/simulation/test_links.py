@@ -12,6 +12,7 @@ MOST = 100
 """Schedules within which a defect is found."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build() == "compiled", reason="nothing can be put into compiled classes")
 @pytest.mark.parametrize("name", LINKED)
 def test_a_planted_defect_of_links_is_found(name: str) -> None:

@@ -31,6 +31,7 @@ def test_a_seed_means_one_run() -> None:
     assert taken[0].taken == taken[1].taken
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build() == "compiled", reason="nothing can be put into compiled classes")
 @pytest.mark.parametrize("name", REAL)
 def test_a_planted_defect_is_found(name: str) -> None:

@@ -26,6 +26,7 @@ def test_a_seed_means_one_schedule() -> None:
     assert chosen(7) == chosen(7) != chosen(8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build() == "compiled", reason="nothing can be put into compiled classes")
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_is_found(name: str) -> None:

@@ -22,6 +22,7 @@ def test_schedules_have_no_finding(first: int) -> None:
             pytest.fail(f"python tests/simulation/run.py --kind stores --seed {seed}: {error!r}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build() == "compiled", reason="nothing can be put into compiled classes")
 @pytest.mark.parametrize("name", NAMED)
 def test_a_planted_defect_is_found(name: str) -> None:
