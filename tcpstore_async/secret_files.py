@@ -40,7 +40,7 @@ def read_secret(path: str | os.PathLike[str], what: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise ValueError(f"{what} {os.fspath(path)} is not text in UTF-8") from None
+        raise ValueError(f"{what} {os.fspath(path)} is not UTF-8 text") from None
 
 
 def load_certificates(context: ssl.SSLContext, files: TlsFiles) -> None:
@@ -71,7 +71,7 @@ def load_certificates(context: ssl.SSLContext, files: TlsFiles) -> None:
 def _warn_if_open(file: BinaryIO, name: str) -> None:
     mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     if mode & _OTHERS:
-        log.warning("%s is open to others than its owner (mode %04o): chmod 600 it", name, mode)
+        log.warning("%s is accessible to users other than its owner (mode %04o): run chmod 600 on it", name, mode)
 
 
 def _no_password() -> str:

@@ -98,7 +98,7 @@ class TokenKeys:
         """As `check`, of a token whose signature is valid."""
         parts = token.split(b".")
         if len(parts) != _POINTS + 1 or parts[0] != VERSION:
-            return "the token is of a version that this server does not know"
+            return "the token has a version that this server does not know"
         if parts[1] != signer.encode():
             return _UNSIGNED
         try:
@@ -108,7 +108,7 @@ class TokenKeys:
                 raise ValueError
             access = Access(said.id, said.rights, said.prefix, said.store, said.expires, signer, *limits)
         except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-            return "the token says what this server does not understand"
+            return "the token has content that this server does not understand"
         if said.id in self.revoked:
             return f"token {said.id} is revoked"
         if said.expires and said.expires <= now:

@@ -26,8 +26,8 @@ def token() -> None:
     type=click.Path(path_type=Path),
     help="File with one id:secret per line; the first key signs.",
 )
-@click.option("--store", default="", metavar="NAME", help="The named store that the token opens.")
-@click.option("--prefix", default="", metavar="P", help="Open only keys that begin with this.")
+@click.option("--store", default="", metavar="NAME", help="Give access to this named store only.")
+@click.option("--prefix", default="", metavar="P", help="Give access only to keys that begin with this.")
 @click.option(
     "--rights", type=click.Choice(list(RIGHTS)), default="write", show_default=True, help="Each includes the previous."
 )

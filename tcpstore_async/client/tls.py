@@ -182,7 +182,7 @@ class ClientTls:
             if loop is not None and not self.in_background:
                 bridge.keep(loop)
             elif not background.carry(bridge):
-                raise OSError("no thread can be started, which TLS needs")
+                raise OSError("TLS needs a thread, and none can be started")
         except BaseException:
             bridge.abandon()
             outer.close()

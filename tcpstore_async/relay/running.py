@@ -37,7 +37,7 @@ log = logging.getLogger("tcpstore_async.server")
 _CANCEL_SECONDS: Final = 0.05
 
 _NOTHING_TO_RELOAD: Final = (
-    "SIGHUP: there is nothing to reload, as the relay loads its files for every connection to its server; it goes on"
+    "SIGHUP: there is nothing to reload, as the relay loads its files for every connection to its server; it keeps running"
 )
 
 
@@ -173,7 +173,7 @@ async def _drain(running: Relay, grace: float) -> None:
 
 def _report(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.critical("internal error: the relay does not connect to its server any more", exc_info=task.exception())
+        log.critical("internal error: the relay no longer connects to its server", exc_info=task.exception())
 
 
 def _description() -> dict[str, str]:

@@ -58,7 +58,9 @@ class PeerUsers:
         """The user of this process."""
         self._number = 0
         if not sys.platform.startswith("linux"):
-            raise DistNetworkError(f"cannot find out the users of connections on {sys.platform}: this needs Linux")
+            raise DistNetworkError(
+                f"cannot determine which user a connection belongs to on {sys.platform}: this needs Linux"
+            )
         try:
             self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG)
         except OSError as error:
@@ -175,4 +177,4 @@ def _overflow_user() -> int:
 
 
 def _unavailable(reason: str) -> DistNetworkError:
-    return DistNetworkError(f"cannot find out the users of connections: {reason}")
+    return DistNetworkError(f"cannot determine which user a connection belongs to: {reason}")

@@ -39,7 +39,7 @@ class Reloading:
         """Load the files, and close the connections whose token is no longer valid. On the loop; logs what is wrong."""
         server, tokens = self._server, self._tokens
         if not self._paths:
-            log.info("%s: this server has no files to reload, and goes on", why)
+            log.info("%s: this server has no files to reload; it keeps running", why)
         if server.stopped:
             return
         if server.tls is not None:
@@ -49,7 +49,7 @@ class Reloading:
         try:
             ended = tokens.reload()
         except (OSError, ValueError) as error:
-            log.error("cannot reload, going on as before: %s", error)
+            log.error("cannot reload, keeping what was loaded: %s", error)
             return
         with server.lock:
             server.note_admin(why, f"{why}: reloaded {tokens.describe()}")

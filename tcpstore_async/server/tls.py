@@ -53,7 +53,7 @@ class ServerTls:
         try:
             self.context = make_context(self.files)
         except DistNetworkError as error:
-            log.error("%s; the certificate loaded before stays in use", error)
+            log.error("%s; the previous certificate stays in use", error)
         else:
             log.info("loaded the certificate %s again", self.files.cert)
 

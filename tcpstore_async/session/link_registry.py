@@ -126,7 +126,7 @@ class LinkRegistry:
                 # It was delayed, or recorded, and the link has moved on since.
                 refusal = f"attempt {attempt} came after attempt {known.attempt}"
             elif not self._same_access(carrier, known):
-                refusal = "the link belongs to a client that has authenticated otherwise"
+                refusal = "the link belongs to a client that has authenticated differently"
             if refusal:
                 self.refuse(carrier.host, str(carrier), f"LINK refused: {refusal}")
                 return self._reply(LINK_REFUSED, 0, refusal)

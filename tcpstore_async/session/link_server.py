@@ -422,7 +422,7 @@ class ServerLink(Link):
         registry = self.registry
         if self.carrier is None:
             if now - self._lost >= registry.grace:
-                self.end(f"it was without a connection for {now - self._lost:.0f} s")
+                self.end(f"it had no connection for {now - self._lost:.0f} s")
         elif now - self._heard >= 3 * registry.keep_alive:
             self.drop_carrier(ProtocolError(f"nothing received on a link for {now - self._heard:.0f} s"))
         elif not self.is_acknowledged() or now - self._sent >= registry.keep_alive:

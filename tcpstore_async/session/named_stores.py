@@ -221,7 +221,7 @@ class NamedStores:
             return None if entry.waits else _reply(ENDED, self._why_absent(entry.name))
         elif entry.attempt and store.attempt and entry.attempt != store.attempt:
             return _reply(
-                ENDED, f"{store} belongs to attempt {store.attempt}, but this rank to attempt {entry.attempt}"
+                ENDED, f"{store} belongs to attempt {store.attempt}, but this rank belongs to attempt {entry.attempt}"
             )
         elif store.is_lost():
             return _lost(store)
@@ -535,7 +535,7 @@ def _is_later(attempt: str, other: str) -> bool:
 
 
 def _lost(store: NamedStore) -> Framed:
-    return _reply(LOST, f"{store} has lost its owner ({store.creator}), and ends unless that comes back")
+    return _reply(LOST, f"{store} has lost its owner ({store.creator}), and will end unless the owner comes back")
 
 
 def _reply(status: str, reason: str, incarnation: str = "") -> Framed:

@@ -761,7 +761,7 @@ class ServerSession(Holder):
         if self in self.engine.evicted:
             return
         if self.engine.must_authenticate(self):
-            self.evict(self._stranger("having replies kept that are not read"))
+            self.evict(self._stranger("sending requests without reading the replies"))
             return
         if self.backlog is None:
             self.backlog = Unsent(self.engine.budget)

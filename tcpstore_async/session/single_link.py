@@ -236,7 +236,7 @@ class SingleLink(Transport):
 
     def tick(self, now: float) -> None:
         if now - self._lost >= self.registry.grace:
-            self.end(f"it was without a connection for {now - self._lost:.0f} s")
+            self.end(f"it had no connection for {now - self._lost:.0f} s")
 
     # The end
 

@@ -25,13 +25,13 @@ _REASONS: Final = (
     ("UNSUPPORTED_PROTOCOL", "it does not offer TLS 1.3"),
     ("ALERT_PROTOCOL_VERSION", "it does not accept TLS 1.3"),
     ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "it sent no certificate, which this side requires"),
-    ("ALERT_CERTIFICATE_REQUIRED", "it requires a certificate of this side (TCPSTORE_CERT and TCPSTORE_KEY)"),
+    ("ALERT_CERTIFICATE_REQUIRED", "it requires a certificate from this side (TCPSTORE_CERT and TCPSTORE_KEY)"),
     ("ALERT_UNKNOWN_CA", "it does not trust the CA of this side's certificate"),
     ("ALERT_CERTIFICATE_EXPIRED", "it says that this side's certificate has expired"),
     ("ALERT_BAD_CERTIFICATE", "it does not accept this side's certificate"),
     ("ALERT_CERTIFICATE_UNKNOWN", "it does not accept this side's certificate"),
     ("ALERT_UNSUPPORTED_CERTIFICATE", "it does not accept this side's certificate"),
-    ("NO_SHARED_CIPHER", "it offers no cipher of TLS 1.3"),
+    ("NO_SHARED_CIPHER", "it offers no TLS 1.3 cipher"),
     ("WRONG_VERSION_NUMBER", "it sent something that is not TLS"),
     ("HTTP_REQUEST", "it sent something that is not TLS"),
     ("UNKNOWN_PROTOCOL", "it sent something that is not TLS"),
@@ -152,7 +152,7 @@ class TlsStream:
     def _read(self, size: int, space: memoryview | None) -> Any:
         """Read into `space` and return the number of bytes, or return the bytes if that is None; None for nothing."""
         if self._outgoing.pending > _MOST_ANSWERS:
-            raise TlsError("TLS failed: it asks for new keys again and again", False)
+            raise TlsError("TLS failed: it keeps asking for new keys", False)
         try:
             found = self._object.read(size, space)
         except ssl.SSLWantReadError:

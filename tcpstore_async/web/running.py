@@ -71,7 +71,7 @@ def _wait(owner_fd: int | None) -> None:
     """Return when the process has to end."""
     if owner_fd is None:
         while signal.sigwait(_WAITED_FOR) not in _ENDING:
-            log.info("SIGHUP: there is nothing to reload; the HTTP process goes on")
+            log.info("SIGHUP: there is nothing to reload; the HTTP process keeps running")
         return
     while os.read(owner_fd, 4096):
         pass

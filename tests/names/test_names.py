@@ -324,7 +324,7 @@ def test_attempts(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCPSTORE_ATTEMPT", "2")
     with TCPStore(name, 1, None, True, LIMIT, server=url) as owner:
         monkeypatch.setenv("TCPSTORE_ATTEMPT", "1")
-        with pytest.raises(DistNetworkError, match="belongs to attempt 2, but this rank to attempt 1"):
+        with pytest.raises(DistNetworkError, match="belongs to attempt 2, but this rank belongs to attempt 1"):
             TCPStore(name, 1, timeout=LIMIT, server=url)
         monkeypatch.setenv("TCPSTORE_ATTEMPT", "3")
         thread, found = opened(lambda: TCPStore(name, 1, timeout=LIMIT, server=url))

@@ -545,7 +545,7 @@ except RuntimeError as e: print(str(e).partition(",")[0])"""
 
 
 def test_pytorchs_client_beside_an_agents_server_needs_no_token() -> None:
-    """Rank 0 of torchrun's workers asks to host, and the agent already does: a server that lets in everybody."""
+    """Rank 0 of torchrun's workers asks to host, and the agent already does: a server that admits everybody."""
     code = """
 import os, sys, torch.distributed as dist, tcpstore_async.torch as ours
 ours.install("native", classes=True)

@@ -251,18 +251,20 @@ def test_many_connections_are_told_apart(users: PeerUsers) -> None:
 def test_other_systems_say_so_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(
-        DistNetworkError, match=r"^cannot find out the users of connections on darwin: this needs Linux$"
+        DistNetworkError, match=r"^cannot determine which user a connection belongs to on darwin: this needs Linux$"
     ):
         PeerUsers()
 
 
 def test_a_kernel_that_does_not_say_is_noticed_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_user, "_NETLINK_SOCK_DIAG", 31)
-    with pytest.raises(DistNetworkError, match=r"^cannot find out the users of connections: Protocol not supported$"):
+    with pytest.raises(
+        DistNetworkError, match=r"^cannot determine which user a connection belongs to: Protocol not supported$"
+    ):
         PeerUsers()
     monkeypatch.undo()
     monkeypatch.setattr(peer_user, "_SOCK_DIAG_BY_FAMILY", 99)
-    with pytest.raises(DistNetworkError, match=r"^cannot find out the users of connections: "):
+    with pytest.raises(DistNetworkError, match=r"^cannot determine which user a connection belongs to: "):
         PeerUsers()
 
 

@@ -384,7 +384,7 @@ def test_a_hangup_closes_those_whose_tokens_are_no_longer_valid(options: list[st
         assert len(lines(server, "closed the connection from 127.0.0.1:")) == 2
         keys.write_text("")
         server.process.send_signal(signal.SIGHUP)
-        assert f"cannot reload, going on as before: {keys}: no keys" in lines(server, "cannot reload")[0]
+        assert f"cannot reload, keeping what was loaded: {keys}: no keys" in lines(server, "cannot reload")[0]
         peers[1].ping()
         for peer in peers:
             peer.close()
@@ -414,8 +414,8 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
     resume = (*kind, (b"instance", said["instance"].encode()), (b"taken", b"0"), (b"told", b"0"))
     owner.reset()
     for token, frame, reason in (
-        (stranger, _link_items(2, *resume), "the link belongs to a client that has authenticated otherwise"),
-        (stranger, _link_items(3, *kind), "the link belongs to a client that has authenticated otherwise"),
+        (stranger, _link_items(2, *resume), "the link belongs to a client that has authenticated differently"),
+        (stranger, _link_items(3, *kind), "the link belongs to a client that has authenticated differently"),
         (mine, first, "attempt 1 came after attempt 1"),
     ):
         peer, said = _open(server.port, token, frame)
@@ -423,7 +423,7 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
         peer.close()
     (line, *_) = lines(server, "LINK refused")
     assert "not allowed to 127.0.0.1:" in line
-    assert "the link belongs to a client that has authenticated otherwise" in line
+    assert "the link belongs to a client that has authenticated differently" in line
     back, said = _open(server.port, mine, _link_items(4, *resume))
     assert said["status"] == "resumed"
     recorded, said = _open(server.port, mine, _link_items(4, *resume))
@@ -527,7 +527,7 @@ def test_the_commands(folder: Path) -> None:
         path.chmod(0o644)
         got = tcpstore("get", "a1", "--token-file", str(path), port=port)
         assert (got.returncode, got.stdout) == (0, "v")
-        assert f"{path} is open to others than its owner (mode 0644)" in got.stderr
+        assert f"{path} is accessible to users other than its owner (mode 0644)" in got.stderr
         path.chmod(0o600)
         got = tcpstore("get", "a1", port=port, TCPSTORE_TOKEN_FILE=str(path))
         assert (got.returncode, got.stdout, got.stderr) == (0, "v", "")

@@ -132,7 +132,7 @@ def test_a_hangup_ends_nothing(daemon: Server) -> None:
     """As of a reload by the service manager, or the end of the terminal."""
     for number in (1, 2):
         daemon.process.send_signal(signal.SIGHUP)
-        until(lambda number=number: len(re.findall("SIGHUP: .* to reload.* goes on", daemon.log())) == number)  # type: ignore[misc]
+        until(lambda number=number: len(re.findall("SIGHUP: .* to reload.* keeps running", daemon.log())) == number)  # type: ignore[misc]
     with RawPeer(daemon.port, validate=False):
         pass
     assert daemon.stop(signal.SIGTERM) == 0

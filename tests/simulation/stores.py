@@ -436,7 +436,7 @@ class World:
             absent = f"the store {name!r} ended: {over}" if over else f"there is no store {name!r}"
             return None if entry.waits else (ENDED, absent)
         if entry.attempt and life.attempt and entry.attempt != life.attempt:
-            text = f"belongs to attempt {life.attempt}, but this rank to attempt {entry.attempt}"
+            text = f"belongs to attempt {life.attempt}, but this rank belongs to attempt {entry.attempt}"
             return ENDED, f"the store {name!r} {text}"
         return entered
 

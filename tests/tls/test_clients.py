@@ -205,7 +205,7 @@ both = pytest.mark.parametrize("error", [sync_error, async_error])
         ("server", "others", None, "certificate verify failed: unable to get local issuer certificate"),
         ("expired", "ours", None, "certificate verify failed: certificate has expired"),
         ("elsewhere", "ours", None, "certificate verify failed: IP address mismatch"),
-        ("mutual", "ours", None, "it requires a certificate of this side (TCPSTORE_CERT and TCPSTORE_KEY)"),
+        ("mutual", "ours", None, "it requires a certificate from this side (TCPSTORE_CERT and TCPSTORE_KEY)"),
         ("mutual", "ours", "stranger", "it does not trust the CA of this side's certificate"),
         ("mutual", "ours", "expired", "it says that this side's certificate has expired"),
     ],
@@ -336,7 +336,7 @@ def test_a_relay_says_why_it_cannot_connect() -> None:
     with tcpstore_server(*known.serving(ca=True)) as server:
         url = f"tcps://127.0.0.1:{server.port}"
         with tcpstore_relay(url, "--tls-ca", known.ours.ca) as relay:
-            until(lambda: "it requires a certificate of this side" in relay.log())
+            until(lambda: "it requires a certificate from this side" in relay.log())
         with tcpstore_relay(url, "--tls-ca", known.others.ca) as relay:
             until(lambda: "certificate verify failed" in relay.log())
 

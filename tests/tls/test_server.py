@@ -265,7 +265,7 @@ def test_reload_on_sighup(backend: str, tmp_path: Path) -> None:
         before.ping()
         Path(pair.cert).write_text("broken")
         server.process.send_signal(signal.SIGHUP)
-        line = logged(server, "the certificate loaded before stays in use")
+        line = logged(server, "the previous certificate stays in use")
         assert pair.cert in line
         assert serial(server.port) != first
         before.ping()
@@ -314,7 +314,7 @@ def test_a_key_that_others_can_read_is_a_warning(tmp_path: Path, caplog: pytest.
     shutil.copyfile(known.server.key, key)
     os.chmod(key, 0o640)
     make_context(TlsFiles(cert=known.server.cert, key=key))
-    assert f"the private key {key} is open to others than its owner (mode 0640): chmod 600" in caplog.text
+    assert f"the private key {key} is accessible to users other than its owner (mode 0640): chmod 600" in caplog.text
 
 
 class Reported:

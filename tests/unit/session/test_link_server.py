@@ -596,7 +596,7 @@ def test_a_suspended_link_ends_in_portions_after_the_grace_period() -> None:
     target.registry.tick(29.0)
     assert target.registry.links
     assert not target.registry.tick(30.0)
-    assert (target.registry.sessions, ended) == (2500, ["it was without a connection for 30 s"])
+    assert (target.registry.sessions, ended) == (2500, ["it had no connection for 30 s"])
     assert target.registry.work()
     assert target.registry.sessions == 2375
     target.serve()

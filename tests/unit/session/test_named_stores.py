@@ -253,7 +253,7 @@ def test_nobody_new_enters_while_the_owner_may_be_dead(server: Server) -> None:
     owner.owner = Broken()
     lost = {
         "status": "lost",
-        "reason": "the store 'a' has lost its owner (host n1, pid 77), and ends unless that comes back",
+        "reason": "the store 'a' has lost its owner (host n1, pid 77), and will end unless the owner comes back",
     }
     assert server.enter(late, "a") == lost
     assert server.enter(rival, "a", owner="another") == lost
@@ -339,7 +339,7 @@ def test_attempts(server: Server) -> None:
     late, early, other = server.connect(), server.connect(), server.connect()
     assert server.enter(late, "a", attempt=1) == {
         "status": "ended",
-        "reason": "the store 'a' belongs to attempt 2, but this rank to attempt 1",
+        "reason": "the store 'a' belongs to attempt 2, but this rank belongs to attempt 1",
     }
     assert server.enter(other, "a", attempt="x")["status"] == "ended"
     assert server.rank("a", attempt=2)
