@@ -314,7 +314,9 @@ def test_a_key_that_others_can_read_is_a_warning(tmp_path: Path, caplog: pytest.
     shutil.copyfile(known.server.key, key)
     os.chmod(key, 0o640)
     make_context(TlsFiles(cert=known.server.cert, key=key))
-    assert f"the private key {key} is accessible to users other than its owner (mode 0640): chmod 600" in caplog.text
+    assert (
+        f"the private key {key} is accessible to users other than its owner (mode 0640): run chmod 600" in caplog.text
+    )
 
 
 class Reported:

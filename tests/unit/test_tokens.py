@@ -206,7 +206,7 @@ def test_what_is_no_token_is_not_shown(tmp_path: Path, text: str) -> None:
 def test_token_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(AccessDeniedError, match=r"cannot read the token file .*: No such file"):
         read_token(tmp_path / "missing")
-    for content, error in ((b"", "is empty"), (b"\xff", "is not text"), (bytes(1 << 21), "is longer than")):
+    for content, error in ((b"", "is empty"), (b"\xff", "is not UTF-8 text"), (bytes(1 << 21), "is longer than")):
         path = tmp_path / "token"
         path.write_bytes(content)
         os.chmod(path, 0o600)
