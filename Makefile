@@ -188,10 +188,11 @@ build/compiled/.made: .venv/.made $(SOURCES)
 	@echo "compiling the package into build/compiled"
 	@rm -rf build/source build/compiled
 	@mkdir -p build/source
+	@touch build/source/.begun
 	@cp -R pyproject.toml setup.py README.md LICENSE tcpstore_async build/source
 	@TCPSTORE_PURE= $(PIP) --no-deps --target build/compiled ./build/source
 	@if command -v $${CC:-cc} >/dev/null && ! ls build/compiled/*.so >/dev/null 2>&1; then \
 		echo "there is a C compiler, but nothing was compiled: TCPSTORE_PURE=0 pip wheel --no-deps . says why" >&2; \
 		exit 1; \
 	fi
-	@touch $@
+	@touch -r build/source/.begun $@
