@@ -37,9 +37,9 @@ class Access:
         max_bytes: int = 0,
         max_sessions: int = 0,
     ) -> None:
-        """Raises ValueError for rights that are none."""
+        """Raises ValueError for unknown rights."""
         if rights not in RIGHTS:
-            raise ValueError(f"rights {rights!r} are none of {', '.join(RIGHTS)}")
+            raise ValueError(f"rights must be one of {', '.join(RIGHTS)}, not {rights!r}")
         self.identity = identity
         """Of the token, for logs and revocation; no secret."""
         self.rights = rights
@@ -105,10 +105,12 @@ class Access:
         if not scope:
             return ""
         if command.whole:
-            return f"{command.name} concerns the whole store, and token {self.identity} only keys with {self._shown()}"
+            return (
+                f"{command.name} affects the whole store; token {self.identity} grants only keys with {self._shown()}"
+            )
         for key in command.request.keys(fields):
             if not key.startswith(scope) and (command.mutates or key != SERVER_KEY):
-                return f"{command.name} of {show(key)}; token {self.identity} is for keys with {self._shown()}"
+                return f"{command.name} of {show(key)}; token {self.identity} grants only keys with {self._shown()}"
         return ""
 
     def covers(self, key: bytes) -> bool:

@@ -179,7 +179,7 @@ async def _end_when_unused(server: "Server", seconds: float, signals: "asyncio.Q
     linger = Linger(seconds)
     while not linger.is_over(time.monotonic(), _clients(server), _has_been_used(server)):
         await asyncio.sleep(linger.poll_seconds())
-    log.info("ending: the last client left %g s ago", seconds)
+    log.info("exiting: the last client left %g s ago", seconds)
     signals.put_nowait(signal.SIGTERM)
 
 

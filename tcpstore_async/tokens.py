@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 from .access import Access
+from .errors import counted
 from .secret_files import read_secret
 from .wire.codecs import MAX_TOKEN
 
@@ -185,7 +186,7 @@ def parse_keys(text: str, where: str) -> list[tuple[str, bytes]]:
                 f"{where}, line {number}: expected id:secret, with an id of up to 64 letters, digits, '-' and '_'"
             )
         if name in keys:
-            raise ValueError(f"{where}, line {number}: its key id was used before")
+            raise ValueError(f"{where}, line {number}: duplicate key id")
         keys[name] = secret.encode()
     if not keys:
         raise ValueError(f"{where}: no keys")
@@ -251,7 +252,7 @@ class TokenFiles:
         """Return which keys there are, and how many tokens are revoked, for logs."""
         keys = self._keys
         names = ", ".join(name for name, _ in keys.keys)
-        return f"the token keys {names} and {len(keys.revoked)} ids of revoked tokens"
+        return f"the token keys {names} and {counted(len(keys.revoked), 'revoked token')}"
 
     def reload(self) -> Callable[[Access], str]:
         """Read the files again. Raises OSError and ValueError, and then goes on with what it had.
@@ -267,7 +268,7 @@ class TokenFiles:
             if access.identity in revoked:
                 return f"token {access.identity} is revoked"
             if access.signer not in after or after[access.signer] != before.get(access.signer):
-                return f"the key {access.signer}, which signed token {access.identity}, is gone"
+                return f"the key {access.signer}, which signed token {access.identity}, has been removed or replaced"
             return ""
 
         return ended

@@ -101,7 +101,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     "--token-keys",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Accept tokens signed by a key of this file: one id:secret per line. Reloaded on SIGHUP.",
+    help="Accept tokens signed by a key in this file: one id:secret per line. Reloaded on SIGHUP.",
 )
 @click.option(
     "--revoked-tokens",

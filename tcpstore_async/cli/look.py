@@ -54,7 +54,7 @@ def info(context: ClientContext, local: bool, admin: Path | None) -> None:
     """Print the server's identity, number of keys and latency.
 
     A server on this machine that accepts no client, for instance because it is full, is queried over its
-    admin socket; with --admin at once.
+    admin socket. --admin queries that socket without trying the port first.
     """
     if local:
         limits = msgspec.to_builtins(Limits())

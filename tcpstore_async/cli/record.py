@@ -80,7 +80,7 @@ def record_command(
     contains the time, command, keys and sizes of every request and reply, the numbers added, and which values are
     equal, but no values unless --values is given. Play it back with 'tcpstore replay'.
 
-    The server should be empty at the start, as it should be for a replay.
+    The server should be empty at the start of a recording, and of a replay.
 
     Prints one line of JSON once it accepts connections. On SIGTERM or SIGINT, closes the remaining connections and
     exits, so stop it after the job has ended. The file is readable even if the recorder was killed.

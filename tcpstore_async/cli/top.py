@@ -58,7 +58,7 @@ def top(context: ClientContext, interval: float, world_size: int | None, store: 
     """Show what a server on this machine is doing, until 'q' or Ctrl-C.
 
     Who has joined the unnamed store, commands by name, the longest waits and the largest keys in all stores, and the
-    oldest named stores; with --store, what there is of that in the store NAME. With -o json, print one object and exit.
+    oldest named stores; with --store, the same for the store NAME only. With -o json, print one object and exit.
     """
     if context.output == "json":
         print_json(asked(context, admin, lambda path, timeout: _object(path, timeout, store, world_size)))

@@ -43,8 +43,8 @@ def check_nccl(environ: Mapping[str, str], ranks: int) -> Finding:
     per_root = int(given) if given else _DEFAULT_RANKS_PER_ROOT
     roots = -(-ranks // per_root)
     if ranks <= per_root:
-        return Finding("NCCL", OK, f"one root makes the id of {ranks} ranks")
-    text = f"{roots} roots make ids, {_RANKS_PER_ROOT} being {per_root}: {ranks} ranks wait for {ranks * roots:,} keys"
+        return Finding("NCCL", OK, f"one root creates the id for {ranks} ranks")
+    text = f"{roots} roots create ids ({_RANKS_PER_ROOT}={per_root}): {ranks} ranks wait for {ranks * roots:,} keys"
     if ranks * roots <= _MANY_KEYS:
         return Finding("NCCL", OK, text)
     fewer = -(-ranks // _MOST_ROOTS)

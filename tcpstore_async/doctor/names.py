@@ -42,7 +42,7 @@ def check_name(
         text = f"this machine's name, {name}, cannot be resolved: {error.strerror or error}"
         return [Finding("host name", FAIL, text, _entry(name, own_address))]
     took = time.perf_counter() - began
-    text = f"{name} is {_listed(addresses)}, looked up in {1000 * took:.1f} ms"
+    text = f"{name} resolves to {_listed(addresses)} (in {1000 * took:.1f} ms)"
     slow = took > SLOW
     found = [Finding("host name", WARN if slow else OK, text, _entry(name, own_address) if slow else "")]
     found.append(_check_addresses(name, addresses, is_local, own_address))

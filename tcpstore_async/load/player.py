@@ -121,8 +121,8 @@ class Player:
         entered = {step.connection.number for step in recording.steps if step.command is _ENTER}
         if entered:
             raise RecordingError(
-                f"cannot replay a recording of named stores, which {counted(len(entered), 'connection')} entered: "
-                "record the job without TCPSTORE_SERVER_URL, or server="
+                f"cannot replay a recording of named stores ({counted(len(entered), 'connection')} used one): "
+                "record the job without TCPSTORE_SERVER_URL or server="
             )
         check_limits(recording, self.copies, self.speed)
         await self._check_server()

@@ -135,7 +135,7 @@ def _create(path: Path) -> int:
     if not ours and (is_link or stat.S_ISREG(found.st_mode)):
         kind = "symbolic link" if is_link else "file"
         raise RecordingError(
-            f"cannot write {path}: it is a {kind} of user {found.st_uid}; remove it, or choose another"
+            f"cannot write {path}: it is a {kind} owned by user {found.st_uid}; remove it or choose another path"
         )
     return os.open(path, os.O_WRONLY | (os.O_CREAT if is_link else os.O_NOFOLLOW), 0o666)
 

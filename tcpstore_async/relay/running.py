@@ -142,8 +142,8 @@ def _warn_if_exposed(listener: socket.socket, same_user: bool) -> None:
     host, port = listener.getsockname()[:2]
     if not same_user and not is_loopback(host):
         log.warning(
-            "%s is reachable from other hosts: anyone who can reach this port uses this relay's link, and token if it "
-            "has one; let it listen on 127.0.0.1, or give it --same-user (docs/security.md)",
+            "%s is reachable from other hosts: anyone who can reach this port can use this relay's link "
+            "and its token; listen on 127.0.0.1, or start it with --same-user (docs/security.md)",
             format_address(host, port),
         )
 

@@ -49,9 +49,9 @@ def default_path(port: int) -> Path:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
     except OSError as error:
-        raise DistNetworkError(f"cannot make the folder {folder}: {error.strerror}") from None
+        raise DistNetworkError(f"cannot create the directory {folder}: {error.strerror}") from None
     if not _is_private(folder):
-        raise DistNetworkError(f"{folder} is not a folder that only this user can enter")
+        raise DistNetworkError(f"{folder} must be a directory of this user that no other user can access")
     _remove_leftovers(folder)
     path = folder / f"{port}.sock"
     return folder / f"{port}-{os.getpid()}.sock" if is_live(path) else path
@@ -74,14 +74,14 @@ def listen(path: Path) -> socket.socket:
     """Return a socket that listens at a path, for this user only. Raises DistNetworkError."""
     temporary = path.with_name(f".{secrets.token_hex(4)}")
     if len(os.fsencode(path)) > _MOST_BYTES or len(os.fsencode(temporary)) > _MOST_BYTES:
-        raise DistNetworkError(f"cannot listen at {path}: a socket's path may have {_MOST_BYTES} bytes")
+        raise DistNetworkError(f"cannot listen at {path}: the path of a Unix socket is limited to {_MOST_BYTES} bytes")
     listener = socket.socket(socket.AF_UNIX)
     try:
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise DistNetworkError(f"cannot listen at {path}: it exists, and is not a socket")
+                raise DistNetworkError(f"cannot listen at {path}: it exists and is not a socket")
             if is_live(path):
-                raise DistNetworkError(f"cannot listen at {path}: another server does")
+                raise DistNetworkError(f"cannot listen at {path}: another server is listening there")
         try:
             listener.bind(str(temporary))
             os.chmod(temporary, 0o600)  # nobody can connect before listen()

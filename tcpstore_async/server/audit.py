@@ -65,8 +65,8 @@ class AuditLog:
 
     def _log_counts(self) -> None:
         for peer, number in self._left_out.items():
-            log.warning("omitted %s about %s within a second", counted(number, "more line"), peer)
+            log.warning("omitted %s about %s in the last second", counted(number, "more line"), peer)
         if self._others:
-            log.warning("omitted %s about other peers within a second", counted(self._others, "more line"))
+            log.warning("omitted %s about other peers in the last second", counted(self._others, "more line"))
         self._left_out.clear()
         self._others = 0

@@ -175,13 +175,13 @@ def warn_if_exposed(listener: socket.socket, *, has_tls: bool, requires_auth: bo
         return
     if requires_auth:
         lacks, danger = "TLS", "anyone who sees its traffic can read tokens, keys and values"
-        advice = "give it --tls-cert and --tls-key"
+        advice = "start it with --tls-cert and --tls-key"
     else:
         lacks = "required tokens" if has_tls else "TLS and required tokens"
         danger = "anyone who can reach this port can read and change every key"
-        advice = "give it --token-keys and --require-auth" + ("" if has_tls else ", --tls-cert and --tls-key")
+        advice = "start it with --token-keys and --require-auth" + ("" if has_tls else ", --tls-cert and --tls-key")
     log.warning(
-        "%s is reachable from other hosts, without %s: %s; %s, or let it listen on 127.0.0.1 (docs/security.md)",
+        "%s is reachable from other hosts without %s: %s; %s, or listen on 127.0.0.1 (docs/security.md)",
         format_address(host, port),
         lacks,
         danger,

@@ -200,8 +200,8 @@ def host(
             _check_address(counted, listening.bind_host)
         if tls != counted.tls:
             raise DistNetworkError(
-                f"cannot share the server on port {counted.server.port}: it was started with another certificate than "
-                "this store asks for, or with none; use another port"
+                f"cannot share the server on port {counted.server.port}: it was not started with the certificate that "
+                "this store asks for; use another port"
             )
         if tokens != counted.tokens:
             raise DistNetworkError(

@@ -307,7 +307,7 @@ class Link:
         """Drop the batches that the peer has taken."""
         kept = self.kept
         if number > self.number or number < 0:
-            raise ProtocolError(f"acknowledgement of batch {number}, the last one sent is {self.number}")
+            raise ProtocolError(f"the peer acknowledges batch {number}, but the last one sent is {self.number}")
         for _ in range(len(kept) - (self.number - number)):
             self.kept_bytes -= len(kept.popleft())
 

@@ -110,7 +110,7 @@ class LinkRegistry:
             return self._reply(LINK_REFUSED, 0, "this is a connection to a relay; connect to its server instead")
         owner = carrier.owner
         if carrier in self.engine.attaching or (isinstance(owner, Transport) and owner.single is not None):
-            return self._reply(LINK_REFUSED, 0, "this connection has a link")
+            return self._reply(LINK_REFUSED, 0, "this connection already has a link")
         if said.get(b"version", b"") != b"%d" % VERSION:
             return self._reply(LINK_REFUSED, 0, f"this server speaks version {VERSION} of the link protocol")
         attempt = _number(said, b"attempt") if b"attempt" in said else 0

@@ -481,5 +481,5 @@ def _age(history: History, at: float) -> float:
 def _number(expected: Framed) -> int:
     text = unpack(expected) if len(expected) <= PREFIX + _MOST_DIGITS else b""
     if not text.isdigit():
-        raise ProtocolError(f"MISSING with an expected number of {len(expected) - PREFIX} bytes that is none")
+        raise ProtocolError(f"MISSING expects a decimal number of ranks; got {len(expected) - PREFIX} bytes")
     return int(text)

@@ -216,7 +216,7 @@ class NamedStores:
                 if store.is_lost():
                     return _lost(store)
                 age = 0.0 if self.clock is None else self.clock() - store.since
-                return _reply(TAKEN, f"{store} already has an owner: {store.creator}, for {age:.1f} s")
+                return _reply(TAKEN, f"{store} has been owned by {store.creator} for {age:.1f} s")
         elif store is None or _is_later(entry.attempt, store.attempt):
             return None if entry.waits else _reply(ENDED, self._why_absent(entry.name))
         elif entry.attempt and store.attempt and entry.attempt != store.attempt:

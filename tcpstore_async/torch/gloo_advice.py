@@ -44,7 +44,7 @@ def _advise(store: Any = None, rank: Any = -1, size: Any = 0, *given: Any, **nam
         return
     log.warning(
         "a gloo group of %d ranks sends %s requests to the store; set %s=1 and %s=1 for all ranks, or %s=1 if few of "
-        "them will talk to each other",
+        "them exchange data",
         size,
         f"{requests(size):,}",
         BATCHED,

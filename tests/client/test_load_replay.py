@@ -461,7 +461,7 @@ def test_a_recording_of_stores_with_names_is_refused(tmp_path: Path) -> None:
         done = replay(file, server.port)
         assert (done.returncode, done.stdout) == (1, b"")
         (line,) = done.stderr.splitlines()
-        assert b"cannot replay a recording of named stores, which 2 connections entered" in line
+        assert b"cannot replay a recording of named stores (2 connections used one)" in line
         commands = replay(file, server.port, "--summary").stdout
         assert b"ENTER " in commands
         assert b"END_STORE " in commands
@@ -756,7 +756,10 @@ def test_what_someone_else_has_planted_is_not_written_to(kind: str, tmp_path: Pa
     os.lchown(planted, 12345, 12345)
     with pytest.raises(RecordingError) as caught:
         RecordingFile(planted)
-    assert str(caught.value) == f"cannot write {planted}: it is a {kind} of user 12345; remove it, or choose another"
+    assert (
+        str(caught.value)
+        == f"cannot write {planted}: it is a {kind} owned by user 12345; remove it or choose another path"
+    )
     assert planted.read_bytes() == b"precious"
 
 

@@ -156,7 +156,7 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
         "SET needs the right to write",
     ),
     "a token for another store": (sends(auth(KEYS.create(store="job:1").encode()) + WRITE), "is for the store 'job:1'"),
-    "a token for other keys": (sends(auth(KEYS.create(prefix="job/").encode()) + WRITE), "for keys with the prefix"),
+    "a token for other keys": (sends(auth(KEYS.create(prefix="job/").encode()) + WRITE), "only keys with the prefix"),
     **{f"a token {name}": (sends(auth(token.encode()) + WRITE), reason) for name, (token, reason) in REFUSED.items()},
     "another CA": (tls_refused(context(certificates().stranger)), "its certificate is not accepted"),
     "an expired certificate": (tls_refused(context(certificates().expired)), "certificate has expired"),
@@ -199,7 +199,7 @@ def batch(number: int, *frames: tuple[int, int, bytes]) -> bytes:
     ("shown", "reason"),
     [
         (b"", "not allowed: LINK requires a token"),
-        (auth(KEYS.create(prefix="job/", rights="admin").encode()), "is for keys with the prefix 'job/'"),
+        (auth(KEYS.create(prefix="job/", rights="admin").encode()), "grants only keys with the prefix 'job/'"),
     ],
     ids=["no token", "a token"],
 )

@@ -11,7 +11,7 @@ from tcpstore_async.server.linger import Linger
 
 def ended(server: Server) -> None:
     assert server.process.wait(LIMIT) == 0
-    assert "ending: the last client left 0 s ago" in server.log()
+    assert "exiting: the last client left 0 s ago" in server.log()
 
 
 @pytest.mark.parametrize("backend", ["uv", "threaded"])

@@ -47,7 +47,7 @@ def test_a_benchmark(server: Server) -> None:
     ("token", "status", "error"),
     [
         ("", 5, "the server requires a token"),
-        (KEYS.create(prefix="job/"), 5, "is for keys with the prefix 'job/'"),
+        (KEYS.create(prefix="job/"), 5, "grants only keys with the prefix 'job/'"),
         (KEYS.create(rights="read"), 5, "needs the right to write"),
         (KEYS.create(seconds=-1), 5, "expired at"),
     ],

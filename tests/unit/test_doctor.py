@@ -65,7 +65,7 @@ def test_a_good_name() -> None:
     found = name_of("10.0.0.5", "fd00::5")
     assert [finding.status for finding in found.values()] == [OK, OK, OK]
     assert found["address families"].text == "IPv4 and IPv6"
-    assert found["host name"].text.startswith("node-7 is 10.0.0.5, fd00::5, looked up in ")
+    assert found["host name"].text.startswith("node-7 resolves to 10.0.0.5, fd00::5 (in ")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])
@@ -240,9 +240,9 @@ def test_gloo() -> None:
 
 def test_nccl() -> None:
     per_root = "TORCH_NCCL_RANKS_PER_ROOT"
-    assert check_nccl({}, 128).text == "one root makes the id of 128 ranks"
+    assert check_nccl({}, 128).text == "one root creates the id for 128 ranks"
     assert check_nccl({}, 1024).status == OK
-    assert check_nccl({}, 1024).text.startswith("8 roots make ids, ")
+    assert check_nccl({}, 1024).text.startswith("8 roots create ids (")
     found = check_nccl({}, 98304)
     assert found.status == WARN
     assert "75,497,472 keys" in found.text

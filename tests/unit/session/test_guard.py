@@ -279,7 +279,7 @@ def test_the_last_token_counts() -> None:
     of.authenticate = lambda token: Access(token.decode(), prefix=token.decode())
     peer = session(of)
     peer.receive(auth(b"a") + set_(b"/a1", b"") + auth(b"b") + set_(b"/b1", b""))
-    with pytest.raises(NotAllowedError, match="token b is for keys with the prefix 'b'"):
+    with pytest.raises(NotAllowedError, match="token b grants only keys with the prefix 'b'"):
         peer.receive(set_(b"/a2", b""))
     assert list(of.granted.values()) == [Access("b", prefix="b")]
 
@@ -339,7 +339,7 @@ def test_all_keys_take_a_token_for_the_whole_store() -> None:
     of = engine()
     assert ask(session(of, READER), NUM_KEYS + LIST_KEYS) == i64(0) * 2
     for frame in (NUM_KEYS, LIST_KEYS):
-        with pytest.raises(NotAllowedError, match="concerns the whole store"):
+        with pytest.raises(NotAllowedError, match="affects the whole store"):
             session(of, JOB).receive(frame)
 
 

@@ -191,7 +191,7 @@ def test_a_second_owner_is_told_who_the_first_is(server: Server) -> None:
     now[0] += 2.5
     other = server.connect()
     refused = server.enter(other, "a", owner="another")
-    assert refused == {"status": "taken", "reason": "the store 'a' already has an owner: host n1, pid 77, for 2.5 s"}
+    assert refused == {"status": "taken", "reason": "the store 'a' has been owned by host n1, pid 77 for 2.5 s"}
     assert server.say(other, set_(b"/k", b"v") + get(b"/k"))[8:] == b"v"
     assert server.enter(other, "b", owner="another")["status"] == "entered"
 

@@ -216,7 +216,7 @@ def test_one_link_for_a_connection() -> None:
     for number in range(2):
         wire.session.receive(VALIDATE * (not number) + LINK.prefix + LINK.request.encode(ClientSingleLink().fields()))
     wire.flush()
-    assert b"this connection has a link" in wire.down
+    assert b"this connection already has a link" in wire.down
     session = wire.session
     link = target.engine.attaching.pop(session)
     wire.close()
@@ -366,7 +366,7 @@ def test_a_session_of_a_link_has_no_link() -> None:
     target = SingleTarget()
     peer = peer_of(target)
     target.say("a", LINK.prefix + LINK.request.encode(ClientSingleLink().fields()))
-    assert b"this connection has a link" in heard(target)
+    assert b"this connection already has a link" in heard(target)
     assert peer.wire.single is not None
     target.finish()
 
