@@ -1,5 +1,8 @@
 """One TLS connection without its I/O: ciphertext in and out on one side, plaintext on the other.
 
+Both ends use it: `server/tls.py` on the server's poller, `client/tls.py` on the loop of a client or a relay. These two
+load the certificates.
+
 It knows OpenSSL's stream and says in plain words why a handshake failed. It must not know how bytes travel, or what the
 plaintext means.
 

@@ -1,8 +1,11 @@
 """The command table: every opcode of the protocol, in one place.
 
 Each row declares a command's opcode, name, request and reply codecs, the method that executes it, its flags and its
-documentation. Servers, sessions, clients and `docs/wire.md` are derived from the rows. What the methods do is not known
-here. `docs/design.md` has a checklist for adding an opcode; `tests/test_completeness.py` names what is missing.
+documentation. Servers, sessions and `docs/wire.md` are derived from the rows. What the methods do is not known here.
+
+A new opcode takes a row here, a method of `Keyspace` (`keyspace.py`), a request in `client/requests.py` with its use in
+both clients (`stores/tcp.py`, `client/aio.py`), and a vector in `tests/conformance/`. `docs/design.md` has the details;
+`tests/test_completeness.py` names what is missing.
 """
 
 from enum import IntFlag
