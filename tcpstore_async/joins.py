@@ -1,6 +1,7 @@
 """Joins: each rank counts once, however many connections it joins with.
 
-A rank joins a counter with a token of its own, which adds 1 to the counter if the token is new. This module keeps the
+A rank of ours joins a counter with a token of its own, which adds 1 to the counter if the token is new. (PyTorch's
+client has no token: it sends ADD, which `keyspace.py` executes, and counts as often as it asks.) This module keeps the
 tokens, by how many waiters each rank is represented, and how many ranks were lost. It does not know how values are
 stored, connections, or what a token stands for.
 
