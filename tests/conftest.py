@@ -229,9 +229,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )  # of whose server nothing but sessions is compiled
         if can_be_compiled(item.path) and not torch and not other_kind and not threads:
             item.add_marker("compiled")
-            if (
-                REPEATED.search(item.nodeid) and item.get_closest_marker("skipif") is None
-            ):  # it may run on one build only
+            may_skip = item.get_closest_marker("skipif") is not None  # perhaps on the compiled build
+            if REPEATED.search(item.nodeid) and not may_skip:
                 item.add_marker("repeated")
 
     def rank(item: pytest.Item) -> int:
