@@ -5,8 +5,8 @@ A `SharedKeys` codec compares the bytes of a request with those of a known list 
 `shared_requests.py`.
 
 Invariants: what is executed does not depend on how bytes are cut into chunks, nor on what lists are known. Of a frame
-that equals a known list so far, no byte is kept. A frame is never kept waiting for the length of a known list. The lists
-of all stores never count more than `capacity`, and one with which an incomplete frame is being compared stays.
+that equals a known list so far, no byte is kept. A frame is never kept waiting for the length of a known list. The
+lists of all stores never count more than `capacity`, and one with which an incomplete frame is being compared stays.
 """
 
 from typing import Any, Final
