@@ -187,23 +187,14 @@ class Counter(Group):
         return None
 
 
-_MOST_PIECES: Final = 16
-
-
 class KeyList:
     """A list of keys that requests name alike, and what is kept for it while none of its keys changes."""
 
     def __init__(self, raw: bytes, keys: list[bytes]) -> None:
         self.raw = raw
         """The list as it is sent, with its count."""
-        self.pieces: dict[int, bytes] = {}
-        """Pieces of `raw`, by where they begin; see `piece`."""
-        self.cut_bytes: int = 0
-        """Bytes of these pieces."""
         self.keys = keys
         """Not to be changed."""
-        self.stops: list[int] = []
-        """Where each key stops in `raw`, once a frame has arrived in parts."""
         self.uses: int = 0
         """Requests since it was last tracked; see `SharedRequests.tracked`."""
         self.tracked = False
@@ -223,21 +214,6 @@ class KeyList:
         """Bytes counted in the budget for the list and its reply."""
         self.compared: int = 0
         """Incomplete frames that are being compared with the list."""
-
-    def piece(self, begin: int, end: int) -> bytes:
-        """Return bytes of `raw` to compare with what has arrived: mostly the same for every peer, so they are kept.
-
-        All that are kept are few, and no longer than `raw`.
-        """
-        piece = self.pieces.get(begin)
-        if piece is None or len(piece) != end - begin:
-            if self.cut_bytes + end - begin > len(self.raw) or len(self.pieces) == _MOST_PIECES:
-                self.pieces.clear()
-                self.cut_bytes = 0
-            piece = self.raw[begin:end]
-            self.cut_bytes += len(piece) - len(self.pieces.get(begin, b""))
-            self.pieces[begin] = piece
-        return piece
 
 
 UNKNOWN: Final = -1

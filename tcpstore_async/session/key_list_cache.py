@@ -4,22 +4,18 @@ A `SharedKeys` codec compares the bytes of a request with those of a known list 
 `KeyList` on. This module knows bytes and what a list counts in the budget; what is kept for a list is known to
 `shared_requests.py`.
 
-Invariants: what is executed does not depend on how bytes are cut into chunks, nor on what lists are known. A frame that
-equals a known list so far holds only its last, incomplete key. A frame is never kept waiting for the length of a known
-list. The lists of all stores never count more than `capacity`, and one with which an incomplete frame is being compared
-stays.
+Invariants: what is executed does not depend on how bytes are cut into chunks, nor on what lists are known. Of a frame
+that equals a known list so far, no byte is kept. A frame is never kept waiting for the length of a known list. The
+lists of all stores never count more than `capacity`, and one with which an incomplete frame is being compared stays.
 """
 
-from bisect import bisect_right
-from itertools import accumulate
 from typing import Any, Final
 
-from ..errors import LimitError
 from ..keyspace import Keyspace
 from ..limits import MIB, Limits
 from ..values import PREFIX
 from ..waiter_types import KeyList
-from ..wire.codecs import KEY, KEYS, CountedList, Handler, PartialList, alone, key_stop, take_keys
+from ..wire.codecs import KEY, KEYS, CountedList, Handler, PartialList, PartialRequest, alone, key_stop, take_keys
 from .budget import Budget
 
 FEWEST: Final = 4
@@ -136,17 +132,18 @@ class SharedKeys(CountedList):
             return None, first
         known = cache.lists.get(data[at:first])
         if known is not None:
-            stop = at + len(known.raw)
-            if stop <= end and data.startswith(known.raw, at):
-                return self.execute(known), stop
-            return _PartialKeys(self, count, known, first - at).decode(call, data, first, end, limits)
+            raw = known.raw
+            stop = at + len(raw)
+            if stop <= end:
+                if data.startswith(raw, at):
+                    return self.execute(known), stop
+            elif raw.startswith(data[at:end]):
+                return _EqualSoFar(self, known, end - at, end), -(end + 1)
         keys: list[bytes] = []
         stop = take_keys(keys, count, data, at + PREFIX, end, limits)
         if len(keys) == count and stop - at <= limits.request_bytes:
             return self.execute(cache.add(data[at:stop], keys)), stop
-        partial = _PartialKeys(self, count, None, stop - at)
-        partial.items = keys
-        return partial.decode(call, data, stop, end, limits)
+        return _PartialKeys(self, count, keys, stop - at).decode(call, data, stop, end, limits)
 
     def execute(self, listed: KeyList) -> Any:
         result = self.call(listed)
@@ -160,71 +157,70 @@ class SharedKeys(CountedList):
 
 
 class _PartialKeys(PartialList):
-    """A list of keys of which a part has arrived. Nothing of it is kept while it equals a known list."""
+    """A list of keys of which a part has arrived that does not equal a known list."""
 
-    def __init__(self, codec: SharedKeys, count: int, known: KeyList | None, size: int) -> None:
-        super().__init__(codec, count, [], size)
+    def __init__(self, codec: SharedKeys, count: int, keys: list[bytes], size: int) -> None:
+        super().__init__(codec, count, keys, size)
         self.shared = codec
-        self.known = known
-        """The list whose first `matched` keys, with the count `size` bytes, have arrived."""
-        self.matched: int = 1
-        self.comparing = False
-        """Whether it counts as one of the frames that are compared with the known list."""
+
+    def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        return super().decode(self.shared.execute_decoded, data, at, end, limits)
+
+
+_NO_ITEMS: Final[list[Any]] = []
+
+
+class _EqualSoFar(PartialRequest):
+    """A list of keys of which a part has arrived that equals the start of a known list."""
+
+    def __init__(self, codec: SharedKeys, known: KeyList, size: int, at: int) -> None:
+        self.items = _NO_ITEMS
+        self.at = at
+        self.codec = codec
+        self.known: KeyList | None = known
+        self.size = size
+        """Bytes that have arrived, the count included."""
+        known.compared += 1
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         known = self.known
-        if known is not None:
-            size = len(known.raw) - self.size
-            if end - at >= size and data.startswith(known.piece(self.size, len(known.raw)), at):
-                self.abandon()
-                return self.shared.execute(known), at + size
-            at = self._compare(known, data, at, end)
-            need = key_stop(data, at, end, limits)
-            if need < 0:
-                return self, self._wait(known, at, need, limits)
-            self.items = known.keys[: self.matched]
-            self.abandon()  # the next key differs
-        return super().decode(self.shared.execute_decoded, data, at, end, limits)
+        assert known is not None
+        rest = len(known.raw) - self.size
+        stop = min(at + rest, end)
+        piece = data if stop - at == len(data) else data[at:stop]
+        if not known.raw.startswith(piece, self.size):
+            self.abandon()
+            return self._decode(known, call, data, at, end, limits)
+        if stop - at == rest:
+            self.abandon()
+            return self.codec.execute(known), stop
+        self.size += stop - at
+        self.at = end
+        return self, -(end + 1)
 
-    def _compare(self, known: KeyList, data: bytes, at: int, end: int) -> int:
-        """Step over the complete keys that are equal, and return where they stop."""
-        raw, keys = known.raw, known.keys
-        stops = known.stops
-        if not stops:
-            stops.extend(accumulate([PREFIX + len(key) for key in keys], initial=PREFIX))
-            del stops[0]
-        start = self.size
-        matched = bisect_right(stops, start + end - at, self.matched)
-        stop = stops[matched - 1]
-        if not data.startswith(known.piece(start, stop), at):  # rare: find out where
-            stop = start
-            matched = self.matched
-            while True:
-                following = stop + PREFIX + len(keys[matched])
-                if data[at + stop - start : at + following - start] != raw[stop:following]:
-                    break
-                stop = following
-                matched += 1
-        self.matched = matched
-        self.size = stop
-        return at + stop - start
-
-    def _wait(self, known: KeyList, at: int, need: int, limits: Limits) -> int:
-        """Keep what is needed to go on; `need` is as `key_stop` returns it."""
-        size = self.size - need - at
-        if size > limits.request_bytes:
-            raise LimitError("request_bytes", size, limits.request_bytes)
-        self.at = at
-        if not self.comparing:
-            self.comparing = True
-            known.compared += 1
-        return need
+    def _decode(self, known: KeyList, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
+        """Decode what has arrived so far, and go on from there without the known list."""
+        keys: list[bytes] = []
+        count = len(known.keys)
+        cut = take_keys(keys, count, known.raw, PREFIX, self.size, limits)
+        before = known.raw[cut : self.size]
+        partial = _PartialKeys(self.codec, count, keys, cut)
+        result, stop = partial.decode(call, before + data[at:end], 0, len(before) + end - at, limits)
+        shift = at - len(before)  # from the joined bytes to `data`
+        if stop >= 0:
+            return result, stop + shift
+        partial.at += shift
+        if partial.at < at:  # the key that was cut is not complete yet
+            partial.at = at
+            partial.before = before
+        return partial, stop - shift
 
     def held(self) -> int:
-        return _CUT_BYTES if self.known is not None else super().held()
+        return _CUT_BYTES
 
     def abandon(self) -> None:
-        """Stop comparing."""
-        if self.known is not None and self.comparing:
-            self.known.compared -= 1
-        self.known = None
+        """Stop comparing. Idempotent."""
+        known = self.known
+        if known is not None:
+            known.compared -= 1
+            self.known = None

@@ -871,6 +871,12 @@ class ServerSession(Holder):
         if partial is not None:
             self.partial = partial
             at = partial.at
+            before = partial.before
+            if before:
+                partial.before = b""
+                chunk = before + chunk[at:]
+                need += len(before) - at
+                at = 0
         self._keep(chunk, at, need - at)
 
     def _keep(self, chunk: bytes, at: int, need: int) -> None:

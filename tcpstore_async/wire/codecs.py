@@ -56,6 +56,8 @@ class PartialRequest:
     """Where the unused bytes begin in the data that was last decoded."""
     items: list[Any]
     """The fields, or items of the list, that have been decoded."""
+    before: bytes = b""
+    """Bytes that arrived earlier and are to be decoded again, before those at `at`."""
     endless: bool = False
     """Whether it has no end: what arrives next may be short."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
@@ -63,6 +65,48 @@ def test_large_commands(sent: list[Command], at: list[int], missing: int) -> Non
     assert feed_as_server(session_on(filled), cut(data, at)) == expected
     assert everything(pieces) == everything(filled) == everything(whole)
     assert pieces.keyspace.size == filled.keyspace.size == whole.keyspace.size
+
+
+listed_keys = st.lists(st.binary(max_size=12), min_size=4, max_size=12)
+changes = st.one_of(
+    st.just(lambda raw: raw),
+    st.builds(lambda at, by: lambda raw: _changed(raw, at % len(raw), by), st.integers(0, 999), st.integers(1, 255)),
+    st.builds(lambda by: lambda raw: _changed(raw, len(raw) - 1, by), st.integers(1, 255)),
+    st.builds(lambda at: lambda raw: raw[: at % len(raw)] + raw[at % len(raw) + 1 :], st.integers(0, 999)),
+    st.builds(lambda at: lambda raw: raw[: at % len(raw)] + b"\0" + raw[at % len(raw) :], st.integers(0, 999)),
+)
+"""Functions that change one byte of a request, take one away, insert one, or do nothing."""
+
+
+def _changed(raw: bytes, at: int, by: int) -> bytes:
+    return raw[:at] + bytes([raw[at] ^ by]) + raw[at + 1 :]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(["wait", "check", "multi_get"]), listed_keys, listed_keys, st.booleans(), changes, cuts)
+def test_lists_that_resemble_a_known_one(
+    name: str,
+    keys: list[bytes],
+    others: list[bytes],
+    replace: bool,
+    change: Callable[[bytes], bytes],
+    at: list[int],
+) -> None:
+    """What differs may be any byte, also a length; and the last keys may be others, of other lengths."""
+    asked = [*keys[:2], *others][: len(keys)] if replace else keys
+    data = change(Command(name, asked).frame) + Command("ping", 7).frame
+    known, drops, unknown = (Engine(Limits()) for _ in range(3))
+    expected = feed(session_on(unknown), [HANDSHAKE.frame, data])
+    for engine, pieces in ((known, cut(data, at)), (drops, cut(data, range(len(data))))):
+        feed(session_on(engine), [HANDSHAKE.frame, Command("check", keys).frame * 2])
+        session = session_on(engine)
+        assert feed(session, [HANDSHAKE.frame, *pieces]) == expected
+        assert everything(engine) == everything(unknown)
+        assert (session.held > 0) == (unknown.unfinished > 0)
+        assert engine.unfinished == session.held
+        session.leave()
+        assert engine.unfinished == 0
+        assert all(listed.compared == 0 for listed in engine.key_lists.lists.values())
 
 
 @settings(max_examples=100, deadline=None)

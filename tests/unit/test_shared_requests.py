@@ -506,11 +506,31 @@ def test_a_forgotten_list_keeps_its_waiters() -> None:
 def test_a_cut_frame_that_is_known_is_not_kept(engine: Engine) -> None:
     wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
     parked(engine, 2, wait=wait)
+    for step in (1, 1000, 5000, wait.size - 1):
+        session = greeted(engine)
+        for at in range(0, wait.size, step):
+            session.receive(wait.frame[at : at + step])
+            assert session.input_buffer is None or at < 32, "nothing is joined with what comes next"
+            assert session.held < 200
+        assert session.group is not None
+        assert engine.unfinished == 0
+
+
+@pytest.mark.parametrize("differs", [40, 5000, 5007, 5008, -1])
+def test_what_had_arrived_counts_once_it_differs(engine: Engine, differs: int) -> None:
+    """The peer that stalls then holds what it has sent, whole keys and the start of the next."""
+    wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
+    parked(engine, 2, wait=wait)
     session = greeted(engine)
-    for at in range(0, wait.size, 1000):
-        session.receive(wait.frame[at : at + 1000])
-        assert session.held < 400
-    assert session.group is not None
+    frame = wait.frame
+    differs %= len(frame)
+    session.receive(frame[: differs - 3])
+    assert session.held < 200
+    session.receive(frame[differs - 3 : differs] + bytes([frame[differs] ^ 1]))
+    if differs < wait.size - 1:
+        assert session.held > differs
+        assert engine.unfinished == session.held
+        session.leave()
     assert engine.unfinished == 0
 
 
@@ -529,23 +549,6 @@ def test_a_frame_that_begins_as_a_known_list(engine: Engine, step: int, last: by
     session.receive(other.frame[-1:])
     assert take(session) == b"\0"
     assert engine.unfinished == 0
-
-
-def test_what_is_kept_to_compare_frames_with_is_bounded(engine: Engine) -> None:
-    """However frames are cut, it takes no more than the list itself, which is counted."""
-    wait = Command("wait", [b"/key/%04d" % number for number in range(900)])
-    parked(engine, 2, wait=wait)
-    (listed,) = engine.key_lists.lists.values()
-    most = 0
-    for step in (997, 64, 1500, 3001, 12, 5000, wait.size - 1, 40):
-        session = greeted(engine)
-        for at in range(0, wait.size, step):
-            session.receive(wait.frame[at : at + step])
-            assert listed.cut_bytes == sum(len(piece) for piece in listed.pieces.values()) <= len(listed.raw)
-            assert len(listed.pieces) <= 16
-        assert session.group is not None
-        most = max(most, listed.cut_bytes)
-    assert most > len(listed.raw) // 2
 
 
 def test_a_peer_that_leaves_in_the_middle_of_a_frame(engine: Engine) -> None:
