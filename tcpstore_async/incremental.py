@@ -397,7 +397,9 @@ class WakeMany(DeferredWork):
         if isinstance(self.value, list):
             most = max(1, most // len(self.value))
         for waiter in list(islice(registered, most)):
-            self.registry.wake(waiter, self.key, registered.pop(waiter), self.value, self.empty)
+            count = registered[waiter]
+            del registered[waiter]  # compiled, `pop` costs three times as much
+            self.registry.wake(waiter, self.key, count, self.value, self.empty)
         return not registered
 
     def resolve(self, waiter: "Waiter") -> None:

@@ -440,7 +440,7 @@ class Keyspace(JoinRegistry):
             return None
         self._grow(self.registration_bytes(key))
         self._unpark(waiter)
-        self.park(waiter, [key])
+        self.park_on(waiter, key)
         waiter.state = AWAITING_ITEM
         waiter.awaited = key
         waiter.number = ticket
@@ -517,6 +517,13 @@ class Keyspace(JoinRegistry):
         if self.unmarked and waiter in self.unmarked:
             self.incremental = MarkStale(self, waiter, partial(self.wait, waiter, keys))
             return False
+        if len(keys) == 1:
+            key = self.known(keys[0])
+            if key in self.values or self._exists_elsewhere(key):
+                self.renew_handoff(waiter, keys)
+                return True
+            self.park_on(waiter, key)
+            return False
         if len(keys) > self.portion:
             self.incremental = ParkOnKeys(self, waiter, keys)
             return False
@@ -540,7 +547,7 @@ class Keyspace(JoinRegistry):
             return None
         self._grow(self.registration_bytes(key))
         self._unpark(waiter)
-        self.park(waiter, [key])
+        self.park_on(waiter, key)
         waiter.state = AWAITING_VALUE
         waiter.awaited = key
         return None
@@ -577,6 +584,7 @@ class Keyspace(JoinRegistry):
         if self.unmarked and waiter in self.unmarked:
             self.incremental = MarkStale(self, waiter, partial(self.barrier, waiter, key, world_size))
             return False
+        key = self.known(key)
         old = self.values.get(key)
         count = 1 if old is None else wrap(number(old) + 1)
         if count < world_size:
@@ -588,7 +596,7 @@ class Keyspace(JoinRegistry):
             if counter is not None:
                 self._unpark(counter)
                 self.counter_changed(counter)
-            self.park(waiter, [key])
+            self.park_on(waiter, key)
             waiter.barrier = key
             waiter.number = world_size
             return False

@@ -9,6 +9,7 @@ A `Limits` is immutable. No well-behaved job reaches the defaults; the first thr
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from .errors import LimitError
 
@@ -73,14 +74,14 @@ def _demand(name: str, given: int, least: int) -> None:
         raise ValueError(f"{name} is {given}, but the other limits require at least {least}")
 
 
-ENTRY_BYTES = 128
+ENTRY_BYTES: Final = 128
 """Bytes counted for a key or a queued item, besides its contents."""
 
-QUEUE_BYTES = 832
+QUEUE_BYTES: Final = 832
 """Bytes counted for a queue, besides its items; an empty deque has 760."""
 
-PARKED_BYTES = 512
+PARKED_BYTES: Final = 512
 """Bytes counted for the registration of a waiter under a key, besides the key."""
 
-MEMBER_BYTES = 192
+MEMBER_BYTES: Final = 192
 """Bytes counted for a waiter in a group that is registered for all its members."""

@@ -92,6 +92,8 @@ class WaiterRegistry:
         """The size above which `on_full` decides."""
         self.on_full: Callable[[int], None] | None = None
         """Called with the growth that `max_size` does not allow: returns once it is allowed, or raises LimitError."""
+        self._last_key: bytes = b""
+        """The key of the last BARRIER, or WAIT for one key; see `known`."""
 
     # What the keyspace supplies
 
@@ -197,6 +199,33 @@ class WaiterRegistry:
                 registered[waiter] = 1 - self._pop_registration(waiter, key)
         self._weigh(waiter, added)
 
+    def park_on(self, waiter: Waiter, key: bytes) -> None:
+        """Do the same as `park` for one key: what ranks send most, without what a list needs. Raises LimitError."""
+        if waiter.parked is not None or waiter.group is not None:
+            self.park(waiter, [key])
+            return
+        if self.tracked:
+            self.close_group(key)
+        size = self.registration_bytes(key)
+        self._grow(size)
+        waiter.state = AWAITING_KEYS
+        waiter.awaited = b""
+        waiter.remaining = 1
+        waiter.parked = {key}
+        self._register(waiter, key, 1)
+
+    def known(self, key: bytes) -> bytes:
+        """Return the same key as the peer before has sent, if they are equal.
+
+        The ranks of a job name one key after each other. The hash of that object is known, dicts find it by identity,
+        and the waiters do not have a copy each.
+        """
+        last = self._last_key
+        if key == last:
+            return last
+        self._last_key = key
+        return key
+
     def _register(self, waiter: Waiter, key: bytes, count: int) -> None:
         """Add a registration, and count it for the waiter."""
         registered = self.waiters.get(key)
@@ -297,7 +326,12 @@ class WaiterRegistry:
         if remaining <= 0 or remaining > count:
             return IDLE
         state = waiter.state
-        self.end_wait(waiter)
+        if parked:
+            self.end_wait(waiter)
+        else:  # the common case, without a call
+            waiter.state = IDLE
+            waiter.barrier = None
+            waiter.parked = None
         return state
 
     def end_wait(self, waiter: Waiter) -> None:
@@ -339,7 +373,9 @@ class WaiterRegistry:
             return
         for waiter, count in registered.items():
             ended = self._count_down(waiter, key, count if count > 0 else -count)  # abs() is a call, here too
-            if ended != IDLE:
+            if ended == AWAITING_KEYS:
+                waiter.fire(None)
+            elif ended != IDLE:
                 self._fire(waiter, ended)
 
     def _wake_many(self, key: bytes, registered: dict[Waiter, int]) -> None:
@@ -356,8 +392,10 @@ class WaiterRegistry:
 
         `value` is the value at that time, and `empty` is whether the queue of this name had no items.
         """
-        ended = self._count_down(waiter, key, abs(count))
-        if ended == AWAITING_VALUE:
+        ended = self._count_down(waiter, key, count if count > 0 else -count)
+        if ended == AWAITING_KEYS:
+            waiter.fire(None)
+        elif ended == AWAITING_VALUE:
             waiter.awaited = b""
             waiter.fire(value)
         elif ended == AWAITING_ITEM and empty:

@@ -14,7 +14,6 @@ import logging
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
@@ -129,7 +128,7 @@ class Server:
         self._leaving: bool = False
         """Whether stores will be looked for that everybody has had the time to leave."""
         self._flushing: bool = False
-        self._to_flush: deque[ServerSession] = deque()
+        self._to_flush: list[ServerSession] = []
         """Sessions that were woken together, if one turn cannot flush them all; those without replies are skipped."""
 
     # What a subclass defines
@@ -437,8 +436,9 @@ class Server:
     def _flush_more(self) -> None:
         with self.lock:
             to_flush = self._to_flush
-            for _ in range(min(_FLUSHES_PER_TURN, len(to_flush))):
-                session = to_flush.popleft()
+            batch = to_flush[:_FLUSHES_PER_TURN]
+            del to_flush[:_FLUSHES_PER_TURN]
+            for session in batch:
                 connection = session.owner
                 if session.out and isinstance(connection, Transport):
                     try:

@@ -24,10 +24,10 @@ from .accepting import Acceptor
 from .poller import READ, WRITE, WatchWith, make_poller
 from .tls import CIPHERTEXT, CIPHERTEXT_ON, TLS_BYTES, ServerTls, TlsChannel
 
-_read = os.read
-_read_into = os.readv
-_write = os.write
-_write_pieces = os.writev
+_read: Final = os.read
+_read_into: Final = os.readv
+_write: Final = os.write
+_write_pieces: Final = os.writev
 
 _FIRST_READ: Final = 960
 """Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
@@ -146,9 +146,10 @@ class Connection(Transport):
         else:
             data = out[0] if len(out) == 1 else b"".join(out)
             out.clear()
-            count = self._hand_over([data])
+            count = self._hand_over(data)
             if 0 <= count < len(data):
                 self.keep([data], count)
+            return
         out.clear()
 
     def _flush_large(self, out: list[Framed]) -> None:
@@ -240,7 +241,7 @@ class Connection(Transport):
         if self.single is not None:
             self.single.received += count
 
-    def _hand_over(self, data: list[Any]) -> int:
+    def _hand_over(self, data: Framed | list[Any]) -> int:
         """Write; return how many bytes the kernel took, or -1 if the connection is lost, and closed now."""
         try:
             count = self._send(data)
@@ -253,9 +254,9 @@ class Connection(Transport):
         self.server.sent += count
         return count
 
-    def _send(self, data: list[Any]) -> int:
-        """Write; return how many bytes the kernel took. Raises OSError."""
-        return _write(self.fd, data[0]) if len(data) == 1 else _write_pieces(self.fd, data)
+    def _send(self, data: Framed | list[Any]) -> int:
+        """Write bytes, or pieces; return how many bytes the kernel took. Raises OSError."""
+        return _write_pieces(self.fd, data) if isinstance(data, list) else _write(self.fd, data)
 
     def _write_unsent(self) -> None:
         session = self.session
@@ -384,9 +385,11 @@ class TlsConnection(Connection):
         self.drained = 0 < len(chunk) < size
         channel.stream.feed(chunk)
 
-    def _send(self, data: list[Any]) -> int:
+    def _send(self, data: Framed | list[Any]) -> int:
         channel = self.channel
-        return super()._send(data) if channel is None else channel.write(data)
+        if channel is None:
+            return super()._send(data)
+        return channel.write(data if isinstance(data, list) else [data])
 
     def _behind(self) -> bool:
         channel = self.channel

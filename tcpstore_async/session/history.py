@@ -212,6 +212,8 @@ class History:
                 return self._set
             if method == "add":
                 return self._add
+        if method == "barrier" and getattr(call, "__self__", None) is self.engine:
+            return self._barrier_of
         if method in ("set", "append"):
             return lambda key, value: self._wrote(key, call(key, value))
         if method == "add":
@@ -249,14 +251,28 @@ class History:
             total = self.keyspace.add(last.key, amount)
             last.at = self.now
             return total
-        total = self.keyspace.add(key, amount)
         write = self._young.get(key)
-        if write is None or write.by is not self.engine.serving or write.barrier is not None or not amount:
+        if write is None or write.barrier is not None or not amount:
+            total = self.keyspace.add(key, amount)
             self._added(key, amount, None)
-        else:  # the common case, without a call
-            write.at = self.now
-            self._last = write
+            return total
+        total = self.keyspace.add(write.key, amount)  # as above
+        session = self.engine.serving
+        if write.by is not session:
+            if session is not None and session.serial == 0:
+                self.serial(session)
+            write.by = session
+        write.at = self.now
+        self._last = write
         return total
+
+    def _barrier_of(self, key: bytes, world_size: int) -> bool:
+        session = self.engine.serving
+        assert session is not None
+        if not self.keyspace.barrier(session, key, world_size):
+            return False  # that it has come, the session knows
+        self._entered(key, True)
+        return True
 
     def _wrote(self, key: bytes, result: Any) -> Any:
         self._note(key, False)
