@@ -1,8 +1,9 @@
 """What TLS costs a server: `python -m bench.tls [--rounds 5] [PART …]`.
 
-Parts: `link`, CPU of the server for an ADD of each of 64 ranks behind one relay, with TLS and without; `handshake`, CPU
-of the server for one TLS connection; `stopped`, the latency of others beside 10,000 clients that stop inside the
-handshake: right after they have come, when the server still answers them, and once it has.
+Parts: `link`, CPU of the server for an ADD of one of 64 ranks on a link, with TLS and without, by how many ADDs a batch
+has; `relay`, the same behind a real relay, whose batches are as they come; `handshake`, CPU of the server for one TLS
+connection; `stopped`, the latency of others beside 10,000 clients that stop inside the handshake: right after they have
+come, when the server still answers them, and once it has.
 Needs the program `openssl`, which makes the certificate. Must not know how a server or a relay works.
 Invariant: what is compared alternates in one run; CPU is the server's alone.
 """
@@ -30,12 +31,17 @@ if __name__ == "__main__":
     builds.use()  # before the package is imported
 
 from tcpstore_async.load.scripts import encode_request
+from tcpstore_async.session.link_client import ClientLink, Stream
 from tcpstore_async.wire.commands import MAGIC
 
-PARTS = ("link", "handshake", "stopped")
-COUNTS = {"link": 3000, "handshake": 500, "stopped": 4000}
-"""Operations of each rank, or client, in one measurement."""
+PARTS = ("link", "relay", "handshake", "stopped")
+COUNTS = {"link": 200, "relay": 3000, "handshake": 500, "stopped": 4000}
+"""Operations of each rank, or client, in one measurement; for `link`, batches in one burst."""
 RANKS = 64
+FILLS = (64, 16, 4, 1)
+"""ADDs in each batch."""
+BURSTS = 40
+"""For each server in one round."""
 STOPPED = 10_000
 LIMIT = 60.0
 _ADD = encode_request("add", b"/sum", 1)
@@ -59,11 +65,116 @@ def cpu(pid: int) -> float:
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
+def writes(pid: int) -> int:
+    """How often a process has written."""
+    fields = Path(f"/proc/{pid}/io").read_text().split()
+    return int(fields[fields.index("syscw:") + 1])
+
+
 def connected(port: int) -> socket.socket:
     peer = socket.create_connection(("127.0.0.1", port), LIMIT)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.sendall(_HELLO)
     return peer
+
+
+class _Rank(Stream):
+    """One rank's session: counts the bytes of its replies."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        super().__init__()
+        self.carrier = carrier
+
+    def received(self, data: bytes) -> None:
+        self.carrier.replied += len(data)
+        self.carrier.link.consume(self, len(data))
+
+    def credited(self) -> None:
+        pass
+
+
+class Carrier:
+    """One link with its ranks, as a relay holds it, except that it decides how many requests a batch has.
+
+    So the server does the same with TLS as without. A relay's batches depend on timing, which TLS changes.
+    """
+
+    def __init__(self, port: int, pid: int, using: ssl.SSLContext | None) -> None:
+        self.pid = pid
+        self.peer = socket.create_connection(("127.0.0.1", port), LIMIT)
+        self.peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if using is not None:
+            self.peer = using.wrap_socket(self.peer, server_hostname="127.0.0.1")
+        self.link = ClientLink()
+        self.replied = 0
+        self.peer.sendall(self.link.request())
+        self.link.answered(self._read_reply())
+        self.ranks = [_Rank(self) for _ in range(RANKS)]
+        for number, rank in enumerate(self.ranks, 1):
+            self.link.open(rank, "127.0.0.1", number)
+            self.link.send(rank, _HELLO)
+        self.ask(self.ranks, 1)
+
+    def _read_reply(self) -> bytes:
+        data = b""
+        while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
+            data += self._read()
+        return data[8:]
+
+    def _read(self) -> bytes:
+        data = self.peer.recv(1 << 16)
+        if not data:
+            raise ConnectionError("the server has closed a link")
+        return data
+
+    def ask(self, ranks: list[_Rank], batches: int) -> None:
+        """Have these ranks make an ADD each, all in one batch, and again once all are answered."""
+        link = self.link
+        for _ in range(batches):
+            for rank in ranks:
+                link.send(rank, _ADD)
+            link.close_batch()
+            data, link.out = b"".join(link.out), []
+            self.peer.sendall(data)
+            self.replied = 0
+            while self.replied < 8 * len(ranks):
+                link.receive(self._read())
+
+    def per_add(self, ranks: int, batches: int) -> float:
+        """Seconds of the server's CPU for an ADD, if so many ranks make one in each batch."""
+        before = cpu(self.pid)
+        self.ask(self.ranks[:ranks], batches)
+        return (cpu(self.pid) - before) / batches / ranks
+
+
+def link(cert: str, key: str, rounds: int) -> None:
+    """Bursts of some milliseconds alternate between two servers, so that both see the same machine."""
+    tls = ["--tls-cert", cert, "--tls-key", key]
+    with started("serve") as without, started("serve", *tls) as with_tls:
+        plain = Carrier(*without, None)
+        encrypted = Carrier(*with_tls, ssl.create_default_context(cafile=cert))
+        for ranks in FILLS:
+            if ranks > RANKS:
+                continue
+            found = []
+            both = (plain, encrypted)
+            for carrier in both:
+                carrier.per_add(ranks, COUNTS["link"])
+            written = [writes(carrier.pid) for carrier in both]
+            for _ in range(max(1, rounds)):
+                bursts = [[one.per_add(ranks, COUNTS["link"]) for one in both] for _ in range(BURSTS)]
+                found.append([statistics.median(column) for column in zip(*bursts, strict=True)])
+            made = max(1, rounds) * BURSTS * COUNTS["link"] * ranks
+            fills = [made / (writes(carrier.pid) - count) for carrier, count in zip(both, written, strict=True)]
+            before, after = (1e6 * statistics.median(column) for column in zip(*found, strict=True))
+            ratios = spread([after / (before or 1e-9) for before, after in found])
+            print(
+                f"link: {ranks} ADDs in each batch and record, µs of server CPU per ADD: {before:.2f} ({fills[0]:.1f} "
+                f"replies a write), with TLS {after:.2f} ({fills[1]:.1f}): {ratios}; "
+                f"{(after - before) * ranks:.1f} more per batch"
+            )
+        plain.peer.close()
+        encrypted.peer.close()
 
 
 def adds(peers: list[socket.socket], count: int) -> None:
@@ -86,27 +197,32 @@ def adds(peers: list[socket.socket], count: int) -> None:
                     selector.unregister(peer)
 
 
-def per_add(serving: Sequence[str], scheme: str, relaying: Sequence[str], count: int) -> float:
-    """Seconds of the server's CPU for one ADD of 64 ranks behind a relay."""
+def through_relay(serving: Sequence[str], scheme: str, relaying: Sequence[str], count: int) -> tuple[float, float]:
+    """Seconds of the server's CPU for one ADD of 64 ranks behind a relay, and how many ADDs a write of it answers."""
     with ExitStack() as stack:
         port, pid = stack.enter_context(started("serve", *serving))
         front, _ = stack.enter_context(started("relay", "--upstream", f"{scheme}://127.0.0.1:{port}", *relaying))
         peers = [stack.enter_context(connected(front)) for _ in range(RANKS)]
         adds(peers, count // 10)
-        before = cpu(pid)
+        written, before = writes(pid), cpu(pid)
         adds(peers, count)
-        return (cpu(pid) - before) / count / RANKS
+        return (cpu(pid) - before) / count / RANKS, count * RANKS / max(1, writes(pid) - written)
 
 
-def link(cert: str, key: str, rounds: int) -> None:
-    count = COUNTS["link"]
+def relay(cert: str, key: str, rounds: int) -> None:
+    """What ranks behind a relay cost. Its batches differ with and without TLS, so the ratio is not one of TLS alone."""
+    count = COUNTS["relay"]
     tls = ["--tls-cert", cert, "--tls-key", key]
     found = [
-        (per_add([], "tcp", [], count), per_add(tls, "tcps", ["--tls-ca", cert], count)) for _ in range(max(1, rounds))
+        (*through_relay([], "tcp", [], count), *through_relay(tls, "tcps", ["--tls-ca", cert], count))
+        for _ in range(max(1, rounds))
     ]
-    plain, encrypted = (statistics.median(column) for column in zip(*found, strict=True))
-    ratios = [after / (before or 1e-9) for before, after in found]
-    print(f"link: {plain * 1e6:.2f} µs of server CPU per ADD, with TLS {encrypted * 1e6:.2f} µs: {spread(ratios)}")
+    plain, fill, encrypted, tls_fill = (statistics.median(column) for column in zip(*found, strict=True))
+    ratios = [after / (before or 1e-9) for before, _, after, _ in found]
+    print(
+        f"relay: µs of server CPU per ADD {plain * 1e6:.2f} ({fill:.1f} ADDs a write), with TLS {encrypted * 1e6:.2f} "
+        f"({tls_fill:.1f} ADDs a write): {spread(ratios)}"
+    )
 
 
 def handshake(cert: str, key: str, rounds: int) -> None:
@@ -175,7 +291,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
-    known: dict[str, Callable[[str, str, int], None]] = {"link": link, "handshake": handshake, "stopped": stopped}
+    known: dict[str, Callable[[str, str, int], None]] = {
+        "link": link,
+        "relay": relay,
+        "handshake": handshake,
+        "stopped": stopped,
+    }
     if not set(given.parts) <= set(PARTS):
         parser.error(f"the parts are {', '.join(PARTS)}")
     with tempfile.TemporaryDirectory() as folder:

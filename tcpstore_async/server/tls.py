@@ -86,8 +86,8 @@ class TlsChannel:
         """`send` writes to the connection: it returns how many bytes the kernel took, or raises OSError."""
         self.stream = TlsStream(context)
         self.send = send
-        self._ciphertext: memoryview | None = None
-        """What the kernel has not taken yet."""
+        self._ciphertext: Any = None
+        """What the kernel has not taken yet: bytes or a memoryview, or None for nothing."""
         self._owed: int = 0
         """Bytes of plaintext that it stands for, which have not been reported as written."""
 
@@ -133,12 +133,12 @@ class TlsChannel:
         Later calls must begin with the bytes that were not taken. Raises OSError.
         """
         taken = 0
-        size = sum(map(len, pieces))
         if self._owed or self._ciphertext is not None:
             self.push()
-            taken = min(self._owed, size)
+            taken = min(self._owed, sum([len(piece) for piece in pieces]))
             self._owed -= taken
-        for chunk in _chunks(pieces, taken):
+        fits = not taken and len(pieces) == 1 and 0 < len(pieces[0]) <= _RECORD  # as most do
+        for chunk in pieces if fits else _chunks(pieces, taken):
             self._encrypt(chunk)
             try:
                 self.push()
@@ -161,25 +161,26 @@ class TlsChannel:
             for at in range(0, len(view), _RECORD):
                 stream.write(view[at : at + _RECORD])
                 made.append(stream.outgoing())  # each time, because OpenSSL's buffer never shrinks
-            self._ciphertext = memoryview(b"".join(made))
+            self._ciphertext = b"".join(made)
         except ProtocolError as error:
             raise ConnectionResetError(str(error)) from None
 
     def push(self) -> None:
         """Send the ciphertext that there is. Raises BlockingIOError if the kernel does not take all, and OSError."""
-        data = self._ciphertext
-        if data is None:
-            made = self.stream.outgoing()
-            if not made:
-                return
-            data = memoryview(made)
+        kept = self._ciphertext
+        if kept is not None:
+            self._push(kept)
+        made = self.stream.outgoing()
+        if made:
+            self._push(made)
+
+    def _push(self, data: Any) -> None:
         self._ciphertext = data
-        while len(data) > 0:
-            data = data[self.send(data) :]
-            self._ciphertext = data
+        size: int = len(data)
+        while (count := self.send(data)) < size:
+            data = self._ciphertext = memoryview(data)[count:]
+            size -= count
         self._ciphertext = None
-        if self.stream.has_output():
-            self.push()
 
     def finish(self) -> None:
         """Say, as far as the kernel takes it at once, that nothing follows."""

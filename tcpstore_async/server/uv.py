@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections import deque
+from functools import partial
 from typing import Any, Final
 
 from ..errors import PeerError
@@ -315,10 +316,9 @@ class TlsConnection(Connection):
         server = self.server
         hello, self.hello = self.hello, b""
         if hello:
-            fd = self.fd
             budget = server.engine.budget
             budget.charge(TLS_BYTES)
-            channel = self.channel = TlsChannel(self.tls.context, lambda data: _write(fd, data))
+            channel = self.channel = TlsChannel(self.tls.context, partial(_write, self.fd))
             channel.stream.feed(hello)
             budget.relieve(self.session)
             server.begin_handshake(self)

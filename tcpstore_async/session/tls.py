@@ -22,7 +22,8 @@ _AT_ONCE: Final = 17 * 1024
 """Bytes given to OpenSSL at once: one record of the largest size fits."""
 
 _MOST_ANSWERS: Final = 64 * 1024
-"""Bytes that TLS itself may have to say to a peer: what is written does not stay where these are collected."""
+"""Bytes that TLS itself may have to say to a peer: what is written does not stay where these are collected. An answer
+is as long as what asks for it, so nothing is looked at before so many bytes have been fed."""
 
 _REASONS: Final = (
     ("UNSUPPORTED_PROTOCOL", "it does not offer TLS 1.3"),
@@ -75,22 +76,27 @@ class TlsStream:
         self._object: Any = context.wrap_bio(self._incoming, self._outgoing, host is None, host)
         self._waiting = b""
         """What has been fed, and not been given to OpenSSL yet."""
+        self._unanswered: int = 0
+        """Bytes fed, since the output was taken last, to which TLS itself may have answered."""
         self._eof = False
         """Whether the connection brings no more. OpenSSL is not told: it would send an alert, not what follows."""
         self.established = False
         self.ended = False
         """Whether the peer sends no more, as far as it has been read."""
         self.readable = False
-        """Whether there may be something to read without further ciphertext."""
+        """Whether there may be something to read without further ciphertext; if not, OpenSSL has read all it got."""
 
     def feed(self, chunk: bytes) -> None:
         """Take what the connection has brought; nothing stands for its end."""
-        if chunk:
+        self._unanswered += len(chunk)
+        if not chunk:
+            self._eof = True
+        elif not self.readable and not self._waiting and len(chunk) <= _AT_ONCE:
+            self._incoming.write(chunk)
+        else:
             self._waiting = self._waiting + chunk if self._waiting else chunk
             if not self._incoming.pending:
                 self._refill()
-        else:
-            self._eof = True
         self.readable = True
 
     def _refill(self) -> bool:
@@ -111,7 +117,8 @@ class TlsStream:
 
     def outgoing(self) -> bytes:
         """Return the ciphertext for the connection, which has to be sent before that of later calls."""
-        return self._outgoing.read() if self._outgoing.pending else b""
+        self._unanswered = len(self._waiting)
+        return self._outgoing.read()
 
     def has_output(self) -> bool:
         """Return whether there is ciphertext for the connection."""
@@ -154,7 +161,7 @@ class TlsStream:
 
     def _read(self, size: int, space: memoryview | None) -> Any:
         """Read into `space` and return the number of bytes, or return the bytes if that is None; None for nothing."""
-        if self._outgoing.pending > _MOST_ANSWERS:
+        if self._unanswered > _MOST_ANSWERS and self._outgoing.pending > _MOST_ANSWERS:
             raise TlsError("TLS failed: it keeps asking for new keys", False)
         try:
             found = self._object.read(size, space)

@@ -15,6 +15,6 @@ pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="the program
 def test_every_part_reports(part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tls, "RANKS", 4)
     monkeypatch.setattr(tls, "STOPPED", 20)
-    monkeypatch.setattr(tls, "COUNTS", {"link": 500, "handshake": 20, "stopped": 200})
+    monkeypatch.setattr(tls, "COUNTS", {"link": 5, "relay": 500, "handshake": 20, "stopped": 200})
     tls.main([part, "--rounds", "1"])
     assert capsys.readouterr().out.startswith(f"{part}: ")
