@@ -25,6 +25,7 @@ from client.fakes import Proxy, fake_server, freezable, proxy_to, silent
 from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import pool, requests
+from tcpstore_async.client.sync_connection import NO_THREAD, SyncConnection
 from tcpstore_async.deadline import Deadline
 from tcpstore_async.serving import build
 
@@ -207,6 +208,32 @@ def test_threads_that_never_pause_starve_no_other(ours: int, key: str) -> None:
 
 
 @pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
+@pytest.mark.skipif(build() == "compiled", reason="compiled code does not look the flag up")
+def test_without_the_gil_a_connection_is_released_with_the_lock(
+    ours: int, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that has queued and then looked might not be seen, and sleep beside a free connection."""
+    locked: list[bool] = []
+
+    class Watched(SyncConnection):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "user" and value == NO_THREAD:
+                locked.append(lock._is_owned())
+            super().__setattr__(name, value)
+
+    with TCPStore("127.0.0.1", ours, timeout=LIMIT) as store:
+        assert store.add(key, 1) == 1
+        assert store._client is not None
+        lock: Any = store._client._lock
+        for connection in connections(store):
+            connection.__class__ = Watched
+        monkeypatch.setattr(pool, "_FREE_THREADED", True)
+        store.set(key, "2")
+        assert store.add(key, 1) == 3
+        store.wait([key])
+    assert locked == [True] * 3
+
+
 def test_a_lease_that_ends_between_two_looks() -> None:
     """The same race, made deterministic."""
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
