@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -121,6 +123,24 @@ def test_a_server_that_closes_at_every_join_is_an_error() -> None:
         ):
             TCPStore("127.0.0.1", server.port, 2, timeout=LIMIT)
         assert "closed the connection from" in server.log()
+
+
+def test_a_rank_pauses_ever_longer_before_it_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 0.2 it connected 2,500 times a second to a server that closed at every join."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    lost = DistNetworkError("lost")
+    rank = Rank(2, False, Deadline(-1))
+    for _ in range(7):
+        rank.pause(lost)
+    with pytest.raises(DistNetworkError, match="lost; the server closed 8 connections in a row"):
+        rank.pause(lost)
+    assert len(pauses) == 7
+    assert all(pause >= 0.025 * 2**number for number, pause in enumerate(pauses))
+    hurried = Rank(2, False, Deadline(1e-3))
+    with suppress(DistNetworkError):  # its time is up already
+        hurried.pause(lost)
+    assert max(pauses[7:], default=0.0) <= 1e-3
 
 
 # The round
