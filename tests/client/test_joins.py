@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -270,19 +271,27 @@ def test_an_early_rank_asks_once(port: int) -> None:
         assert len(asked) <= 5
 
 
-def test_stores_are_made_by_many_threads(port: int) -> None:
-    """`list()` of a WeakValueDictionary fails when another thread makes one."""
+def test_stores_are_made_by_many_threads() -> None:
+    """Whatever goes through the stores of the process meanwhile: `list()` of a WeakValueDictionary would fail.
+
+    Many are open, so that it takes long.
+    """
     before = sys.getswitchinterval()
+    opened: deque[TCPStore] = deque()
     with tcpstore_server() as server, ThreadPoolExecutor(6) as threads:
         sys.setswitchinterval(1e-6)
         try:
 
             def make(_: int) -> None:
-                TCPStore("127.0.0.1", server.port, 1, timeout=LIMIT).close()
+                opened.append(TCPStore("127.0.0.1", server.port, 1, timeout=LIMIT))
+                if len(opened) > 200:
+                    opened.popleft().close()
 
-            list(threads.map(make, range(300)))
+            list(threads.map(make, range(500)))
         finally:
             sys.setswitchinterval(before)
+            for store in opened:
+                store.close()
 
 
 # Who it is
