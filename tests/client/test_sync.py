@@ -27,6 +27,7 @@ from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, 
 from tcpstore_async.client import pool, requests
 from tcpstore_async.client.sync_connection import NO_THREAD, SyncConnection
 from tcpstore_async.deadline import Deadline
+from tcpstore_async.keys import stored_key
 from tcpstore_async.serving import build
 
 
@@ -901,6 +902,15 @@ def test_an_error_shows_nothing_internal() -> None:
         with pytest.raises(DistNetworkError) as lost:
             store.num_keys()
         assert lost.value.__suppress_context__
+
+
+def test_calls_that_are_made_at_once_take_one_round_trip(ours: int, key: str) -> None:
+    with proxy_to(ours) as proxy, TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+        assert not store.check([key])
+        before = len(proxy.senders[0])
+        checks = [requests.check([stored_key(key)])] * 500
+        assert store._connection().call_all(checks, Deadline(LIMIT)) == [False] * 500
+        assert len(proxy.senders[0]) - before < 20  # the first replies may overtake the last requests
 
 
 def test_missing_keys_are_found_in_few_round_trips(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
