@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from client.fakes import PROBE, exactly, fake_server, greet, silent
+from client.fakes import PROBE, exactly, fake_server, greet, proxy_to, silent
 from client.test_pops import Link, link_to
 from client.test_sync import until
 from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
@@ -31,6 +31,7 @@ from tcpstore_async.errors import ProtocolError
 from tcpstore_async.server.master import host
 from tcpstore_async.stores.rank import Rank
 from tcpstore_async.values import pack
+from tcpstore_async.wire.commands import JOINS_KEY
 
 WORKERS = b"init/"
 IDENTITY = b'{"server":"tcpstore_async","version":"0","extension":2,"instance":"%s"}'
@@ -235,6 +236,17 @@ def test_a_server_of_another_world_is_not_doubted(port: int, why: str, monkeypat
             stores += [rank.result(LIMIT) for rank in ranks]
         for store in reversed(stores):
             store.close()
+
+
+def test_a_world_of_one_is_not_doubted(port: int) -> None:
+    """It has its master only, so whoever else joins it, a tool say, is no rank of a next round."""
+    with (
+        TCPStore("127.0.0.1", port, 1, True, LIMIT),
+        proxy_to(port) as proxy,
+        TCPStore("127.0.0.1", proxy.port, 1, False, LIMIT) as tool,
+    ):
+        assert counted(tool) == 2
+        assert JOINS_KEY not in proxy.all_sent()
 
 
 def test_an_early_rank_asks_once(port: int) -> None:
