@@ -48,6 +48,9 @@ _LINGER_SECONDS: Final = 10.0
 
 _RESET: Final = struct.pack("ii", 1, 0)
 
+_NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
+"""For what a caller's thread sends; the loop's blocks signals."""
+
 log = logging.getLogger("tcpstore_async.client")
 
 
@@ -158,7 +161,7 @@ class ClientTls:
                 done, data = _step(stream)
                 while data:
                     waiting.wait_for(peer, select.POLLOUT)
-                    data = data[peer.send(data) :]
+                    data = data[peer.send(data, _NO_SIGPIPE) :]
                 if done:
                     return self._bridged(peer, stream, None)
                 waiting.wait_for(peer, select.POLLIN)
@@ -527,7 +530,7 @@ class Bridge:
         made = b"".join([data, self._stream.outgoing()])
         if made:
             self._peer.settimeout(max(0.001, end - time.monotonic()))
-            self._peer.sendall(made)
+            self._peer.sendall(made, _NO_SIGPIPE)
 
     def _close(self) -> None:
         self.detach()

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from client.fakes import PROBE, exactly, fake_server, greet, silent
+from client.fakes import PROBE, exactly, fake_server, greet, proxy_to, silent
 from client.test_pops import Link, link_to
 from client.test_sync import until
 from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
@@ -28,6 +31,7 @@ from tcpstore_async.errors import ProtocolError
 from tcpstore_async.server.master import host
 from tcpstore_async.stores.rank import Rank
 from tcpstore_async.values import pack
+from tcpstore_async.wire.commands import JOINS_KEY
 
 WORKERS = b"init/"
 IDENTITY = b'{"server":"tcpstore_async","version":"0","extension":2,"instance":"%s"}'
@@ -123,6 +127,24 @@ def test_a_server_that_closes_at_every_join_is_an_error() -> None:
         assert "closed the connection from" in server.log()
 
 
+def test_a_rank_pauses_ever_longer_before_it_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 0.2 it connected 2,500 times a second to a server that closed at every join."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    lost = DistNetworkError("lost")
+    rank = Rank(2, False, Deadline(-1))
+    for _ in range(7):
+        rank.pause(lost)
+    with pytest.raises(DistNetworkError, match="lost; the server closed 8 connections in a row"):
+        rank.pause(lost)
+    assert len(pauses) == 7
+    assert all(pause >= 0.025 * 2**number for number, pause in enumerate(pauses))
+    hurried = Rank(2, False, Deadline(1e-3))
+    with suppress(DistNetworkError):  # its time is up already
+        hurried.pause(lost)
+    assert max(pauses[7:], default=0.0) <= 1e-3
+
+
 # The round
 
 
@@ -216,6 +238,17 @@ def test_a_server_of_another_world_is_not_doubted(port: int, why: str, monkeypat
             store.close()
 
 
+def test_a_world_of_one_is_not_doubted(port: int) -> None:
+    """It has its master only, so whoever else joins it, a tool say, is no rank of a next round."""
+    with (
+        TCPStore("127.0.0.1", port, 1, True, LIMIT),
+        proxy_to(port) as proxy,
+        TCPStore("127.0.0.1", proxy.port, 1, False, LIMIT) as tool,
+    ):
+        assert counted(tool) == 2
+        assert JOINS_KEY not in proxy.all_sent()
+
+
 def test_an_early_rank_asks_once(port: int) -> None:
     """And is notified: before 0.2 it sent a hundred requests per second."""
     asked: list[bytes] = []
@@ -250,19 +283,27 @@ def test_an_early_rank_asks_once(port: int) -> None:
         assert len(asked) <= 5
 
 
-def test_stores_are_made_by_many_threads(port: int) -> None:
-    """`list()` of a WeakValueDictionary fails when another thread makes one."""
+def test_stores_are_made_by_many_threads() -> None:
+    """Whatever goes through the stores of the process meanwhile: `list()` of a WeakValueDictionary would fail.
+
+    Many are open, so that it takes long.
+    """
     before = sys.getswitchinterval()
+    opened: deque[TCPStore] = deque()
     with tcpstore_server() as server, ThreadPoolExecutor(6) as threads:
         sys.setswitchinterval(1e-6)
         try:
 
             def make(_: int) -> None:
-                TCPStore("127.0.0.1", server.port, 1, timeout=LIMIT).close()
+                opened.append(TCPStore("127.0.0.1", server.port, 1, timeout=LIMIT))
+                if len(opened) > 200:
+                    opened.popleft().close()
 
-            list(threads.map(make, range(300)))
+            list(threads.map(make, range(500)))
         finally:
             sys.setswitchinterval(before)
+            for store in opened:
+                store.close()
 
 
 # Who it is

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,10 +26,14 @@ from client.fakes import Fake
 from support import LIMIT, tcpstore_server
 from tcpstore_async import DistNetworkError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import background, capabilities, pool, requests, wait_queue
+from tcpstore_async.client.brief_join import BriefJoin
+from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.deadline import Deadline
 from tcpstore_async.keys import stored_key
 from tcpstore_async.serving import build
+from tcpstore_async.session.single_client import ClientSingleLink
+from tls.certificates import certificates
 
 TIMEOUT = 15.0
 """Of the stores here. No call takes so long unless it waits for something that never comes."""
@@ -800,3 +805,42 @@ def test_sigpipe_at_its_default() -> None:
             out, errors = program.communicate(b"\n", LIMIT)
     assert program.returncode == 0, errors
     assert len(out.splitlines()) >= 2
+
+
+@pytest.mark.skipif(not hasattr(socket, "MSG_NOSIGNAL"), reason="this system has no such flag")
+@pytest.mark.parametrize("tls", [False, True])
+def test_nothing_that_a_caller_sends_raises_sigpipe(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor while it connects, joins, resumes and closes, when the server may go at any moment."""
+    for name, value in certificates().environment().items() if tls else ():
+        monkeypatch.setenv(name, value)
+    careless: list[str] = []
+    careful: set[str] = set()
+
+    def recorded(name: str) -> Callable[..., Any]:
+        real = getattr(socket.socket, name)
+
+        def send(peer: socket.socket, data: Any, given: int = 0) -> Any:
+            if threading.current_thread() is threading.main_thread() and peer.family == socket.AF_INET:
+                if given & socket.MSG_NOSIGNAL:
+                    careful.add(name)
+                else:
+                    careless.append("".join(traceback.format_stack(limit=2)))
+            return real(peer, data, given)
+
+        return send
+
+    with tcpstore_server(*certificates().serving()) as server, monkeypatch.context() as patched:
+        for name in ("send", "sendall"):
+            patched.setattr(socket.socket, name, recorded(name))
+        with TCPStore("127.0.0.1", server.port, 2, timeout=TIMEOUT) as store:
+            store.set("a", BIG)
+            assert store.add("n", 1) > 0
+            assert store.queue_len("q") == 0
+        with BriefJoin("127.0.0.1", server.port, Deadline(TIMEOUT)) as brief:
+            brief.join(bytes(16), 2)
+        link = ClientSingleLink()
+        assert link.begun(b'{"status": "new", "instance": "x", "grace": 1}')
+        peer, _ = resume_blocking("127.0.0.1", server.port, link, Deadline(TIMEOUT), lambda: True)
+        peer.close()
+    assert not careless, careless[0]
+    assert careful == {"send", "sendall"}

@@ -25,7 +25,9 @@ from client.fakes import Proxy, fake_server, freezable, proxy_to, silent
 from support import LIMIT, RawPeer, server_of, tcpstore_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import pool, requests
+from tcpstore_async.client.sync_connection import NO_THREAD, SyncConnection
 from tcpstore_async.deadline import Deadline
+from tcpstore_async.keys import stored_key
 from tcpstore_async.serving import build
 
 
@@ -207,6 +209,32 @@ def test_threads_that_never_pause_starve_no_other(ours: int, key: str) -> None:
 
 
 @pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
+@pytest.mark.skipif(build() == "compiled", reason="compiled code does not look the flag up")
+def test_without_the_gil_a_connection_is_released_with_the_lock(
+    ours: int, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that has queued and then looked might not be seen, and sleep beside a free connection."""
+    locked: list[bool] = []
+
+    class Watched(SyncConnection):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "user" and value == NO_THREAD:
+                locked.append(lock._is_owned())
+            super().__setattr__(name, value)
+
+    with TCPStore("127.0.0.1", ours, timeout=LIMIT) as store:
+        assert store.add(key, 1) == 1
+        assert store._client is not None
+        lock: Any = store._client._lock
+        for connection in connections(store):
+            connection.__class__ = Watched
+        monkeypatch.setattr(pool, "_FREE_THREADED", True)
+        store.set(key, "2")
+        assert store.add(key, 1) == 3
+        store.wait([key])
+    assert locked == [True] * 3
+
+
 def test_a_lease_that_ends_between_two_looks() -> None:
     """The same race, made deterministic."""
     with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
@@ -874,6 +902,15 @@ def test_an_error_shows_nothing_internal() -> None:
         with pytest.raises(DistNetworkError) as lost:
             store.num_keys()
         assert lost.value.__suppress_context__
+
+
+def test_calls_that_are_made_at_once_take_one_round_trip(ours: int, key: str) -> None:
+    with proxy_to(ours) as proxy, TCPStore("127.0.0.1", proxy.port, timeout=LIMIT) as store:
+        assert not store.check([key])
+        before = len(proxy.senders[0])
+        checks = [requests.check([stored_key(key)])] * 500
+        assert store._connection().call_all(checks, Deadline(LIMIT)) == [False] * 500
+        assert len(proxy.senders[0]) - before < 20  # the first replies may overtake the last requests
 
 
 def test_missing_keys_are_found_in_few_round_trips(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
