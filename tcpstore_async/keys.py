@@ -48,7 +48,10 @@ def caller_key(key: str) -> str:
 
 def readable(key: bytes) -> str:
     """Return a key, or a value, as text, whatever bytes it has."""
-    return key.decode(errors="backslashreplace")
+    try:
+        return key.decode()  # compiled, a call in C
+    except UnicodeDecodeError:
+        return key.decode(errors="backslashreplace")
 
 
 _NAMED: Final = 4

@@ -3,7 +3,7 @@
 Knows where environments are read. Must not know what follows from them.
 """
 
-from ..client.admin import is_local, read_environment
+from ..client.admin import find_local, read_environment
 from .facts import Facts
 from .ranks import Ranks
 
@@ -16,15 +16,22 @@ def local_ranks(facts: Facts, world_size: int | None, hosts: dict[str, bool] | N
     local: dict[str, bool] = {} if hosts is None else hosts
     known: dict[int, dict[str, str]] = {}
     environments: dict[int, dict[str, str]] = {}
-    for session in facts.sessions:
-        host, pid = session.host, session.pid
-        if not session.id or pid is None or session.carries is not None or "rank" in session.peer:
+    sessions = [
+        one
+        for one in facts.sessions
+        if one.pid is not None and one.id and one.carries is None and "rank" not in one.peer
+    ]
+    found = {session.host for session in sessions}
+    unknown = found - local.keys()
+    local.update(dict.fromkeys(unknown, False))
+    local.update(dict.fromkeys(find_local(unknown), True))
+    ours = {host for host in found if local[host]}
+    for session in sessions if ours else ():
+        pid = session.pid
+        if pid is None or session.host not in ours:
             continue
-        if host not in local:
-            local[host] = is_local(host)
-        if local[host]:
-            if pid not in known:
-                known[pid] = read_environment(pid)
-            if known[pid]:
-                environments[session.id] = known[pid]
+        if pid not in known:
+            known[pid] = read_environment(pid)
+        if known[pid]:
+            environments[session.id] = known[pid]
     return Ranks(facts, environments, world_size)

@@ -94,6 +94,7 @@ _MOST_NUMBERS: Final = 1_000_000
 def awaited(facts: Facts) -> list[Awaited]:
     """Return what is waited for, each list of keys once."""
     found: dict[tuple[Any, ...], Awaited] = {}
+    identity: tuple[Any, ...]
     by_group: dict[int, Awaited] = {}
     for session in facts.sessions:
         wait = session.wait
@@ -111,7 +112,9 @@ def awaited(facts: Facts) -> list[Awaited]:
             continue
         if len(keys) > 1:
             keys = sorted(keys)
-        identity = (wait.kind, wait.target, *keys)
+            identity = (wait.kind, wait.target, *keys)
+        else:
+            identity = (wait.kind, wait.target, keys[0])
         known = found.get(identity)
         if known is None:
             found[identity] = Awaited(wait, keys, [], [session])
@@ -143,7 +146,8 @@ class _Exchange:
         self.awaited: set[int] = set()
         self.listed: set[int] = set()
         """Numbers in lists that name several keys of the family."""
-        self.sessions: dict[int, Session] = {}
+        self.sessions: list[Session] = []
+        """Those that wait."""
 
 
 class _Search:
@@ -177,6 +181,7 @@ class _Search:
     def _sort(self, one: Awaited) -> None:
         """Note which barriers and exchanges these sessions wait for."""
         by_family: dict[Family, tuple[set[int], set[int]]] = {}
+        lists: set[str] = set()
         for key in one.keys:
             counter = opened_counter(key)
             if counter is not None:
@@ -184,9 +189,12 @@ class _Search:
                 continue
             if (ids := nccl_id(key)) is not None:
                 name, number = ids
-                self.roots[name].listed.update(found[1] for other in one.all if (found := nccl_id(other)) is not None)
-                self.roots[name].awaited.add(number)
-                self.roots[name].sessions.update({id(session): session for session in one.sessions})
+                roots = self.roots[name]
+                roots.awaited.add(number)
+                if name not in lists:
+                    lists.add(name)
+                    roots.listed.update(found[1] for other in one.all if (found := nccl_id(other)) is not None)
+                    roots.sessions += one.sessions
             elif (parsed := family_of(key)) is not None:
                 by_family.setdefault(parsed[0], (set(), set()))[0].add(parsed[1])
         for key in one.all:
@@ -198,7 +206,7 @@ class _Search:
             exchange.awaited |= missing
             if len(missing | listed) > 1:
                 exchange.listed |= missing | listed
-            exchange.sessions.update({id(session): session for session in one.sessions})
+            exchange.sessions += one.sessions
 
     # Joining and barriers
 
@@ -279,7 +287,7 @@ class _Search:
         missing = sorted(exchange.awaited)
         if size is not None and roots <= size:
             missing = [root_rank(number, size, roots) for number in missing]
-        waiting, since = self._waiting(exchange)
+        waiting, since = len(self._waiters(exchange)), self._since(exchange)
         connected = [rank for number in missing if (rank := self._connected(number)) is not None]
         elsewhere = self._elsewhere(connected)
         arrived = max(0, roots - len(missing))
@@ -289,10 +297,11 @@ class _Search:
     def _exchange(self, family: Family, exchange: _Exchange) -> Pending | None:
         """Keys that each rank writes for the others, or one rank for all of them."""
         known = self.ranks.families.get(family, Members())
-        waiters = self.ranks.of(session.id for session in exchange.sessions.values())
+        waiters = self._waiters(exchange)
         writers = self.ranks.of(known.writers.values())
-        waiting, since = self._waiting(exchange)
-        by_each = bool(waiters & writers) or (known.one_each() and len(writers) > 1)
+        waiting, since = len(waiters), self._since(exchange)
+        write_too = not waiters.isdisjoint(writers)
+        by_each = write_too or (known.one_each and len(writers) > 1)
         if not by_each and not exchange.listed:
             if not is_nccl_counter(family.key(0)):
                 return None  # nobody knows whether it is a rank's
@@ -300,16 +309,17 @@ class _Search:
             elsewhere = self._elsewhere([root] if root is not None and root.sessions else [])
             key = family.key(min(exchange.awaited))
             return Pending("keys", key, 0, 1, [0], elsewhere, 1 - len(elsewhere), waiting, since)
-        expected = self._expected(known, exchange, waiters | writers)
+        involved = waiters | writers
+        expected = self._expected(known, exchange, involved)
         missing = sorted(exchange.awaited)
         if expected <= self._numbers_left:
             self._numbers_left -= expected
             missing = [number for number in range(expected) if number not in known.writers]
-        if exchange.listed and not waiters & writers:  # whoever gathers the values does not write one
+        if exchange.listed and not write_too:  # whoever gathers the values does not write one
             missing = sorted(exchange.awaited)
         if not missing:
             return None
-        elsewhere = self._elsewhere(self._who(missing, expected, waiters | writers))
+        elsewhere = self._elsewhere(self._who(missing, expected, involved))
         return Pending(
             "keys",
             str(family),
@@ -353,10 +363,12 @@ class _Search:
 
     # What they have in common
 
-    def _waiting(self, exchange: _Exchange) -> tuple[int, float]:
-        """Return how many ranks wait, and for how long."""
-        sessions = exchange.sessions.values()
-        return len(self.ranks.of(one.id for one in sessions)), max((one.idle for one in sessions), default=0.0)
+    def _waiters(self, exchange: _Exchange) -> set[Rank]:
+        return self.ranks.of([one.id for one in exchange.sessions])
+
+    def _since(self, exchange: _Exchange) -> float:
+        """Return for how many seconds ranks have waited, the longest of them."""
+        return max([one.idle for one in exchange.sessions], default=0.0)
 
     def _elsewhere(self, ranks: Iterable[Rank]) -> list[Elsewhere]:
         found = []

@@ -33,6 +33,8 @@ RANKS_PER_ROOT: Final = 128
 
 def nccl_id(key: str) -> tuple[str, int] | None:
     """For the key of an ID that a root of NCCL publishes: which list of IDs, and the number of the root. Else None."""
+    if "nccl_storekey_" not in key and "UniqueNCCLID:" not in key:
+        return None
     found = _NCCL2.fullmatch(key)
     if found is not None:
         return found[1], int(found[2] or 0)
@@ -70,9 +72,10 @@ def may_name_ranks(family: Family) -> bool:
 
 def opened_counter(key: str) -> str | None:
     """Return the counter of the barrier that this key opens, if it is such a key."""
-    for last in _LAST:
-        if key.endswith(last):
-            return key[: -len(last)] + _MEMBERS
+    if key.endswith(_LAST):
+        for last in _LAST:
+            if key.endswith(last):
+                return key[: -len(last)] + _MEMBERS
     if _GROUP in key and key.endswith(_GROUP_LAST):
         return key[: -len(_GROUP_LAST)]
     return None

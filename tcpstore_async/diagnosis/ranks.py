@@ -7,8 +7,10 @@ Invariant: no two ranks have the same number; where the facts contradict each ot
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Final, cast
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Final, TypeVar, cast
 
 from ..addresses import format_address
 from ..similar_keys import Family, family_of
@@ -24,23 +26,25 @@ _MOST_RANGES: Final = 32
 """Ranges of numbers that a text has."""
 
 
+_SAFE_DIGITS: Final = 8
+"""Digits of a number that `family_of` surely takes for one."""
+
+
 class Rank:
     """A process that is a rank, or may be."""
 
-    __slots__ = ("departed", "host", "number", "pid", "sessions", "source")
+    __slots__ = ("departed", "host", "number", "sessions", "source")
 
-    def __init__(self, found: list[Session | Departed]) -> None:
-        first = found[0]
-        self.host = first.peer.get("host") or first.host
+    def __init__(self, sessions: Sequence[Session], departed: Sequence[Departed]) -> None:
+        """`sessions` are those that are connected, `departed` those that are not."""
+        first = sessions[0] if sessions else departed[0]
+        self.host = (first.peer.get("host") if first.peer else None) or first.host
         """Its name if it is known, else its address."""
-        self.pid = first.pid
         self.number: int | None = None
         self.source = ""
         """How the number is known: `client`, `environment` or `keys`."""
-        self.sessions = [one for one in found if isinstance(one, Session)]
-        """Those that are connected."""
-        self.departed = found[len(self.sessions) :]
-        """Those that are not: they come last."""
+        self.sessions = sessions
+        self.departed = departed
 
     def __str__(self) -> str:
         where = self.host if self.pid is None else f"{self.host}, pid {self.pid}"
@@ -48,12 +52,19 @@ class Rank:
             where = format_address(self.host, self.sessions[0].port)
         return where if self.number is None else f"rank {self.number} ({where})"
 
+    @property
+    def first(self) -> Session | Departed:
+        """One of its sessions: all of them have the same pid, and say the same rank."""
+        return self.sessions[0] if self.sessions else self.departed[0]
+
+    @property
+    def pid(self) -> int | None:
+        return self.first.pid
+
     def said_number(self) -> int | None:
         """Return the number that its client has said it has."""
-        for one in (*self.sessions, *self.departed):
-            if (number := _number_in(one.peer.get("rank"))) is not None:
-                return number
-        return None
+        peer = self.first.peer
+        return _number_in(peer.get("rank")) if peer else None
 
     def waits(self) -> bool:
         """Return whether one of its sessions waits."""
@@ -79,8 +90,9 @@ class Members:
         self.size = 0
         """How many there will be, if the values tell that."""
 
+    @cached_property
     def one_each(self) -> bool:
-        """Return whether no two keys were written by the same session."""
+        """Whether no two keys were written by the same session."""
         known = [writer for writer in self.writers.values() if writer]
         return len(known) >= _FEW and len(set(known)) == len(known)
 
@@ -110,19 +122,28 @@ class Ranks:
 
     def _make(self) -> None:
         facts = self.facts
-        groups: dict[tuple[object, ...], list[Session | Departed]] = defaultdict(list)
-        for session in facts.sessions:
-            if session.carries is None and session.command != "LINK":
-                groups[_process(session)].append(session)
-        for departed in facts.departed.values():
-            groups[_process(departed)].append(departed)
-        deeds = self._deeds({one.id for found in groups.values() if len(found) > 1 for one in found})
-        for process, found in groups.items():
-            if process[0] is None or (len(found) > 1 and _repeat([deeds.get(one.id, []) for one in found])):
-                for one in found:
-                    self._add([one])
+        connected = _by_process([one for one in facts.sessions if one.carries is None and one.command != "LINK"])
+        left = _by_process(facts.departed.values())
+        several: list[tuple[Sequence[Session], Sequence[Departed]]] = []
+        by_session, everyone = self.by_session, self.all
+        for process, sessions in connected.items():
+            if len(sessions) > 1 or (left and process in left):
+                several.append((sessions, left.pop(process, ())))
+                continue
+            rank = Rank(sessions, ())  # the common case, without a call
+            everyone.append(rank)
+            if sessions[0].id:
+                by_session[sessions[0].id] = rank
+        several += [((), departed) for departed in left.values()]
+        deeds = self._deeds({one.id for found in several for one in chain(*found)})
+        for found in several:
+            if _repeat([deeds.get(one.id, []) for one in chain(*found)]):
+                for session in found[0]:
+                    self._add((session,), ())
+                for one in found[1]:
+                    self._add((), (one,))
             else:
-                self._add(found)
+                self._add(*found)
 
     def _deeds(self, ids: set[int]) -> dict[int, list[str]]:
         """Return by session, for some, what a rank does only once: two sessions that did the same are two ranks."""
@@ -133,14 +154,17 @@ class Ranks:
             for one in ids.intersection(counter.members):
                 deeds[one].append(counter.key)
         for family, members in self.families.items():
-            if members.one_each():
+            if members.one_each:
                 for one in ids.intersection(members.writers.values()):
                     deeds[one].append(str(family))
         return deeds
 
-    def _add(self, found: list[Session | Departed]) -> None:
-        rank = Rank(found)
-        for one in found:
+    def _add(self, sessions: Sequence[Session], departed: Sequence[Departed]) -> None:
+        rank = Rank(sessions, departed)
+        for session in sessions:
+            if session.id:
+                self.by_session[session.id] = rank
+        for one in departed:
             if one.id:
                 self.by_session[one.id] = rank
         self.all.append(rank)
@@ -150,8 +174,9 @@ class Ranks:
     def _number(self) -> None:
         claims: dict[int, list[Rank]] = defaultdict(list)
         for rank in self.all:
-            said = rank.said_number()
-            number = _number_in(self._environment(rank).get("RANK")) if said is None else said
+            number = said = rank.said_number()
+            if number is None and self._environments:
+                number = _number_in(self._environment(rank).get("RANK"))
             if number is not None:
                 rank.source = "environment" if said is None else "client"
                 claims[number].append(rank)
@@ -160,12 +185,12 @@ class Ranks:
                 ranks = [rank for rank in ranks if rank.sessions] or ranks
             if len(ranks) == 1:
                 self._give(ranks[0], number)
-        if self.world_size is None:
+        if self.world_size is None and self._environments:
             self.world_size = self._size_in_environments()
         for family, members in sorted(self.families.items(), key=lambda item: _evidence(*item), reverse=True):
             if len(self.by_number) == len(self.all):
                 return
-            if members.one_each() and self._concerns_all(family, members):
+            if members.one_each and self._concerns_all(family, members):
                 self._name_writers(members)
 
     def _give(self, rank: Rank, number: int) -> None:
@@ -174,17 +199,19 @@ class Ranks:
 
     def _name_writers(self, members: Members) -> None:
         """Number those who wrote the keys of a family, unless what is known already contradicts it."""
-        found = {number: self.by_session.get(writer) for number, writer in members.writers.items() if writer}
-        known = [(number, rank) for number, rank in found.items() if rank is not None]
-        if len({id(rank) for _, rank in known}) != len(known):
+        ranks = self.by_session
+        known = {number: ranks[writer] for number, writer in members.writers.items() if writer in ranks}
+        if len(set(known.values())) != len(known):
             return
-        for number, rank in known:
-            if rank.number not in (None, number) or self.by_number.get(number, rank) is not rank:
-                return
-        for number, rank in known:
+        if self.by_number:
+            for number, rank in known.items():
+                if rank.number not in (None, number) or self.by_number.get(number, rank) is not rank:
+                    return
+        for number, rank in known.items():
             if rank.number is None:
                 rank.source = "keys"
-                self._give(rank, number)
+                rank.number = number
+        self.by_number.update(known)
 
     def _concerns_all(self, family: Family, members: Members) -> bool:
         """Return whether the numbers in the keys are ranks of the whole job, not of one of its groups."""
@@ -211,19 +238,36 @@ class Ranks:
         if isinstance(announced, int) and announced > 0:
             return announced
         for session in self.facts.sessions:
-            if session.wait is not None and session.wait.target and session.wait.keys == [JOIN_COUNTER]:
-                return session.wait.target
-        return _most_common(Counter([session.peer.get("world_size") for session in self.facts.sessions]))
+            wait = session.wait
+            if wait is not None and wait.target and wait.keys == [JOIN_COUNTER]:
+                return wait.target
+        return _most_common(Counter([one.peer.get("world_size") for one in self.facts.sessions if one.peer]))
 
     def _size_in_environments(self) -> int | None:
         return _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
 
 
-def _process(one: Session | Departed) -> tuple[object, ...]:
-    """Return what tells processes apart; the first is None if that is not known."""
-    if one.pid is None:
-        return None, one.id, one.host, one.port
-    return one.pid, one.host, one.peer.get("host"), one.peer.get("rank")
+AnySession = TypeVar("AnySession", Session, Departed)
+
+
+def _by_process(sessions: Iterable[AnySession]) -> dict[tuple[object, ...], list[AnySession]]:
+    """Return sessions by what tells processes apart; if that is not known, each has one of its own."""
+    found: dict[tuple[object, ...], list[AnySession]] = {}
+    for one in sessions:
+        peer = one.peer
+        process: tuple[object, ...]
+        if one.pid is None:
+            process = None, one.id, one.host, one.port, id(one)
+        elif peer:
+            process = one.pid, one.host, peer.get("host"), peer.get("rank")
+        else:
+            process = one.pid, one.host, None, None
+        known = found.get(process)
+        if known is None:
+            found[process] = [one]
+        else:
+            known.append(one)
+    return found
 
 
 def _repeat(deeds: list[list[str]]) -> bool:
@@ -234,8 +278,16 @@ def _repeat(deeds: list[list[str]]) -> bool:
 
 def _families(facts: Facts) -> dict[Family, Members]:
     families: dict[Family, Members] = {}
+    before, size = "", 0
+    writers: dict[int, int] | None = None
     for key in facts.keys:
-        found = family_of(key.key)
+        name = key.key
+        if writers is not None and name[:size] == before:  # most keys are of the same family as the one before
+            digits = name[size:]
+            if digits.isdecimal() and digits[0] != "0" and digits.isascii() and len(digits) <= _SAFE_DIGITS:
+                writers[int(digits)] = key.by or 0
+                continue
+        found = family_of(name)
         if found is None:
             continue
         family, number = found
@@ -244,6 +296,8 @@ def _families(facts: Facts) -> dict[Family, Members]:
             members = families[family] = Members()
             members.size = gloo_size(family, key.size)
         members.writers[number] = key.by or 0
+        if not family.after:
+            before, size, writers = family.before, len(family.before), members.writers
     return families
 
 

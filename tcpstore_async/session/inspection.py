@@ -280,7 +280,8 @@ class Inspection:
         return keys
 
     def _key(self, key: bytes, stored: int) -> list[Any]:
-        return [readable(key), stored, *self._last_write(key)]
+        age, by = self._last_write(key)
+        return [readable(key), stored, age, by]
 
     def _last_write(self, key: bytes) -> tuple[float | None, int | None]:
         """Return how long ago a key was last written, and by which session; None if that is not known."""
@@ -320,7 +321,9 @@ class Inspection:
         return fact
 
     def _age(self, at: float) -> float:
-        return round(max(0.0, self.now - at), 3)
+        """Return how long ago that was, to a millisecond: `round` would take a third of the time of a whole fact."""
+        milliseconds = int((self.now - at) * 1000.0 + 0.5)
+        return milliseconds / 1000.0 if milliseconds > 0 else 0.0
 
 
 def _number(keyspace: Keyspace, key: bytes) -> int:
