@@ -141,7 +141,7 @@ def test_another_network_is_refused_though_its_users_have_the_same_numbers() -> 
         with there.inside(lambda: socket.create_connection(address, LIMIT)) as peer:
             port = peer.getsockname()[1]
             assert peer.recv(1) == b""
-        line = f"rejected {there.address}:{port}: cannot tell whose process it is: it does not come from this host"
+        line = f"rejected {there.address}:{port}: cannot determine its user: the connection is not from this host"
         until(lambda: line in relay.log(), "the refusal is logged")
         with here.inside(lambda: socket.create_connection(address, LIMIT)) as mine:
             mine.sendall(SET)
