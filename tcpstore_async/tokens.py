@@ -109,7 +109,7 @@ class TokenKeys:
                 raise ValueError
             access = Access(said.id, said.rights, said.prefix, said.store, said.expires, signer, *limits)
         except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-            return "this server cannot interpret the content of the token"
+            return "this server does not understand the content of the token"
         if said.id in self.revoked:
             return f"token {said.id} is revoked"
         if said.expires and said.expires <= now:

@@ -457,7 +457,7 @@ def test_a_recording_of_stores_with_names_is_refused(tmp_path: Path) -> None:
                 assert store.get("k") == host.encode()
         status, said = proxy.stop()
         assert status == 0
-        assert said.count("cannot be replayed") == 1
+        assert said.count("can be summarized but not replayed") == 1
         done = replay(file, server.port)
         assert (done.returncode, done.stdout) == (1, b"")
         (line,) = done.stderr.splitlines()

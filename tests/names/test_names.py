@@ -106,7 +106,10 @@ def test_the_asyncio_client(url: str, name: str) -> None:
 
 def test_a_second_owner_learns_of_the_first(url: str, name: str) -> None:
     with TCPStore(name, 1, None, True, LIMIT, server=url):
-        with pytest.raises(DistNetworkError, match=rf"has an owner: host .*, pid {os.getpid()}, for \d+\.\d s"):
+        with pytest.raises(
+            DistNetworkError,
+            match=rf"already has an owner \(host .*, pid {os.getpid()}\), which created it \d+\.\d s ago",
+        ):
             TCPStore(name, 1, None, True, LIMIT, server=url)
         with TCPStore(name, 2, None, True, LIMIT, server=url):
             pass

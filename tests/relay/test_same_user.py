@@ -271,5 +271,5 @@ def test_a_kernel_that_does_not_say_is_noticed_at_the_start(monkeypatch: pytest.
 def test_a_user_that_stands_for_several_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a user namespace, users that are not mapped all look alike."""
     monkeypatch.setattr(peer_user, "_overflow_user", os.geteuid)
-    with pytest.raises(DistNetworkError, match="stands for all that are not mapped here"):
+    with pytest.raises(DistNetworkError, match="stands for all users that are not mapped"):
         PeerUsers()

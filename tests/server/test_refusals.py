@@ -159,7 +159,10 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
         sends(auth(KEYS.create(store="job:1").encode()) + WRITE),
         "is only for the store 'job:1'",
     ),
-    "a token for other keys": (sends(auth(KEYS.create(prefix="job/").encode()) + WRITE), "only keys with the prefix"),
+    "a token for other keys": (
+        sends(auth(KEYS.create(prefix="job/").encode()) + WRITE),
+        "access only to keys with the prefix",
+    ),
     **{f"a token {name}": (sends(auth(token.encode()) + WRITE), reason) for name, (token, reason) in REFUSED.items()},
     "another CA": (tls_refused(context(certificates().stranger)), "its certificate was not accepted"),
     "an expired certificate": (tls_refused(context(certificates().expired)), "certificate has expired"),

@@ -41,7 +41,7 @@ def test_what_it_lacks_and_what_to_do(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     text = record.getMessage()
-    assert text.startswith(f"0.0.0.0:{port} is {EXPOSED}, {said}")
+    assert text.startswith(f"0.0.0.0:{port} is {EXPOSED} {said}")
     assert advised in text
     assert "127.0.0.1" in text
     assert "\n" not in text

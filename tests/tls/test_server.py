@@ -260,7 +260,7 @@ def test_reload_on_sighup(backend: str, tmp_path: Path) -> None:
         replace(pair, known.renewed)
         assert serial(server.port) == first
         server.process.send_signal(signal.SIGHUP)
-        logged(server, "again")
+        logged(server, "reloaded the certificate")
         assert serial(server.port) != first
         before.ping()
         Path(pair.cert).write_text("broken")

@@ -238,7 +238,7 @@ def test_token_files_that_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_signed_token_cannot_say(claims: bytes) -> None:
-    assert KEYS.check(_claiming(claims), 0) == "this server cannot interpret the content of the token"
+    assert KEYS.check(_claiming(claims), 0) == "this server does not understand the content of the token"
 
 
 @pytest.mark.parametrize("expires", [-1, -(10**17), -(10**30)])

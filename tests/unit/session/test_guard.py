@@ -381,7 +381,7 @@ def test_bytes_of_one_token() -> None:
     peer = session(of, token)
     peer.receive(set_(b"/a", bytes(6000)))
     assert 6000 < of.usage["t"].bytes < 7000
-    with pytest.raises(NotAllowedError, match=r"SET would add 4\d+ bytes; token t has stored 6\d+ of 10000"):
+    with pytest.raises(NotAllowedError, match=r"SET would add 4,\d+ bytes; token t has stored 6,\d+ of 10,000"):
         session(of, token).receive(set_(b"/b", bytes(4000)))
     assert ask(peer, delete(b"/a")) == i64(1)
     assert of.usage["t"].bytes == 0
@@ -410,7 +410,7 @@ def test_a_command_in_portions_is_counted() -> None:
     while peer.incremental is not None:
         peer.receive(b"")
     assert of.usage["t"].keys == 1500
-    with pytest.raises(NotAllowedError, match="stored 1500 of 2000"):
+    with pytest.raises(NotAllowedError, match="stored 1,500 of 2,000"):
         peer.receive(multi_set(*[(b"/x%d" % n, b"") for n in range(501)]))
 
 
