@@ -77,7 +77,7 @@ class Access:
         said += [f"store {self.store!r}"] if self.store else []
         said += [f"expires {self.expires}"] if self.expires else []
         for limit, what in ((self.max_keys, "keys"), (self.max_bytes, "bytes"), (self.max_sessions, "sessions")):
-            said += [f"{limit} {what}"] if limit else []
+            said += [f"max {limit} {what}"] if limit else []
         return f"token {self.identity} ({', '.join(said)}), signed by {self.signer}"
 
     def limited(self) -> bool:
@@ -98,19 +98,17 @@ class Access:
             foreign = [key for key in command.request.keys(fields) if key != SERVER_KEY]
             if foreign or command.whole:
                 here = "the unnamed store" if store is None else f"the store {store!r}"
-                return f"{command.name} in {here}; token {self.identity} is for the store {self.store!r}"
+                return f"{command.name} in {here}; token {self.identity} is only for the store {self.store!r}"
         if command.mutates and self._level < WRITE:
-            return f"{command.name} needs the right to write, and token {self.identity} may only {self.rights}"
+            return f"{command.name} requires write access; token {self.identity} grants only read access"
         scope = self._scope
         if not scope:
             return ""
         if command.whole:
-            return (
-                f"{command.name} affects the whole store; token {self.identity} grants only keys with {self._shown()}"
-            )
+            return f"{command.name} affects the whole store; {self._granted_keys()}"
         for key in command.request.keys(fields):
             if not key.startswith(scope) and (command.mutates or key != SERVER_KEY):
-                return f"{command.name} of {show(key)}; token {self.identity} grants only keys with {self._shown()}"
+                return f"{command.name} of {show(key)}; {self._granted_keys()}"
         return ""
 
     def covers(self, key: bytes) -> bool:
@@ -121,8 +119,8 @@ class Access:
         """Return whether the token is for all keys."""
         return not self._scope
 
-    def _shown(self) -> str:
-        return f"the prefix {self.prefix[:_SHOWN]!r}"
+    def _granted_keys(self) -> str:
+        return f"token {self.identity} grants access only to keys with the prefix {self.prefix[:_SHOWN]!r}"
 
 
 def show(key: bytes) -> str:

@@ -30,7 +30,7 @@ class StoreTimeoutError(DistStoreError):
         self.missing_ranks: list[int] = []
         """Ranks that have not written these keys, or have not arrived, the first 256, as far as they are known."""
         self.elsewhere: list[str] = []
-        """What missing ranks do that are connected: `rank 3 (node1, pid 12) waits for x, for 70 s`, the first eight."""
+        """What missing ranks that are connected do: `rank 3 (node1, pid 12) is waiting for x, for 70 s`; at most 8."""
 
 
 class MissingRanksError(StoreTimeoutError):

@@ -99,7 +99,7 @@ class TokenKeys:
         """As `check`, of a token whose signature is valid."""
         parts = token.split(b".")
         if len(parts) != _POINTS + 1 or parts[0] != VERSION:
-            return "the token has a version that this server does not know"
+            return "this server does not support the version of the token"
         if parts[1] != signer.encode():
             return _UNSIGNED
         try:
@@ -109,7 +109,7 @@ class TokenKeys:
                 raise ValueError
             access = Access(said.id, said.rights, said.prefix, said.store, said.expires, signer, *limits)
         except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-            return "the token has content that this server does not understand"
+            return "this server does not understand the content of the token"
         if said.id in self.revoked:
             return f"token {said.id} is revoked"
         if said.expires and said.expires <= now:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Key-value store for distributed jobs, compatible with PyTorch's TCPStore.
 
-    'tcpstore serve' runs a server; 'relay' and 'record' stand between a job and its server. Most other commands connect
+    'tcpstore serve' runs a server; 'relay' and 'record' sit between a job and its server. Most other commands connect
     to a running server, ours or PyTorch's, at the address given by --url or TCPSTORE_URL.
 
     \b
@@ -116,7 +116,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     default="",
     type=click.Choice(["", REMOTE, ALL]),
     metavar="[=all]",
-    help="Refuse connections without a token, except from this host's loopback addresses; with '=all', those too.",
+    help="Refuse connections without a token, except from this host's loopback addresses; with '=all', from there too.",
 )
 @click.option(
     "--admin",

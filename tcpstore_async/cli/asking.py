@@ -22,7 +22,7 @@ admin_option = click.option(
     help="Path of the server's admin socket.  [default: that of the server on this machine with the port of --url]",
 )
 
-store_option = click.option("--store", metavar="NAME", help="Inspect the store of this name.")
+store_option = click.option("--store", metavar="NAME", help="Inspect this named store.")
 
 
 def find_admin(host: str, port: int) -> Path:
@@ -35,12 +35,12 @@ def find_admin(host: str, port: int) -> Path:
     if not found:
         folders = " or ".join(map(str, admin_path.folders()))
         raise DistNetworkError(
-            f"there is no admin socket for port {port} in {folders}: no server of this user listens on that "
-            "port, or it was started with --admin '' or another path, or it is not one of this package's servers"
+            f"there is no admin socket for port {port} in {folders}: check that the server is one of this package's, "
+            "runs as this user, and was not started with --admin"
         )
     if len(found) > 1:
         raise DistNetworkError(
-            f"several servers have port {port}: choose one with --admin ({', '.join(map(str, found))})"
+            f"several servers use port {port}: choose one with --admin ({', '.join(map(str, found))})"
         )
     return found[0]
 

@@ -216,8 +216,8 @@ def url_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 _TLS_OPTIONS: Final = (
-    ("--tls-ca", CA, "Trust the certificates of these CAs (PEM) with tcps://, instead of the system's."),
-    ("--tls-cert", CERT, "Present this client certificate (PEM) to the server, with tcps://."),
+    ("--tls-ca", CA, "For tcps://, trust these CAs (PEM) instead of the system's."),
+    ("--tls-cert", CERT, "For tcps://, present this client certificate (PEM) to the server."),
     ("--tls-key", KEY, "The private key of --tls-cert (PEM, not encrypted)."),
 )
 
@@ -446,7 +446,7 @@ def push(context: ClientContext, key: str, value: str) -> None:
 @click.option("--block/--no-block", default=True, show_default=True, help="Wait for an item if the queue is empty.")
 @client_command
 def pop(context: ClientContext, key: str, block: bool) -> None:
-    """Remove the oldest item of a queue and print it.
+    """Remove the oldest item from a queue and print it.
 
     If it cannot be printed, it is pushed back to the end of the queue.
     """

@@ -84,7 +84,7 @@ def http_command(
 ) -> None:
     """Serve a status page, metrics and health checks over HTTP for a server on this machine.
 
-    'tcpstore serve --http HOST:PORT' serves the same beside a new server. This command is for a server that is
+    'tcpstore serve --http HOST:PORT' serves the same alongside a new server. This command is for a server that is
     already running, such as that of TCPStore(is_master=True); run it as the same user.
 
     / is the page, /metrics is for Prometheus, /livez and /readyz are for supervisors. Prints one line of JSON once it

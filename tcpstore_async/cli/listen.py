@@ -56,7 +56,7 @@ _TLS_OPTIONS: Final = (
     ),
     click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM, not encrypted)."),
     click.option(
-        "--tls-ca", metavar="FILE", help="Require a certificate from one of these CAs (PEM) of every TLS peer."
+        "--tls-ca", metavar="FILE", help="Require every TLS peer to present a certificate from one of these CAs (PEM)."
     ),
 )
 
@@ -78,7 +78,7 @@ grace_option = _seconds_option("--grace", DEFAULT_GRACE, "Seconds that open conn
 link_grace_option = _seconds_option(
     "--link-grace",
     LINK_GRACE,
-    "Seconds for which the sessions of a link, such as a relay's, are kept when its connection breaks.",
+    "Seconds for which the sessions of a link, such as a relay's, are kept after its connection breaks.",
 )
 
 

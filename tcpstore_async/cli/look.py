@@ -19,7 +19,7 @@ from ..client.aio import AsyncTCPStore
 from ..diagnosis.facts import Facts, read_facts
 from ..diagnosis.rates import Histogram, Interval, Look, between, read_look
 from ..diagnosis.samples import Sample, read_samples
-from ..errors import DistError, DistNetworkError, StoreTimeoutError
+from ..errors import DistError, DistNetworkError, StoreTimeoutError, counted
 from ..keys import caller_key
 from ..limits import Limits
 from ..serving import build
@@ -82,7 +82,10 @@ def _described(context: ClientContext) -> dict[str, Any]:
     if path is not None:
         found = _described_by_admin(context, path)
         if found["connections"] >= found["max_connections"]:  # a client would try until its timeout
-            return {**found, "unreachable": f"it has {found['connections']} connections, its maximum"}
+            return {
+                **found,
+                "unreachable": f"it has reached its maximum of {counted(found['max_connections'], 'connection')}",
+            }
 
     async def describe(store: AsyncTCPStore) -> dict[str, Any]:
         milliseconds = await ping_milliseconds(store)
@@ -120,7 +123,7 @@ def _described_by_admin(context: ClientContext, admin: Path) -> dict[str, Any]:
     show_default=True,
     help="'size' lists the largest values first, with their sizes; only for a server on this machine.",
 )
-@click.option("--store", metavar="NAME", help="List the keys of the store of this name.")
+@click.option("--store", metavar="NAME", help="List the keys of this named store.")
 @admin_option
 @client_command
 def keys(context: ClientContext, prefix: str, raw: bool, sort: str, store: str | None, admin: Path | None) -> None:
@@ -191,9 +194,9 @@ def stat(
 ) -> None:
     """Print one line about what a server on this machine is doing.
 
-    Connections, waiting sessions, commands per second, keys, bytes of the budget in use, the 99th percentile of the
-    service time, the worst lag of the event loop, connections not accepted yet, and CPU use; in all stores. With
-    --store: sessions, waiting ones, ranks that have joined, keys and bytes of that store.
+    The columns, for all stores, are: connections, waiting sessions, commands per second, keys, bytes of the budget in
+    use, the 99th percentile of the service time, the worst lag of the event loop, connections not accepted yet, and
+    CPU use. With --store, they are: sessions, waiting sessions, ranks that have joined, keys and bytes of that store.
     """
     wanted = count or (1 if interval is None else None)
     seconds = interval or _FIRST_INTERVAL
@@ -315,7 +318,7 @@ def _bars(title: str, times: Histogram) -> Iterable[str]:
     help="Show only every Nth command.",
 )
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Stop after N commands.")
-@click.option("--store", metavar="NAME", help="Show only commands in the store of this name.")
+@click.option("--store", metavar="NAME", help="Show only commands in this named store.")
 @admin_option
 @client_command
 def monitor(
@@ -323,8 +326,8 @@ def monitor(
 ) -> None:
     """Show the commands that a server on this machine executes in all stores, until interrupted.
 
-    Values are hidden unless --values is given, tokens always. The server does not wait for this command: samples that
-    arrive faster than they are read are dropped, and the number dropped is shown.
+    Tokens are always hidden, and values unless --values is given. The server does not wait for this command: samples
+    that arrive faster than they are read are dropped, and the number dropped is shown.
     """
     names = _RankNames()
 
@@ -343,7 +346,9 @@ def monitor(
                 lines += [f'{{"dropped":{lost}}}'] if lost else []
             else:
                 lines = [escape(_sample_line(sample)) for sample in samples]
-                lines += [f"… {lost} dropped: they arrived faster than they were read; see --every"] if lost else []
+                lines += (
+                    [f"… {lost} dropped because they arrived faster than they were read; see --every"] if lost else []
+                )
             if lines:
                 print_result("\n".join(lines))
             if shown == count:

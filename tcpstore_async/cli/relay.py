@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[ServerUrl]:
     urls = [parse_url(ctx, param, url.strip()) for url in text.split(",")]
     if len({url.tls for url in urls}) > 1:
-        raise click.BadParameter("either all servers use TLS (tcps://), or none does (tcp://)", ctx, param)
+        raise click.BadParameter("the servers must either all use TLS (tcps://) or all not use it (tcp://)", ctx, param)
     return urls
 
 
@@ -49,7 +49,7 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
 @click.option(
     "--same-user",
     is_flag=True,
-    help="Reject connections of other users' processes, and of other hosts. Linux only.",
+    help="Reject connections from other users' processes and from other hosts. Linux only.",
 )
 @click.option(
     "--owner-fd",

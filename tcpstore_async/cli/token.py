@@ -27,15 +27,23 @@ def token() -> None:
     help="File with one id:secret per line; the first key signs.",
 )
 @click.option("--store", default="", metavar="NAME", help="Give access to this named store only.")
-@click.option("--prefix", default="", metavar="P", help="Give access only to keys that begin with this.")
+@click.option("--prefix", default="", metavar="P", help="Give access only to keys that begin with P.")
 @click.option(
-    "--rights", type=click.Choice(list(RIGHTS)), default="write", show_default=True, help="Each includes the previous."
+    "--rights",
+    type=click.Choice(list(RIGHTS)),
+    default="write",
+    show_default=True,
+    help="Give this level of access; each level includes the previous one.",
 )
 @click.option("--expires", type=click.IntRange(1), metavar="SECONDS", help="Expire after this time; default: never.")
-@click.option("--max-keys", type=click.IntRange(1), default=None, metavar="N", help="Keys that may be created.")
-@click.option("--max-bytes", type=click.IntRange(1), default=None, metavar="N", help="Bytes that may be stored.")
+@click.option("--max-keys", type=click.IntRange(1), default=None, metavar="N", help="Create at most N keys.")
+@click.option("--max-bytes", type=click.IntRange(1), default=None, metavar="N", help="Store at most N bytes.")
 @click.option(
-    "--max-sessions", type=click.IntRange(1), default=None, metavar="N", help="Simultaneous connections and sessions."
+    "--max-sessions",
+    type=click.IntRange(1),
+    default=None,
+    metavar="N",
+    help="Open at most N connections and sessions at a time.",
 )
 def create(
     token_keys: Path,

@@ -53,7 +53,7 @@ def look_in(
 def who(context: ClientContext, missing: bool, store: str | None, world_size: int | None, admin: Path | None) -> None:
     """Show which ranks are connected to a server on this machine, and what each is waiting for.
 
-    With --missing: which ranks are missing from initialization and from each barrier and key exchange in progress,
+    With --missing, show which ranks are missing from initialization and from each barrier and key exchange in progress,
     which of them are connected, from where, and what they are doing instead.
 
     Ranks that use PyTorch's client are recognized by their environment, if they run on this machine, and by the keys
@@ -222,7 +222,7 @@ def _pending_lines(one: Pending) -> Iterable[str]:
     if one.missing_ranks:
         yield f"  missing: rank {number_ranges(one.missing_ranks)}"
     for rank in one.elsewhere[:_ENOUGH]:
-        yield f"  {_name(rank)} is connected, and {rank.does}, for {_seconds(rank.since)}"
+        yield f"  {_name(rank)} is connected but {rank.does}, for {_seconds(rank.since)}"
     if len(one.elsewhere) > _ENOUGH:
         yield f"  and {len(one.elsewhere) - _ENOUGH} more connected"
     if one.unseen:

@@ -52,7 +52,7 @@ def read_token(path: str | os.PathLike[str]) -> bytes:
 def _checked(text: str, where: str) -> bytes:
     text = text.strip()
     if not text.isascii() or not text.isprintable() or " " in text or len(text) > MAX_TOKEN:
-        raise AccessDeniedError(f"{where} is not a token")
+        raise AccessDeniedError(f"{where} is not a valid token")
     return text.encode()
 
 

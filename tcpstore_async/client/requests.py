@@ -53,7 +53,7 @@ JOINS: Final[Request] = _GET, (JOINS_KEY,)
 
 _tickets: Final = count_from(1)
 
-ANOTHER: Final = "a different server now listens at the address of this store's server"
+ANOTHER: Final = "a different server is now listening at the address of this store's server"
 
 _CALLED: Final = {"fetch": "get", "lease": "queue_pop", "lease_later": "queue_pop", "give_back": "queue_pop"}
 """The method that a caller has called, where it is not that of the command."""
@@ -241,6 +241,6 @@ def size_hint(longest: int) -> str:
     if longest <= VALUE_BYTES:
         return ""
     return (
-        f" (a request of {longest} bytes had been sent: a server closes the connection when a value exceeds its"
+        f" (the longest request sent had {longest} bytes; a server closes the connection when a value exceeds its"
         f" limit, by default {VALUE_BYTES} bytes)"
     )

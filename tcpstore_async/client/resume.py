@@ -147,7 +147,7 @@ def _reply() -> Generator[int, bytes, bytes]:
     """Receive the reply to LINK, and nothing behind it: yields the most bytes to receive next."""
     size = int.from_bytes((yield from _bytes(PREFIX)), "little")
     if size > _LONGEST_REPLY:
-        raise ProtocolError(f"reply to LINK of {size} bytes")
+        raise ProtocolError(f"the reply to LINK is too long: {size} bytes")
     return (yield from _bytes(size))
 
 

@@ -174,4 +174,4 @@ class StoreName:
 
     def missing(self) -> str:
         """Return why a connection that was being put into the store was not, for lack of time."""
-        return f"nobody has created the store {self.name!r} there" if self.asked and not self.owner else ""
+        return f"the store {self.name!r} has not been created there" if self.asked and not self.owner else ""

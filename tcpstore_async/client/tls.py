@@ -185,7 +185,7 @@ class ClientTls:
             if loop is not None and not self.in_background:
                 bridge.keep(loop)
             elif not background.carry(bridge):
-                raise OSError("TLS needs a thread, and none can be started")
+                raise OSError("cannot start the thread that TLS requires")
         except BaseException:
             bridge.abandon()
             outer.close()

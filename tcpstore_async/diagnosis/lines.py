@@ -29,7 +29,7 @@ def decode_lines(lines: Iterable[bytes], type: type[AnyLine]) -> Iterator[AnyLin
         try:
             line = decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"invalid reply of the admin socket: {error}") from None
+            raise ProtocolError(f"invalid reply from the admin socket: {error}") from None
         if line.error:
             raise DistStoreError(line.error)
         yield line

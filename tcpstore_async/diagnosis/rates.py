@@ -23,7 +23,7 @@ class Histogram(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if len(self.counts) != len(self.bounds) + 1:
-            raise ValueError("a histogram needs one bucket more than bounds")
+            raise ValueError("a histogram needs one more bucket than bounds")
 
     def since(self, before: "Histogram") -> "Histogram":
         """Return what has been added since another look."""
@@ -175,7 +175,7 @@ def read_look(lines: Iterable[bytes]) -> Look:
         found.oldest += line.oldest
         found.others = line.others or found.others
     if found.stats is None:
-        raise ProtocolError("the admin socket's reply has no numbers")
+        raise ProtocolError("the admin socket's reply contains no statistics")
     others = found.others or OtherStores()
     return Look(found.server or {}, found.stats, found.waits, found.largest, found.oldest, others)
 

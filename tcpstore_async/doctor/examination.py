@@ -79,7 +79,7 @@ def examine(
             checks.append(("port", lambda: kernel.check_port(port, bind, _holder(machine))))
         checks.append(("queues", lambda: _check_queues(machine, ranks)))
     else:
-        text = "the server is on another machine: run this there too"
+        text = "the server is on another machine: run this command there too"
         checks.append(("queues", lambda: [Finding("server's machine", SKIP, text, f"tcpstore doctor --ranks {ranks}")]))
     if store_port is not None and serves:
         checks.append(("ephemeral ports", lambda: [_check_ephemeral_ports(machine, store_port)]))

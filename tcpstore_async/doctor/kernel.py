@@ -17,7 +17,7 @@ _FAST_CLOCKS: Final = frozenset(
 )
 """Clock sources that are read without a system call."""
 
-_NOT_HERE: Final = "this system does not have it, or it cannot be read"
+_NOT_HERE: Final = "does not exist on this system, or cannot be read"
 
 
 def check_port(port: int, bind: Callable[[int], None], holder: Callable[[int], Holder | None]) -> list[Finding]:
@@ -46,8 +46,8 @@ def check_ephemeral_ports(port: int, port_range: str, reserved: str) -> Finding:
     try:
         low, high = map(int, port_range.split())
     except ValueError:
-        return Finding(name, SKIP, f"net.ipv4.ip_local_port_range: {_NOT_HERE}")
-    text = f"outgoing connections of this machine use {low}-{high}"
+        return Finding(name, SKIP, f"net.ipv4.ip_local_port_range {_NOT_HERE}")
+    text = f"outgoing connections from this machine use ports {low}-{high}"
     if not low <= port <= high or _contains(reserved, port):
         return Finding(name, OK, f"{text}, but not {port}")
     ports = ",".join(filter(None, [reserved.strip(), str(port)]))
@@ -68,7 +68,7 @@ def check_accept_queue(somaxconn: int | None, ranks: int) -> Finding:
     """Check that ranks that connect at once fit the queue of connections that are to be accepted."""
     name = "accept queue"
     if somaxconn is None:
-        return Finding(name, SKIP, f"net.core.somaxconn: {_NOT_HERE}")
+        return Finding(name, SKIP, f"net.core.somaxconn {_NOT_HERE}")
     text = f"net.core.somaxconn is {somaxconn}"
     if somaxconn >= min(ranks, BACKLOG):
         return Finding(name, OK, text)
@@ -80,7 +80,7 @@ def check_syn_queue(backlog: int | None, cookies: int | None, ranks: int) -> Fin
     """Check that no SYN is dropped; with SYN cookies the limit does not count."""
     name = "SYN queue"
     if backlog is None:
-        return Finding(name, SKIP, f"net.ipv4.tcp_max_syn_backlog: {_NOT_HERE}")
+        return Finding(name, SKIP, f"net.ipv4.tcp_max_syn_backlog {_NOT_HERE}")
     text = f"net.ipv4.tcp_max_syn_backlog is {backlog}, SYN cookies are {'on' if cookies else 'off'}"
     if cookies or ranks < backlog - backlog // 4:  # the kernel keeps a quarter for peers it knows
         return Finding(name, OK, text)
@@ -92,7 +92,7 @@ def check_overflow(aborts: int | None, somaxconn: int | None, ranks: int) -> Fin
     """Check that a connection for which the accept queue has no place is tried again, and not reset."""
     name = "queue overflow"
     if aborts is None:
-        return Finding(name, SKIP, f"net.ipv4.tcp_abort_on_overflow: {_NOT_HERE}")
+        return Finding(name, SKIP, f"net.ipv4.tcp_abort_on_overflow {_NOT_HERE}")
     if not aborts:
         return Finding(name, OK, "connections that do not fit into the accept queue are retried")
     text = "net.ipv4.tcp_abort_on_overflow is 1: connections that do not fit into the accept queue are reset"
@@ -104,12 +104,12 @@ def check_open_files(soft: int, hard: int, ranks: int) -> Finding:
     """Check that a server can hold a connection per rank. Ours raises the soft limit itself."""
     name = "open files"
     needed = ranks + 2 * RESERVE
-    text = f"ulimit -n is {_files(soft)}, and at most {_files(hard)}"
+    text = f"ulimit -n is {_files(soft)} (hard limit: {_files(hard)})"
     if not _allows(hard, needed):
-        text += f": not enough for {ranks} ranks on one server, which needs {needed}"
+        text += f": not enough for {ranks} ranks on one server, which requires {needed}"
         return Finding(name, FAIL, text, f"ulimit -Hn {needed} as root (LimitNOFILE={needed}), or run tcpstore relay")
     if not _allows(soft, needed):
-        text += f": PyTorch's servers do not raise it and need {needed} for {ranks} ranks; tcpstore serve raises it"
+        text += f": PyTorch's servers require {needed} for {ranks} ranks and do not raise it; tcpstore serve does"
         return Finding(name, WARN, text, f"ulimit -n {needed}")
     return Finding(name, OK, text)
 
@@ -126,7 +126,7 @@ def check_clock(current: str, available: str) -> Finding:
     """Check that the clock is cheap: every timeout reads it."""
     name = "clock"
     if not current:
-        return Finding(name, SKIP, f"the clock source: {_NOT_HERE}")
+        return Finding(name, SKIP, f"the clock source setting {_NOT_HERE}")
     if current in _FAST_CLOCKS:
         return Finding(name, OK, f"the clock source is {current}")
     better = [source for source in available.split() if source in _FAST_CLOCKS]

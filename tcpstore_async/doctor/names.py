@@ -54,7 +54,8 @@ def _check_addresses(name: str, addresses: list[str], is_local: Callable[[str], 
     foreign = [address for address in addresses if not is_local(address)]
     if foreign:
         text = (
-            f"{name} resolves to {_listed(foreign)}, which is not an address of this machine: ranks connect elsewhere"
+            f"{name} resolves to {_listed(foreign)}, which is not an address of this machine: ranks would connect "
+            "elsewhere"
         )
         return Finding("published address", FAIL, text, _entry(name, own_address, replaced=True))
     loopback = [address for address in addresses if _is_loopback(address)]
@@ -96,12 +97,12 @@ def check_reverse_names(addresses: list[str], reverse: Reverse, ranks: int, seco
     if not where:
         return []
     at_least = "more than " if slowest >= seconds else ""
-    text = f"the name of {where} takes {at_least}{1000 * slowest:.1f} ms to look up"
+    text = f"looking up the name of {where} takes {at_least}{1000 * slowest:.1f} ms"
     if slowest <= SLOW and slowest * ranks <= SLOW_FOR_ALL:
         return [Finding("reverse names", OK, text)]
-    text += f", {at_least}{slowest * ranks:.1f} s for {ranks} ranks: PyTorch's servers look them up one by one"
+    text += f", {at_least}{slowest * ranks:.1f} s for {ranks} ranks: PyTorch's servers look up their names one by one"
     return [
-        Finding("reverse names", WARN, text, "tcpstore serve (it looks up no peer), or list the hosts in /etc/hosts")
+        Finding("reverse names", WARN, text, "tcpstore serve (it looks up no names), or list the hosts in /etc/hosts")
     ]
 
 

@@ -40,8 +40,8 @@ def check_server(way: Way, seconds: float) -> list[Finding]:
         return [Finding("server", FAIL, text, "export TCPSTORE_TOKEN_FILE=FILE (from tcpstore token create)")]
     except DistError as error:
         if connected:
-            text = f"{format_address(host, port)} accepts the connection and closes it: {error}"
-            return [Finding("server", FAIL, text, "see its log; if it requires a token: --token-file FILE")]
+            text = f"{format_address(host, port)} accepts the connection and then closes it: {error}"
+            return [Finding("server", FAIL, text, "see its log; if it requires a token, use --token-file FILE")]
         return [_unreachable(host, port, str(error))]
 
 
@@ -67,14 +67,14 @@ async def _examine(way: Way, connected: list[float]) -> list[Finding]:
 
 def _described(server: Identity | None) -> str:
     if server is None:
-        return "PyTorch's server or a compatible one, which does not say its version,"
+        return "PyTorch's server or a compatible one (unknown version)"
     return f"{server.server} {server.version} ({server.backend} backend, {server.build} build)"
 
 
 def round_trips(trips: list[float]) -> Finding:
     """Judge the seconds that round trips took."""
     median = statistics.median(trips)
-    text = f"a round trip takes {1000 * median:.2f} ms at the median, {1000 * max(trips):.2f} ms at most"
+    text = f"a round trip takes {1000 * median:.2f} ms (median), at most {1000 * max(trips):.2f} ms"
     if median <= _SLOW:
         return Finding("round trip", OK, text)
     return Finding("round trip", WARN, text, "tcpstore serve on a host that is closer or less busy")

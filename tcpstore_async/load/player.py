@@ -659,7 +659,7 @@ class _Peer(asyncio.Protocol):
     def describe(self) -> str:
         """Describe what this connection waits for; empty if it is for another connection."""
         if self.session.pending:
-            return f"{self._name(self.session.pending[0].fields[0])} has no reply"
+            return f"{self._name(self.session.pending[0].fields[0])} has not been answered"
         if self._transport is None:
             return f"connection {self.connection.number} is not established"
         if self._is_finished() and self.connection.closed_by_server:

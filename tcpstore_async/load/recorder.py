@@ -191,7 +191,7 @@ class Recorder:
         self.file.write(self.rows.take())
         if self.file.error and not self._failed:
             self._failed = True
-            log.error("recording stopped, traffic is still forwarded: %s", self.file.error)
+            log.error("recording stopped, but traffic is still forwarded: %s", self.file.error)
 
     def finish(self) -> None:
         """Close all connections and end the recording."""
@@ -238,7 +238,7 @@ class RecordedConnection(ForwardedConnection):
         else:
             if observer.entered and not self.recorder.entered:
                 self.recorder.entered = True
-                log.warning("the job uses named stores: its recording has a summary, but cannot be replayed")
+                log.warning("the job uses named stores: its recording can be summarized but not replayed")
 
     def ended(self, by_client: bool) -> None:
         """Record the end of the connection, which one side has closed."""

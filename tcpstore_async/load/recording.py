@@ -373,7 +373,7 @@ def read_recording(path: Path) -> Recording:
             for row in _rows(file):
                 reader.take(row)
     except _DamagedError as error:
-        raise RecordingError(f"{path} is damaged: it cannot be decompressed: {error}") from None
+        raise RecordingError(f"{path} is damaged and cannot be decompressed: {error}") from None
     except OSError as error:
         raise RecordingError(f"cannot read {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

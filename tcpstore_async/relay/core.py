@@ -140,7 +140,9 @@ class Rank(Stream):
         self.entering = None
         self.queued = False
         if refusal:
-            relay.log_limited("entering", f"closed {format_address(self.host, self.port)}: {refusal}")
+            relay.log_limited(
+                "entering", f"closed the connection from {format_address(self.host, self.port)}: {refusal}"
+            )
             self.lose()
         else:
             relay.put_off(self)
@@ -460,7 +462,7 @@ class Relay:
         self._to_read.clear()
         self._close_waiting_since(math.inf)
 
-    def close_waiting(self, seconds: float, reason: str = "there is no server yet; it may retry") -> None:
+    def close_waiting(self, seconds: float, reason: str = "the relay has no server yet; the rank may retry") -> None:
         """Close the connections that have waited for so long, or whose ranks have given up."""
         self._close_waiting_since(time.monotonic() - seconds, reason)
 
@@ -475,7 +477,7 @@ class Relay:
             os.close(fd)
             self.left()
             if since <= latest < math.inf:
-                self.log_limited("waiting", f"closed {format_address(host, port)}: {reason}")
+                self.log_limited("waiting", f"closed the connection from {format_address(host, port)}: {reason}")
 
     def end_link(self) -> None:
         """End a link that has no ranks: a server that is about to stop waits for its connections to end."""
@@ -726,7 +728,7 @@ class Relay:
             except Exception as error:
                 os.close(fd)
                 self.left()
-                self.log_limited("accept", f"closed {format_address(host, port)}: {error!r}")
+                self.log_limited("accept", f"closed the connection from {format_address(host, port)}: {error!r}")
 
     def _serve(self, fd: int, host: str, port: int) -> None:
         """Serve a new connection, or close it if there are too many."""
@@ -751,7 +753,7 @@ class Relay:
         try:
             user = users.look_up(connection)
         except UnknownOwnerError as error:
-            reason = f"cannot tell whose process it is: {error}"
+            reason = f"cannot determine its user: {error}"
         else:
             if user == users.user:
                 return True

@@ -37,7 +37,8 @@ log = logging.getLogger("tcpstore_async.server")
 _CANCEL_SECONDS: Final = 0.05
 
 _NOTHING_TO_RELOAD: Final = (
-    "SIGHUP: there is nothing to reload: the relay loads its files for each connection to its server; it keeps running"
+    "SIGHUP: the relay has nothing to reload, because it reads its files for each connection to its server; "
+    "it keeps running"
 )
 
 

@@ -161,7 +161,7 @@ class Upstream:
         peer = await open_connection(*server, self.tls)
         try:
             if self._is_own(peer):
-                raise _RefusedError("this is the relay itself; --upstream has to be the address of a server")
+                raise _RefusedError("this is the relay itself; --upstream must be the address of a server")
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             identity = await _identify(peer)
             if token:

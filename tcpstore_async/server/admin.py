@@ -65,7 +65,7 @@ _MOST_LISTED: Final = 32
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
-_NOTHING: Final = "invalid request: nothing"
+_NOTHING: Final = "invalid request: empty"
 """From who has only looked whether there is a server."""
 
 _MOST_AUDITED: Final = 256
@@ -320,7 +320,7 @@ class Admin:
         }
         for part in request.ask:
             if part not in parts:
-                known = f"there are {', '.join(parts)}, and {_MONITOR}, by itself"
+                known = f"choose from {', '.join(parts)}, or {_MONITOR} by itself"
                 yield {"error": f"unknown part {part!r}; {known}"}
                 return
             portions = parts[part]()

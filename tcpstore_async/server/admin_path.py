@@ -51,7 +51,9 @@ def default_path(port: int) -> Path:
     except OSError as error:
         raise DistNetworkError(f"cannot create the directory {folder}: {error.strerror}") from None
     if not _is_private(folder):
-        raise DistNetworkError(f"{folder} must be a directory of this user that no other user can access")
+        raise DistNetworkError(
+            f"{folder} must be a directory that belongs to this user and that no other user can access"
+        )
     _remove_leftovers(folder)
     path = folder / f"{port}.sock"
     return folder / f"{port}-{os.getpid()}.sock" if is_live(path) else path

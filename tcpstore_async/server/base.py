@@ -425,7 +425,7 @@ class Server:
         )
 
     def _report_refusal(self, host: str, peer: str, reason: str) -> None:
-        self.log_refusal(host, f"refused to {peer}: {reason}")
+        self.log_refusal(host, f"refused a request from {peer}: {reason}")
 
     def _schedule_tick(self) -> None:
         self.links.now = time.monotonic()

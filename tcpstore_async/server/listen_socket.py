@@ -177,7 +177,7 @@ def warn_if_exposed(listener: socket.socket, *, has_tls: bool, requires_auth: bo
         lacks, danger = "TLS", "anyone who sees its traffic can read tokens, keys and values"
         advice = "start it with --tls-cert and --tls-key"
     else:
-        lacks = "required tokens" if has_tls else "TLS and required tokens"
+        lacks = "requiring tokens" if has_tls else "TLS and without requiring tokens"
         danger = "anyone who can reach this port can read and change every key"
         advice = "start it with --token-keys and --require-auth" + ("" if has_tls else ", --tls-cert and --tls-key")
     log.warning(

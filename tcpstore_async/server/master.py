@@ -205,8 +205,8 @@ def host(
             )
         if tokens != counted.tokens:
             raise DistNetworkError(
-                f"cannot share the server on port {counted.server.port}: it was started with a token or token "
-                "keys other than this store's, or with none; use another port"
+                f"cannot share the server on port {counted.server.port}: its token or token keys differ from those of "
+                "this store; use another port"
             )
         if not may_be_thread and counted.server.pid == os.getpid():
             raise RuntimeError(f"{_NO_THREAD}, but another store has already started it in a thread")
@@ -250,7 +250,7 @@ def _check_address(counted: _CountedServer, bind_host: str | None) -> None:
     wanted = str(resolve(bind_host, 0)[1][0]) if bind_host else _ANY_ADDRESS[0]
     if wanted != counted.address and not (wanted in _ANY_ADDRESS and counted.address in _ANY_ADDRESS):
         raise DistNetworkError(
-            f"cannot share the server on port {counted.server.port}: it listens on {counted.address}, and this store "
+            f"cannot share the server on port {counted.server.port}: it listens on {counted.address}, but this store "
             f"asks for {wanted}; use the same bind_host (or {BIND}), or another port"
         )
 

@@ -87,9 +87,9 @@ class PeerUsers:
             # While this end is open nobody else can have the same two addresses: it is this peer that was found.
             state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
         except OSError as error:
-            raise UnknownOwnerError(f"the kernel does not say whose process it is ({error.strerror})") from None
+            raise UnknownOwnerError(f"the kernel does not report it ({error.strerror})") from None
         if state not in (_ESTABLISHED, _CLOSE_WAIT):
-            raise UnknownOwnerError("it has closed the connection already")
+            raise UnknownOwnerError("the peer has already closed the connection")
         return found
 
     def _owner(self, family: int, peer: tuple[Any, ...], here: tuple[Any, ...]) -> int:
@@ -115,18 +115,21 @@ class PeerUsers:
         if kind == _NLMSG_ERROR:
             code = -_ERROR.unpack_from(reply, _HEADER.size)[0]
             if code == errno.ENOENT:
-                raise UnknownOwnerError("it does not come from this host, or has closed the connection already")
+                raise UnknownOwnerError("the connection is not from this host, or the peer has already closed it")
             raise OSError(code, os.strerror(code))
         user: int
         user, inode = _OWNER.unpack_from(reply, _OWNER_AT)
         if not inode:  # no process has it any more, and the kernel calls that user 0
-            raise UnknownOwnerError("it has closed the connection already")
+            raise UnknownOwnerError("the peer has already closed the connection")
         return user
 
     def _try(self) -> None:
         """Raise DistNetworkError if a connection of this process to itself is not found, or has another user."""
         if self.user == _overflow_user():
-            raise _unavailable(f"this process has user {self.user}, which stands for all that are not mapped here")
+            raise _unavailable(
+                f"this process runs as user {self.user}, which stands for all users that are not mapped in this user "
+                "namespace"
+            )
         with closing(socket.socket()) as listener, closing(socket.socket()) as client:
             try:
                 listener.bind(("127.0.0.1", 0))
@@ -138,9 +141,9 @@ class PeerUsers:
             except OSError as error:
                 raise _unavailable(error.strerror or str(error)) from None
             except UnknownOwnerError as error:
-                raise _unavailable(f"of a connection of this process to itself, {error}") from None
+                raise _unavailable(f"a connection of this process to itself was not recognized: {error}") from None
         if found != self.user:
-            raise _unavailable(f"a connection of user {self.user} to itself is reported as one of user {found}")
+            raise _unavailable(f"the kernel reported a connection of user {self.user} as one of user {found}")
 
 
 def own_connections() -> Callable[[socket.socket], bool]:

@@ -54,12 +54,13 @@ class Holder(NamedTuple):
     command: str = ""
 
     def __str__(self) -> str:
-        text = f"a connection to {self.peer} of " if self.peer else ""
         if not self.pid:
-            return f"{text}a process of uid {self.uid}, which cannot be seen from here"
-        if self.pid == os.getpid():
-            return f"{text}this process, pid {self.pid}"
-        return f"{text}pid {self.pid} ({self.command})" if self.command else f"{text}pid {self.pid}"
+            text = f"a process of uid {self.uid}, which cannot be seen from here"
+        elif self.pid == os.getpid():
+            text = f"this process, pid {self.pid}"
+        else:
+            text = f"pid {self.pid} ({self.command})" if self.command else f"pid {self.pid}"
+        return f"{text}, for a connection to {self.peer}" if self.peer else text
 
 
 def find_holder(host: str, port: int, proc: Path = PROC, seconds: float = _SECONDS) -> Holder | None:

@@ -34,13 +34,13 @@ def activated_fd(environ: MutableMapping[str, str] = os.environ) -> int | None:
         return None
     if given[1] != "1":
         raise DistNetworkError(
-            f"systemd has passed {given[1] or 'no'} sockets, but a server listens on one: the socket unit must have "
-            "one ListenStream="
+            f"systemd passed {given[1] or 'no'} sockets, but a server listens on exactly one: the socket unit must "
+            "have exactly one ListenStream="
         )
     try:
         os.set_inheritable(_FIRST_FD, False)
     except OSError as error:
-        raise DistNetworkError(f"cannot listen on the socket that systemd has passed: {error.strerror}") from None
+        raise DistNetworkError(f"cannot listen on the socket that systemd passed: {error.strerror}") from None
     return _FIRST_FD
 
 

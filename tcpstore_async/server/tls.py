@@ -55,7 +55,7 @@ class ServerTls:
         except DistNetworkError as error:
             log.error("%s; the previous certificate stays in use", error)
         else:
-            log.info("loaded the certificate %s again", self.files.cert)
+            log.info("reloaded the certificate %s", self.files.cert)
 
     def begin(self, connection: Transport) -> Transport | None:
         """Count a handshake; return the oldest one, to be closed, if there are too many."""

@@ -9,7 +9,7 @@ Invariant: a command that is refused has changed nothing. A session without a gu
 from typing import TYPE_CHECKING, Any, Final
 
 from ..access import Access, show
-from ..errors import NotAllowedError
+from ..errors import NotAllowedError, counted
 from ..keyspace import Keyspace
 from ..limits import ENTRY_BYTES
 from ..values import Framed
@@ -160,16 +160,17 @@ class Guard:
         assert access is not None
         assert usage is not None
         for grown, held, most, what in (
-            (keys, usage.keys, access.max_keys, "keys"),
-            (size, usage.bytes, access.max_bytes, "bytes"),
+            (keys, usage.keys, access.max_keys, "key"),
+            (size, usage.bytes, access.max_bytes, "byte"),
         ):
             if most and grown and held + grown > most:
                 raise NotAllowedError(
-                    f"{command.name} with {grown} more {what}; token {access.identity} has stored {held} of {most}"
+                    f"{command.name} would add {counted(grown, what)}; "
+                    f"token {access.identity} has stored {held:,} of {most:,}"
                 )
 
 
 def authentication_required(what: str, certificate: bool) -> str:
     """Return why something is refused to a peer that has not authenticated, by a token or else a certificate."""
     needed = "a client certificate" if certificate else "a token"
-    return f"{what} requires {needed}, as the server was started with --require-auth"
+    return f"{what} requires {needed}, because the server was started with --require-auth"

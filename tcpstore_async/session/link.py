@@ -236,7 +236,7 @@ class Link:
                 if flags == UNNUMBERED and not size:
                     continue
                 if flags or not size:
-                    raise ProtocolError(f"batch with flags {flags:#x} and {counted(size, 'byte')}")
+                    raise ProtocolError(f"invalid batch: flags {flags:#x}, {counted(size, 'byte')}")
                 if 0 < number <= self.taken:
                     at += size
                     continue

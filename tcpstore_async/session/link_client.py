@@ -211,7 +211,7 @@ class ClientLink(Link):
         elif kind == GOING_AWAY:
             self.going_away = True
         else:
-            raise ProtocolError(f"frame of kind {kind}")
+            raise ProtocolError(f"unexpected frame of kind {kind}")
 
 
 def link_fields(items: dict[str, bytes]) -> Fields:

@@ -368,5 +368,5 @@ class LinkRegistry:
 def _number(said: dict[bytes, bytes], name: bytes) -> int:
     text = said.get(name, b"")
     if not text.isdigit() or len(text) > 18:
-        raise ProtocolError(f"LINK with an invalid number {name!r}")
+        raise ProtocolError(f"LINK with an invalid number as its {name.decode()}")
     return int(text)

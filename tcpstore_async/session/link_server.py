@@ -270,7 +270,7 @@ class ServerLink(Link):
         elif kind == DESCRIBE:
             self._describe(session, payload)
         else:
-            raise ProtocolError(f"frame of kind {kind}")
+            raise ProtocolError(f"unexpected frame of kind {kind}")
 
     def _open(self, session: int, payload: bytes) -> None:
         if session <= self._last_opened or not 2 < len(payload) <= _MAX_TEXT:

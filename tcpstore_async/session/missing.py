@@ -454,7 +454,7 @@ def _does(session: "ServerSession", tells: bool) -> str:
     if session.state == IDLE:
         return f"has sent nothing since {session.slot.command.name}"
     if not tells:
-        return "waits"
+        return "is waiting"
     group = session.group
     keys: list[bytes] = []
     target = 0

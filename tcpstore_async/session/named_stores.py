@@ -67,7 +67,7 @@ _MANY: Final = 1000
 """Keys from which on they are freed in portions."""
 
 
-_STAYING: Final = "a connection that waits, has joined, is an agent's or has unconfirmed leases"
+_STAYING: Final = "a connection that is waiting, has joined, represents an agent, or has unconfirmed leases"
 
 
 class StoreEnded(PeerError):
@@ -216,7 +216,9 @@ class NamedStores:
                 if store.is_lost():
                     return _lost(store)
                 age = 0.0 if self.clock is None else self.clock() - store.since
-                return _reply(TAKEN, f"{store} has been owned by {store.creator} for {age:.1f} s")
+                return _reply(
+                    TAKEN, f"{store} already has an owner ({store.creator}), which created it {age:.1f} s ago"
+                )
         elif store is None or _is_later(entry.attempt, store.attempt):
             return None if entry.waits else _reply(ENDED, self._why_absent(entry.name))
         elif entry.attempt and store.attempt and entry.attempt != store.attempt:
@@ -340,9 +342,9 @@ class NamedStores:
         if access is None:
             return ""
         if access.store and access.store != entry.name:
-            return f"token {access.identity} is for the store {access.store!r}, not for {entry.name!r}"
+            return f"token {access.identity} is only for the store {access.store!r}, not for {entry.name!r}"
         if entry.owner and not access.may_write():
-            return f"token {access.identity} may only read, but the owner of a store must be able to write"
+            return f"token {access.identity} grants only read access, but the owner of a store needs write access"
         return ""
 
     def _create(self, entry: Entry) -> NamedStore:
@@ -522,11 +524,11 @@ def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:
     if raw is None:
         return ""
     if len(raw) > most:
-        raise ProtocolError(f"ENTER with {name.decode()} of {len(raw)} bytes (max {most})")
+        raise ProtocolError(f"the {name.decode()} in ENTER has {len(raw)} bytes (max {most})")
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise ProtocolError(f"ENTER with {name.decode()} that is not UTF-8") from None
+        raise ProtocolError(f"the {name.decode()} in ENTER is not UTF-8") from None
 
 
 def _is_later(attempt: str, other: str) -> bool:
@@ -535,7 +537,7 @@ def _is_later(attempt: str, other: str) -> bool:
 
 
 def _lost(store: NamedStore) -> Framed:
-    return _reply(LOST, f"{store} has lost its owner ({store.creator}), and will end unless the owner comes back")
+    return _reply(LOST, f"{store} has lost its owner ({store.creator}) and will end unless the owner comes back")
 
 
 def _reply(status: str, reason: str, incarnation: str = "") -> Framed:

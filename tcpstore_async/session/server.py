@@ -405,7 +405,7 @@ class Engine:
         usage = None if access is None else self.usage.get(access.identity)
         if access is None or usage is None or not 0 < access.max_sessions <= len(usage.sessions):
             return ""
-        return f"token {access.identity} has {len(usage.sessions)} sessions of {access.max_sessions}"
+        return f"token {access.identity} already has {len(usage.sessions)} sessions (max {access.max_sessions})"
 
     def table_of(self, session: "ServerSession") -> "list[_Slot | None]":
         """Return the table of a session that has sent VALIDATE."""
@@ -935,7 +935,7 @@ class ServerSession(Holder):
         engine = self.engine
         if self.table is engine.handshake:
             if opcode == HANDSHAKE:
-                return ProtocolError("it begins a TLS handshake, and this server does not use TLS")
+                return ProtocolError("it began a TLS handshake, but this server does not use TLS")
             return ProtocolError(f"first frame has opcode {opcode}, expected VALIDATE")
         if self.table is NO_COMMANDS:
             return ProtocolError(f"opcode {opcode} from an evicted session")
@@ -985,13 +985,13 @@ class ServerSession(Holder):
         """Present a token. Raises NotAllowedError if it is refused, behind the reply that says so."""
         engine = self.engine
         if engine.authenticate is None:
-            found: Access | str = "the server has no keys to check tokens with; connect without one"
+            found: Access | str = "the server has no keys to check tokens with; connect without a token"
         else:
             found = engine.authenticate(unpack(token))
         status = REFUSED
         if isinstance(found, Access):
             if found.store and engine.root.named is None:
-                found = f"token {found.identity} is for the store {found.store!r}, which this server does not have"
+                found = f"token {found.identity} is only for the store {found.store!r}, which this server does not have"
             elif engine.granted.get(self) != found:
                 status = CROWDED
                 found = engine.crowded(found) or found
@@ -1041,7 +1041,7 @@ class ServerSession(Holder):
         if len(token) > _MAX_TOKEN:
             raise ProtocolError(f"JOIN with a token of {len(token) - PREFIX} bytes (max {_MAX_TOKEN - PREFIX})")
         if self.engine.over and len(token) > PREFIX:
-            raise ProtocolError("JOIN when the round is over; the rank will join the next one")
+            raise ProtocolError("JOIN after the end of the round; the rank will join the next one")
         return self.engine.keyspace.join(self, key, unpack(token))
 
     def missing(self, items: list[tuple[bytes, Framed]]) -> Framed | None:

@@ -58,7 +58,7 @@ class TlsError(ProtocolError):
 def reason_of(error: ssl.SSLError) -> str:
     """Say what was wrong with a peer, of which "it" is the pronoun."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: certificate verify failed: {error.verify_message}"
+        return f"its certificate was not accepted: certificate verify failed: {error.verify_message}"
     name = error.reason or ""
     for part, text in _REASONS:
         if part in name:

@@ -281,7 +281,10 @@ class TCPStore(Store):
             keys = os.path.abspath(os.environ[TOKEN_KEYS])
         if not keys and not self._token:
             if os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE):
-                log.warning("this store's server admits everybody: it was given the token '' instead of $%s", TOKEN)
+                log.warning(
+                    "this store's server admits clients without a token: its own token is '', which overrides $%s",
+                    TOKEN,
+                )
             return None
         if not _is_agent_port(port):
             self._check_tokens()

@@ -81,7 +81,7 @@ def warn_if_exposed(host: str, port: int, same_user: bool) -> None:
     """Warn if the page can be reached from other hosts."""
     if not is_loopback(host) and not same_user:
         log.warning(
-            "http://%s/ is reachable from other hosts, without TLS and tokens: anyone who can reach it sees the names "
+            "http://%s/ is reachable from other hosts, without TLS or tokens: anyone who can reach it sees the names "
             "of keys and hosts (never values); listen on 127.0.0.1, or restrict access to it (docs/security.md)",
             format_address(host, port),
         )

@@ -329,7 +329,7 @@ def test_a_timeout_has_the_differences_so_far(tmp_path: Path) -> None:
     with tcpstore_server() as server:
         done = replay(file, server.port, "--speed", "0", "--timeout", "0.3")
     assert done.returncode == 3
-    assert b"WAIT /absent has no reply; 1 reply differs; first: connection 0, request 3, ADD /k" in done.stderr
+    assert b"WAIT /absent has not been answered; 1 reply differs; first: connection 0, request 3, ADD /k" in done.stderr
     assert b": recorded 5, got 1" in done.stderr
 
 
@@ -457,7 +457,7 @@ def test_a_recording_of_stores_with_names_is_refused(tmp_path: Path) -> None:
                 assert store.get("k") == host.encode()
         status, said = proxy.stop()
         assert status == 0
-        assert said.count("cannot be replayed") == 1
+        assert said.count("can be summarized but not replayed") == 1
         done = replay(file, server.port)
         assert (done.returncode, done.stdout) == (1, b"")
         (line,) = done.stderr.splitlines()
@@ -558,7 +558,7 @@ def test_a_full_disk_does_not_end_the_job() -> None:
         peer.ping()
         status, said = proxy.stop()
     assert status == 1
-    assert "recording stopped, traffic is still forwarded: cannot write /dev/full: No space left on device" in said
+    assert "recording stopped, but traffic is still forwarded: cannot write /dev/full: No space left on device" in said
     assert said.splitlines()[-1] == "Error: cannot write /dev/full: No space left on device"
     assert "recorded " not in said
 

@@ -707,7 +707,7 @@ def only_replies_that_were_sent_are_acknowledged(s: Script) -> None:
 
 @case()
 def token_is_refused_without_keys_to_check_it(s: Script) -> None:
-    said = b'{"status":"refused","reason":"the server has no keys to check tokens with; connect without one"}'
+    said = b'{"status":"refused","reason":"the server has no keys to check tokens with; connect without a token"}'
     s.peer("a").asks(set_(b"k", b"v") + auth(b"any") + set_(b"k", b"w"), Answer(blob(said), closed=True))
     s.peer("b").asks(get(b"k"), blob(b"v"))
 

@@ -113,7 +113,7 @@ def test_who_waits_for_a_store(server: Server) -> None:
         if found and found[0]["waits_for"]:
             break
     assert (found[0]["command"], found[0]["waits_for"]) == ("ENTER", ["late:1"])
-    assert "waits for the store late:1" in run_command(server, "who").stdout
+    assert "is waiting for the store late:1" in run_command(server, "who").stdout
     with TCPStore("late", 1, None, True, LIMIT, server=url):
         rank.join()
 

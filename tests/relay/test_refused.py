@@ -57,7 +57,7 @@ def test_ranks_wait_while_the_token_has_as_many_sessions_as_it_allows(tmp_path: 
             reply = other.ask(auth(token.encode()), 8)
             assert b'"ok"' in other.read(int.from_bytes(reply, "little"))
         with tcpstore_relay(server.port, "--token-file", str(mine)) as relay, RawPeer(relay.port) as rank:
-            until(lambda: "has 2 sessions of 2" in relay.log())
+            until(lambda: "already has 2 sessions (max 2)" in relay.log())
             for other in others:
                 other.close()
             rank.ping()

@@ -141,7 +141,7 @@ def test_another_network_is_refused_though_its_users_have_the_same_numbers() -> 
         with there.inside(lambda: socket.create_connection(address, LIMIT)) as peer:
             port = peer.getsockname()[1]
             assert peer.recv(1) == b""
-        line = f"rejected {there.address}:{port}: cannot tell whose process it is: it does not come from this host"
+        line = f"rejected {there.address}:{port}: cannot determine its user: the connection is not from this host"
         until(lambda: line in relay.log(), "the refusal is logged")
         with here.inside(lambda: socket.create_connection(address, LIMIT)) as mine:
             mine.sendall(SET)
@@ -271,5 +271,5 @@ def test_a_kernel_that_does_not_say_is_noticed_at_the_start(monkeypatch: pytest.
 def test_a_user_that_stands_for_several_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a user namespace, users that are not mapped all look alike."""
     monkeypatch.setattr(peer_user, "_overflow_user", os.geteuid)
-    with pytest.raises(DistNetworkError, match="stands for all that are not mapped here"):
+    with pytest.raises(DistNetworkError, match="stands for all users that are not mapped"):
         PeerUsers()

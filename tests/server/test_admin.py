@@ -189,11 +189,11 @@ def test_paths_that_cannot_be_had(sockets: Path, tmp_path: Path, monkeypatch: py
     with pytest.raises(DistNetworkError, match="No such file"):
         admin_path.listen(Path("/nowhere/s"))
     sockets.mkdir(mode=0o755)
-    with pytest.raises(DistNetworkError, match="must be a directory of this user"):
+    with pytest.raises(DistNetworkError, match="must be a directory that belongs to this user"):
         admin_path.default_path(1)
     sockets.rmdir()
     sockets.symlink_to(tmp_path)
-    with pytest.raises(DistNetworkError, match="must be a directory of this user"):
+    with pytest.raises(DistNetworkError, match="must be a directory that belongs to this user"):
         admin_path.default_path(1)
     assert admin_path.find(1) == []
 

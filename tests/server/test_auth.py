@@ -126,7 +126,7 @@ def test_a_token_for_a_store_opens_no_other(server: Server) -> None:
     with TCPStore("theirs", 1, None, True, LIMIT, token=token, server=url) as store:
         store.set("k", "v")
         assert store.get("k") == b"v"
-    with pytest.raises(DistNetworkError, match="is for the store 'theirs:1', not for 'ours:1'"):
+    with pytest.raises(DistNetworkError, match="is only for the store 'theirs:1', not for 'ours:1'"):
         TCPStore("ours", 1, None, True, LIMIT, token=token, server=url)
     with (
         TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token, server="") as nameless,
@@ -164,7 +164,7 @@ def test_without_a_token_nothing_is_done(server: Server, frame: bytes) -> None:
         peer.send(frame)
         assert peer.closed()
     (line,) = lines(server, "not allowed")
-    assert "requires a token, as the server was started with --require-auth" in line
+    assert "requires a token, because the server was started with --require-auth" in line
     assert "127.0.0.1:" in line
     assert num_keys(server) == 0
 
@@ -283,7 +283,7 @@ def test_an_async_store_stays_usable_after_a_refusal(server: Server) -> None:
                 lambda: store.barrier("k", 1),
             ]
             for call in refused:
-                with pytest.raises(DistStoreError, match=r"not allowed: .* needs the right to write"):
+                with pytest.raises(DistStoreError, match=r"not allowed: .* requires write access"):
                     await call()
                 assert await store.num_keys() == 0
             assert await store.list_keys() == []
@@ -422,7 +422,7 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
         assert (said["status"], said["reason"]) == ("refused", reason)
         peer.close()
     (line, *_) = lines(server, "LINK refused")
-    assert "refused to 127.0.0.1:" in line
+    assert "refused a request from 127.0.0.1:" in line
     assert "the link belongs to a client that has authenticated differently" in line
     back, said = _open(server.port, mine, _link_items(4, *resume))
     assert said["status"] == "resumed"
@@ -587,6 +587,6 @@ def test_limits_of_a_token_close_with_one_line(server: Server) -> None:
         with pytest.raises(DistNetworkError):
             store.add("c", 1)
     (line,) = lines(server, "not allowed")
-    assert f"ADD with 1 more keys; token {identity_of(token)} has stored 2 of 2" in line
+    assert f"ADD would add 1 key; token {identity_of(token)} has stored 2 of 2" in line
     assert num_keys(server) == 2
     assert i64(2) == u64(2)

@@ -145,7 +145,7 @@ def takes_over(token: str, attempt: int, secret: bytes = bytes([8] * 16)) -> Cal
 
 
 OWNER = KEYS.create()
-PLAIN = "requires a token, as the server was started with --require-auth"
+PLAIN = "requires a token, because the server was started with --require-auth"
 
 ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
     "no token": (sends(WRITE), PLAIN),
@@ -153,12 +153,18 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
     "a plain connection asks for the keys": (sends(NUM_KEYS, tls=False), PLAIN),
     "a token, then a write with read rights": (
         sends(auth(KEYS.create(rights="read").encode()) + WRITE),
-        "SET needs the right to write",
+        "SET requires write access",
     ),
-    "a token for another store": (sends(auth(KEYS.create(store="job:1").encode()) + WRITE), "is for the store 'job:1'"),
-    "a token for other keys": (sends(auth(KEYS.create(prefix="job/").encode()) + WRITE), "only keys with the prefix"),
+    "a token for another store": (
+        sends(auth(KEYS.create(store="job:1").encode()) + WRITE),
+        "is only for the store 'job:1'",
+    ),
+    "a token for other keys": (
+        sends(auth(KEYS.create(prefix="job/").encode()) + WRITE),
+        "access only to keys with the prefix",
+    ),
     **{f"a token {name}": (sends(auth(token.encode()) + WRITE), reason) for name, (token, reason) in REFUSED.items()},
-    "another CA": (tls_refused(context(certificates().stranger)), "its certificate is not accepted"),
+    "another CA": (tls_refused(context(certificates().stranger)), "its certificate was not accepted"),
     "an expired certificate": (tls_refused(context(certificates().expired)), "certificate has expired"),
     "no certificate": (tls_refused(context()), "it sent no certificate"),
     "TLS 1.2": (tls_refused(old_version()), "it does not offer TLS 1.3"),
@@ -199,7 +205,10 @@ def batch(number: int, *frames: tuple[int, int, bytes]) -> bytes:
     ("shown", "reason"),
     [
         (b"", "not allowed: LINK requires a token"),
-        (auth(KEYS.create(prefix="job/", rights="admin").encode()), "grants only keys with the prefix 'job/'"),
+        (
+            auth(KEYS.create(prefix="job/", rights="admin").encode()),
+            "grants access only to keys with the prefix 'job/'",
+        ),
     ],
     ids=["no token", "a token"],
 )
@@ -281,7 +290,7 @@ def test_a_certificate_is_enough_if_the_server_has_no_token_keys(backend: str, m
         asyncio.run(main())
         with tcpstore_relay(url) as relay, RawPeer(relay.port) as rank:
             assert rank.ask(NUM_KEYS, 8) == u64(1)
-        with pytest.raises(AccessDeniedError, match="no keys to check tokens with; connect without one"):
+        with pytest.raises(AccessDeniedError, match="no keys to check tokens with; connect without a token"):
             TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=KEYS.create())
 
 
@@ -311,7 +320,7 @@ def test_a_rank_behind_a_relay_with_a_token_of_its_own(server: Server, tmp_path:
         rank.ping()
         with RawPeer(relay.port) as crowded:
             assert crowded.closed()
-        until(lambda: "has 2 sessions of 2" in server.log())
+        until(lambda: "already has 2 sessions (max 2)" in server.log())
         reply = rank.ask(auth(KEYS.create(prefix="own/").encode()), 8)
         assert b'"ok"' in rank.read(int.from_bytes(reply, "little"))
         rank.send(set_(b"/own/k", b"v"))

@@ -21,10 +21,10 @@ EXPOSED = "reachable from other hosts"
         (
             False,
             False,
-            "without TLS and required tokens: anyone who can reach",
+            "without TLS and without requiring tokens: anyone who can reach",
             "--token-keys and --require-auth, --tls",
         ),
-        (True, False, "without required tokens: anyone who can reach", "--token-keys and --require-auth, or"),
+        (True, False, "without requiring tokens: anyone who can reach", "--token-keys and --require-auth, or"),
         (False, True, "without TLS: anyone who sees its traffic", "--tls-cert and --tls-key, or"),
         (True, True, "", ""),
     ],
@@ -41,7 +41,7 @@ def test_what_it_lacks_and_what_to_do(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     text = record.getMessage()
-    assert text.startswith(f"0.0.0.0:{port} is {EXPOSED}, {said}")
+    assert text.startswith(f"0.0.0.0:{port} is {EXPOSED} {said}")
     assert advised in text
     assert "127.0.0.1" in text
     assert "\n" not in text

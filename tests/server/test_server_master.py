@@ -265,7 +265,7 @@ def test_a_server_of_another_address_is_not_shared(where: str, monkeypatch: pyte
     with pytest.raises(DistNetworkError) as caught:
         host(everywhere.port, multi_tenant=True, bind_host="127.0.0.2")
     assert str(caught.value) == (
-        f"cannot share the server on port {everywhere.port}: it listens on ::, and this store asks for 127.0.0.2; "
+        f"cannot share the server on port {everywhere.port}: it listens on ::, but this store asks for 127.0.0.2; "
         "use the same bind_host (or TCPSTORE_BIND), or another port"
     )
     for same in ("::", "0.0.0.0"):
@@ -273,7 +273,7 @@ def test_a_server_of_another_address_is_not_shared(where: str, monkeypatch: pyte
     assert serves(everywhere)
     everywhere.release()
     exact = host(0, multi_tenant=True, bind_host="127.0.0.2")
-    with pytest.raises(DistNetworkError, match=r"it listens on 127\.0\.0\.2, and this store asks for ::;"):
+    with pytest.raises(DistNetworkError, match=r"it listens on 127\.0\.0\.2, but this store asks for ::;"):
         host(exact.port, multi_tenant=True)
     host(exact.port, multi_tenant=True, bind_host="127.0.0.2").release()
     monkeypatch.setenv("TCPSTORE_BIND", "127.0.0.2")

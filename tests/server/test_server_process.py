@@ -268,7 +268,7 @@ def test_the_grace_ends(grace: float) -> None:
 def test_no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     with listen("::", 0) as listener:
-        with pytest.raises(StartError, match=r"^no Python interpreter to run it$"):
+        with pytest.raises(StartError, match=r"^no Python interpreter found to run it$"):
             start(listener)
         assert listener.fileno() >= 0, "it may be used otherwise"
 

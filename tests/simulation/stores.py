@@ -428,7 +428,7 @@ class World:
         if entry.owner:
             if life is None or entry.owner in life.ids or (entry.shares and entry.shares in life.ids):
                 return entered
-            return TAKEN, f"the store {name!r} has been owned by {WHO} for 0.0 s"
+            return TAKEN, f"the store {name!r} already has an owner ({WHO}), which created it 0.0 s ago"
         if life is None or (entry.attempt and life.attempt and int(entry.attempt) > int(life.attempt)):
             over = next(
                 (one.over for one in reversed(self.by_incarnation.values()) if one.name == name and one.over), ""

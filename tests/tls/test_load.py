@@ -47,8 +47,8 @@ def test_a_benchmark(server: Server) -> None:
     ("token", "status", "error"),
     [
         ("", 5, "the server requires a token"),
-        (KEYS.create(prefix="job/"), 5, "grants only keys with the prefix 'job/'"),
-        (KEYS.create(rights="read"), 5, "needs the right to write"),
+        (KEYS.create(prefix="job/"), 5, "grants access only to keys with the prefix 'job/'"),
+        (KEYS.create(rights="read"), 5, "requires write access"),
         (KEYS.create(seconds=-1), 5, "expired at"),
     ],
 )

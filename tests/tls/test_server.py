@@ -77,7 +77,7 @@ def test_plain_and_encrypted_peers_on_one_port(backend: str) -> None:
         (lambda: context(ca=certificates().others.ca), "it does not trust the CA of this side's certificate"),
         (old_version, "it does not offer TLS 1.3"),
         (context, "it sent no certificate, which this side requires"),
-        (lambda: context(certificates().stranger), "its certificate is not accepted: certificate verify failed:"),
+        (lambda: context(certificates().stranger), "its certificate was not accepted: certificate verify failed:"),
         (lambda: context(certificates().expired), "certificate has expired"),
     ],
     ids=["trusts another CA", "TLS 1.2", "no certificate", "of another CA", "expired"],
@@ -105,7 +105,7 @@ def test_what_is_no_tls(backend: str) -> None:
 def test_a_server_without_tls(backend: str) -> None:
     with tcpstore_server("--backend", backend) as server:
         refused(server, context())
-        assert "it begins a TLS handshake, and this server does not use TLS" in logged(server, "closed the connection")
+        assert "it began a TLS handshake, but this server does not use TLS" in logged(server, "closed the connection")
 
 
 def test_a_peer_that_ends_in_the_handshake_is_no_news(backend: str) -> None:
@@ -260,7 +260,7 @@ def test_reload_on_sighup(backend: str, tmp_path: Path) -> None:
         replace(pair, known.renewed)
         assert serial(server.port) == first
         server.process.send_signal(signal.SIGHUP)
-        logged(server, "again")
+        logged(server, "reloaded the certificate")
         assert serial(server.port) != first
         before.ping()
         Path(pair.cert).write_text("broken")

@@ -106,7 +106,7 @@ def test_info_of_a_full_server_comes_from_its_admin_socket() -> None:
         one.ping()
         found = json.loads(run_command(server, "info", "-o", "json").stdout)
         assert (found["connections"], found["max_connections"], found["ping_milliseconds"]) == (1, 1, None)
-        assert found["unreachable"] == "it has 1 connections, its maximum"
+        assert found["unreachable"] == "it has reached its maximum of 1 connection"
         assert "server: tcpstore_async" in run_command(server, "info").stdout
 
 

@@ -84,7 +84,7 @@ def test_who_is_missing(server: Server) -> None:
     text = run_command(server, "who", "--missing", "--world-size", "5").stdout
     assert "of 5 ranks have joined" in text
     assert "barrier here: 1 of 4 have arrived, 1 waiting for" in text
-    assert ", pid 77) is connected, and has sent nothing since PING, for" in text
+    assert ", pid 77) is connected but has sent nothing since PING, for" in text
 
 
 def test_waiters(server: Server) -> None:
@@ -132,7 +132,7 @@ def test_another_machine() -> None:
 
 def test_several_servers_of_one_port(module_sockets: Path, server: Server) -> None:
     with admin_path.listen(module_sockets / f"{server.port}-1.sock"):
-        fails(run_command(server, "clients"), f"several servers have port {server.port}: choose one with --admin (")
+        fails(run_command(server, "clients"), f"several servers use port {server.port}: choose one with --admin (")
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_nccl() -> None:
 
 
 def test_round_trips() -> None:
-    assert round_trips([0.001, 0.002, 0.5]).text == "a round trip takes 2.00 ms at the median, 500.00 ms at most"
+    assert round_trips([0.001, 0.002, 0.5]).text == "a round trip takes 2.00 ms (median), at most 500.00 ms"
     assert round_trips([0.1]).status == WARN
 
 
@@ -392,7 +392,7 @@ def test_a_server_that_closes_the_connection() -> None:
             return store
 
         (found,) = check_server(Way("127.0.0.1", running.port, connect), LIMIT)
-    assert found.text.startswith(f"127.0.0.1:{running.port} accepts the connection and closes it: ")
+    assert found.text.startswith(f"127.0.0.1:{running.port} accepts the connection and then closes it: ")
     assert found.fix.startswith("see its log")
 
 

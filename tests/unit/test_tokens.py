@@ -195,10 +195,10 @@ def test_where_a_client_finds_its_token(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_no_token_is_not_shown(tmp_path: Path, text: str) -> None:
     path = tmp_path / "token"
     path.write_bytes(text.encode())
-    with pytest.raises(AccessDeniedError, match="is not a token") as raised:
+    with pytest.raises(AccessDeniedError, match="is not a valid token") as raised:
         find_token(text)
     assert text not in str(raised.value)
-    with pytest.raises(AccessDeniedError, match="is not a token") as raised:
+    with pytest.raises(AccessDeniedError, match="is not a valid token") as raised:
         read_token(path)
     assert text not in str(raised.value)
 
@@ -238,7 +238,7 @@ def test_token_files_that_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_signed_token_cannot_say(claims: bytes) -> None:
-    assert KEYS.check(_claiming(claims), 0) == "the token has content that this server does not understand"
+    assert KEYS.check(_claiming(claims), 0) == "this server does not understand the content of the token"
 
 
 @pytest.mark.parametrize("expires", [-1, -(10**17), -(10**30)])

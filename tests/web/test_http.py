@@ -188,7 +188,7 @@ def test_one_rank(port: int) -> None:
     until(lambda: json.loads(get(port, "/api/state")[1])["look"])
     detail = json.loads(get(port, "/api/rank?number=17")[1])["detail"]
     assert (detail["host"], detail["port"], detail["pid"]) == ("node-00002", 40000, 1017)
-    assert detail["does"] == "waits for store_based_barrier_key:default_pg:last_worker"
+    assert detail["does"] == "is waiting for store_based_barrier_key:default_pg:last_worker"
     assert json.loads(get(port, "/api/rank?number=3")[1])["detail"] is None
     for wrong in ("", "x", "-1", "9" * 20, "%D9%A3"):
         assert get(port, f"/api/rank?number={wrong}")[0] == 404

@@ -78,7 +78,7 @@ def test_seven_of_1000_are_missing(page: Page) -> None:
     text = page.text("#pending")
     assert "993 of 1,000 have arrived" in text
     assert "missing: rank 8, 17–19, 502, 641, 830" in text
-    assert "waits for epoch_8/ready" in text
+    assert "is waiting for epoch_8/ready" in text
 
 
 def test_the_near_miss_is_shown(page: Page) -> None:
@@ -92,7 +92,7 @@ def test_one_rank(page: Page) -> None:
     page.evaluate("(n => { n.value = '641'; n.dispatchEvent(new Event('input')); })(document.getElementById('number'))")
     page.until("document.getElementById('detail').textContent.includes('node-080')")
     assert page.text("#detail").startswith(
-        "rank 641: missing, connected; node-080, pid 20641; waits for epoch_8/ready, for "
+        "rank 641: missing, connected; node-080, pid 20641; is waiting for epoch_8/ready, for "
     )
     box = page.evaluate("(b => [b.left, b.top])(document.getElementById('grid').getBoundingClientRect())")
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 3, y=box[1] + 3)

@@ -203,7 +203,7 @@ def test_98304_ranks(tmp_path: Path) -> None:
         detail = json.loads(get(page.port, "/api/rank?number=50002")[1])["detail"]
         assert (detail["host"], detail["does"]) == (
             "node-06250",
-            "waits for store_based_barrier_key:default_pg:last_worker",
+            "is waiting for store_based_barrier_key:default_pg:last_worker",
         )
         assert json.loads(get(page.port, "/api/rank?number=50001")[1])["detail"] is None
         for wrong in ("", "x", "-1", "9" * 20, "%D9%A3"):

@@ -156,7 +156,7 @@ class ServerProcess:
 
     def _kill(self) -> None:
         if not _has_hung_up(self._control, 0):
-            self._log.expect_kill(f"was killed, as it did not stop within {STOP_TIMEOUT:g} s")
+            self._log.expect_kill(f"was killed because it did not stop within {STOP_TIMEOUT:g} s")
         self._process.kill()
         self._process.wait(STOP_TIMEOUT)
 
@@ -187,7 +187,7 @@ def start(
     by then, and StartError if it could not be started; `listener` is left as it was.
     """
     if not sys.executable or getattr(sys, "frozen", False):
-        raise StartError("no Python interpreter to run it")
+        raise StartError("no Python interpreter found to run it")
     try:
         server = _launch(listener, backend, grace, START_TIMEOUT if timeout == 0 else timeout, tls, tokens)
     except TimeoutError:

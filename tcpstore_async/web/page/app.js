@@ -278,7 +278,7 @@ function drawPending(look) {
     for (const rank of one.elsewhere) {
       const place = rank.pid === null ? `${rank.host}:${rank.port}` : `${rank.host}:${rank.port}, pid ${rank.pid}`;
       const who = rank.rank === null ? place : `rank ${rank.rank} (${place})`;
-      item.append(paragraph(`${who} is connected, and `, name(rank.does), `, for ${seconds(rank.since)}`));
+      item.append(paragraph(`${who} is connected but `, name(rank.does), `, for ${seconds(rank.since)}`));
     }
     if (one.more_elsewhere) item.append(paragraph(`and ${count(one.more_elsewhere)} more connected`));
     if (one.unseen) item.append(paragraph(`${count(one.unseen)} not connected`));

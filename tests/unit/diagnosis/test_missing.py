@@ -90,7 +90,7 @@ def test_what_the_missing_wait_for_instead() -> None:
     world.wait(3, b"/other/last_member")
     found = {one.key: one for one in world.missing(4, environments(range(4), 4)).waits}
     barrier = found["/store_based_barrier_key:default_pg"]
-    assert [(one.rank, one.does) for one in barrier.elsewhere] == [(3, "waits for other/last_member")]
+    assert [(one.rank, one.does) for one in barrier.elsewhere] == [(3, "is waiting for other/last_member")]
     assert barrier.missing_ranks == [3]
 
 

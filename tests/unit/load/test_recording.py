@@ -217,7 +217,7 @@ def test_a_damaged_compressed_recording(tmp_path: Path) -> None:
     path = tmp_path / "recording.gz"
     for place in (11, len(packed) - 6):  # what is compressed, and its checksum
         path.write_bytes(packed[:place] + bytes([packed[place] ^ 255]) + packed[place + 1 :])
-        with pytest.raises(RecordingError, match="is damaged: it cannot be decompressed: ") as raised:
+        with pytest.raises(RecordingError, match="is damaged and cannot be decompressed: ") as raised:
             read_recording(path)
         assert "\n" not in str(raised.value)
 

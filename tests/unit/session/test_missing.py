@@ -56,7 +56,7 @@ def test_the_ranks_that_have_not_written_their_keys() -> None:
     assert (report.missing, [absent.index for absent in report.keys]) == (2, [3, 7])
     assert report.ranks == [3, 7]
     assert report.elsewhere == [
-        Elsewhere(Who("node0", 3, 3), "waits for never", 70.0),
+        Elsewhere(Who("node0", 3, 3), "is waiting for never", 70.0),
         Elsewhere(Who("node1", 7, 7), "has sent nothing since INTRODUCE", 70.0),
     ]
 
@@ -83,7 +83,7 @@ def test_the_ranks_that_have_not_arrived(counter: bytes) -> None:
     report = world.ask(6, counter=counter, expected=8)
     assert (report.arrived, report.ranks, report.more) == (6, [1, 6], 0)
     assert [(one.who.rank, one.does) for one in report.elsewhere] == [
-        (1, "waits for weights"),
+        (1, "is waiting for weights"),
         (6, "has just timed out"),
     ]
 
@@ -168,7 +168,7 @@ def test_a_token_for_a_prefix_learns_of_no_other_keys() -> None:
     world.set(3, b"/mine/rank3")
     world.wait(2, b"/others/secret")
     report = world.ask(0, *[b"/mine/rank%d" % rank for rank in range(1, 4)])
-    assert [(one.who.rank, one.does) for one in report.elsewhere] == [(2, "waits")]
+    assert [(one.who.rank, one.does) for one in report.elsewhere] == [(2, "is waiting")]
     report = world.ask(0, b"/mine/+=+=+=+")
     assert report.keys[0].nearest == []
     with pytest.raises(NotAllowedError):

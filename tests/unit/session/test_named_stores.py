@@ -191,7 +191,10 @@ def test_a_second_owner_is_told_who_the_first_is(server: Server) -> None:
     now[0] += 2.5
     other = server.connect()
     refused = server.enter(other, "a", owner="another")
-    assert refused == {"status": "taken", "reason": "the store 'a' has been owned by host n1, pid 77 for 2.5 s"}
+    assert refused == {
+        "status": "taken",
+        "reason": "the store 'a' already has an owner (host n1, pid 77), which created it 2.5 s ago",
+    }
     assert server.say(other, set_(b"/k", b"v") + get(b"/k"))[8:] == b"v"
     assert server.enter(other, "b", owner="another")["status"] == "entered"
 
@@ -253,7 +256,7 @@ def test_nobody_new_enters_while_the_owner_may_be_dead(server: Server) -> None:
     owner.owner = Broken()
     lost = {
         "status": "lost",
-        "reason": "the store 'a' has lost its owner (host n1, pid 77), and will end unless the owner comes back",
+        "reason": "the store 'a' has lost its owner (host n1, pid 77) and will end unless the owner comes back",
     }
     assert server.enter(late, "a") == lost
     assert server.enter(rival, "a", owner="another") == lost
@@ -420,7 +423,7 @@ def test_who_waits_for_a_store_does_nothing_that_binds_it_to_the_first(server: S
     owner = server.owner("a")
     server.work()
     assert list(server.closed) == [rank]
-    assert "ENTER from a connection that waits, has joined, is an agent's" in server.closed[rank]
+    assert "ENTER from a connection that is waiting, has joined, represents an agent" in server.closed[rank]
     assert list(server.named.stores["a"].sessions) == [owner]
     other = server.connect()
     assert server.say(other, join(b"init/", b"")) == i64(0)  # without those that have left
@@ -451,7 +454,7 @@ def test_a_token_for_a_store_opens_that_one_only(server: Server) -> None:
     for command in (set_(b"/k", b"v"), get(b"/k"), b"\x07"):
         other = server.connect()
         other.grant_access(Access("t", store="a"))
-        with pytest.raises(NotAllowedError, match="token t is for the store 'a'"):
+        with pytest.raises(NotAllowedError, match="token t is only for the store 'a'"):
             server.say(other, command)
     assert server.enter(session, "a", owner="o")["status"] == "entered"
     assert server.say(session, set_(b"/k", b"v") + get(b"/k"))[8:] == b"v"
@@ -462,7 +465,7 @@ def test_a_token_that_reads_owns_no_store(server: Server) -> None:
     session.grant_access(Access("t", "read"))
     assert (
         server.enter(session, "a", owner="o")["reason"]
-        == "token t may only read, but the owner of a store must be able to write"
+        == "token t grants only read access, but the owner of a store needs write access"
     )
     server.owner("a")
     assert server.enter(session, "a")["status"] == "entered"

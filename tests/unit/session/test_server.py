@@ -235,7 +235,7 @@ def test_a_first_frame_that_is_not_validate(engine: Engine, opcode: int) -> None
     session = ServerSession(engine, None, "::1", 1, 0.0)
     expected = f"first frame has opcode {opcode}, expected VALIDATE$"
     if opcode == TLS_HANDSHAKE:
-        expected = "it begins a TLS handshake, and this server does not use TLS$"
+        expected = "it began a TLS handshake, but this server does not use TLS$"
     with pytest.raises(ProtocolError, match=expected):
         session.receive(bytes([opcode]))
 

@@ -46,7 +46,7 @@ def test_a_state_for_each_rank() -> None:
     assert (join["kind"], join["missing"]) == ("join", "0, 8–9")
     assert (barrier["key"], barrier["missing"]) == ("store_based_barrier_key:default_pg", "0, 6–9")
     [rank] = barrier["elsewhere"]
-    assert (rank["rank"], rank["host"], rank["does"]) == (6, "node-1", "waits for step_2")
+    assert (rank["rank"], rank["host"], rank["does"]) == (6, "node-1", "is waiting for step_2")
     near = next(one for one in found["waits"] if one["key"] == "step_2")
     assert near["nearest"][0]["key"] == "step_1"
 
