@@ -101,6 +101,8 @@ class TCPClient:
         self.joining = False
         """Whether the store is being opened. It may be closed right after that, so only later calls start the
         background loop."""
+        self.forming = False
+        """Whether a process group is being formed with it: then calls do not wait until the background loop runs."""
         self.closed = False
         self._identified = False
         self._supported: dict[str, bool] = {}
@@ -664,7 +666,9 @@ class TCPClient:
                 if other.user == me:
                     other.await_writes(deadline)
             while connection is None:
-                if not self._watched and not self.joining:
+                if not self._watched and self.forming:
+                    background.soon(self._watch)
+                elif not self._watched and not self.joining:
                     background.uninterrupted(self._watch)
                 with self._lock:
                     self._free_queue.join(ticket)  # before looking: whoever releases one must see the ticket
@@ -942,17 +946,18 @@ class TCPClient:
 
     # Background loop
 
-    def _watch(self) -> None:
-        """Hand new connections to the background loop, unless the store is lost.
+    def _watch(self) -> bool:
+        """Hand new connections to the background loop, unless the store is lost; return False if that is still due.
 
-        Called by `background.uninterrupted`. If the lock is taken, perhaps by a call that the waiting signal handler
-        has interrupted, the next call tries again.
+        Called by `background.uninterrupted`, or `soon`. If the lock is taken, perhaps by a call that the waiting signal
+        handler has interrupted, the next call tries again.
         """
         if not self._lock.acquire(blocking=False):
-            return
+            return False
         try:
             if self._lost:
-                return
+                return True
+            self.forming = False
             new = [connection for connection in self._connections if not connection.watched]
             for connection in new:
                 connection.watched = True
@@ -960,6 +965,7 @@ class TCPClient:
             if not background.watch(self, [connection.peer.fileno() for connection in new]):
                 self.unwatched()
             self._detour = self._starving > 0 or not self._watched or not self._identified
+            return self._watched
         finally:
             self._lock.release()
 
