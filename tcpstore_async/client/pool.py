@@ -77,12 +77,14 @@ class TCPClient:
         token: bytes = b"",
         tls: ClientTls | None = None,
         name: StoreName | None = None,
+        joins: bool = False,
     ) -> None:
         """Connect, retrying until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
 
         `introduction` describes this client to the server, if the server turns out to be one of ours. With a `token`,
         every connection presents it; raises AccessDeniedError if it is refused. With `tls`, which is this client's
-        alone, connections are encrypted. With a `name`, they are put into the store of that name.
+        alone, connections are encrypted. With a `name`, they are put into the store of that name. A client that `joins`
+        asks for the server's identity next, and begins that with the handshake.
         """
         self.name = name
         self._why_ended: str | None = None
@@ -111,7 +113,9 @@ class TCPClient:
         self.tls = tls
         try:
             limit = Deadline(timeout, began)
-            self._start([SyncConnection(*connect_blocking(host, port, limit, token=token, tls=tls, name=name))])
+            asks = joins and not token and name is None  # otherwise the connection's identity will be known
+            opened = connect_blocking(host, port, limit, token=token, tls=tls, name=name, asks=asks)
+            self._start([SyncConnection(*opened)])
         except BaseException:
             if tls is not None:
                 tls.close_blocking()
@@ -575,8 +579,11 @@ class TCPClient:
     def _identify_on(self, connection: SyncConnection, deadline: Deadline) -> None:
         if self.identity is None:
             self.identity = connection.session.identity
-        if self.identity is None and self._result(connection, requests.HAS_EXTENSION, deadline):
-            self.identity = self._identity_on(connection, deadline)
+        if self.identity is None:
+            asked = connection.session.asked  # answered: whoever leases a connection takes the replies that are due
+            ours = self._result(connection, requests.HAS_EXTENSION, deadline) if asked is None else asked.result
+            if ours:
+                self.identity = self._identity_on(connection, deadline)
         if self.identity is not None:
             check_admitted(self.identity)
             if not self.token:  # what a relay's token allows
