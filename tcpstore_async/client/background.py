@@ -1,11 +1,12 @@
 """The background loop: what must happen to the connections of synchronous stores while nobody makes a call.
 
 One asyncio loop per process, in a daemon thread, serves every synchronous store. It starts with the first call of the
-first store and ends with the last store. It notices idle connections that are lost. If one is a single link's and was
-reset, it connects again (`resume.resume_idle`); otherwise the store is lost: its next call fails at once, its
-descriptors close and its waiting threads wake. Nothing here keeps idle connections alive, because the kernel does
-(`connect._KEEP_ALIVE` sets TCP keep-alive to 180 s, more often than firewalls and NAT drop idle connections); a peer
-that no longer answers keep-alive probes is an error of the socket, which the loop reports like any other loss.
+first store, or shortly after that call if a process group is being formed, and ends with the last store. It notices
+idle connections that are lost. If one is a single link's and was reset, it connects again (`resume.resume_idle`);
+otherwise the store is lost: its next call fails at once, its descriptors close and its waiting threads wake. Nothing
+here keeps idle connections alive, because the kernel does (`connect._KEEP_ALIVE` sets TCP keep-alive to 180 s, more
+often than firewalls and NAT drop idle connections); a peer that no longer answers keep-alive probes is an error of the
+socket, which the loop reports like any other loss.
 
 The loop must not know the protocol, and never stands between a call and its reply: calls write and read in their own
 threads. Replies do not wake it, because its epoll set asks for hang-ups and errors only. Without epoll (macOS) it looks
@@ -19,7 +20,7 @@ Invariants:
   descriptors. The loop starts again with the next call of a store, in the parent and in the child.
 * Signals are blocked in the loop's thread: handlers and EINTR stay with the main thread.
 * What starts, stops or extends the loop never runs in the main thread, where a signal handler may raise between any two
-  steps and leave a thread, a descriptor or a store that is not watched behind (`uninterrupted`).
+  steps and leave a thread, a descriptor or a store that is not watched behind (`uninterrupted`, `soon`).
 """
 
 import _thread
@@ -27,6 +28,7 @@ import asyncio
 import atexit
 import functools
 import os
+import queue
 import select
 import signal
 import threading
@@ -41,6 +43,12 @@ _RETRY_SECONDS: Final = 0.05
 
 _SWEEP_SECONDS: Final = 1.0
 """Seconds between two checks of all idle connections where there is no epoll."""
+
+_SOON_SECONDS: Final = 0.1
+"""Seconds by which `soon` is late: by then most process groups have formed."""
+
+_SIGNALS: Final = frozenset(signal.valid_signals()) if hasattr(signal, "pthread_sigmask") else frozenset()
+"""Found with the module, because that takes long."""
 
 _STOP_SECONDS: Final = 1.0
 """Seconds that a fork, the last `close`, or the end of the interpreter waits for the thread."""
@@ -166,8 +174,7 @@ class BackgroundLoop:
     # In the loop's thread
 
     def _run(self) -> None:
-        if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        _block_signals()
         try:
             if self._epoll is not None:
                 self._loop.add_reader(self._epoll.fileno(), self._report)
@@ -285,6 +292,86 @@ def uninterrupted(function: Callable[[], object]) -> None:
         return
     if done.acquire(timeout=2 * _STOP_SECONDS):
         _await_exit(native[0])
+
+
+def _block_signals() -> None:
+    if _SIGNALS:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+class _Late:
+    """A thread that makes calls after a delay; there is none while there is nothing to call."""
+
+    def __init__(self) -> None:
+        self.refuses = False
+        """Whether there must be no such thread, because the process forks or ends."""
+        self._due: set[Callable[[], bool]] = set()
+        self._running = threading.Lock()
+        """Held by the thread that makes the calls; a second one ends at once."""
+        self._hurry: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._threads: list[tuple[_thread.LockType, list[int]]] = []
+        """Of each thread: a lock that it releases at its end, and its number in the kernel, once it runs."""
+
+    def add(self, function: Callable[[], bool]) -> None:
+        """Have a function called until it returns True. Raises RuntimeError if no thread can be started."""
+        if not self.refuses:
+            self._due.add(function)
+            if not self._running.locked():
+                ended = _thread.allocate_lock()
+                ended.acquire()
+                native: list[int] = []
+                _thread.start_new_thread(self._run, (ended, native))
+                self._threads = [one for one in self._threads if one[0].locked()] + [(ended, native)]
+
+    def end(self) -> None:
+        """Drop what is due, and wait for the end of the threads, within a limit."""
+        self.refuses = True
+        self._due.clear()
+        self._hurry.put(None)
+        for ended, native in self._threads:
+            if ended.acquire(timeout=_STOP_SECONDS):
+                ended.release()
+                _await_exit(native[0])
+
+    def _run(self, ended: _thread.LockType, native: list[int]) -> None:
+        native.append(threading.get_native_id())
+        try:
+            _block_signals()
+            while self._due and self._running.acquire(blocking=False):
+                try:
+                    self._make_calls()
+                finally:
+                    self._running.release()
+        finally:
+            ended.release()
+
+    def _make_calls(self) -> None:
+        seconds = _SOON_SECONDS
+        while self._due:
+            self._wait(seconds)
+            seconds = _RETRY_SECONDS
+            self._due.difference_update([function for function in list(self._due) if function()])
+
+    def _wait(self, seconds: float) -> None:
+        try:
+            self._hurry.get(timeout=seconds)
+        except queue.Empty:
+            pass
+
+
+_late = _Late()
+
+
+def soon(function: Callable[[], bool]) -> None:
+    """Call a function a little later, until it returns True, where no signal handler can interrupt it.
+
+    May be called again until then. It must not wait for a lock. A fork, after which the function is not called, and the
+    end of the process wait until it has returned.
+    """
+    try:
+        _late.add(function)
+    except RuntimeError:  # no thread can be started
+        function()
 
 
 def _await_exit(native_id: int | None) -> None:
@@ -451,6 +538,7 @@ def _started() -> BackgroundLoop | None:
 def _stop() -> bool:
     """Stop the loop although it has clients. Return whether `_changing` is held now, so that none is started."""
     global _loop
+    _late.end()
     held = _changing.acquire(timeout=_STOP_SECONDS)
     _loop = None
     for loop in list(_alive):
@@ -470,6 +558,9 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
+    global _late
+    if not _ended:
+        _late = _Late()
     if _held and _held.pop():
         if _carried and not _ended:  # a thread may be waiting for a reply behind a bridge
             _started()
@@ -477,8 +568,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _changing
+    global _changing, _late
     _changing = threading.Lock()
+    _late = _Late()
     _held.clear()
     _carried.clear()
     _inherited.extend(_alive)

@@ -23,6 +23,7 @@ from aiohappyeyeballs import start_connection
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..errors import DistNetworkError, DistStoreError, ProtocolError, reason_of
 from ..session.client import ClientSession, PendingCall
+from . import requests
 from .admission import admission
 from .store_name import StoreEndedError, StoreName
 from .tls import ClientTls, TlsFailed
@@ -286,14 +287,18 @@ def connect_blocking(
     token: bytes = b"",
     tls: ClientTls | None = None,
     name: StoreName | None = None,
+    asks: bool = False,
 ) -> tuple[socket.socket, ClientSession]:
     """Connect as `connect` does, from a thread without a loop. The socket returned is blocking.
+
+    With `asks`, the question whether the server is one of ours goes with the handshake, and its reply is left to the
+    caller.
 
     Raises DistNetworkError, AccessDeniedError, ConnectionRefusedError, or Cancelled if `wanted` no longer returns True.
     """
     tries = _Tries(host, port, deadline, refused_is_final, name)
     return _persist(
-        tries, wanted, lambda attempt: _try_in_this_thread(host, port, attempt, tries.pings, token, tls, name)
+        tries, wanted, lambda attempt: _try_in_this_thread(host, port, attempt, tries.pings, token, tls, name, asks)
     )
 
 
@@ -328,6 +333,7 @@ def _try_in_this_thread(
     token: bytes,
     tls: ClientTls | None,
     name: StoreName | None,
+    asks: bool,
 ) -> tuple[socket.socket, ClientSession]:
     peer = _open_in_this_thread(host, port, attempt)
     if tls is not None:
@@ -335,6 +341,9 @@ def _try_in_this_thread(
         peer = tls.wrap_blocking(peer, host, attempt)
     try:
         session, hello, call = _hello(peer, pings)
+        if asks:
+            asking, session.asked = session.request(*requests.HAS_EXTENSION)
+            hello += asking
         try:
             for data, asked in _opening(hello, call, admission(session, host, port, token, name)):
                 if data:

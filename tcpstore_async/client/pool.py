@@ -77,12 +77,14 @@ class TCPClient:
         token: bytes = b"",
         tls: ClientTls | None = None,
         name: StoreName | None = None,
+        joins: bool = False,
     ) -> None:
         """Connect, retrying until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
 
         `introduction` describes this client to the server, if the server turns out to be one of ours. With a `token`,
         every connection presents it; raises AccessDeniedError if it is refused. With `tls`, which is this client's
-        alone, connections are encrypted. With a `name`, they are put into the store of that name.
+        alone, connections are encrypted. With a `name`, they are put into the store of that name. A client that `joins`
+        asks for the server's identity next, and begins that with the handshake.
         """
         self.name = name
         self._why_ended: str | None = None
@@ -101,6 +103,8 @@ class TCPClient:
         self.joining = False
         """Whether the store is being opened. It may be closed right after that, so only later calls start the
         background loop."""
+        self.forming = False
+        """Whether a process group is being formed with it: then calls do not wait until the background loop runs."""
         self.closed = False
         self._identified = False
         self._supported: dict[str, bool] = {}
@@ -109,7 +113,9 @@ class TCPClient:
         self.tls = tls
         try:
             limit = Deadline(timeout, began)
-            self._start([SyncConnection(*connect_blocking(host, port, limit, token=token, tls=tls, name=name))])
+            asks = joins and not token and name is None  # otherwise the connection's identity will be known
+            opened = connect_blocking(host, port, limit, token=token, tls=tls, name=name, asks=asks)
+            self._start([SyncConnection(*opened)])
         except BaseException:
             if tls is not None:
                 tls.close_blocking()
@@ -573,8 +579,11 @@ class TCPClient:
     def _identify_on(self, connection: SyncConnection, deadline: Deadline) -> None:
         if self.identity is None:
             self.identity = connection.session.identity
-        if self.identity is None and self._result(connection, requests.HAS_EXTENSION, deadline):
-            self.identity = self._identity_on(connection, deadline)
+        if self.identity is None:
+            asked = connection.session.asked  # answered: whoever leases a connection takes the replies that are due
+            ours = self._result(connection, requests.HAS_EXTENSION, deadline) if asked is None else asked.result
+            if ours:
+                self.identity = self._identity_on(connection, deadline)
         if self.identity is not None:
             check_admitted(self.identity)
             if not self.token:  # what a relay's token allows
@@ -664,7 +673,9 @@ class TCPClient:
                 if other.user == me:
                     other.await_writes(deadline)
             while connection is None:
-                if not self._watched and not self.joining:
+                if not self._watched and self.forming:
+                    background.soon(self._watch)
+                elif not self._watched and not self.joining:
                     background.uninterrupted(self._watch)
                 with self._lock:
                     self._free_queue.join(ticket)  # before looking: whoever releases one must see the ticket
@@ -942,17 +953,18 @@ class TCPClient:
 
     # Background loop
 
-    def _watch(self) -> None:
-        """Hand new connections to the background loop, unless the store is lost.
+    def _watch(self) -> bool:
+        """Hand new connections to the background loop, unless the store is lost; return False if that is still due.
 
-        Called by `background.uninterrupted`. If the lock is taken, perhaps by a call that the waiting signal handler
-        has interrupted, the next call tries again.
+        Called by `background.uninterrupted`, or `soon`. If the lock is taken, perhaps by a call that the waiting signal
+        handler has interrupted, the next call tries again.
         """
         if not self._lock.acquire(blocking=False):
-            return
+            return False
         try:
             if self._lost:
-                return
+                return True
+            self.forming = False
             new = [connection for connection in self._connections if not connection.watched]
             for connection in new:
                 connection.watched = True
@@ -960,6 +972,7 @@ class TCPClient:
             if not background.watch(self, [connection.peer.fileno() for connection in new]):
                 self.unwatched()
             self._detour = self._starving > 0 or not self._watched or not self._identified
+            return self._watched
         finally:
             self._lock.release()
 

@@ -57,6 +57,8 @@ class ClientSession:
         """The name of the store that it is in; None for the one without a name."""
         self.identity: Identity | None = None
         """The server's identity on this connection, if that was requested before its first call."""
+        self.asked: PendingCall | None = None
+        """The question whether the server is one of ours, if that went with the handshake."""
         self._pings = pings
         """Whether the server knows PING, which PyTorch's do since 2.5."""
         self.pending: deque[PendingCall] = deque()

@@ -107,6 +107,10 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """The name of the store that this connection is in, if it has one."""
 
 
+_DECODER: Final = msgspec.json.Decoder(Identity)
+"""Made with the module: `msgspec.json.decode` would look at the class's annotations in the first connection's time."""
+
+
 def identity(instance: str, backend: str) -> bytes:
     """Encode the identity of a server of this package."""
     return encode_identity(Identity("tcpstore_async", VERSION, EXTENSION, instance, backend, build()))
@@ -118,13 +122,13 @@ def encode_identity(identity: Identity) -> bytes:
 
 def decode_identity(own: bytes) -> Identity:
     """Decode the identity of this server itself."""
-    return msgspec.json.decode(own, type=Identity)
+    return _DECODER.decode(own)
 
 
 def read_identity(raw: bytes) -> Identity | None:
     """Decode an identity; None if it is not one of our servers, or too old to have the commands used here."""
     try:
-        found = msgspec.json.decode(raw, type=Identity)
+        found = _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found if found.extension >= _LEAST else None

@@ -244,7 +244,15 @@ class TCPStore(Store):
                 tls = None if self._tls is None else self._tls.renewed()
                 name = self._name(ranks)
                 client = TCPClient(
-                    host, port, self._timeout, introduction(ranks), deadline.began, self._token, tls, name
+                    host,
+                    port,
+                    self._timeout,
+                    introduction(ranks),
+                    deadline.began,
+                    self._token,
+                    tls,
+                    name,
+                    joins=rank is not None,
                 )
             except DistNetworkError as error:
                 raise (error if rank is None else rank.blame(error)) from None

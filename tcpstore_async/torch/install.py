@@ -109,6 +109,7 @@ def _open(client: str, place: plain.Place, timeout: Timeout) -> dist.Store:
             ours = stores.of(plain_store)
             lifetimes.opened(ours, stores.close_with_clones)
             if isinstance(plain_store, tcp.TCPStore):
+                plain_store._connection().forming = True
                 _warn_if_foreign(place, plain_store)
             return ours
         native, server = open_native(place, timeout, functools.partial(_warn_if_foreign, place))

@@ -234,6 +234,88 @@ def test_without_a_thread_calls_go_on(port: int, monkeypatch: pytest.MonkeyPatch
     assert descriptors() == opened
 
 
+# For a process group that is being formed
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """What ends the delay, which is as good as endless."""
+    monkeypatch.setattr(background, "_SOON_SECONDS", LIMIT)
+    yield lambda: background._late._hurry.put(None)
+    background._late._hurry.put(None)
+    until(lambda: not background._late._running.locked())
+
+
+def test_a_group_that_forms_does_not_wait_for_it(port: int, late: Callable[[], None], losses: Losses) -> None:
+    with tcpstore_server() as server, TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store:
+        pool_of(store).forming = True
+        for number in range(1, 4):
+            assert store.add("forming", 1) == number
+        assert background.running() is None
+        assert not threads()
+        with pool_of(store)._lock:  # as a call has it, or a signal handler within one
+            late()
+            until(background._late._hurry.empty)
+        until(lambda: (loop := background.running()) is not None and pool_of(store) in loop.clients)
+        assert not pool_of(store).forming
+        server.stop(signal.SIGKILL)
+        assert losses.noticed.wait(LIMIT)
+        until(lambda: background.running() is None)
+
+
+def test_a_store_closed_before_it_starts_is_not_watched(port: int, late: Callable[[], None]) -> None:
+    with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
+        pool_of(store).forming = True
+        store.check(["k"])
+    late()
+    until(lambda: not background._late._running.locked())
+    assert background.running() is None
+
+
+FORKS_WHILE_FORMING = """
+import os, sys
+from tcpstore_async import TCPStore
+from tcpstore_async.client import background
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+at_fork = []
+def note():
+    at_fork.append(tasks())
+os.register_at_fork(after_in_parent=note, after_in_child=note)
+background._SOON_SECONDS = 60
+with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
+    store._client.forming = True
+    first = store.add("forming forks", 1)
+    for number in range(20):
+        assert background.running() is None and background._late._due
+        child = os.fork()
+        assert at_fork == [1], f"no thread of ours exists at a fork: {at_fork}"
+        at_fork.clear()
+        assert not background._late._due
+        if child == 0:
+            assert store.add("forming forks", 1) == first + 2 * number + 1 and background._late._due
+            store.close()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert store.add("forming forks", 1) == first + 2 * number + 2
+    background._late._hurry.put(None)
+    while background.running() is None or store._client not in background.running().clients:
+        pass
+assert background.running() is None and tasks() == 1
+print("good")
+"""
+
+
+def test_no_thread_exists_at_a_fork_while_a_group_forms(port: int) -> None:
+    assert run(FORKS_WHILE_FORMING, str(port)) == "good\n"
+
+
+def test_an_interpreter_ends_while_a_group_forms(port: int) -> None:
+    assert run(FORMING, str(port)) == "good\n"
+
+
 # What it notices
 
 
@@ -505,6 +587,20 @@ with TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60) as store:
 def test_forks_while_others_start_and_stop_it(port: int) -> None:
     assert run(FORKS_BESIDE_CALLS, str(port)) == "30\n"
 
+
+FORMING = """
+import sys
+from tcpstore_async import TCPStore
+from tcpstore_async.client import background
+background._SOON_SECONDS = 60
+store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
+store._client.forming = True
+store.set("k", "v")
+sys.modules["kept"] = store
+import warnings
+warnings.simplefilter("ignore")
+print("good")
+"""
 
 LEFT_OPEN = """
 import sys
