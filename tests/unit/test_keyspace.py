@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -348,6 +349,20 @@ def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Engine, keyspace: Ke
     assert (woken(a), woken(b)) == (1, 1)
     assert keyspace.queue_pop(b"q") == (0, None)
     assert keyspace.handoffs == {}
+
+
+@pytest.mark.parametrize("enter", [lambda k, w, key: k.wait(w, [key]), lambda k, w, key: k.barrier(w, key, 4)])
+def test_peers_that_name_one_key_in_a_row_share_it(
+    engine: Engine, enter: Callable[[Keyspace, ServerSession, bytes], bool]
+) -> None:
+    parked: list[bytes] = []
+    for _ in range(3):
+        peer = waiter(engine)
+        enter(engine.keyspace, peer, bytes(bytearray(b"/key")))
+        assert peer.parked is not None
+        parked += peer.parked
+    assert parked == [b"/key"] * 3
+    assert len(set(map(id, parked))) == 1
 
 
 class Registered(OrderedDict[Waiter, int]):
