@@ -355,7 +355,7 @@ def test_set_of_a_queues_name_wakes_all_its_waiters(engine: Engine, keyspace: Ke
 def test_peers_that_name_one_key_in_a_row_share_it(
     engine: Engine, enter: Callable[[Keyspace, ServerSession, bytes], bool]
 ) -> None:
-    parked = []
+    parked: list[bytes] = []
     for _ in range(3):
         peer = waiter(engine)
         enter(engine.keyspace, peer, bytes(bytearray(b"/key")))
