@@ -212,11 +212,11 @@ def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None
             look = (*requests.join(b""),)
             assert master._client is not None
             until(lambda: master._client is not None and master._client.call(look) == 1)
-            # Without a timeout it would wait for its round for ever, if it took itself for an early one.
-            with early(port, ONE.replace("*args", f"'127.0.0.1', {port}, 2, False, -1")) as again:
+            with proxy_to(port) as proxy, early(proxy.port, ONE) as again:
                 assert again.stdin is not None
                 assert again.stdout is not None
                 assert again.stdout.readline() == "there\n"
+                assert b"\x42" + blob(JOINS_KEY) not in proxy.all_sent()  # it does not wait for a next round
                 print(file=again.stdin, flush=True)
                 assert again.wait(LIMIT) == 0
             assert counted(master) == 3
