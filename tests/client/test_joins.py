@@ -224,16 +224,17 @@ def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None
 
 @pytest.mark.parametrize("why", ["agent", "other world"])
 def test_a_server_of_another_world_is_not_doubted(port: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as torchrun's. Nothing announces more ranks there, so waiting would last to the limit."""
+    """Such as torchrun's. Nothing announces more ranks there, so waiting for a next round would take ten seconds."""
     if why == "agent":
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     nodes = 2 if why == "agent" else 1
     with ThreadPoolExecutor(3) as threads:
         agents = [threads.submit(TCPStore, "127.0.0.1", port, nodes, number == 0, LIMIT) for number in range(nodes)]
         stores = [agent.result(LIMIT) for agent in agents]
-        with link_to(port) as link:
-            ranks = [threads.submit(TCPStore, "127.0.0.1", link.port, 2, False, LIMIT) for _ in range(2)]
+        with proxy_to(port) as proxy:
+            ranks = [threads.submit(TCPStore, "127.0.0.1", proxy.port, 2, False, LIMIT) for _ in range(2)]
             stores += [rank.result(LIMIT) for rank in ranks]
+            assert b"\x42" + blob(JOINS_KEY) not in proxy.all_sent()
         for store in reversed(stores):
             store.close()
 
