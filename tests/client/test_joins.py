@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from client.fakes import PROBE, exactly, fake_server, greet, proxy_to, silent
-from client.test_pops import Link, link_to
+from client.test_pops import Link
 from client.test_sync import until
 from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
