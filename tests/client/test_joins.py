@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from client.fakes import PROBE, STOCK, exactly, fake_server, greet, proxy_to, silent
-from client.test_pops import Link, link_to
+from client.test_pops import Link
 from client.test_sync import until
 from support import LIMIT, blob, free_port, keys, tcpstore_server, torch_server
 from tcpstore_async import DistNetworkError, DistStoreError, StoreTimeoutError, TCPStore
@@ -212,11 +212,11 @@ def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None
             look = (*requests.join(b""),)
             assert master._client is not None
             until(lambda: master._client is not None and master._client.call(look) == 1)
-            # Without a timeout it would wait for its round for ever, if it took itself for an early one.
-            with early(port, ONE.replace("*args", f"'127.0.0.1', {port}, 2, False, -1")) as again:
+            with proxy_to(port) as proxy, early(proxy.port, ONE) as again:
                 assert again.stdin is not None
                 assert again.stdout is not None
                 assert again.stdout.readline() == "there\n"
+                assert b"\x42" + blob(JOINS_KEY) not in proxy.all_sent()  # it does not wait for a next round
                 print(file=again.stdin, flush=True)
                 assert again.wait(LIMIT) == 0
             assert counted(master) == 3
@@ -224,16 +224,17 @@ def test_a_rank_that_is_started_again_takes_its_place_at_once(port: int) -> None
 
 @pytest.mark.parametrize("why", ["agent", "other world"])
 def test_a_server_of_another_world_is_not_doubted(port: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as torchrun's. Nothing announces more ranks there, so waiting would last to the limit."""
+    """Such as torchrun's. Nothing announces more ranks there, so waiting for a next round would take ten seconds."""
     if why == "agent":
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     nodes = 2 if why == "agent" else 1
     with ThreadPoolExecutor(3) as threads:
         agents = [threads.submit(TCPStore, "127.0.0.1", port, nodes, number == 0, LIMIT) for number in range(nodes)]
         stores = [agent.result(LIMIT) for agent in agents]
-        with link_to(port) as link:
-            ranks = [threads.submit(TCPStore, "127.0.0.1", link.port, 2, False, LIMIT) for _ in range(2)]
+        with proxy_to(port) as proxy:
+            ranks = [threads.submit(TCPStore, "127.0.0.1", proxy.port, 2, False, LIMIT) for _ in range(2)]
             stores += [rank.result(LIMIT) for rank in ranks]
+            assert b"\x42" + blob(JOINS_KEY) not in proxy.all_sent()
         for store in reversed(stores):
             store.close()
 

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -767,6 +768,16 @@ def test_a_signal_just_before_the_wait(gate: Gate, key: str, monkeypatch: pytest
             assert struck.is_set()
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_main_thread_looks_for_signals_now_and_then() -> None:
+    """No other thread runs handlers."""
+    for timeout in (-1.0, 1000.0):
+        seconds = Deadline(timeout).poll_seconds()
+        assert seconds is not None
+        assert seconds <= 0.25
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(Deadline(-1.0).poll_seconds).result(LIMIT) is None
 
 
 SIGPIPE = """
