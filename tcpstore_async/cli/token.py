@@ -36,14 +36,18 @@ def token() -> None:
     help="Give this level of access; each level includes the previous one.",
 )
 @click.option("--expires", type=click.IntRange(1), metavar="SECONDS", help="Expire after this time; default: never.")
-@click.option("--max-keys", type=click.IntRange(1), default=None, metavar="N", help="Create at most N keys.")
-@click.option("--max-bytes", type=click.IntRange(1), default=None, metavar="N", help="Store at most N bytes.")
+@click.option(
+    "--max-keys", type=click.IntRange(1), default=None, metavar="N", help="Allow at most N keys to be created."
+)
+@click.option(
+    "--max-bytes", type=click.IntRange(1), default=None, metavar="N", help="Allow at most N bytes to be stored."
+)
 @click.option(
     "--max-sessions",
     type=click.IntRange(1),
     default=None,
     metavar="N",
-    help="Open at most N connections and sessions at a time.",
+    help="Allow at most N simultaneous connections and sessions.",
 )
 def create(
     token_keys: Path,
