@@ -21,8 +21,8 @@ from tcpstore_async.session.server import Engine, ServerSession
 
 BATCH = 64
 """Ranks whose requests arrive between two flushes of the replies."""
-READ, READ_ON = 16 * 1024, 128 * 1024
-"""Bytes that the server on uvloop reads at once, first and in the middle of a request."""
+FIRST_READ, READ_ON = 960, 128 * 1024
+"""Bytes that the server on uvloop reads at once, first and in the middle of a request (`server/uv.py`)."""
 
 
 class Spent(NamedTuple):
@@ -151,8 +151,8 @@ class Ranks:
 
 
 def _cut(request: bytes) -> list[bytes]:
-    later = [request[at : at + READ_ON] for at in range(READ, len(request), READ_ON)]
-    return [request[:READ], *later] if request else []
+    later = [request[at : at + READ_ON] for at in range(FIRST_READ, len(request), READ_ON)]
+    return [request[:FIRST_READ], *later] if request else []
 
 
 def measure(pattern: Pattern, ranks: int, roots_last: bool) -> dict[str, float]:
