@@ -6,14 +6,16 @@ Knows the format (`server/admin.py`, `session/inspection.py`). Must not know soc
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from ..similar_keys import Family, family_of
 from .lines import Line, decode_reply
 
 
-class Wait(msgspec.Struct, rename={"kind": "for"}):
+class Wait(msgspec.Struct, rename={"kind": "for"}, gc=False):
     """What a session waits for."""
 
     kind: str
@@ -26,7 +28,7 @@ class Wait(msgspec.Struct, rename={"kind": "for"}):
     """Keys that are not listed."""
 
 
-class Session(msgspec.Struct):
+class Session(msgspec.Struct, gc=False):
     """A session that is connected. Times are in seconds."""
 
     id: int
@@ -114,7 +116,7 @@ class Counter(msgspec.Struct):
     """The sessions that have counted there."""
 
 
-class Key(msgspec.Struct, array_like=True):
+class Key(msgspec.Struct, array_like=True, gc=False):
     """A key of the store."""
 
     key: str
@@ -123,6 +125,18 @@ class Key(msgspec.Struct, array_like=True):
     """Seconds since it was last written; None if that is not known."""
     by: int | None = None
     """The session that wrote it."""
+
+
+Process = tuple[object, ...]
+"""What tells processes apart."""
+
+AnySession = TypeVar("AnySession", Session, Departed)
+
+_FEW: Final = 2
+"""Writers of a family's keys from which on their numbers may be ranks."""
+
+_SAFE_DIGITS: Final = 8
+"""Digits of a number that `family_of` surely takes for one."""
 
 
 class _Line(Line):
@@ -134,8 +148,27 @@ class _Line(Line):
     stores: list[NamedStore] = msgspec.field(default_factory=list)
 
 
+class Members:
+    """The values that ranks have published under keys of one family."""
+
+    def __init__(self, value_bytes: int) -> None:
+        self.value_bytes = value_bytes
+        """The size of one of the values."""
+        self.writers: dict[int, int] = {}
+        """By the number in the key: the session that wrote it, 0 if that is not known."""
+
+    @cached_property
+    def one_each(self) -> bool:
+        """Whether no two keys were written by the same session."""
+        known = [writer for writer in self.writers.values() if writer]
+        return len(known) >= _FEW and len(set(known)) == len(known)
+
+
 class Facts:
-    """Everything that was replied."""
+    """Everything that was replied. What it has of sessions and keys, it also has by process, and by family.
+
+    Both are done as lines arrive: whoever asks would otherwise wait for the server and only then begin.
+    """
 
     def __init__(self) -> None:
         self.server: dict[str, Any] = {}
@@ -145,13 +178,67 @@ class Facts:
         self.keys: list[Key] = []
         self.departed: dict[int, Departed] = {}
         self.stores: list[NamedStore] = []
+        self.processes: dict[Process, list[Session]] = {}
+        """Without the connections of links."""
+        self.families: dict[Family, Members] = {}
+        self._family = Family("", "")
+        """The family of the last key, if its number is at its end."""
+        self._writers: dict[int, int] | None = None
+
+    def add_sessions(self, sessions: list[Session]) -> None:
+        self.sessions += sessions
+        group_by_process(self.processes, [one for one in sessions if one.carries is None and one.command != "LINK"])
+
+    def add_keys(self, keys: list[Key]) -> None:
+        self.keys += keys
+        writers = self._writers
+        before = self._family.before
+        size = len(before)
+        for key in keys:
+            name = key.key
+            if writers is not None and name[:size] == before:  # most keys are of the same family as the one before
+                digits = name[size:]
+                if digits.isdecimal() and digits[0] != "0" and digits.isascii() and len(digits) <= _SAFE_DIGITS:
+                    writers[int(digits)] = key.by or 0
+                    continue
+            found = family_of(name)
+            if found is None:
+                continue
+            family, number = found
+            members = self.families.get(family)
+            if members is None:
+                members = self.families[family] = Members(key.size)
+            members.writers[number] = key.by or 0
+            if not family.after:
+                self._family, self._writers = family, members.writers
+                before, size, writers = family.before, len(family.before), members.writers
 
     def keep_store(self, name: str | None) -> list[Session]:
         """Forget the sessions that are in other stores than the keys, which are in that of this name; return them."""
         others = [one for one in self.sessions if one.store != name]
         if others:
-            self.sessions = [one for one in self.sessions if one.store == name]
+            sessions = [one for one in self.sessions if one.store == name]
+            self.sessions, self.processes = [], {}
+            self.add_sessions(sessions)
         return others
+
+
+def group_by_process(groups: dict[Process, list[AnySession]], sessions: Iterable[AnySession]) -> None:
+    """Add sessions to those of the same process; if that is not known, each has one of its own."""
+    for one in sessions:
+        peer = one.peer
+        process: Process
+        if one.pid is None:
+            process = None, one.id, one.host, one.port, id(one)
+        elif peer:
+            process = one.pid, one.host, peer.get("host"), peer.get("rank")
+        else:
+            process = one.pid, one.host, None, None
+        known = groups.get(process)
+        if known is None:
+            groups[process] = [one]
+        else:
+            known.append(one)
 
 
 def read_facts(lines: Iterable[bytes]) -> Facts:
@@ -160,8 +247,10 @@ def read_facts(lines: Iterable[bytes]) -> Facts:
     for line in decode_reply(lines, _Line):
         if line.server is not None:
             facts.server = line.server
-        facts.sessions += line.sessions
-        facts.keys += line.keys
+        if line.sessions:
+            facts.add_sessions(line.sessions)
+        if line.keys:
+            facts.add_keys(line.keys)
         facts.stores += line.stores
         facts.groups.update({group.id: group for group in line.groups})
         facts.departed.update({one.id: one for one in line.departed})

@@ -16,19 +16,14 @@ def local_ranks(facts: Facts, world_size: int | None, hosts: dict[str, bool] | N
     local: dict[str, bool] = {} if hosts is None else hosts
     known: dict[int, dict[str, str]] = {}
     environments: dict[int, dict[str, str]] = {}
-    sessions = [
-        one
-        for one in facts.sessions
-        if one.pid is not None and one.id and one.carries is None and "rank" not in one.peer
-    ]
-    found = {session.host for session in sessions}
+    found = {session.host for session in facts.sessions if "rank" not in session.peer}
     unknown = found - local.keys()
     local.update(dict.fromkeys(unknown, False))
     local.update(dict.fromkeys(find_local(unknown), True))
     ours = {host for host in found if local[host]}
-    for session in sessions if ours else ():
-        pid = session.pid
-        if pid is None or session.host not in ours:
+    for session in facts.sessions if ours else ():
+        host, pid = session.host, session.pid
+        if host not in ours or not session.id or pid is None or session.carries is not None or "rank" in session.peer:
             continue
         if pid not in known:
             known[pid] = read_environment(pid)

@@ -14,16 +14,17 @@ import msgspec
 
 from ..keys import describe_wait
 from ..similar_keys import Family, family_of
-from .facts import Facts, Group, Session, Wait
+from .facts import Facts, Group, Members, Session, Wait
 from .patterns import (
     JOIN_COUNTER,
+    gloo_size,
     is_for_agents,
     is_nccl_counter,
     nccl_id,
     opened_counter,
     root_rank,
 )
-from .ranks import Members, Rank, Ranks
+from .ranks import Rank, Ranks
 
 
 class Elsewhere(msgspec.Struct):
@@ -195,7 +196,13 @@ class _Search:
                     lists.add(name)
                     roots.listed.update(found[1] for other in one.all if (found := nccl_id(other)) is not None)
                     roots.sessions += one.sessions
-            elif (parsed := family_of(key)) is not None:
+            elif (parsed := family_of(key)) is None:
+                continue
+            elif len(one.keys) == 1 and not one.all:  # the most frequent case, with as little as possible
+                exchange = self.exchanges[parsed[0]]
+                exchange.awaited.add(parsed[1])
+                exchange.sessions += one.sessions
+            else:
                 by_family.setdefault(parsed[0], (set(), set()))[0].add(parsed[1])
         for key in one.all:
             parsed = family_of(key)
@@ -296,7 +303,7 @@ class _Search:
 
     def _exchange(self, family: Family, exchange: _Exchange) -> Pending | None:
         """Keys that each rank writes for the others, or one rank for all of them."""
-        known = self.ranks.families.get(family, Members())
+        known = self.ranks.families.get(family) or Members(0)
         waiters = self._waiters(exchange)
         writers = self.ranks.of(known.writers.values())
         waiting, since = len(waiters), self._since(exchange)
@@ -310,7 +317,7 @@ class _Search:
             key = family.key(min(exchange.awaited))
             return Pending("keys", key, 0, 1, [0], elsewhere, 1 - len(elsewhere), waiting, since)
         involved = waiters | writers
-        expected = self._expected(known, exchange, involved)
+        expected = self._expected(family, known, exchange, involved)
         missing = sorted(exchange.awaited)
         if expected <= self._numbers_left:
             self._numbers_left -= expected
@@ -333,12 +340,13 @@ class _Search:
             self._fewer_on(writers),
         )
 
-    def _expected(self, known: Members, exchange: _Exchange, involved: set[Rank]) -> int:
+    def _expected(self, family: Family, known: Members, exchange: _Exchange, involved: set[Rank]) -> int:
         """Return how many keys there will be."""
         size = self.ranks.world_size
         least = max([*known.writers, *exchange.awaited, *exchange.listed]) + 1
-        if known.size >= least:
-            return known.size
+        told = gloo_size(family, known.value_bytes)
+        if told >= least:
+            return told
         if size is not None and size >= least and 2 * len(involved) >= size and not exchange.listed:
             return size
         return least

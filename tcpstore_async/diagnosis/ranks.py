@@ -8,36 +8,31 @@ Invariant: no two ranks have the same number; where the facts contradict each ot
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 from ..addresses import format_address
-from ..similar_keys import Family, family_of
-from .facts import Departed, Facts, Session
+from ..similar_keys import Family
+from .facts import Departed, Facts, Members, Process, Session, group_by_process
 from .patterns import JOIN_COUNTER, gloo_size, may_name_ranks, names_ranks
 
 Environment = Mapping[str, str]
-
-_FEW: Final = 2
-"""Writers of a family's keys from which on their numbers may be ranks."""
 
 _MOST_RANGES: Final = 32
 """Ranges of numbers that a text has."""
 
 
-_SAFE_DIGITS: Final = 8
-"""Digits of a number that `family_of` surely takes for one."""
-
-
 class Rank:
     """A process that is a rank, or may be."""
 
-    __slots__ = ("departed", "host", "number", "sessions", "source")
+    __slots__ = ("departed", "host", "number", "peer", "pid", "sessions", "source")
 
     def __init__(self, sessions: Sequence[Session], departed: Sequence[Departed]) -> None:
         """`sessions` are those that are connected, `departed` those that are not."""
         first = sessions[0] if sessions else departed[0]
+        self.pid = first.pid
+        self.peer = first.peer
+        """What its client says of itself: all of its sessions have the same pid, and say the same rank."""
         self.host = (first.peer.get("host") if first.peer else None) or first.host
         """Its name if it is known, else its address."""
         self.number: int | None = None
@@ -51,20 +46,6 @@ class Rank:
         if self.pid is None and self.sessions:
             where = format_address(self.host, self.sessions[0].port)
         return where if self.number is None else f"rank {self.number} ({where})"
-
-    @property
-    def first(self) -> Session | Departed:
-        """One of its sessions: all of them have the same pid, and say the same rank."""
-        return self.sessions[0] if self.sessions else self.departed[0]
-
-    @property
-    def pid(self) -> int | None:
-        return self.first.pid
-
-    def said_number(self) -> int | None:
-        """Return the number that its client has said it has."""
-        peer = self.first.peer
-        return _number_in(peer.get("rank")) if peer else None
 
     def waits(self) -> bool:
         """Return whether one of its sessions waits."""
@@ -81,29 +62,13 @@ class Rank:
         return min(self.sessions, key=lambda session: session.idle, default=None)
 
 
-class Members:
-    """The values that ranks have published under keys of one family."""
-
-    def __init__(self) -> None:
-        self.writers: dict[int, int] = {}
-        """By the number in the key: the session that wrote it, 0 if that is not known."""
-        self.size = 0
-        """How many there will be, if the values tell that."""
-
-    @cached_property
-    def one_each(self) -> bool:
-        """Whether no two keys were written by the same session."""
-        known = [writer for writer in self.writers.values() if writer]
-        return len(known) >= _FEW and len(set(known)) == len(known)
-
-
 class Ranks:
     """The ranks of a job, as far as the facts tell."""
 
     def __init__(self, facts: Facts, environments: Mapping[int, Environment], world_size: int | None) -> None:
         """`environments` has those of processes on this machine, by the ids of their sessions."""
         self.facts = facts
-        self.families = _families(facts)
+        self.families = facts.families
         self.all: list[Rank] = []
         self.by_session: dict[int, Rank] = {}
         self.by_number: dict[int, Rank] = {}
@@ -122,28 +87,30 @@ class Ranks:
 
     def _make(self) -> None:
         facts = self.facts
-        connected = _by_process([one for one in facts.sessions if one.carries is None and one.command != "LINK"])
-        left = _by_process(facts.departed.values())
+        connected = facts.processes
+        left: dict[Process, list[Departed]] = {}
+        group_by_process(left, facts.departed.values())
         several: list[tuple[Sequence[Session], Sequence[Departed]]] = []
         by_session, everyone = self.by_session, self.all
-        for process, sessions in connected.items():
-            if len(sessions) > 1 or (left and process in left):
-                several.append((sessions, left.pop(process, ())))
+        for process, found in connected.items():
+            if len(found) > 1 or (left and process in left):
+                several.append((found, left.pop(process, ())))
                 continue
-            rank = Rank(sessions, ())  # the common case, without a call
+            rank = Rank(found, ())  # the common case, without a call
             everyone.append(rank)
-            if sessions[0].id:
-                by_session[sessions[0].id] = rank
+            if found[0].id:
+                by_session[found[0].id] = rank
         several += [((), departed) for departed in left.values()]
-        deeds = self._deeds({one.id for found in several for one in chain(*found)})
-        for found in several:
-            if _repeat([deeds.get(one.id, []) for one in chain(*found)]):
-                for session in found[0]:
+        ids = [[*[one.id for one in sessions], *[one.id for one in departed]] for sessions, departed in several]
+        deeds = self._deeds(set(chain.from_iterable(ids)))
+        for (sessions, departed), each in zip(several, ids, strict=True):
+            if _repeat([deeds.get(one, []) for one in each]):
+                for session in sessions:
                     self._add((session,), ())
-                for one in found[1]:
+                for one in departed:
                     self._add((), (one,))
             else:
-                self._add(*found)
+                self._add(sessions, departed)
 
     def _deeds(self, ids: set[int]) -> dict[int, list[str]]:
         """Return by session, for some, what a rank does only once: two sessions that did the same are two ranks."""
@@ -174,7 +141,7 @@ class Ranks:
     def _number(self) -> None:
         claims: dict[int, list[Rank]] = defaultdict(list)
         for rank in self.all:
-            number = said = rank.said_number()
+            number = said = _number_in(rank.peer.get("rank")) if rank.peer else None
             if number is None and self._environments:
                 number = _number_in(self._environment(rank).get("RANK"))
             if number is not None:
@@ -221,8 +188,8 @@ class Ranks:
         if names_ranks(family):
             return True
         total = size or len([rank for rank in self.all if rank.sessions])
-        if members.size:
-            return members.size >= total
+        if size_told := gloo_size(family, members.value_bytes):
+            return size_told >= total
         return 2 * len(members.writers) > total
 
     def _environment(self, rank: Rank) -> Environment:
@@ -247,62 +214,14 @@ class Ranks:
         return _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))
 
 
-AnySession = TypeVar("AnySession", Session, Departed)
-
-
-def _by_process(sessions: Iterable[AnySession]) -> dict[tuple[object, ...], list[AnySession]]:
-    """Return sessions by what tells processes apart; if that is not known, each has one of its own."""
-    found: dict[tuple[object, ...], list[AnySession]] = {}
-    for one in sessions:
-        peer = one.peer
-        process: tuple[object, ...]
-        if one.pid is None:
-            process = None, one.id, one.host, one.port, id(one)
-        elif peer:
-            process = one.pid, one.host, peer.get("host"), peer.get("rank")
-        else:
-            process = one.pid, one.host, None, None
-        known = found.get(process)
-        if known is None:
-            found[process] = [one]
-        else:
-            known.append(one)
-    return found
-
-
 def _repeat(deeds: list[list[str]]) -> bool:
     """Return whether two of these sessions did the same."""
     done = [deed for each in deeds for deed in set(each)]
     return len(set(done)) < len(done)
 
 
-def _families(facts: Facts) -> dict[Family, Members]:
-    families: dict[Family, Members] = {}
-    before, size = "", 0
-    writers: dict[int, int] | None = None
-    for key in facts.keys:
-        name = key.key
-        if writers is not None and name[:size] == before:  # most keys are of the same family as the one before
-            digits = name[size:]
-            if digits.isdecimal() and digits[0] != "0" and digits.isascii() and len(digits) <= _SAFE_DIGITS:
-                writers[int(digits)] = key.by or 0
-                continue
-        found = family_of(name)
-        if found is None:
-            continue
-        family, number = found
-        members = families.get(family)
-        if members is None:
-            members = families[family] = Members()
-            members.size = gloo_size(family, key.size)
-        members.writers[number] = key.by or 0
-        if not family.after:
-            before, size, writers = family.before, len(family.before), members.writers
-    return families
-
-
 def _evidence(family: Family, members: Members) -> tuple[bool, bool, int]:
-    return names_ranks(family), members.size > 0, len(members.writers)
+    return names_ranks(family), gloo_size(family, members.value_bytes) > 0, len(members.writers)
 
 
 def _number_in(text: str | None) -> int | None:

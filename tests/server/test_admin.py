@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server
-from tcpstore_async.client.admin import ask, is_local, read_environment
+from tcpstore_async.client.admin import ask, find_local, is_local, read_environment
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.diagnosis.facts import read_facts
 from tcpstore_async.errors import DistNetworkError, DistStoreError, ProtocolError, StoreTimeoutError
@@ -315,6 +315,8 @@ def test_what_is_of_this_machine() -> None:
     assert is_local("localhost")
     assert not is_local("192.0.2.1")
     assert not is_local("no such name.invalid")
+    hosts = ["127.0.0.1", "192.0.2.1", "::1", "127.0.0.2", "2001:db8::1", "localhost", "no such name.invalid", "%1"]
+    assert find_local(hosts) == set(filter(is_local, hosts)) >= {"127.0.0.1", "127.0.0.2", "localhost"}
 
 
 def test_environments_are_those_that_processes_were_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
