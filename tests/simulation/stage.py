@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 from msgspec import json
 
 from properties.fleet import Difference
-from tcpstore_async.client import connect
+from tcpstore_async.client import connect, requests
 from tcpstore_async.client.connect import _receive
 from tcpstore_async.client.wait_queue import Ticket
 from tcpstore_async.errors import PeerError
@@ -457,12 +457,15 @@ class Poll:
 
 
 def _connect(
-    host: str, port: int, attempt: Any, pings: bool, token: bytes, tls: object, name: object
+    host: str, port: int, attempt: Any, pings: bool, token: bytes, tls: object, name: object, asks: bool
 ) -> tuple[socket.socket, ClientSession]:
     """In place of `connect._try_in_this_thread`."""
     peer = Socket(_me().stage.connect())
     session = ClientSession(pings)
     hello, call = session.hello(PID)
+    if asks:
+        asking, session.asked = session.request(*requests.HAS_EXTENSION)
+        hello += asking
     try:
         peer.send(hello)
         poll = Poll()
