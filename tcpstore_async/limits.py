@@ -1,9 +1,9 @@
 """The limits of a server: names, units and defaults.
 
-Checked: `keys` here, `key_bytes`, `value_bytes` and `request_bytes` in `wire/codecs.py`, `budget_bytes` in
-`session/budget.py`, `unsent_high_water` in `session/server.py`, `links` in `session/link_registry.py`, `sessions` in
-`session/link_server.py`, `connections`, `validate_seconds` and `audit_lines` in `server/`. What one token may store
-(`--max-keys`, `--max-bytes`) is checked in `session/guard.py`.
+Checked: `keys` here, called by `wire/codecs.py`; `key_bytes`, `value_bytes` and `request_bytes` in `wire/codecs.py`,
+`budget_bytes` in `session/budget.py`, `unsent_high_water` in `session/server.py`, `links` in
+`session/link_registry.py`, `sessions` in `session/link_server.py`, `connections`, `validate_seconds` and `audit_lines`
+in `server/`. What one token may store (`--max-keys`, `--max-bytes`) is checked in `session/guard.py`.
 
 A `Limits` is immutable. No well-behaved job reaches the defaults; the first three are those of PyTorch's libuv server.
 """

@@ -1,7 +1,8 @@
 """Waiters parked on keys: registrations, wake-ups and the hand-off of queue items.
 
 This module knows which waiters a write or a queued item wakes, and in which order. It does not know what is stored: the
-keyspace, which extends `WaiterRegistry`, supplies values, numbers and items.
+keyspace, which extends `WaiterRegistry`, supplies values, numbers and items. What a waiter replies when it is woken is
+its own `fire` (`waiter_types.py`), which for a connection is that of `session/server.py`.
 
 Terms:
 

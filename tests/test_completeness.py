@@ -20,8 +20,9 @@ from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import Limits
+from tcpstore_async.session.history import History
 from tcpstore_async.session.identity import EXTENSION, LINKS, NAMES, ROUNDS, SINGLE_LINKS
-from tcpstore_async.session.server import ServerSession
+from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import ReplyCodec, RequestCodec
 from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE, COMMANDS, MAGIC, Command, Flag
@@ -74,6 +75,15 @@ def test_a_command_has_a_client_method(command: Command) -> None:
         return
     assert inspect.iscoroutinefunction(getattr(AsyncTCPStore, command.method, None)), (
         f"AsyncTCPStore has no method {command.method}"
+    )
+
+
+@commands
+def test_who_wrote_a_value_is_noted(command: Command) -> None:
+    """Of a command that may enlarge the store: that it writes a value, or that it is one of these, which do not."""
+    noted = History(Engine(Limits())).recorded(command.method, len) is not len
+    assert noted or not command.stores or command.method in ("queue_push", "meet", "attend"), (
+        f"{command.name}: session/history.py does not note what it writes"
     )
 
 

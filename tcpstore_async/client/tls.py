@@ -1,5 +1,7 @@
 """TLS for a client: a plain connection on loopback, whose other end is bridged to the TLS connection.
 
+The stream itself, which both ends use, is in `session/tls.py`; the server's end is `server/tls.py`.
+
 It knows certificates of clients, and sockets. It must not know what is sent, or who sends it.
 
 All code that uses a connection counts bytes, is interrupted, forks and polls descriptors as on plain TCP; so it gets

@@ -1,5 +1,7 @@
 """TLS at a server: its certificate, the handshakes under way, and the plaintext of one connection.
 
+The stream itself, which both ends use, is in `session/tls.py`; the client's end is `client/tls.py`.
+
 It knows files of certificates and how a connection is read and written. It must not know sessions or commands.
 
 Invariants: nothing is allocated for TLS before a peer's first byte asks for it. At most `MOST_HANDSHAKES` handshakes

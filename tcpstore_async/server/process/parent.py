@@ -1,4 +1,4 @@
-"""The parent side of a server process: start it, send it commands, end it.
+"""The parent side of a server process: start it, send it commands, end it. `child.py` is the other side.
 
 Knows how to start a Python process whatever became of this one, and the control socket. Must not know the protocol, or
 event loops.
