@@ -2,7 +2,8 @@
 
 A virtual environment under build/third-party, which is kept, has PyTorch's CPU build, the checkout's package, and as
 many of accelerate, lightning, torchft and ray as can be installed; the others are skipped, with the reason. A mode of
-TCPSTORE_INSTALL passes if the job's results equal stock PyTorch's and the server is ours.
+TCPSTORE_INSTALL passes if the job's results equal stock PyTorch's and the server is ours. The jobs use `build/compiled` if
+it is up to date, as users get it from pip, otherwise the interpreted checkout.
 
 Two times are printed. *Group* is from the call of `init_process_group` in the last rank to its return in the last rank:
 unlike a rank's own time, it does not contain how much later another rank starts. *Since launch* is from the start of
@@ -31,6 +32,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from bench import builds
+
 FOLDER: Final = ROOT / "build" / "third-party"
 PYTHON: Final = FOLDER / "bin" / "python"
 
@@ -295,7 +300,7 @@ def run(name: str, mode: str) -> dict[str, Any]:
     launcher = [part.format(port=free_port()) for part in job.launcher]
     env = {key: text for key, text in os.environ.items() if not key.startswith(("TCPSTORE_", "PYTHONPATH"))}
     env |= {"TCPSTORE_INSTALL": mode, "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
-    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore"}
+    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(builds.chosen())}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as times:
         env[TIMES] = times
         launched = time.monotonic()
@@ -376,6 +381,7 @@ def main() -> None:
     if unknown := sorted({*given.names} - {*JOBS}):
         parser.error(f"unknown job: {', '.join(unknown)}")
     prepare()
+    print(f"the package is in {builds.chosen()}", flush=True)
     wrong = 0
     for name in given.names or JOBS:
         package = JOBS[name].package

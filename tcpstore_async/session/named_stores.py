@@ -60,7 +60,7 @@ _REMEMBERED: Final = 1024
 _CLOSING: Final = 16
 """A session is closed in the time in which so many keys are handled."""
 
-_LETTING_IN: Final = 4
+_LETTING_IN: Final = 8
 """A session is let in in the time in which so many keys are handled."""
 
 _MANY: Final = 1000
