@@ -2,8 +2,8 @@
 
 A virtual environment under build/third-party, which is kept, has PyTorch's CPU build, the checkout's package, and as
 many of accelerate, lightning, torchft and ray as can be installed; the others are skipped, with the reason. A mode of
-TCPSTORE_INSTALL passes if the job's results equal stock PyTorch's and the server is ours. The jobs use `build/compiled` if
-it is up to date, as users get it from pip, otherwise the interpreted checkout.
+TCPSTORE_INSTALL passes if the job's results equal stock PyTorch's and the server is ours. The jobs use `build/compiled`
+if it is up to date, as users get it from pip, otherwise the interpreted checkout.
 
 Two times are printed. *Group* is from the call of `init_process_group` in the last rank to its return in the last rank:
 unlike a rank's own time, it does not contain how much later another rank starts. *Since launch* is from the start of
@@ -31,11 +31,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from bench import builds
 
+ROOT: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = ROOT / "build" / "third-party"
 PYTHON: Final = FOLDER / "bin" / "python"
 
