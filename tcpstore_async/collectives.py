@@ -310,7 +310,7 @@ def _missing_ranks_error(
         return error
     names = ", ".join([*map(str, missing), *([more] if more else [])])
     return MissingRanksError(
-        f"{collective} failed -- missing ranks: {names or 'none (all have arrived since)'}, {error}", missing
+        f"{collective} failed -- missing ranks: {names or 'none (all have since arrived)'}, {error}", missing
     )
 
 

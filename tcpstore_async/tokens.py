@@ -81,7 +81,7 @@ class TokenKeys:
         signed = b".".join([VERSION, signer.encode(), _encode(msgspec.json.encode(claims))])
         token = signed + b"." + _sign(secret, signed)
         if len(token) > MAX_TOKEN:
-            raise ValueError(f"the token would have {len(token)} bytes (max {MAX_TOKEN}): shorten its prefix")
+            raise ValueError(f"the token would be {len(token)} bytes long (max {MAX_TOKEN}): shorten its prefix")
         return token.decode()
 
     def check(self, token: bytes, now: float) -> Access | str:
@@ -109,7 +109,7 @@ class TokenKeys:
                 raise ValueError
             access = Access(said.id, said.rights, said.prefix, said.store, said.expires, signer, *limits)
         except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-            return "this server does not understand the content of the token"
+            return "this server does not understand the token's contents"
         if said.id in self.revoked:
             return f"token {said.id} is revoked"
         if said.expires and said.expires <= now:
@@ -199,8 +199,8 @@ def read_keys(path: str | os.PathLike[str], revoked: str | os.PathLike[str] | No
     for name, secret in keys:
         if len(secret) < _SHORT:
             log.warning(
-                "the secret of key %s in %s has only %d bytes, so anyone with a token can guess it: use at least %d, "
-                "for example from openssl rand -hex 32",
+                "the secret of key %s in %s is only %d bytes long, so anyone with a token can guess it: use at least "
+                "%d, for example from openssl rand -hex 32",
                 name,
                 os.fspath(path),
                 len(secret),

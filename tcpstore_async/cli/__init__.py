@@ -122,7 +122,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     "--admin",
     metavar="PATH",
     help="Path of the admin socket, which 'tcpstore who' and others use; '' for none.  [default: a file named after "
-    "the port, in a folder that only this user can enter]",
+    "the port, in a directory that only this user can access]",
 )
 @click.option(
     "--http",
@@ -174,8 +174,8 @@ def serve(
 ) -> None:
     """Run a server in the foreground.
 
-    Prints one line of JSON once it accepts connections. On SIGTERM, open connections get up to --grace seconds to
-    finish; SIGINT stops at once. With --linger, the server exits once its job has ended.
+    Prints one line of JSON once it is ready to accept connections. On SIGTERM, open connections get up to --grace
+    seconds to finish; SIGINT stops at once. With --linger, the server exits once its job has ended.
 
     On SIGHUP, the server reloads the files given by --tls-cert, --tls-key, --tls-ca, --token-keys and --revoked-tokens.
     They apply to new connections; connections whose tokens are no longer valid are closed. SIGHUP never ends a server.

@@ -88,7 +88,7 @@ def http_command(
     already running, such as that of TCPStore(is_master=True); run it as the same user.
 
     / is the page, /metrics is for Prometheus, /livez and /readyz are for supervisors. Prints one line of JSON once it
-    accepts requests. Exits on SIGTERM and SIGINT.
+    is ready to accept requests. Exits on SIGTERM and SIGINT.
     """
     from ..web.running import run  # not for the other commands, which have to start fast
 

@@ -53,7 +53,7 @@ def look_at(path: Path, timeout: float | None, *more: str, store: str | None = N
 def info(context: ClientContext, local: bool, admin: Path | None) -> None:
     """Print the server's identity, number of keys and latency.
 
-    A server on this machine that accepts no client, for instance because it is full, is queried over its
+    A server on this machine that is not accepting clients, for instance because it is full, is queried over its
     admin socket. --admin queries that socket without trying the port first.
     """
     if local:

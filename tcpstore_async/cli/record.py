@@ -82,8 +82,8 @@ def record_command(
 
     The server should be empty at the start of a recording, and of a replay.
 
-    Prints one line of JSON once it accepts connections. On SIGTERM or SIGINT, closes the remaining connections and
-    exits, so stop it after the job has ended. The file is readable even if the recorder was killed.
+    Prints one line of JSON once it is ready to accept connections. On SIGTERM or SIGINT, closes the remaining
+    connections and exits, so stop it after the job has ended. The file remains readable even if the recorder is killed.
     """
     log_without_blocking()
 
@@ -129,7 +129,7 @@ def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
     type=click.IntRange(1, 1_000_000),
     default=None,
     metavar="N",
-    help="Play as many copies of the job as it takes to have N ranks.  [default: one copy]",
+    help="Play as many copies of the job as it takes to reach N ranks.  [default: one copy]",
 )
 @click.option(
     "--speed",
@@ -144,9 +144,9 @@ def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
 def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, summary: bool) -> None:
     """Replay a recording against a server and compare the replies.
 
-    Opens every recorded connection again and sends the same requests at the recorded times. A request that depended on
-    requests of other ranks is sent after them. Values that were not recorded are replaced by others of the same
-    length. Compares the numbers, types and lengths of replies, and their contents if these were recorded. Use an empty
+    Reopens every recorded connection and sends the same requests at the recorded times. A request that depended on
+    requests from other ranks is sent after them. Values that were not recorded are replaced by others of the same
+    length. Compares the numbers, types and lengths of replies, and their contents if they were recorded. Use an empty
     server.
 
     --ranks does not make the job larger: with --ranks 20, a job of 8 ranks is played three times at once. The first

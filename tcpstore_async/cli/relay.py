@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[ServerUrl]:
     urls = [parse_url(ctx, param, url.strip()) for url in text.split(",")]
     if len({url.tls for url in urls}) > 1:
-        raise click.BadParameter("the servers must either all use TLS (tcps://) or all not use it (tcp://)", ctx, param)
+        raise click.BadParameter(
+            "either all of the servers must use TLS (tcps://) or none of them (tcp://)", ctx, param
+        )
     return urls
 
 
@@ -83,8 +85,8 @@ def relay_command(
     waiting rank's connection, and the rank retries until its own timeout. If the relay loses its connection for longer
     than the server keeps the link, or if the server restarts, the ranks' connections are closed.
 
-    Prints one line of JSON once it accepts connections. On SIGTERM, open connections get up to --grace seconds to
-    finish; SIGINT stops at once.
+    Prints one line of JSON once it is ready to accept connections. On SIGTERM, open connections get up to --grace
+    seconds to finish; SIGINT stops at once.
     """
     from ..relay.running import run  # not for the other commands, which have to start fast
 

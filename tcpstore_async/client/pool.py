@@ -306,7 +306,7 @@ class TCPClient:
             answer = self.call(asked, Deadline(min(seconds, explanation.MOST_SECONDS)))
             explanation.explain(error, asked, answer)
         except (DistError, ProtocolError) as failure:
-            log.debug("%s:%d did not say why a call timed out: %s", self.host, self.port, failure)
+            log.debug("could not find out from %s:%d why a call timed out: %s", self.host, self.port, failure)
 
     def _on_a_connection(
         self, work: Callable[[SyncConnection, Deadline], Any], request: Request, deadline: Deadline, seconds: float

@@ -241,6 +241,6 @@ def size_hint(longest: int) -> str:
     if longest <= VALUE_BYTES:
         return ""
     return (
-        f" (the longest request sent had {longest} bytes; a server closes the connection when a value exceeds its"
+        f" (the longest request sent was {longest} bytes; a server closes the connection when a value exceeds its"
         f" limit, by default {VALUE_BYTES} bytes)"
     )

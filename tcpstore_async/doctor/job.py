@@ -50,7 +50,7 @@ def check_nccl(environ: Mapping[str, str], ranks: int) -> Finding:
     if ranks * roots <= _MANY_KEYS:
         return Finding("NCCL", OK, text)
     fewer = -(-ranks // _MOST_ROOTS)
-    fix = "tcpstore serve (it registers a list of keys once)"
+    fix = "tcpstore serve (it registers a whole list of keys at once)"
     if fewer > per_root:
         fix += f", or export {_RANKS_PER_ROOT}={fewer} for all ranks"
     return Finding("NCCL", WARN, f"{text}, which PyTorch's servers register one by one", fix)

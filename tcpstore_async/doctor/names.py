@@ -102,7 +102,9 @@ def check_reverse_names(addresses: list[str], reverse: Reverse, ranks: int, seco
         return [Finding("reverse names", OK, text)]
     text += f", {at_least}{slowest * ranks:.1f} s for {ranks} ranks: PyTorch's servers look up their names one by one"
     return [
-        Finding("reverse names", WARN, text, "tcpstore serve (it looks up no names), or list the hosts in /etc/hosts")
+        Finding(
+            "reverse names", WARN, text, "tcpstore serve (it does not look up names), or list the hosts in /etc/hosts"
+        )
     ]
 
 

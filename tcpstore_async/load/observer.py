@@ -154,7 +154,7 @@ class Observer:
                 self._rows.add(now, self._number, command.name, True)
                 return
             if not (command.reply is NO_REPLY and command.holds):
-                self._give_up(f"{command.name} while {blocked.command.name} blocks", now)
+                self._give_up(f"{command.name} while {blocked.command.name} is blocking", now)
                 return
         if command is _PING and self._process < 0:  # the first one has the process id; later ones, any number
             self._process = self._processes.process(self._address, fields[0])

@@ -37,7 +37,7 @@ log = logging.getLogger("tcpstore_async.server")
 _CANCEL_SECONDS: Final = 0.05
 
 _NOTHING_TO_RELOAD: Final = (
-    "SIGHUP: the relay has nothing to reload, because it reads its files for each connection to its server; "
+    "SIGHUP: the relay has nothing to reload, because it rereads its files each time it connects to its server; "
     "it keeps running"
 )
 
@@ -174,7 +174,7 @@ async def _drain(running: Relay, grace: float) -> None:
 
 def _report(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.critical("internal error: the relay no longer connects to its server", exc_info=task.exception())
+        log.critical("internal error: the relay has stopped trying to connect to its server", exc_info=task.exception())
 
 
 def _description() -> dict[str, str]:

@@ -224,7 +224,7 @@ class Upstream:
     def _check_that_link_may_end(self, server: tuple[str, int]) -> None:
         """Raise _RefusedError if this server lacks the link because another one has it, which may come back."""
         if self._giving_up is not None and server != self._server:
-            raise _RefusedError(f"it does not know the link established with {format_address(*self._server)}")
+            raise _RefusedError(f"it does not recognize the link established with {format_address(*self._server)}")
 
     # A link
 

@@ -275,7 +275,7 @@ class Admin:
                 self._audited.clear()
             self._audited.add((user, asked))
         with self.server.lock:
-            self.server.note_admin(user, f"admin socket of port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}")
+            self.server.note_admin(user, f"admin socket for port {self.server.port}: {user}: {asked[:_MOST_LOGGED]!r}")
 
     async def _request(self, reader: asyncio.StreamReader) -> Request | str:
         """Return the request, or what is wrong with it."""

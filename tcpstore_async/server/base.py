@@ -421,7 +421,8 @@ class Server:
     def _report_refused(self, host: str, port: int) -> None:
         most = self.limits.sessions
         self.log_limited(
-            "sessions", f"rejected {format_address(host, port)}: there are already {most} sessions (limit sessions)"
+            "sessions",
+            f"rejected {format_address(host, port)}: there are already {most} sessions (the `sessions` limit)",
         )
 
     def _report_refusal(self, host: str, peer: str, reason: str) -> None:
@@ -547,7 +548,9 @@ class Server:
         owner = session.owner
         assert isinstance(owner, Transport)
         seconds = self.limits.validate_seconds
-        self.close_for(owner, ProtocolError(f"no {session.expected()} within {seconds} s (limit validate_seconds)"))
+        self.close_for(
+            owner, ProtocolError(f"no {session.expected()} within {seconds} s (the `validate_seconds` limit)")
+        )
 
 
 def _kind_of(error: PeerError) -> str:

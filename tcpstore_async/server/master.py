@@ -185,7 +185,7 @@ def host(
     began, lock = time.monotonic(), _shared_lock
     if not lock.acquire(timeout=-1 if timeout is None else timeout or START_TIMEOUT):
         raise DistNetworkError(
-            f"timed out after {timeout or START_TIMEOUT:g} s: another store of this process is starting or stopping a "
+            f"timed out after {timeout or START_TIMEOUT:g} s: another store in this process is starting or stopping a "
             "shared server"
         )
     try:

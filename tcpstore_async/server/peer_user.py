@@ -141,9 +141,11 @@ class PeerUsers:
             except OSError as error:
                 raise _unavailable(error.strerror or str(error)) from None
             except UnknownOwnerError as error:
-                raise _unavailable(f"a connection of this process to itself was not recognized: {error}") from None
+                raise _unavailable(f"a connection from this process to itself was not recognized: {error}") from None
         if found != self.user:
-            raise _unavailable(f"the kernel reported a connection of user {self.user} as one of user {found}")
+            raise _unavailable(
+                f"the kernel reported that a connection owned by user {self.user} belongs to user {found}"
+            )
 
 
 def own_connections() -> Callable[[socket.socket], bool]:

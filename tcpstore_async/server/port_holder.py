@@ -55,7 +55,7 @@ class Holder(NamedTuple):
 
     def __str__(self) -> str:
         if not self.pid:
-            text = f"a process of uid {self.uid}, which cannot be seen from here"
+            text = f"a process owned by uid {self.uid}, which is not visible from here"
         elif self.pid == os.getpid():
             text = f"this process, pid {self.pid}"
         else:

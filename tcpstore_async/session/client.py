@@ -112,7 +112,7 @@ class ClientSession:
                 raise AccessDeniedError(f"not allowed: {refusal}")
         waiting = self.waiting
         if waiting is not None and not (command.reply is NO_REPLY and command.holds):
-            raise RuntimeError(f"cannot send {command.name} while {waiting.command.name} blocks")
+            raise RuntimeError(f"cannot send {command.name} while {waiting.command.name} is blocking")
         data = command.prefix + command.request.encode(fields)
         if command.reply is NO_REPLY:
             return data, None

@@ -126,7 +126,7 @@ class LinkRegistry:
                 # It was delayed, or recorded, and the link has moved on since.
                 refusal = f"attempt {attempt} came after attempt {known.attempt}"
             elif not self._same_access(carrier, known):
-                refusal = "the link belongs to a client that has authenticated differently"
+                refusal = "the link belongs to a client that authenticated differently"
             if refusal:
                 self.refuse(carrier.host, str(carrier), f"LINK refused: {refusal}")
                 return self._reply(LINK_REFUSED, 0, refusal)
@@ -145,7 +145,9 @@ class LinkRegistry:
         if other is not None:
             other.end("another link has taken its place")
         if len(self.links) >= self.engine.limits.links:
-            return self._reply(LINK_REFUSED, 0, f"there are already {len(self.links)} links, the maximum (limit links)")
+            return self._reply(
+                LINK_REFUSED, 0, f"there are already {len(self.links)} links, the maximum (the `links` limit)"
+            )
         link = self.links[identity] = ServerLink(self, identity, secret, place)
         link.attempt = attempt
         link.granted = carrier in self.engine.granted
@@ -208,7 +210,9 @@ class LinkRegistry:
                 return self._reply(LINK_REFUSED, 0, "the server is stopping")
             count = len(self.singles) + self.sessions
             if count >= engine.limits.sessions:
-                return self._reply(LINK_REFUSED, 0, f"there are already {count} sessions, the maximum (limit sessions)")
+                return self._reply(
+                    LINK_REFUSED, 0, f"there are already {count} sessions, the maximum (the `sessions` limit)"
+                )
             link = SingleLink(self, said[b"id"], said[b"secret"], carrier)
             self.singles[link.identity] = link
         link.attempt = attempt

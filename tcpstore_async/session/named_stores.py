@@ -524,7 +524,7 @@ def _text(said: dict[bytes, bytes], name: bytes, most: int) -> str:
     if raw is None:
         return ""
     if len(raw) > most:
-        raise ProtocolError(f"the {name.decode()} in ENTER has {len(raw)} bytes (max {most})")
+        raise ProtocolError(f"the {name.decode()} in ENTER is {len(raw)} bytes long (max {most})")
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -96,7 +96,7 @@ class ClientSingleLink:
         total = at + sum([len(data) for _, data, _ in sent])
         if reply.status != RESUMED or not at <= reply.taken <= total:
             why = f": {reply.reason}" if reply.reason else ""
-            raise ProtocolError(f"the server has not kept the session ({reply.status}{why})")
+            raise ProtocolError(f"the server did not keep the session ({reply.status}{why})")
         self._told = self.received
         rest: list[bytes] = []
         for _, data, _ in sent:

@@ -185,7 +185,7 @@ class SingleLink(Transport):
         """End the link: its client acknowledges too little, or a reply has too many pieces."""
         carrier = self.carrier
         if carrier is None:
-            self.session.evict(ProtocolError(f"more than {MOST_PIECES} replies are not acknowledged"))
+            self.session.evict(ProtocolError(f"more than {MOST_PIECES} replies have not been acknowledged"))
         else:
             self.forget()
             carrier.single = self  # it may still acknowledge

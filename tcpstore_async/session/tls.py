@@ -162,7 +162,7 @@ class TlsStream:
     def _read(self, size: int, space: memoryview | None) -> Any:
         """Read into `space` and return the number of bytes, or return the bytes if that is None; None for nothing."""
         if self._unanswered > _MOST_ANSWERS and self._outgoing.pending > _MOST_ANSWERS:
-            raise TlsError("TLS failed: it keeps asking for new keys", False)
+            raise TlsError("TLS failed: it keeps requesting key updates", False)
         try:
             found = self._object.read(size, space)
         except ssl.SSLWantReadError:

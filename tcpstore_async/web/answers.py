@@ -75,7 +75,7 @@ class Answers:
             return alive
         server = counters.server
         if not server.get("accepting", True):
-            return Answer(503, _TEXT, b"the server no longer accepts connections\n")
+            return Answer(503, _TEXT, b"the server is no longer accepting connections\n")
         if _number(server, "connections") >= _number(server, "max_connections") > 0:
             return Answer(503, _TEXT, b"the server is at its connection limit\n")
         return Answer(200, _TEXT, b"ready\n")

@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> Answer:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body is not read
-            return Answer(400, _TEXT, b"a request has no body here\n")
+            return Answer(400, _TEXT, b"requests with a body are not accepted\n")
         hosts = self.headers.get_all("Host") or []
         if len(hosts) > 1 or not all(self._is_own(host) for host in hosts):
             return Answer(421, _TEXT, b"use the address of this host, localhost, or the name given to --http\n")
@@ -173,9 +173,11 @@ class _Handler(BaseHTTPRequestHandler):
         same_user = path in _PROBES or self.server.is_same_user(self.connection)
         if path not in _FOR_EVERYBODY:
             if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and path != "/":
-                return Answer(403, _TEXT, b"another site's page may not ask for this\n")
+                return Answer(403, _TEXT, b"cross-site requests are not allowed\n")
             if not same_user:
-                return Answer(403, _TEXT, b"only processes of the server's user, on its host, may see this\n")
+                return Answer(
+                    403, _TEXT, b"only processes running as the server's user, on the server's host, may access this\n"
+                )
         found = self.server.answers.answer(path, query, self.headers.get("Accept", ""), names=same_user)
         return Answer(404, _TEXT, b"there is nothing here\n") if found is None else found
 

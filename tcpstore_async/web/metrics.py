@@ -64,8 +64,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
 
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("cpu_seconds", "CPU time of the server's process.", lambda one: one.cpu),
-    ("received_bytes", "Bytes received, without TLS.", lambda one: one.traffic.received_bytes),
-    ("sent_bytes", "Bytes sent, without TLS.", lambda one: one.traffic.sent_bytes),
+    ("received_bytes", "Bytes received, excluding TLS overhead.", lambda one: one.traffic.received_bytes),
+    ("sent_bytes", "Bytes sent, excluding TLS overhead.", lambda one: one.traffic.sent_bytes),
     ("connections_accepted", "Connections that were accepted.", lambda one: one.connections.accepted),
     (
         "connections_rejected",
@@ -110,13 +110,13 @@ class _Server(Collector):
 
     def collect(self) -> Iterator[Metric]:
         up = self._counters is not None
-        yield GaugeMetricFamily("tcpstore_up", "Whether the server answers.", value=float(up))
+        yield GaugeMetricFamily("tcpstore_up", "Whether the server is responding.", value=float(up))
         if self._counters is None:
             return
         server, stats = self._counters.server, self._counters.stats
         yield _info(server)
         accepting = float(bool(server.get("accepting", True)))
-        yield GaugeMetricFamily("tcpstore_accepting", "Whether the server accepts connections.", value=accepting)
+        yield GaugeMetricFamily("tcpstore_accepting", "Whether the server is accepting connections.", value=accepting)
         for name, text, gauge in _GAUGES:
             value = gauge(stats)
             if value is not None:

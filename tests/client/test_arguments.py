@@ -186,7 +186,7 @@ def test_signatures_are_pytorchs() -> None:
 async def test_a_value_over_the_limit_ends_the_async_store(port: int) -> None:
     async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
         with pytest.raises(
-            DistNetworkError, match=r"the longest request sent had 8388\d+ bytes; .* by default 8388608 bytes"
+            DistNetworkError, match=r"the longest request sent was 8388\d+ bytes; .* by default 8388608 bytes"
         ):
             await store.set("k", bytes((8 << 20) + 1))
             await store.add("n", 1)

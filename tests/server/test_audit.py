@@ -142,7 +142,7 @@ def test_looking_in_is_one_line_with_the_user_and_what_was_asked_for(tmp_path: P
                     pass
         entries = [json.loads(line) for line in server.log().splitlines()]
         found = [entry["message"] for entry in entries if entry["logger"] == "tcpstore_async.audit"]
-        who = f"admin socket of port {server.port}: uid {os.getuid()}, pid {os.getpid()}: "
+        who = f"admin socket for port {server.port}: uid {os.getuid()}, pid {os.getpid()}: "
         assert found[:2] == [f"{who}'asked for sessions, keys'", f"{who}'asked for a\\nb'"]
         assert found[2].startswith(f"{who}'invalid request: ")
         assert len(found) == 3

@@ -198,7 +198,7 @@ def test_who_does_not_authenticate_in_time_is_closed(options: list[str]) -> None
         with RawPeer(server.port) as peer:
             peer.ping()
             assert peer.closed()
-        assert "no AUTH within 1 s (limit validate_seconds)" in lines(server, "closed the connection")[0]
+        assert "no AUTH within 1 s (the `validate_seconds` limit)" in lines(server, "closed the connection")[0]
 
 
 # Both clients
@@ -414,8 +414,8 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
     resume = (*kind, (b"instance", said["instance"].encode()), (b"taken", b"0"), (b"told", b"0"))
     owner.reset()
     for token, frame, reason in (
-        (stranger, _link_items(2, *resume), "the link belongs to a client that has authenticated differently"),
-        (stranger, _link_items(3, *kind), "the link belongs to a client that has authenticated differently"),
+        (stranger, _link_items(2, *resume), "the link belongs to a client that authenticated differently"),
+        (stranger, _link_items(3, *kind), "the link belongs to a client that authenticated differently"),
         (mine, first, "attempt 1 came after attempt 1"),
     ):
         peer, said = _open(server.port, token, frame)
@@ -423,7 +423,7 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
         peer.close()
     (line, *_) = lines(server, "LINK refused")
     assert "refused a request from 127.0.0.1:" in line
-    assert "the link belongs to a client that has authenticated differently" in line
+    assert "the link belongs to a client that authenticated differently" in line
     back, said = _open(server.port, mine, _link_items(4, *resume))
     assert said["status"] == "resumed"
     recorded, said = _open(server.port, mine, _link_items(4, *resume))

@@ -507,7 +507,7 @@ def test_a_wait_for_another_threads_shared_server_ends_in_time() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(LIMIT)
-    with pytest.raises(DistNetworkError, match=r"timed out after 0\.05 s: another store of this process"):
+    with pytest.raises(DistNetworkError, match=r"timed out after 0\.05 s: another store in this process"):
         host(0, multi_tenant=True, timeout=0.05)
     over.set()
     thread.join()

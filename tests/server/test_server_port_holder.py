@@ -144,7 +144,7 @@ def test_a_program_on_the_command_line(proc: Path) -> None:
 
 def test_a_process_of_another_user(proc: Path) -> None:
     assert find_holder("::", 80, proc) == Holder("", 0)
-    assert str(Holder("", 0)) == "a process of uid 0, which cannot be seen from here"
+    assert str(Holder("", 0)) == "a process owned by uid 0, which is not visible from here"
 
 
 def test_only_what_is_open_is_an_obstacle(proc: Path) -> None:

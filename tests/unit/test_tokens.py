@@ -238,7 +238,7 @@ def test_token_files_that_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_signed_token_cannot_say(claims: bytes) -> None:
-    assert KEYS.check(_claiming(claims), 0) == "this server does not understand the content of the token"
+    assert KEYS.check(_claiming(claims), 0) == "this server does not understand the token's contents"
 
 
 @pytest.mark.parametrize("expires", [-1, -(10**17), -(10**30)])
@@ -253,5 +253,5 @@ def test_a_short_secret_is_a_warning_without_it(tmp_path: Path, caplog: pytest.L
     path.write_text("k1:0123456789abcdef\nk2:hush\n")
     read_keys(path)
     (message,) = caplog.messages
-    assert message.startswith(f"the secret of key k2 in {path} has only 4 bytes")
+    assert message.startswith(f"the secret of key k2 in {path} is only 4 bytes long")
     assert "hush" not in message

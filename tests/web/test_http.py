@@ -252,7 +252,7 @@ def test_operations(tmp_path: Path) -> None:
 def test_a_server_that_is_not_ready(tmp_path: Path) -> None:
     with AdminStub(tmp_path / "s", []) as admin, answering(admin.path) as port:
         admin.server = {**admin.server, "accepting": False}
-        until(lambda: get(port, "/readyz") == (503, "the server no longer accepts connections\n"))
+        until(lambda: get(port, "/readyz") == (503, "the server is no longer accepting connections\n"))
         admin.server = {**admin.server, "accepting": True, "connections": 100}
         until(lambda: get(port, "/readyz") == (503, "the server is at its connection limit\n"))
         assert get(port, "/livez")[0] == 200

@@ -129,7 +129,7 @@ def test_a_server_that_drains_is_alive_and_not_ready(backend: str) -> None:
         peer.ping()
         until(lambda: get(http_port(server), "/readyz")[0] == 200)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: get(http_port(server), "/readyz") == (503, "the server no longer accepts connections\n"))
+        until(lambda: get(http_port(server), "/readyz") == (503, "the server is no longer accepting connections\n"))
         assert get(http_port(server), "/livez")[0] == 200
         peer.close()
         assert server.process.wait(LIMIT) == 0

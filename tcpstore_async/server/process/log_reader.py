@@ -112,7 +112,7 @@ def _essence(raw: list[str]) -> list[str]:
 def _cause(status: int | None, raw: list[str]) -> str:
     """Return what a server died of, as the end of a sentence."""
     output = joined(raw)
-    end = "crashed" if output else "was killed (SIGKILL; out of memory? See dmesg, or the memory limit of the job)"
+    end = "crashed" if output else "was killed (SIGKILL; out of memory? See dmesg, or check the job's memory limit)"
     if status is not None:
         killed = -status in signal.valid_signals()
         end = f"was killed by {signal.Signals(-status).name}" if killed else f"exited with status {status}"

@@ -427,7 +427,7 @@ def test_a_request_behind_a_wait_is_opaque() -> None:
     tape = Tape()
     tape.connect("a")
     tape.sent("a", wait(b"/k"), get(b"/k"))
-    assert tape.rows_of("OPAQUE") == [["OPAQUE", "GET while WAIT blocks"]]
+    assert tape.rows_of("OPAQUE") == [["OPAQUE", "GET while WAIT is blocking"]]
 
 
 def test_every_kind_of_row(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_wait_ends_with_a_set() -> None:
     engine = Engine(Limits())
     waiter, setter = Wire(engine), Wire(engine)
     call = waiter.park("wait", [b"/k"])
-    with pytest.raises(RuntimeError, match="cannot send GET while WAIT blocks"):
+    with pytest.raises(RuntimeError, match="cannot send GET while WAIT is blocking"):
         waiter.client.request(BY_METHOD["get"], (b"/k",))
     setter.call("set", b"/k", pack(b"1"))
     assert waiter.fetch() == [call]
@@ -249,7 +249,7 @@ def test_a_large_fetched_value_in_pieces() -> None:
 
 def test_nothing_follows_a_fetch_but_its_cancel() -> None:
     client, call = _fetch()
-    with pytest.raises(RuntimeError, match="cannot send PING while FETCH blocks"):
+    with pytest.raises(RuntimeError, match="cannot send PING while FETCH is blocking"):
         client.fence(1)
     assert client.cancel(call) == b"\x41"
     with pytest.raises(RuntimeError, match="once"):

@@ -109,7 +109,7 @@ def test_more_links_than_allowed_are_refused(registry: LinkRegistry) -> None:
     for number in range(2):
         assert ask(registry, id=bytes([number] * 16)).status == "new"
     reply = ask(registry, id=bytes([2] * 16))
-    assert (reply.status, "limit links" in reply.reason) == ("refused", True)
+    assert (reply.status, "the `links` limit" in reply.reason) == ("refused", True)
     reply.session.receive(ping(b"pong"))
     assert reply.session.out == [b"pong"]
 

@@ -395,7 +395,7 @@ def test_a_client_sends_again_what_was_not_taken() -> None:
     assert link.resume(b'{"status": "resumed", "taken": 3}') == b"defg"
     assert link.resume(b'{"status": "resumed", "taken": 7}') == b""
     for taken_, status in ((2, "resumed"), (8, "resumed"), (3, "unknown")):
-        with pytest.raises(ProtocolError, match="has not kept"):
+        with pytest.raises(ProtocolError, match="did not keep"):
             link.resume(b'{"status": "%s", "taken": %d}' % (status.encode(), taken_))
 
 
