@@ -60,7 +60,7 @@ class AgentRegistry(SharedRequests):
         self._require_idle(waiter)
         if not 1 <= least <= most or not PREFIX < len(name) <= _MAX_NAME:
             raise ProtocolError(
-                f"invalid MEET: {least} to {most} agents, a name of {counted(len(name) - PREFIX, 'byte')}"
+                f"invalid MEET: {least} to {most} agents, name length {counted(len(name) - PREFIX, 'byte')}"
             )
         if self._needs_steps(waiter):
             self.incremental = UnparkFirst(self, waiter, partial(self.meet, waiter, key, name, least, most, left))
@@ -94,7 +94,7 @@ class AgentRegistry(SharedRequests):
         """
         if not LOOK <= action <= LEAVE or (action == BEAT and number < 1) or len(name) > _MAX_NAME:
             raise ProtocolError(
-                f"invalid ATTEND: action {action}, argument {number}, a name of {counted(len(name) - PREFIX, 'byte')}"
+                f"invalid ATTEND: action {action}, argument {number}, name length {counted(len(name) - PREFIX, 'byte')}"
             )
         agent, rounds = self._find(key, name)
         if rounds is None:

@@ -16,7 +16,7 @@ def autoload() -> None:
 
         from_environment()
     except Exception as error:
-        _warn(f"TCPSTORE_INSTALL is ignored and PyTorch uses its own stores: {error}")
+        _warn(f"ignoring TCPSTORE_INSTALL, so PyTorch will use its own stores: {error}")
 
 
 def _warn(text: str) -> None:

@@ -65,16 +65,16 @@ def describe_wait(kind: str, keys: list[str], more: int = 0, target: int = 0) ->
     """
     names = list(map(caller_key, keys[:_NAMED]))
     if kind == "barrier":
-        return f"is waiting in barrier {names[0]}"
+        return f"is waiting at barrier {names[0]}"
     if kind == "round":
-        return "is waiting for a round of agents"
+        return "is waiting for a round of agents to form"
     if kind == "store":
         return f"is waiting for the store {names[0]}"
     if kind == "number":
-        return f"is waiting until {names[0]} is {target}"
+        return f"is waiting for {names[0]} to reach {target}"
     more += len(keys) - len(names)
     named = ", ".join(names) + (f" and {more} more" if more > 0 else "")
-    return f"is waiting for {'an item of ' if kind == 'item' else ''}{named or 'keys'}"
+    return f"is waiting for {'an item from queue ' if kind == 'item' else ''}{named or 'keys'}"
 
 
 def decode_keys(keys: list[bytes]) -> list[str]:

@@ -39,7 +39,7 @@ log = logging.getLogger("tcpstore_async")
 _SHARED: Final = "shared"
 """Stands for the id of a token that is compared as it is."""
 
-_UNSIGNED: Final = "the token is not signed by a key of this server"
+_UNSIGNED: Final = "the token is not signed by one of this server's keys"
 
 
 class Claims(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -99,7 +99,7 @@ class TokenKeys:
         """As `check`, of a token whose signature is valid."""
         parts = token.split(b".")
         if len(parts) != _POINTS + 1 or parts[0] != VERSION:
-            return "this server does not support the version of the token"
+            return "this server does not support the token's version"
         if parts[1] != signer.encode():
             return _UNSIGNED
         try:

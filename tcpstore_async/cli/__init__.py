@@ -107,7 +107,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     "--revoked-tokens",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Refuse the tokens with these ids, one per line. Reloaded on SIGHUP.",
+    help="Refuse tokens whose ids are in this file, one per line. Reloaded on SIGHUP.",
 )
 @click.option(
     "--require-auth",
@@ -116,13 +116,14 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     default="",
     type=click.Choice(["", REMOTE, ALL]),
     metavar="[=all]",
-    help="Refuse connections without a token, except from this host's loopback addresses; with '=all', from there too.",
+    help="Refuse connections without a token, except those from this host's loopback addresses; '=all' refuses those "
+    "too.",
 )
 @click.option(
     "--admin",
     metavar="PATH",
-    help="Path of the admin socket, which 'tcpstore who' and others use; '' for none.  [default: a file named after "
-    "the port, in a directory that only this user can access]",
+    help="Path of the admin socket, which 'tcpstore who' and other commands use; '' for none.  [default: a file named "
+    "after the port, in a directory that only this user can access]",
 )
 @click.option(
     "--http",

@@ -19,7 +19,8 @@ Answer = TypeVar("Answer")
 admin_option = click.option(
     "--admin",
     type=click.Path(path_type=Path),
-    help="Path of the server's admin socket.  [default: that of the server on this machine with the port of --url]",
+    help="Path of the server's admin socket.  [default: the socket of the server that uses --url's port on this "
+    "machine]",
 )
 
 store_option = click.option("--store", metavar="NAME", help="Inspect this named store.")

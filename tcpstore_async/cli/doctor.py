@@ -51,7 +51,7 @@ def _parse_url(ctx: click.Context, param: click.Parameter, text: str | None) -> 
 @click.option(
     "--port",
     type=click.IntRange(1, 65535),
-    help=f"Port on which this machine is to run a server.  [default: {DEFAULT_PORT}; none with --url]",
+    help=f"Port for a server on this machine.  [default: {DEFAULT_PORT}; none with --url]",
 )
 @click.option(
     "--timeout",
@@ -78,8 +78,8 @@ def doctor_command(
     """Check whether this machine, and the connection to a server, are ready for a job.
 
     Each check is ok, warn (works, but badly or not everywhere), fail (a job of N ranks will not start) or skip (cannot
-    be checked on this system), with a command that fixes the problem. Nothing is changed, and nothing but the resolver
-    and the server at --url is contacted.
+    be checked on this system). Problems come with a command that fixes them. Nothing is changed, and nothing but the
+    resolver and the server at --url is contacted.
 
     Exit status: 0 if no check fails, 1 otherwise.
     """

@@ -84,8 +84,8 @@ def http_command(
 ) -> None:
     """Serve a status page, metrics and health checks over HTTP for a server on this machine.
 
-    'tcpstore serve --http HOST:PORT' serves the same alongside a new server. This command is for a server that is
-    already running, such as that of TCPStore(is_master=True); run it as the same user.
+    'tcpstore serve --http HOST:PORT' does the same for the server that it starts. This command is for a
+    server that is already running, such as that of TCPStore(is_master=True); run it as the same user.
 
     / is the page, /metrics is for Prometheus, /livez and /readyz are for supervisors. Prints one line of JSON once it
     is ready to accept requests. Exits on SIGTERM and SIGINT.

@@ -78,7 +78,7 @@ grace_option = _seconds_option("--grace", DEFAULT_GRACE, "Seconds that open conn
 link_grace_option = _seconds_option(
     "--link-grace",
     LINK_GRACE,
-    "Seconds for which the sessions of a link, such as a relay's, are kept after its connection breaks.",
+    "Seconds to keep the sessions of a link, such as a relay's, after its connection breaks.",
 )
 
 

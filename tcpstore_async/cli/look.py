@@ -240,9 +240,9 @@ def store_figures(store: str, now: Interval) -> dict[str, Any]:
 def latency(context: ClientContext, count: int, admin: Path | None) -> None:
     """Measure round trips to a server, and show how much of that time the server itself takes.
 
-    A server on this machine reports its service times since it started, in all stores: from when the kernel reports a
-    request until the reply is handed to the kernel. The rest of a round trip is the network, the kernels and this
-    command.
+    A server on this machine reports its service times, for all stores since it started: the time from when the kernel
+    reports a request until the reply is handed to the kernel. The rest of a round trip is the network, the kernels and
+    this command.
     """
 
     async def measure(store: AsyncTCPStore) -> list[float]:
@@ -393,7 +393,7 @@ def _sample_line(sample: Sample) -> str:
     if sample.keys > 1:
         words.append(f"and {sample.keys - 1} more")
     if sample.size:
-        words.append(f"{sample.size} bytes")
+        words.append(counted(sample.size, "byte"))
     if sample.value is not None:
         words.append(repr(sample.value))
     if sample.store is not None:

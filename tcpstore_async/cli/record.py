@@ -77,7 +77,7 @@ def record_command(
     """Forward connections to a server and record their requests.
 
     A job that connects here instead of to the server at --upstream, ours or PyTorch's, runs as before. The file
-    contains the time, command, keys and sizes of every request and reply, the numbers added, and which values are
+    records the time, command, keys and sizes of every request and reply, the numbers added, and which values are
     equal, but no values unless --values is given. Play it back with 'tcpstore replay'.
 
     The server should be empty at the start of a recording, and of a replay.
@@ -149,8 +149,9 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
     length. Compares the numbers, types and lengths of replies, and their contents if they were recorded. Use an empty
     server.
 
-    --ranks does not make the job larger: with --ranks 20, a job of 8 ranks is played three times at once. The first
-    copy uses the recorded keys, and each of the others adds a prefix of its own. A rank is a recorded process.
+    --ranks does not make the job larger: with --ranks 20, three copies of a job of 8 ranks are played at once. The
+    first copy uses the recorded keys, and each of the others adds a prefix of its own. Each recorded process counts as
+    a rank.
 
     With a token, or TLS, the connections are made through a relay that is started for them.
 

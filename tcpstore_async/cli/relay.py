@@ -78,7 +78,7 @@ def relay_command(
     """Serve the ranks of this host over one connection to the server.
 
     Ranks connect here as to any server. All of them share one connection to the server at --upstream, a link, which
-    may break and be resumed without their noticing; the relay itself keeps no keys. In front of a server that does
+    may break and be resumed without the ranks noticing; the relay itself keeps no keys. In front of a server that does
     not support links, such as PyTorch's, each rank gets a connection of its own.
 
     The relay may start before its server: ranks wait until it can be reached. After 30 seconds, the relay closes a

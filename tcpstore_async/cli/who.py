@@ -84,7 +84,8 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
 def waiters(context: ClientContext, store: str | None, world_size: int | None, admin: Path | None) -> None:
     """Show which keys are being waited for, longest wait first, and the most similar existing keys.
 
-    A rank that waits for a key that will never be written often differs from the others in a counter or a prefix.
+    If a rank waits for a key that will never be written, the key often differs from the other ranks' in a counter or a
+    prefix.
     """
     facts = look_in(context, admin, ["sessions", "counters", "keys"], store)
     others = _keep_those_in(facts, store)
@@ -134,7 +135,10 @@ def _keep_those_in(facts: Facts, store: str | None) -> list[str]:
     if not others:
         return []
     where = f"{counted(len(others), 'connection')} in {counted(len(names), 'named store')}"
-    return [f"not shown: {where}; see 'tcpstore stores', and --store, for instance --store {shlex.quote(example)}"]
+    return [
+        f"not shown: {where}; list the stores with 'tcpstore stores', then select one, for instance "
+        f"--store {shlex.quote(example)}"
+    ]
 
 
 def _store(store: NamedStore) -> dict[str, Any]:
@@ -191,7 +195,7 @@ def _connection(session: Session, facts: Facts) -> dict[str, Any]:
         "host": session.host,
         "port": session.port,
         "pid": session.pid,
-        "over": over if session.carries is None else f"{session.carries} sessions",
+        "over": over if session.carries is None else counted(session.carries, "session"),
         "joined": session.joined,
         "idle": session.idle,
         "command": session.command,
@@ -220,9 +224,9 @@ def _pending_lines(one: Pending) -> Iterable[str]:
     waiting = f", {one.waiting} waiting for {_seconds(one.since)}" if one.waiting else ""
     yield f"{what[one.kind]}: {one.arrived} of {expected} have arrived{waiting}"
     if one.missing_ranks:
-        yield f"  missing: rank {number_ranges(one.missing_ranks)}"
+        yield f"  missing: {_ranks(one.missing_ranks)}"
     for rank in one.elsewhere[:_ENOUGH]:
-        yield f"  {_name(rank)} is connected but {rank.does}, for {_seconds(rank.since)}"
+        yield f"  {_name(rank)} is connected but {rank.does} (last request {_seconds(rank.since)} ago)"
     if len(one.elsewhere) > _ENOUGH:
         yield f"  and {len(one.elsewhere) - _ENOUGH} more connected"
     if one.unseen:
@@ -236,15 +240,19 @@ def _name(rank: Elsewhere) -> str:
     return where if rank.rank is None else f"rank {rank.rank} ({where})"
 
 
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {number_ranges(numbers)}"
+
+
 def _waiting_lines(found: list[Waiting]) -> Iterable[str]:
     for one in found:
-        names = f" (rank {number_ranges(one.ranks)})" if one.ranks else ""
+        names = f" ({_ranks(one.ranks)})" if one.ranks else ""
         if one.connections:
             names += f" ({', '.join(one.connections[:4])}{', …' if len(one.connections) > 4 else ''})"
         count = f"{one.waiting} waiting" if one.waiting == 1 else f"{one.waiting} waiting, the longest"
         yield f"{caller_key(one.key)}: {count} for {_seconds(one.since)}{names}"
         if one.more > 0:
-            yield f"  and for {one.more} more keys"
+            yield f"  and for {counted(one.more, 'more key')}"
         for near in one.nearest:
             age = "" if near.age is None else f", written {_seconds(near.age)} ago"
             yield f"  {caller_key(near.key)} exists{age}{'' if near.by is None else f' by {near.by}'}"

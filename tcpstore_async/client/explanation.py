@@ -113,7 +113,7 @@ def _near(near: Near) -> str:
 
 
 def _elsewhere(one: Elsewhere) -> str:
-    return f"{one.who} {one.does}" + ("" if one.since is None else f", for {_duration(one.since)}")
+    return f"{one.who} {one.does}" + ("" if one.since is None else f" (last request {_duration(one.since)} ago)")
 
 
 def ranks_text(error: StoreTimeoutError, more: int = 0) -> str:

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Final, cast
 
 from ..addresses import format_address
+from ..errors import counted
 from ..similar_keys import Family
 from .facts import Departed, Facts, Members, Process, Session, group_by_process
 from .patterns import JOIN_COUNTER, gloo_size, may_name_ranks, names_ranks
@@ -247,5 +248,5 @@ def number_ranges(numbers: Iterable[int], dash: str = "-") -> str:
         else:
             ranges.append([number, number])
     texts = [str(first) if first == last else f"{first}{dash}{last}" for first, last in ranges[:_MOST_RANGES]]
-    more = f" and {len(ranges) - _MOST_RANGES} more ranges" if len(ranges) > _MOST_RANGES else ""
+    more = f" and {counted(len(ranges) - _MOST_RANGES, 'more range')}" if len(ranges) > _MOST_RANGES else ""
     return ", ".join(texts) + more

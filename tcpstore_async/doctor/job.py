@@ -29,9 +29,7 @@ def check_gloo(environ: Mapping[str, str], ranks: int) -> Finding:
         text = f"a gloo group of {ranks} ranks sends {requests(ranks):,} requests to the store"
         return Finding("gloo", WARN, text, f"export {BATCHED}=1 {SHORT}=1 for all ranks, or {LAZY}=1")
     if not is_short(environ):
-        text = (
-            f"{BATCHED} is set, but the value that a rank fetches from each other rank still grows by 8 bytes per rank"
-        )
+        text = f"{BATCHED} is set, but what a rank fetches from each of the others still grows by 8 bytes per rank"
         return Finding("gloo", WARN, text, f"export {SHORT}=1 for all ranks")
     return Finding("gloo", OK, f"{BATCHED} and {SHORT} are set")
 

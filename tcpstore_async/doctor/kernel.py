@@ -72,7 +72,7 @@ def check_accept_queue(somaxconn: int | None, ranks: int) -> Finding:
     text = f"net.core.somaxconn is {somaxconn}"
     if somaxconn >= min(ranks, BACKLOG):
         return Finding(name, OK, text)
-    text += f": if {ranks} ranks connect at once, some have to retry a second later"
+    text += f": if {ranks} ranks connect at once, some will have to retry a second later"
     return Finding(name, WARN, text, f"sysctl -w net.core.somaxconn={BACKLOG}")
 
 
@@ -84,7 +84,7 @@ def check_syn_queue(backlog: int | None, cookies: int | None, ranks: int) -> Fin
     text = f"net.ipv4.tcp_max_syn_backlog is {backlog}, SYN cookies are {'on' if cookies else 'off'}"
     if cookies or ranks < backlog - backlog // 4:  # the kernel keeps a quarter for peers it knows
         return Finding(name, OK, text)
-    text += f": if {ranks} ranks connect at once, some have to retry a second later"
+    text += f": if {ranks} ranks connect at once, some will have to retry a second later"
     return Finding(name, WARN, text, "sysctl -w net.ipv4.tcp_syncookies=1")
 
 

@@ -100,7 +100,9 @@ def check_reverse_names(addresses: list[str], reverse: Reverse, ranks: int, seco
     text = f"looking up the name of {where} takes {at_least}{1000 * slowest:.1f} ms"
     if slowest <= SLOW and slowest * ranks <= SLOW_FOR_ALL:
         return [Finding("reverse names", OK, text)]
-    text += f", {at_least}{slowest * ranks:.1f} s for {ranks} ranks: PyTorch's servers look up their names one by one"
+    text += (
+        f", {at_least}{slowest * ranks:.1f} s for {ranks} ranks: PyTorch's servers look up the ranks' names one by one"
+    )
     return [
         Finding(
             "reverse names", WARN, text, "tcpstore serve (it does not look up names), or list the hosts in /etc/hosts"

@@ -392,7 +392,7 @@ class Generator:
             raise self._connection_lost("closed by the server")
         expected = self.expected[slot]
         if count > expected:
-            raise LoadError(f"the server sent unexpected bytes: {count - expected}")
+            raise LoadError(f"the server sent {count - expected:,} bytes more than expected")
         self.expected[slot] = expected - count
         if count < expected:
             return

@@ -191,7 +191,7 @@ class Recorder:
         self.file.write(self.rows.take())
         if self.file.error and not self._failed:
             self._failed = True
-            log.error("recording stopped, but traffic is still forwarded: %s", self.file.error)
+            log.error("recording stopped (traffic is still being forwarded): %s", self.file.error)
 
     def finish(self) -> None:
         """Close all connections and end the recording."""
@@ -222,7 +222,7 @@ class RecordedConnection(ForwardedConnection):
     def failed(self, address: str, error: OSError) -> None:
         recorder = self.recorder
         where = format_address(recorder.host, recorder.port)
-        recorder.log.add("upstream", f"cannot connect {address} to {where}, retrying: {error.strerror or error}")
+        recorder.log.add("upstream", f"cannot connect to {where} for {address}, retrying: {error.strerror or error}")
 
     def passed(self, by_client: bool, data: bytes) -> None:
         """Forward bytes, and record them after that."""

@@ -762,7 +762,7 @@ class Relay:
             connection.detach()
         self.audit.add(
             host,
-            f"rejected {format_address(host, port)}: {reason}; --same-user admits only user {users.user} of this host",
+            f"rejected {format_address(host, port)}: {reason}; --same-user admits only user {users.user} on this host",
         )
         return False
 

@@ -274,7 +274,7 @@ class Upstream:
         """The connection is lost: the link goes on if there is another one in time."""
         if self.relay.ranks_on_link():
             where = format_address(*self._server)
-            text = f"lost the link to {where}: {reason}; trying to resume it for {self._grace:g} s"
+            text = f"lost the link to {where}: {reason}; will try for up to {self._grace:g} s to resume it"
             self.relay.log_limited("lost", text)
             self._cancel_giving_up()
             loop = asyncio.get_running_loop()
@@ -367,7 +367,7 @@ class _DirectConnection(ForwardedConnection):
     def failed(self, address: str, error: OSError) -> None:
         upstream = self.upstream
         upstream.relay.log_limited(
-            "direct", f"cannot connect {address} to {upstream.server_address()}, retrying: {_cause(error)}"
+            "direct", f"cannot connect to {upstream.server_address()} for {address}, retrying: {_cause(error)}"
         )
         upstream.reconsider()
         if time.monotonic() - self._since >= _WAITING_SECONDS:

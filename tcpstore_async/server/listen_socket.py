@@ -157,10 +157,11 @@ def log_short_backlog(ranks: int | None = None) -> None:
         return
     log.log(
         logging.INFO if ranks is None else logging.WARNING,
-        "net.core.somaxconn is %d%s: connections may be reset if more ranks connect at once; "
+        "net.core.somaxconn is %d%s: connections may be reset if more than %d ranks connect at once; "
         "run sysctl -w net.core.somaxconn=%d",
         somaxconn,
         "" if ranks is None else f", but {ranks} ranks are expected",
+        somaxconn,
         BACKLOG,
     )
 
@@ -177,9 +178,12 @@ def warn_if_exposed(listener: socket.socket, *, has_tls: bool, requires_auth: bo
         lacks, danger = "TLS", "anyone who sees its traffic can read tokens, keys and values"
         advice = "start it with --tls-cert and --tls-key"
     else:
-        lacks = "requiring tokens" if has_tls else "TLS and without requiring tokens"
+        lacks = "required tokens" if has_tls else "TLS or required tokens"
         danger = "anyone who can reach this port can read and change every key"
-        advice = "start it with --token-keys and --require-auth" + ("" if has_tls else ", --tls-cert and --tls-key")
+        missing = (
+            "--token-keys and --require-auth" if has_tls else "--token-keys, --require-auth, --tls-cert and --tls-key"
+        )
+        advice = f"start it with {missing}"
     log.warning(
         "%s is reachable from other hosts without %s: %s; %s, or listen on 127.0.0.1 (docs/security.md)",
         format_address(host, port),
@@ -243,7 +247,7 @@ def reserve_connections(listener: socket.socket, host: str, port: int, limit: in
     allowed_by_files = max_connections_by_files()
     connections = min(allowed_by_files, limit or allowed_by_files)
     presize_file_table(listener.fileno(), connections)
-    log.info("listening on %s for up to %s", format_address(host, port), counted(connections, "connection"))
+    log.info("listening on %s, up to %s", format_address(host, port), counted(connections, "connection"))
     if connections == allowed_by_files < _FEW:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         log.warning("ulimit -n is %d and allows only %s; raise it", files, counted(allowed_by_files, "connection"))

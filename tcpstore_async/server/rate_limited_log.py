@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from ..errors import counted
+
 _FIRST_SECONDS: Final = 1.0
 _MOST_SECONDS: Final = 60.0
 """Time between two lines about the same failure: the first two, and after it has doubled with each line."""
@@ -69,7 +71,7 @@ class RateLimitedLog:
                 known.seconds = _FIRST_SECONDS
         known.failure = failure
         suppressed = known.log(now)
-        self._log.warning("%s%s", text, f" ({suppressed} similar messages suppressed)" if suppressed else "")
+        self._log.warning("%s%s", text, f" ({counted(suppressed, 'similar message')} suppressed)" if suppressed else "")
         return True
 
     def flush_due(self) -> float:
@@ -93,4 +95,4 @@ class RateLimitedLog:
                 self._log_count(name, kind, now)
 
     def _log_count(self, name: str, kind: _Kind, now: float) -> None:
-        self._log.warning("%d similar messages of kind %r suppressed", kind.log(now), name)
+        self._log.warning("%s of kind %r suppressed", counted(kind.log(now), "similar message"), name)

@@ -49,7 +49,7 @@ class Reloading:
         try:
             ended = tokens.reload()
         except (OSError, ValueError) as error:
-            log.error("cannot reload, keeping what was loaded: %s", error)
+            log.error("cannot reload; what was loaded before stays in use: %s", error)
             return
         with server.lock:
             server.note_admin(why, f"{why}: reloaded {tokens.describe()}")
@@ -78,7 +78,7 @@ class Reloading:
             if now != loaded and now == before:
                 loaded = now
                 with suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self.reload, "changed files")
+                    loop.call_soon_threadsafe(self.reload, "files changed")
             before = now
 
     def _state(self) -> _State:

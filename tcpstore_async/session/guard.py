@@ -166,7 +166,7 @@ class Guard:
             if most and grown and held + grown > most:
                 raise NotAllowedError(
                     f"{command.name} would add {counted(grown, what)}; "
-                    f"token {access.identity} has stored {held:,} of {most:,}"
+                    f"{held:,} of the {most:,} allowed for token {access.identity} are in use"
                 )
 
 

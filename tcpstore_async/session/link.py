@@ -241,7 +241,7 @@ class Link:
                     at += size
                     continue
                 if number != self.taken + 1:
-                    raise ProtocolError(f"batch {number} after batch {self.taken}")
+                    raise ProtocolError(f"batch {number} is out of order: the last one taken was {self.taken}")
                 self._incoming = number
                 self._incoming_bytes = self._left = size
             if self._spent >= most:
@@ -257,7 +257,7 @@ class Link:
     def _take_frame(self, data: bytes, at: int, most: int) -> int:
         """Handle the frame that starts at `at`; return where it stops, or `at` if more of it is to be handled."""
         if self._left < FRAME_HEAD_BYTES:
-            raise ProtocolError("frame that exceeds its batch")
+            raise ProtocolError("a frame exceeds its batch")
         head = read_i64_le(data, at)
         size = head >> LENGTH_SHIFT & LENGTH_MASK
         kind = head >> KIND_SHIFT
@@ -307,7 +307,7 @@ class Link:
         """Drop the batches that the peer has taken."""
         kept = self.kept
         if number > self.number or number < 0:
-            raise ProtocolError(f"the peer acknowledges batch {number}, but the last one sent is {self.number}")
+            raise ProtocolError(f"the peer acknowledged batch {number}, but the last one sent was {self.number}")
         for _ in range(len(kept) - (self.number - number)):
             self.kept_bytes -= len(kept.popleft())
 

@@ -127,7 +127,7 @@ class ClientLink(Link):
         self._rest = []
         self._rest_bytes = self._need = 0
         if reply.status == RESUMED and reply.instance != self.instance:
-            raise ProtocolError(f"server {reply.instance} resumes a link of server {self.instance}")
+            raise ProtocolError(f"server {reply.instance} resumed a link that belongs to server {self.instance}")
         if reply.status == (RESUMED if self.instance else NEW):
             self.instance = reply.instance
             self.connect(reply.taken)
@@ -198,7 +198,7 @@ class ClientLink(Link):
                 stream.received(payload)
         elif kind == CREDIT:
             if len(payload) != 4:
-                raise ProtocolError(f"CREDIT of {counted(len(payload), 'byte')}")
+                raise ProtocolError(f"CREDIT with a payload of {counted(len(payload), 'byte')}")
             if stream is not None:
                 stream.credit += U32.unpack(payload)[0]
                 stream.credited()

@@ -124,7 +124,7 @@ class LinkRegistry:
                 refusal = "wrong secret"
             elif known.attempt and attempt <= known.attempt:
                 # It was delayed, or recorded, and the link has moved on since.
-                refusal = f"attempt {attempt} came after attempt {known.attempt}"
+                refusal = f"attempt {attempt} is stale: the link is already at attempt {known.attempt}"
             elif not self._same_access(carrier, known):
                 refusal = "the link belongs to a client that authenticated differently"
             if refusal:

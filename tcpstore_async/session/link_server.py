@@ -149,7 +149,7 @@ class ServerLink(Link):
 
     def __str__(self) -> str:
         place = f" of {printable(self.place)}" if self.place else ""
-        return f"the link{place} from {self.host} with {counted(len(self.sessions), 'session')}"
+        return f"the link{place} from {self.host} ({counted(len(self.sessions), 'session')})"
 
     # The connection
 
@@ -262,7 +262,7 @@ class ServerLink(Link):
                 if linked.waiting:
                     self._wait(linked)
             else:
-                raise ProtocolError(f"CREDIT of {counted(len(payload), 'byte')}")
+                raise ProtocolError(f"CREDIT with a payload of {counted(len(payload), 'byte')}")
         elif kind == OPEN:
             self._open(session, payload)
         elif kind == CLOSE:
@@ -273,8 +273,10 @@ class ServerLink(Link):
             raise ProtocolError(f"unexpected frame of kind {kind}")
 
     def _open(self, session: int, payload: bytes) -> None:
-        if session <= self._last_opened or not 2 < len(payload) <= _MAX_TEXT:
-            raise ProtocolError(f"OPEN of session {session} after session {self._last_opened}")
+        if session <= self._last_opened:
+            raise ProtocolError(f"OPEN for session {session}, but the last session opened was {self._last_opened}")
+        if not 2 < len(payload) <= _MAX_TEXT:
+            raise ProtocolError(f"OPEN for session {session} with a payload of {counted(len(payload), 'byte')}")
         self._last_opened = session
         registry = self.registry
         engine = registry.engine
@@ -301,7 +303,7 @@ class ServerLink(Link):
 
     def _describe(self, session: int, payload: bytes) -> None:
         if session > self._last_opened or not session or len(payload) > DESCRIPTION_BYTES:
-            raise ProtocolError(f"DESCRIBE of session {session} with {counted(len(payload), 'byte')}")
+            raise ProtocolError(f"DESCRIBE for session {session} with a payload of {counted(len(payload), 'byte')}")
         linked = self.sessions.get(session)
         if linked is not None:
             pairs = [pair.partition(b"=") for pair in payload.split(b"\0")]
@@ -321,7 +323,7 @@ class ServerLink(Link):
 
     def _close(self, session: int, payload: bytes) -> None:
         if session > self._last_opened or payload not in (END_OF_FILE, LOST, REFUSED):
-            raise ProtocolError(f"CLOSE of session {session} with reason {payload!r}")
+            raise ProtocolError(f"CLOSE for session {session} with reason {payload!r}")
         if session == LINK:
             carrier = self._release_carrier()
             if carrier is not None:

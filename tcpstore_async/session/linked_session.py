@@ -68,7 +68,7 @@ class LinkedSession(Transport):
         session = self.session
         self.received += len(payload)
         if self.received > CREDIT_BYTES:
-            raise ProtocolError(f"DATA of session {self.number} without credit")
+            raise ProtocolError(f"DATA for session {self.number} exceeds its credit")
         if self.ended or session.table is NO_COMMANDS:
             return
         try:

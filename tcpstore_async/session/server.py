@@ -777,7 +777,7 @@ class ServerSession(Holder):
         if self in self.engine.evicted:
             return
         if self.engine.must_authenticate(self):
-            self.evict(self._stranger("sending requests without reading the replies"))
+            self.evict(self._stranger("not reading so many replies"))
             return
         if self.backlog is None:
             self.backlog = Unsent(self.engine.budget)
@@ -1056,14 +1056,14 @@ class ServerSession(Holder):
         """Put the connection into a store with a name; see `session/named_stores.py`."""
         named = self.engine.root.named
         if named is None:
-            raise ProtocolError("ENTER to a server without named stores")
+            raise ProtocolError("ENTER sent to a server without named stores")
         return named.enter(self, items)
 
     def end_store(self) -> int:
         """End the store that the connection owns; return how many others are in it."""
         named = self.engine.root.named
         if named is None:
-            raise ProtocolError("END_STORE to a server without named stores")
+            raise ProtocolError("END_STORE sent to a server without named stores")
         return named.release(self)
 
     def put_into(self, engine: Engine) -> None:
@@ -1085,7 +1085,7 @@ class ServerSession(Holder):
         """Make the connection a link; see `session/link_registry.py`."""
         open_link = self.engine.open_link
         if open_link is None:
-            raise ProtocolError("LINK to a server that does not support links")
+            raise ProtocolError("LINK sent to a server that does not support links")
         return open_link(self, items)
 
     def taken(self, count: int) -> None:
@@ -1093,7 +1093,7 @@ class ServerSession(Holder):
         owner = self.owner
         link = owner.single if isinstance(owner, Transport) else None
         if link is None:
-            raise ProtocolError("TAKEN on a connection without a single link")
+            raise ProtocolError("TAKEN on a connection that is not a single link")
         link.acknowledge(count)
 
     # Output

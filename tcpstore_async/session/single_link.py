@@ -195,7 +195,7 @@ class SingleLink(Transport):
         if self.over:
             return
         if not 0 <= taken <= self.sent:
-            raise ProtocolError(f"the peer acknowledges {counted(taken, 'byte')}, but {self.sent} were sent")
+            raise ProtocolError(f"the peer acknowledged {counted(taken, 'byte')}, but {self.sent} were sent")
         count = max(0, taken - self.sent + self._kept_bytes)  # one that is sent again says less than LINK did
         self._kept_bytes -= count
         kept = self._kept

@@ -285,7 +285,7 @@ class _Handler(RendezvousHandler):
                 self._relay = RelayProcess(str(self._agents_server), token=self._made_token, store=name)
                 return "127.0.0.1", self._relay.port
         except (OSError, errors.DistError) as error:
-            log.warning("could not start a relay (%s); the workers' connections are forwarded one by one", error)
+            log.warning("could not start a relay (%s); each worker connection is forwarded separately", error)
         try:
             self._port = LastingPort(self._agents_server, name, self._made_token or "")
         except errors.DistError as error:

@@ -107,4 +107,4 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
             )
         return
     stock(store, *given, **named)
-    log.warning("PyTorch's own server is used on port %d instead of tcpstore_async's: %s", store.port, why)
+    log.warning("using PyTorch's own server on port %d instead of tcpstore_async's: %s", store.port, why)

@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
             return Answer(400, _TEXT, b"requests with a body are not accepted\n")
         hosts = self.headers.get_all("Host") or []
         if len(hosts) > 1 or not all(self._is_own(host) for host in hosts):
-            return Answer(421, _TEXT, b"use the address of this host, localhost, or the name given to --http\n")
+            return Answer(421, _TEXT, b"use this host's address, localhost, or the name given to --http\n")
         path, _, parameters = self.path.partition("?")
         try:
             query = dict(parse_qsl(parameters, max_num_fields=16))

@@ -36,14 +36,14 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
         lambda one: one.sessions.waiting,
     ),
     ("unsent_bytes", "Replies that the kernel has not accepted.", lambda one: one.sessions.unsent_bytes),
-    ("links", "Links of relays.", lambda one: one.links.open),
-    ("link_sessions", "Sessions on links of relays.", lambda one: one.links.sessions),
-    ("single_links", "Links of one session.", lambda one: one.links.single),
-    ("links_suspended", "Links of one session that currently have no connection.", lambda one: one.links.suspended),
+    ("links", "Relay links.", lambda one: one.links.open),
+    ("link_sessions", "Sessions on relay links.", lambda one: one.links.sessions),
+    ("single_links", "Single-session links.", lambda one: one.links.single),
+    ("links_suspended", "Single-session links that currently have no connection.", lambda one: one.links.suspended),
     ("keys", "Keys with a value.", lambda one: one.keys),
     ("queues", "Queues that are not empty.", lambda one: one.queues),
     ("awaited_keys", "Keys that sessions are waiting for.", lambda one: one.awaited_keys),
-    ("memory_budget_bytes", "Limit of the memory held on behalf of peers.", lambda one: one.budget.limit),
+    ("memory_budget_bytes", "Limit on the memory held on behalf of peers.", lambda one: one.budget.limit),
     ("ranks_joined", "Ranks that have joined.", lambda one: one.joins.joined),
     (
         "ranks_expected",
@@ -132,7 +132,7 @@ class _Server(Collector):
         )
         yield _labelled(
             CounterMetricFamily(
-                "tcpstore_connections_closed", "Connections closed because of what their peer did.", labels=["reason"]
+                "tcpstore_connections_closed", "Connections closed because of their peer's behavior.", labels=["reason"]
             ),
             stats.connections.closed_for,
         )

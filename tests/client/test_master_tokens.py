@@ -106,7 +106,7 @@ def test_keys_let_in_the_tokens_that_they_have_signed(
             with pytest.raises(AccessDeniedError, match="requires write access"):
                 PrefixStore("a/", mine).set("k", "w")
         refused(store.port, "", "the server requires a token")
-        refused(store.port, TokenKeys([("k1", b"other")]).create(), "not signed by a key of this server")
+        refused(store.port, TokenKeys([("k1", b"other")]).create(), "not signed by one of this server's keys")
         refused(store.port, made.create(seconds=-1), "expired at")
 
 
@@ -116,7 +116,7 @@ def test_a_master_with_keys_presents_the_token_that_it_has(tmp_path: Path) -> No
         store.set("a/k", "v")
         with pytest.raises(AccessDeniedError, match="; token"):
             store.set("b", "v")
-    with pytest.raises(AccessDeniedError, match="not signed by a key of this server"):
+    with pytest.raises(AccessDeniedError, match="not signed by one of this server's keys"):
         master(token_keys=keys, token=SECRET)
 
 

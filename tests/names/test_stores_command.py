@@ -202,7 +202,9 @@ def test_a_monitor_says_which_store(two: Server, owner: TCPStore) -> None:
 def test_others_are_mentioned(two: Server) -> None:
     for words in (["who", "--missing"], ["waiters"]):
         last = run_command(two, *words).stdout.splitlines()[-1]
-        assert last.startswith("not shown: 1 connection in 1 named store; see 'tcpstore stores', and --store"), words
+        assert last.startswith("not shown: 1 connection in 1 named store; list the stores with 'tcpstore stores'"), (
+            words
+        )
         assert last.endswith("--store node7:4711")
         assert "not shown" not in run_command(two, *words, "--store", "node7:4711").stdout
 

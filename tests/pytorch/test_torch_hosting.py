@@ -129,7 +129,7 @@ def test_a_multi_tenant_master_shares_a_server_of_pytorchs(port: int, caplog: py
     first.set("k", "v")
     assert second.get("k") == b"v"
     assert joined(port) is None
-    assert f"PyTorch's own server is used on port {port} instead of tcpstore_async's: " in caplog.text
+    assert f"using PyTorch's own server on port {port} instead of tcpstore_async's: " in caplog.text
 
 
 def test_a_port_that_is_taken(port: int) -> None:
@@ -172,7 +172,7 @@ def test_pytorchs_server_is_the_fallback_where_ours_cannot_have_a_process(
     assert joined(store.port) is None
     (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert line == (
-        f"PyTorch's own server is used on port {store.port} instead of tcpstore_async's: "
+        f"using PyTorch's own server on port {store.port} instead of tcpstore_async's: "
         "this store's server cannot run in a thread of this process: unset TCPSTORE_SERVER"
     )
 

@@ -82,7 +82,7 @@ def test_another_user_is_refused(relay: Server) -> None:
     assert reply == b""
     line = (
         f"rejected 127.0.0.1:{port}: its process belongs to user {OTHER}; "
-        f"--same-user admits only user {os.geteuid()} of this host"
+        f"--same-user admits only user {os.geteuid()} on this host"
     )
     until(lambda: line in relay.log(), "the refusal is logged")
     with TCPStore("127.0.0.1", relay.port) as store:

@@ -47,9 +47,9 @@ def identity_of(token: str) -> str:
 REVOKED = KEYS.create()
 
 REFUSED = {
-    "forged": (forged(KEYS.create()), "the token is not signed by a key of this server"),
-    "of another server": (OTHER_KEYS.create(), "the token is not signed by a key of this server"),
-    "truncated": (KEYS.create()[:-1], "the token is not signed by a key of this server"),
+    "forged": (forged(KEYS.create()), "the token is not signed by one of this server's keys"),
+    "of another server": (OTHER_KEYS.create(), "the token is not signed by one of this server's keys"),
+    "truncated": (KEYS.create()[:-1], "the token is not signed by one of this server's keys"),
     "expired": (KEYS.create(seconds=-1), "expired at"),
     "revoked": (REVOKED, f"token {identity_of(REVOKED)} is revoked"),
 }
@@ -384,7 +384,7 @@ def test_a_hangup_closes_those_whose_tokens_are_no_longer_valid(options: list[st
         assert len(lines(server, "closed the connection from 127.0.0.1:")) == 2
         keys.write_text("")
         server.process.send_signal(signal.SIGHUP)
-        assert f"cannot reload, keeping what was loaded: {keys}: no keys" in lines(server, "cannot reload")[0]
+        assert f"what was loaded before stays in use: {keys}: no keys" in lines(server, "cannot reload; ")[0]
         peers[1].ping()
         for peer in peers:
             peer.close()
@@ -416,7 +416,7 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
     for token, frame, reason in (
         (stranger, _link_items(2, *resume), "the link belongs to a client that authenticated differently"),
         (stranger, _link_items(3, *kind), "the link belongs to a client that authenticated differently"),
-        (mine, first, "attempt 1 came after attempt 1"),
+        (mine, first, "attempt 1 is stale: the link is already at attempt 1"),
     ):
         peer, said = _open(server.port, token, frame)
         assert (said["status"], said["reason"]) == ("refused", reason)
@@ -427,7 +427,7 @@ def test_a_link_is_resumed_by_its_own_client_only(server: Server, single: bool) 
     back, said = _open(server.port, mine, _link_items(4, *resume))
     assert said["status"] == "resumed"
     recorded, said = _open(server.port, mine, _link_items(4, *resume))
-    assert (said["status"], said["reason"]) == ("refused", "attempt 4 came after attempt 4")
+    assert (said["status"], said["reason"]) == ("refused", "attempt 4 is stale: the link is already at attempt 4")
     recorded.close()
     back.close()
 
@@ -587,6 +587,6 @@ def test_limits_of_a_token_close_with_one_line(server: Server) -> None:
         with pytest.raises(DistNetworkError):
             store.add("c", 1)
     (line,) = lines(server, "not allowed")
-    assert f"ADD would add 1 key; token {identity_of(token)} has stored 2 of 2" in line
+    assert f"ADD would add 1 key; 2 of the 2 allowed for token {identity_of(token)} are in use" in line
     assert num_keys(server) == 2
     assert i64(2) == u64(2)

@@ -170,7 +170,10 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
     "TLS 1.2": (tls_refused(old_version()), "it does not offer TLS 1.3"),
     "stops inside the handshake": (stops_in_the_handshake, "no VALIDATE within 2 s"),
     "stops before the token": (sends(b""), "no AUTH within 2 s"),
-    "a LINK from a recording": (takes_over(OWNER, 5), "LINK refused: attempt 5 came after attempt 5"),
+    "a LINK from a recording": (
+        takes_over(OWNER, 5),
+        "LINK refused: attempt 5 is stale",
+    ),
     "a link with a wrong secret": (takes_over(OWNER, 9, bytes(16)), "LINK refused: wrong secret"),
     "a link of another's": (takes_over(KEYS.create(rights="admin"), 9), "LINK refused: the link belongs to a client"),
 }
@@ -340,7 +343,7 @@ def long(length: int, sent: int) -> bytes:
     return auth(b"")[:1] + struct.pack("<Q", length) + b"x" * sent
 
 
-UNSIGNED = "the token is not signed by a key of this server"
+UNSIGNED = "the token is not signed by one of this server's keys"
 BEFORE: dict[str, tuple[bytes, str]] = {
     **{
         f"a token of {what}": (auth(token) + WRITE + NUM_KEYS, UNSIGNED)

@@ -52,7 +52,7 @@ def test_the_server_of_a_master_loads_files_that_have_changed(
             assert peer.closed()
         assert serial(store.port, known.client) != first
         store.set("k", "v")
-    assert any("changed files: reloaded the token keys k1 and" in message for message in caplog.messages)
+    assert any("files changed: reloaded the token keys k1 and" in message for message in caplog.messages)
     assert any("the key k2, which signed token" in message for message in caplog.messages)
 
 
@@ -106,7 +106,7 @@ def test_a_file_is_loaded_once_it_no_longer_changes(tmp_path: Path) -> None:
     looks = Looks(changes, loop.called)
     reloading._watch(cast(asyncio.AbstractEventLoop, loop), reloading._state(), looks)
     assert looks.seen == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
-    assert set(loop.called) == {"changed files"}
+    assert set(loop.called) == {"files changed"}
 
 
 @pytest.fixture(params=["serve", "relay", "http"])

@@ -21,10 +21,10 @@ EXPOSED = "reachable from other hosts"
         (
             False,
             False,
-            "without TLS and without requiring tokens: anyone who can reach",
-            "--token-keys and --require-auth, --tls",
+            "without TLS or required tokens: anyone who can reach",
+            "--token-keys, --require-auth, --tls-cert and --tls-key, or",
         ),
-        (True, False, "without requiring tokens: anyone who can reach", "--token-keys and --require-auth, or"),
+        (True, False, "without required tokens: anyone who can reach", "--token-keys and --require-auth, or"),
         (False, True, "without TLS: anyone who sees its traffic", "--tls-cert and --tls-key, or"),
         (True, True, "", ""),
     ],

@@ -74,7 +74,7 @@ def test_the_listening_address_is_logged(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO)
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT) as store:
         pass
-    assert any(f":{store.port} for up to" in line for line in lines(caplog, logging.INFO))
+    assert any(f":{store.port}, up to" in line for line in lines(caplog, logging.INFO))
     assert not lines(caplog, logging.ERROR)
     assert not lines(caplog, logging.WARNING)
 

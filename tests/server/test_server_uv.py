@@ -473,7 +473,7 @@ def test_the_connection_limit(run: Run, watch_with: WatchWith, caplog: pytest.Lo
 
     with caplog.at_level(logging.INFO):
         run(main)
-    assert "for up to 2 connections" in caplog.text
+    assert "up to 2 connections" in caplog.text
     assert "connection limit 2 reached" in caplog.text
 
 

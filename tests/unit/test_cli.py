@@ -100,7 +100,7 @@ def test_ready_line(tmp_path: Path) -> None:
             peer.ping()
         stdout, stderr = end(process)
         assert stdout == ""  # only one line was printed
-        assert f"listening on 127.0.0.1:{port} " in stderr
+        assert f"listening on 127.0.0.1:{port}, up to " in stderr
 
 
 def test_port_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tcpstore_async.tokens import TokenFiles, TokenKeys, parse_keys, read_keys
 
 SECRET = b"a secret of the first key"
 KEYS = TokenKeys([("k1", SECRET), ("old", b"the one before it")])
-UNSIGNED = "the token is not signed by a key of this server"
+UNSIGNED = "the token is not signed by one of this server's keys"
 
 
 def made(**given: object) -> bytes:

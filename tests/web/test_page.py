@@ -77,7 +77,7 @@ def test_seven_of_1000_are_missing(page: Page) -> None:
     assert [rank for rank in range(SIZE) if drawn[rank] == late] == list(ASTRAY)
     text = page.text("#pending")
     assert "993 of 1,000 have arrived" in text
-    assert "missing: rank 8, 17–19, 502, 641, 830" in text
+    assert "missing: ranks 8, 17–19, 502, 641, 830" in text
     assert "is waiting for epoch_8/ready" in text
 
 
@@ -92,7 +92,7 @@ def test_one_rank(page: Page) -> None:
     page.evaluate("(n => { n.value = '641'; n.dispatchEvent(new Event('input')); })(document.getElementById('number'))")
     page.until("document.getElementById('detail').textContent.includes('node-080')")
     assert page.text("#detail").startswith(
-        "rank 641: missing, connected; node-080, pid 20641; is waiting for epoch_8/ready, for "
+        "rank 641: missing, connected; node-080, pid 20641; is waiting for epoch_8/ready (last request "
     )
     box = page.evaluate("(b => [b.left, b.top])(document.getElementById('grid').getBoundingClientRect())")
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + 3, y=box[1] + 3)
@@ -154,7 +154,7 @@ def test_98304_ranks(browser: Browser, tmp_path: Path, phone: bool) -> None:
         )
         scale = 4 if phone else 1
         assert pixels[",".join(map(str, missing))] == len(absent) * NARROWEST_MARK**2 * scale
-        assert "missing: rank 5, 77, 4000, 50000, 60001, 98303" in page.text("#pending")
+        assert "missing: ranks 5, 77, 4000, 50000, 60001, 98303" in page.text("#pending")
         took = page.evaluate(
             "(() => { const at = performance.now(); grid.drawn = ''; show(last); return performance.now() - at; })()"
         )

@@ -14,6 +14,9 @@ const MARKED = { l: true, m: true };
 const byId = (id) => document.getElementById(id);
 const count = (number) => number.toLocaleString("en-US");
 
+// The plural ending for ranks such as "3, 5–7".
+const plural = (ranks) => (/^\d+$/.test(ranks) ? "" : "s");
+
 function element(tag, text, name) {
   const made = document.createElement(tag);
   if (text !== undefined) made.textContent = text;
@@ -181,7 +184,7 @@ async function showRank(number) {
     const { detail } = await get(`/api/rank${query({ number })}`);
     if (mine !== asked || !detail) return;
     const where = detail.pid === null ? `${detail.host}:${detail.port}` : `${detail.host}, pid ${detail.pid}`;
-    output.textContent = `${said}; ${where}; ${detail.does}, for ${seconds(detail.since)}`;
+    output.textContent = `${said}; ${where}; ${detail.does} (last request ${seconds(detail.since)} ago)`;
   } catch {
     // the next answer says what is wrong
   }
@@ -273,12 +276,12 @@ function drawPending(look) {
     const expected = one.expected === null ? "an unknown number" : count(one.expected);
     title.append(`: ${count(one.arrived)} of ${expected} have arrived`);
     item.append(title);
-    if (one.missing) item.append(paragraph(element("b", "missing: "), `rank ${one.missing}`));
+    if (one.missing) item.append(paragraph(element("b", "missing: "), `rank${plural(one.missing)} ${one.missing}`));
     if (one.waiting) item.append(paragraph(`${count(one.waiting)} waiting, the longest for ${seconds(one.since)}`));
     for (const rank of one.elsewhere) {
       const place = rank.pid === null ? `${rank.host}:${rank.port}` : `${rank.host}:${rank.port}, pid ${rank.pid}`;
       const who = rank.rank === null ? place : `rank ${rank.rank} (${place})`;
-      item.append(paragraph(`${who} is connected but `, name(rank.does), `, for ${seconds(rank.since)}`));
+      item.append(paragraph(`${who} is connected but `, name(rank.does), ` (last request ${seconds(rank.since)} ago)`));
     }
     if (one.more_elsewhere) item.append(paragraph(`and ${count(one.more_elsewhere)} more connected`));
     if (one.unseen) item.append(paragraph(`${count(one.unseen)} not connected`));
@@ -299,7 +302,7 @@ function drawWaits(look) {
     const title = element("h3");
     title.append(name(one.key));
     item.append(title);
-    const who = one.ranks ? ` (rank ${one.ranks})` : "";
+    const who = one.ranks ? ` (rank${plural(one.ranks)} ${one.ranks})` : "";
     const rest = one.connections.length ? ` (${one.connections.join("; ")})` : "";
     const longest = one.waiting === 1 ? "waiting" : "waiting, the longest";
     item.append(paragraph(`${count(one.waiting)} ${longest} for ${seconds(one.since)}${who}${rest}`));

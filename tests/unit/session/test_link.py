@@ -195,7 +195,7 @@ def test_what_is_taken_is_acknowledged_without_anything_to_send() -> None:
 
 def test_a_link_that_is_resumed_by_another_server() -> None:
     link, _ = end()
-    with pytest.raises(ProtocolError, match="resumes a link of"):
+    with pytest.raises(ProtocolError, match="resumed a link that belongs to"):
         link.answered(b'{"status":"resumed","instance":"two","taken":0}')
 
 

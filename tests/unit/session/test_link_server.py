@@ -227,7 +227,7 @@ def test_a_link_takes_the_place_of_the_one_before(registry: LinkRegistry) -> Non
     ask(registry, place=b"node7:29400").session.receive(batch(1, (1, 1, OPEN)))
     assert ask(registry, id=bytes([2] * 16), place=b"node7:29400").status == "new"
     assert [*registry.links] == [bytes([1] * 16), bytes([2] * 16)]
-    assert ended == [("the link of node7:29400 from 10.0.0.7 with 1 session", "another link has taken its place")]
+    assert ended == [("the link of node7:29400 from 10.0.0.7 (1 session)", "another link has taken its place")]
     assert ask(registry, id=bytes([3] * 16), place=b"node7:29401").status == "refused"
 
 
@@ -319,7 +319,7 @@ def test_more_data_than_there_is_credit_for(target: LinkTarget) -> None:
     heard(target, "a")
     session = target.session("a")
     session.receive(set_(b"k", b"v" * 300_000)[: CREDIT_BYTES - session.received])
-    with pytest.raises(ProtocolError, match="without credit"):
+    with pytest.raises(ProtocolError, match="exceeds its credit"):
         session.receive(bytes(CREDIT_BYTES + 1))
 
 

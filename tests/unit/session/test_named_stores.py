@@ -481,7 +481,7 @@ def test_the_limits_of_a_token_count_in_all_stores(server: Server) -> None:
         assert server.enter(session, name, owner="o")["status"] == "entered"
         server.say(session, set_(b"/1", b""))
     server.say(session, set_(b"/2", b""))
-    with pytest.raises(NotAllowedError, match="has stored 3 of 3"):
+    with pytest.raises(NotAllowedError, match="3 of the 3 allowed for token"):
         server.say(session, set_(b"/3", b""))
 
 

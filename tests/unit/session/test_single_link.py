@@ -202,7 +202,7 @@ def test_a_delayed_attempt_changes_nothing() -> None:
     wire.session.receive(VALIDATE + delayed)
     wire.flush()
     target.serve()
-    assert b"attempt 2 came after attempt 3" in wire.down
+    assert b"attempt 2 is stale: the link is already at attempt 3" in wire.down
     wire.close()
     target.say("a", add(b"k", 1))
     assert heard(target) == i64(3)
