@@ -141,19 +141,20 @@ class SyncConnection:
 
         From the first byte on, the call and those `ahead` of it in the same bytes are pending.
         """
-        sent: list[int] = []
         session = self.session
-        if self.down is not None:
-            return False
-        if self.link is not None:
-            taken = self.link.acknowledgement()
+        link = self.link
+        if link is not None:
+            if self.down is not None:
+                return False
+            taken = link.acknowledgement()
             if taken:
                 data = taken + data
+        sent: list[int] = []
         try:
             if _COMPILED:
                 count: int = self.peer.send(data, FLAGS)
-                if self.link is not None:
-                    self.link.note(data, call)
+                if link is not None:
+                    link.sent.append((0, data, call))
                 if ahead:
                     session.pending.extend(ahead)
                 if call is not None and not call.done:
