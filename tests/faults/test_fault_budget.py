@@ -195,38 +195,46 @@ async def test_an_internal_error_of_one_connection_does_not_lose_events_of_other
 
 
 class Listener:
-    """A listener whose `accept` fails first."""
+    """A listener whose `accept` fails first, both that of sockets and the one beneath it."""
 
     def __init__(self, listener: socket.socket, errors: list[int]) -> None:
         self._listener = listener
-        self._errors = errors
+        self.errors = errors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._listener, name)
 
     def _accept(self) -> Any:
-        if self._errors:
-            number = self._errors.pop()
-            raise OSError(number, os.strerror(number))
+        self._fail()
         return self._listener._accept()  # type: ignore[attr-defined]
+
+    def accept(self) -> Any:
+        self._fail()
+        return self._listener.accept()
+
+    def _fail(self) -> None:
+        if self.errors:
+            number = self.errors.pop()
+            raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize("name", ["EPROTO", "ENETDOWN", "EHOSTUNREACH", "ECONNABORTED"])
 async def test_an_error_of_one_new_connection_does_not_pause_accepting(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serve() as server:
-        assert isinstance(server, UvServer)
+    async with serve(backend=backend) as server:
         paused: list[int] = []
+        failing: Any = Listener(server.listener, [getattr(errno, name)])
+        accepting: Any = server.acceptor if isinstance(server, UvServer) else server
         with suppress(TypeError, AttributeError):
-            failing: Any = Listener(server.listener, [getattr(errno, name)])
-            server.acceptor.listener = failing
-        if not isinstance(server.acceptor.listener, Listener):
+            accepting.listener = failing
+        if accepting.listener is not failing:
             pytest.skip("compiled classes take no stand-in")
         monkeypatch.setattr(server.rate_limited, "add", lambda *_: paused.append(1))
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(HANDSHAKE + b"\x0d" + struct.pack("<I", 7))
         assert await reader.readexactly(4) == struct.pack("<I", 7)
+        assert not failing.errors, "it has failed"
         assert not paused
         writer.close()
 
