@@ -19,11 +19,11 @@ import pytest
 from faults.fault_helpers import until
 from faults.owner_programs import seen
 from support import LIMIT, RawPeer, blob, u64
-from tcpstore_async import DistStoreError, TCPStore
+from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.server import listen_socket, master
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.master import host
-from tcpstore_async.server.process import log_reader
+from tcpstore_async.server.process import log_reader, parent
 from tcpstore_async.server.process.parent import ServerProcess, start
 from tcpstore_async.server.process.pidfd import Process
 from tcpstore_async.server.process.protocol import LogLine, encode
@@ -79,10 +79,10 @@ def test_the_listening_address_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert not lines(caplog, logging.WARNING)
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(signal.SIGSEGV, "crashed: Fatal Python error: Segmentation fault"), (signal.SIGKILL, "was killed")],
-)
+DEATHS = [(signal.SIGSEGV, "crashed: Fatal Python error: Segmentation fault"), (signal.SIGKILL, "was killed")]
+
+
+@pytest.mark.parametrize(("number", "said"), DEATHS)
 def test_a_server_that_dies_is_one_error_line(
     number: signal.Signals, said: str, server: ServerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,6 +99,36 @@ def test_a_server_that_dies_is_one_error_line(
     assert f"the server process for port {server.port} (pid {server.pid}) {said}" in line
     assert "\n" not in line
     assert not lines(caplog, logging.WARNING)
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["by the call", "before the call"])
+@pytest.mark.parametrize(("number", "said"), DEATHS)
+def test_rank_0s_next_call_says_of_what_its_server_died(
+    number: signal.Signals, said: str, noticed: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parent, "_LOG_TIMEOUT", LIMIT)  # a busy machine
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, use_libuv=backend == "uv") as store,
+        TCPStore("127.0.0.1", store.port, timeout=LIMIT) as other,
+    ):
+        client, hosted = store._client, store._hosted
+        assert client is not None
+        assert hosted is not None
+        if noticed:  # a store without calls is not watched
+            store.set("key", "value")
+        with seen(hosted.pid) as process:
+            process.signal(number)
+            assert process.ended()
+        if noticed:
+            until(lambda: client._lost, "the loss is noticed")
+        cause = f": the server process for port {store.port} (pid {hosted.pid}) {said}"
+        for _ in range(2):
+            with pytest.raises(DistNetworkError) as raised:
+                store.get("key")
+            assert cause in str(raised.value)
+        with pytest.raises(DistNetworkError) as raised:
+            other.get("key")
+        assert cause not in str(raised.value)
 
 
 REFUSED = """
