@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -282,6 +283,48 @@ def test_a_short_backlog_is_warned_of_if_the_world_is_larger(
     monkeypatch.setattr(Path, "read_text", lambda path: "128\n")
     listen_socket.log_short_backlog(ranks)
     assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
+
+
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["is waited for", "is not waited for"])
+@pytest.mark.parametrize(("ranks", "warned"), [(128, False), (129, True)])
+def test_rank_0_warns_of_a_backlog_that_is_shorter_than_its_world(
+    ranks: int, warned: bool, waits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *how: "128\n" if path == SOMAXCONN else read(path, *how))
+    with pytest.raises(DistStoreError, match=r"^Timed out after 0 seconds") if waits else nullcontext():
+        TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=0, wait_for_workers=waits).close()
+    text = f"net.core.somaxconn is 128, but {ranks} ranks are expected: connections may be reset"
+    assert [line.startswith(text) for line in lines(caplog, logging.WARNING)] == [True] * warned
+
+
+SERVES = f"""
+import pathlib
+read = pathlib.Path.read_text
+pathlib.Path.read_text = lambda path, *how: "128" if str(path) == {str(SOMAXCONN)!r} else read(path, *how)
+from tcpstore_async.cli import main
+main(["serve", "--port", "0"])
+"""
+
+
+def test_a_server_that_knows_of_no_world_does_not_warn_of_a_short_backlog() -> None:
+    """Most jobs are small: it says at the level of information what would be wrong for a large one."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVES], cwd=tempfile.gettempdir(), stdout=pipe, stderr=pipe
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline(), "it is ready"
+            process.send_signal(signal.SIGINT)
+            logged = process.communicate(timeout=LIMIT)[1].decode()
+        finally:
+            process.kill()
+    assert re.findall(r"(?m)^.* ([A-Z]+) net\.core\.somaxconn is 128: ", logged) == ["INFO"]
+    assert "WARNING" not in logged
 
 
 # What it costs
