@@ -20,7 +20,7 @@ from typing import Final
 
 from ..access import Access
 from ..addresses import format_address
-from ..errors import LimitError, NotAllowedError, PeerError, ProtocolError, counted
+from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError, counted
 from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
 from ..session.budget import SESSION_BYTES
@@ -306,7 +306,12 @@ class Server:
             self.log_limited(kind, text)
         if connection.session.out:
             connection.flush()
-        connection.close()
+        if connection.session.backlog is None or isinstance(error, BudgetError):
+            connection.close()
+            return
+        if connection.single is not None:
+            connection.single.forget()  # if the connection breaks now, the session must not go on with the next one
+        connection.finish()
 
     def give_up(self, connection: Transport) -> None:
         """Close a connection after an exception that is no peer's fault, so that the others are served on."""

@@ -52,6 +52,8 @@ class Connection(Transport):
         """Set while there are no unsent bytes. The writer sends those that there are."""
         self.caught_up.set()
         self.is_closed = False
+        self.finishing = False
+        """Whether it lasts only until the peer has read its replies."""
         self.broken = False
         """Whether its thread has found that it ended otherwise than by its peer's end."""
 
@@ -82,7 +84,9 @@ class Connection(Transport):
                 self._catch_up()
             if self.is_closed:
                 return  # what was not read makes the end a reset, which wakes a peer that is blocked sending
-        self.caught_up.wait()  # the peer has sent its last byte, but may still be reading
+            if self.finishing:
+                break
+        self.caught_up.wait()  # the peer may still be reading
 
     def _read(self) -> bytes:
         """Return what the peer sends next, or nothing at the end of the connection, whoever closed it."""
@@ -95,7 +99,9 @@ class Connection(Transport):
     def _behind(self) -> bool:
         """Return whether the peer has to read before it is read from again."""
         session = self.session
-        return not self.is_closed and (session.stalled() or session.unsent > self.server.limits.unsent_high_water)
+        if self.is_closed or self.finishing:
+            return False
+        return session.stalled() or session.unsent > self.server.limits.unsent_high_water
 
     def _catch_up(self) -> None:
         """Wait until the peer has been sent everything, then go on with requests that were kept back for that.
@@ -186,6 +192,9 @@ class Connection(Transport):
 
     def close(self) -> None:
         self._close(False)
+
+    def finish(self) -> None:
+        self.finishing = True
 
     def _close(self, broken: bool) -> None:
         if self.is_closed:

@@ -64,7 +64,7 @@ class Connection(Transport):
         self.queued = False
         """Whether reading is postponed to a later iteration of the loop; until then nothing else may read."""
         self.ended = False
-        """The end has been read; the connection lasts until the peer has read its replies."""
+        """The end has been read, or what ends the connection; it lasts until the peer has read its replies."""
 
     def attend(self, events: int) -> None:
         """Handle events of the descriptor."""
@@ -208,6 +208,9 @@ class Connection(Transport):
     def close(self) -> None:
         self._close(False)
 
+    def finish(self) -> None:
+        self._end()
+
     def _close(self, broken: bool) -> None:
         fd = self.fd
         if fd < 0:
@@ -221,7 +224,7 @@ class Connection(Transport):
         server.closed()
 
     def _end(self) -> None:
-        """The peer has sent its last byte."""
+        """The peer has sent its last byte, or the last that is read."""
         if self._behind():
             self.ended = True
             self._pause()

@@ -536,6 +536,10 @@ class Transport:
         """Close the connection and take back what its session was offered. Idempotent."""
         raise NotImplementedError
 
+    def finish(self) -> None:
+        """Read no more, and close once the peer has been sent the replies that are unsent."""
+        self.close()
+
     def leave(self, broken: bool) -> None:
         """The connection has ended. If it is broken and there is a single link, that keeps the session."""
         link = self.single

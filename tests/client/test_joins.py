@@ -286,9 +286,10 @@ def test_an_early_rank_asks_once(port: int) -> None:
 
 
 def test_stores_are_made_by_many_threads() -> None:
-    """Whatever goes through the stores of the process meanwhile: `list()` of a WeakValueDictionary would fail.
+    """No constructor, and no `close`, goes through the stores of the process, whose number other threads change.
 
-    Many are open, so that it takes long.
+    In 0.1.0 a rank that joined did, by `list()` of a WeakValueDictionary, which then failed; many are open, so that it
+    took long. What goes through them today, `_forked`, runs in a child, where there are no other threads.
     """
     before = sys.getswitchinterval()
     opened: deque[TCPStore] = deque()

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import re
+import select
 import socket
 import struct
 from contextlib import ExitStack, suppress
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 
 from faults.fault_helpers import Watch, until
-from support import HANDSHAKE, RawPeer, blob, tcpstore_server
+from support import HANDSHAKE, LIMIT, RawPeer, blob, tcpstore_server
 from tcpstore_async import Limits, serve
 from tcpstore_async.server import uv
 from tcpstore_async.server.poller import READ
 from tcpstore_async.server.uv import UvServer
 from tcpstore_async.serving import build
 from tcpstore_async.session.link_client import ClientLink, Stream
+from tcpstore_async.session.server import ServerSession
 
 MIB = 1 << 20
 
@@ -166,67 +168,81 @@ class Defect(Exception):
 
 
 @pytest.mark.skipif(build() == "compiled", reason="compiled methods are not looked up")
+@pytest.mark.parametrize("method", ["receive", "go_on"])
 async def test_an_internal_error_of_one_connection_does_not_lose_events_of_others(
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An edge-triggered epoll set does not report an event twice."""
+    """An edge-triggered epoll set does not report an event twice: the rest of the batch is served at once."""
     async with serve() as server:
         assert isinstance(server, UvServer)
-        first = await asyncio.open_connection("127.0.0.1", server.port)
-        second = await asyncio.open_connection("127.0.0.1", server.port)
-        for reader, writer in (first, second):
-            writer.write(HANDSHAKE + b"\x0dpong")
-            assert await reader.readexactly(4) == b"pong"
-        broken, whole = [one for one in server.connections if one is not None]
-        go_on = uv.Connection.go_on
+        with RawPeer(server.port) as first, RawPeer(server.port) as second:
+            for peer in (first, second):
+                await asyncio.to_thread(peer.ping)
+            found = {one.session.port: one for one in server.connections if one is not None}
+            broken, whole = [found[peer.socket.getsockname()[1]] for peer in (first, second)]
+            owner = ServerSession if method == "receive" else uv.Connection
+            working = getattr(owner, method)
 
-        def fail(connection: Any) -> None:
-            if connection is broken:
-                raise Defect
-            go_on(connection)
+            def fail(self: Any, *arguments: Any) -> None:
+                if self in (broken, broken.session):
+                    raise Defect
+                working(self, *arguments)
 
-        server.connections[broken.fd] = broken
-        monkeypatch.setattr(uv.Connection, "go_on", fail)
-        server.ready([(broken.fd, READ), (whole.fd, READ)])
-        assert broken.fd < 0
-        assert whole.fd >= 0
-        for _, writer in (first, second):
-            writer.close()
+            monkeypatch.setattr(owner, method, fail)
+            sending = [(second, whole)] if method == "go_on" else [(first, broken), (second, whole)]
+            for peer, connection in sending:  # the broken one goes on if it turns out that there is nothing to read
+                peer.send(b"\x0dpong")
+                select.select([connection.fd], [], [], LIMIT)
+            before = server.sent
+            server.ready([(broken.fd, READ), (whole.fd, READ)])
+            assert server.sent == before + 4
+            assert second.read(4) == b"pong"
+            assert broken.fd < 0
+            assert first.closed()
+            await asyncio.to_thread(second.ping)
 
 
 class Listener:
-    """A listener whose `accept` fails first."""
+    """A listener whose `accept` fails first, both that of sockets and the one beneath it."""
 
     def __init__(self, listener: socket.socket, errors: list[int]) -> None:
         self._listener = listener
-        self._errors = errors
+        self.errors = errors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._listener, name)
 
     def _accept(self) -> Any:
-        if self._errors:
-            number = self._errors.pop()
-            raise OSError(number, os.strerror(number))
+        self._fail()
         return self._listener._accept()  # type: ignore[attr-defined]
+
+    def accept(self) -> Any:
+        self._fail()
+        return self._listener.accept()
+
+    def _fail(self) -> None:
+        if self.errors:
+            number = self.errors.pop()
+            raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize("name", ["EPROTO", "ENETDOWN", "EHOSTUNREACH", "ECONNABORTED"])
 async def test_an_error_of_one_new_connection_does_not_pause_accepting(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serve() as server:
-        assert isinstance(server, UvServer)
+    async with serve(backend=backend) as server:
         paused: list[int] = []
+        failing: Any = Listener(server.listener, [getattr(errno, name)])
+        accepting: Any = server.acceptor if isinstance(server, UvServer) else server
         with suppress(TypeError, AttributeError):
-            failing: Any = Listener(server.listener, [getattr(errno, name)])
-            server.acceptor.listener = failing
-        if not isinstance(server.acceptor.listener, Listener):
+            accepting.listener = failing
+        if accepting.listener is not failing:
             pytest.skip("compiled classes take no stand-in")
         monkeypatch.setattr(server.rate_limited, "add", lambda *_: paused.append(1))
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(HANDSHAKE + b"\x0d" + struct.pack("<I", 7))
         assert await reader.readexactly(4) == struct.pack("<I", 7)
+        assert not failing.errors, "it has failed"
         assert not paused
         writer.close()
 

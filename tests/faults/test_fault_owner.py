@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -10,14 +11,14 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from faults.fault_helpers import until
+from faults.fault_helpers import program, until
 from faults.owner_programs import HOST, PLACES, RELEASE, STREAMS, WAIT, Owner, owner, port_is_free, seen
-from support import LIMIT, RawPeer
+from support import LIMIT, RawPeer, free_port
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.serving import build
 
@@ -72,6 +73,75 @@ def test_an_owner_that_ends_without_a_word_takes_the_server_with_it(worker: str,
         assert program.server.running()
         peer.close()
         assert program.server.ended()
+
+
+HOLD = """
+def hold():
+    alive = os.open({alive!r}, os.O_WRONLY)
+    tell = lambda: os.write(alive, b"%d\\n" % os.getpid())
+    tell()
+    os.register_at_fork(after_in_child=tell)
+    with open({go_on!r}):
+        pass
+
+"""
+"""Names the process and its children, and waits for the test. A FIFO is open as long as any of them runs."""
+
+HOLD_LATER = """
+from tcpstore_async.server.process.child import Owner
+report_ready = Owner.report_ready
+Owner.report_ready = lambda *arguments: [hold(), report_ready(*arguments)]
+"""
+
+MOMENTS = {
+    "before it forks": ("if os.fork():", "hold()\n"),
+    "when it has forked": ("try:\n", "hold()\n"),
+    "when it serves": ("main(int(", HOLD_LATER),
+}
+"""Where in the program of a server process it waits, and by what."""
+
+STARTS = """
+import sys
+from tcpstore_async.server import master
+from tcpstore_async.server.process import parent
+define, place, hold, port, backend = sys.argv[1:]
+before, found, after = parent._PROGRAM.partition(place)
+assert found
+parent._PROGRAM = "import os" + define + before + hold + found + after
+master.host(int(port), backend=backend)
+"""
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_owner_killed_while_its_server_starts_leaves_nothing(moment: str, backend: str, tmp_path: Path) -> None:
+    alive, go_on = str(tmp_path / "alive"), str(tmp_path / "go on")
+    os.mkfifo(alive)
+    os.mkfifo(go_on)
+    port = free_port()
+    with ExitStack() as stack:
+        reading = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+        stack.callback(os.close, reading)
+
+        def heard() -> bytes:
+            poll = select.poll()
+            poll.register(reading, select.POLLIN)
+            assert poll.poll(LIMIT * 1000), "a process runs on"
+            said = os.read(reading, 4096)
+            for pid in said.split():
+                with suppress(ProcessLookupError):  # it has ended
+                    stack.enter_context(seen(int(pid)))
+            return said
+
+        define = HOLD.format(alive=alive, go_on=go_on)
+        process = stack.enter_context(program(STARTS, define, *MOMENTS[moment], str(port), backend))
+        assert heard()
+        assert not port_is_free(port)
+        process.kill()
+        process.wait(LIMIT)
+        stack.callback(os.close, os.open(go_on, os.O_RDWR))
+        while heard():
+            pass
+        until(lambda: port_is_free(port), "nobody has the socket")
 
 
 SHORT_GRACE = """

@@ -1,20 +1,28 @@
 """Peers that break off, send garbage, never read or stall: only their own connection suffers."""
 
+import asyncio
 import os
 import random
 import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from faults.fault_helpers import FRAMES, I64, Watch, get, num_keys, number, program, settled, until
 from support import HANDSHAKE, RawPeer, Server, blob, keys, tcpstore_server, u64
+from tcpstore_async import Limits, serve
+from tcpstore_async.server import base
+from tcpstore_async.server.listen_socket import listen
+from tcpstore_async.session.single_client import ClientSingleLink
+from tcpstore_async.wire.commands import BY_METHOD
 
 MIB = 1 << 20
+
+LINK = BY_METHOD["link"]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +131,52 @@ def test_good_replies_before_garbage_arrive(server: Server, other: RawPeer) -> N
         peer.send(b"\x0dpong" + b"\x07" + b"\x63")
         assert peer.read(12) == b"pong" + I64.pack(0)
         assert peer.closed()
+
+
+@asynccontextmanager
+async def refused(
+    backend: str, caplog: pytest.LogCaptureFixture, first: bytes = b""
+) -> AsyncIterator[tuple[base.Server, RawPeer, bytes]]:
+    """A peer that has sent garbage, and not read the replies to earlier requests; and these replies.
+
+    Buffers are small, so that the kernel has not taken most of them. `first` is a request with a blob as its reply.
+    """
+    listener = listen("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB // 16)  # those that it accepts inherit it
+    value = os.urandom(MIB)
+    async with serve(listener=listener, backend=backend, limits=Limits(unsent_high_water=16 * MIB)) as server:
+        with RawPeer(server.port) as peer:
+            peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB // 16)
+            if first:
+                [size] = struct.unpack("<Q", await asyncio.to_thread(peer.ask, first, 8))
+                await asyncio.to_thread(peer.read, size)
+            request = b"\x01" + blob(b"/k") + blob(value) + 3 * (b"\x03" + blob(b"/k")) + b"\x63"
+            await asyncio.to_thread(peer.send, request)
+            await asyncio.to_thread(until, lambda: "unknown opcode 99" in caplog.text, "the garbage is found")
+            yield server, peer, 3 * blob(value)
+
+
+async def test_good_replies_that_the_kernel_does_not_take_at_once_arrive_before_garbage_ends_it(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with refused(backend, caplog) as (_, peer, replies):
+        assert await asyncio.to_thread(peer.read, len(replies)) == replies
+        assert await asyncio.to_thread(peer.closed)
+
+
+async def test_a_refused_peer_is_not_served_while_replies_wait_for_it(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor can it go on by its link when the connection breaks."""
+    link = LINK.prefix + LINK.request.encode(ClientSingleLink().fields())
+    async with refused(backend, caplog, link) as (server, peer, _):
+        peer.send(b"\x01" + blob(b"/late") + blob(b"value"))
+        with RawPeer(server.port) as other:
+            await asyncio.to_thread(other.ping)
+            peer.reset()
+            await asyncio.to_thread(until, lambda: server.count == 1, "its connection is closed")
+            assert await asyncio.to_thread(num_keys, other) == 1
+        assert not server.links.singles
 
 
 def test_random_bytes(server: Server, other: RawPeer) -> None:

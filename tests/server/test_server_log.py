@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,11 @@ import pytest
 from faults.fault_helpers import until
 from faults.owner_programs import seen
 from support import LIMIT, RawPeer, blob, u64
-from tcpstore_async import DistStoreError, TCPStore
+from tcpstore_async import DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.server import listen_socket, master
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.server.master import host
-from tcpstore_async.server.process import log_reader
+from tcpstore_async.server.process import log_reader, parent
 from tcpstore_async.server.process.parent import ServerProcess, start
 from tcpstore_async.server.process.pidfd import Process
 from tcpstore_async.server.process.protocol import LogLine, encode
@@ -79,10 +80,10 @@ def test_the_listening_address_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert not lines(caplog, logging.WARNING)
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(signal.SIGSEGV, "crashed: Fatal Python error: Segmentation fault"), (signal.SIGKILL, "was killed")],
-)
+DEATHS = [(signal.SIGSEGV, "crashed: Fatal Python error: Segmentation fault"), (signal.SIGKILL, "was killed")]
+
+
+@pytest.mark.parametrize(("number", "said"), DEATHS)
 def test_a_server_that_dies_is_one_error_line(
     number: signal.Signals, said: str, server: ServerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,6 +100,36 @@ def test_a_server_that_dies_is_one_error_line(
     assert f"the server process for port {server.port} (pid {server.pid}) {said}" in line
     assert "\n" not in line
     assert not lines(caplog, logging.WARNING)
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["by the call", "before the call"])
+@pytest.mark.parametrize(("number", "said"), DEATHS)
+def test_rank_0s_next_call_says_of_what_its_server_died(
+    number: signal.Signals, said: str, noticed: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parent, "_LOG_TIMEOUT", LIMIT)  # a busy machine
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, use_libuv=backend == "uv") as store,
+        TCPStore("127.0.0.1", store.port, timeout=LIMIT) as other,
+    ):
+        client, hosted = store._client, store._hosted
+        assert client is not None
+        assert hosted is not None
+        if noticed:  # a store without calls is not watched
+            store.set("key", "value")
+        with seen(hosted.pid) as process:
+            process.signal(number)
+            assert process.ended()
+        if noticed:
+            until(lambda: client._lost, "the loss is noticed")
+        cause = f": the server process for port {store.port} (pid {hosted.pid}) {said}"
+        for _ in range(2):
+            with pytest.raises(DistNetworkError) as raised:
+                store.get("key")
+            assert cause in str(raised.value)
+        with pytest.raises(DistNetworkError) as raised:
+            other.get("key")
+        assert cause not in str(raised.value)
 
 
 REFUSED = """
@@ -252,6 +283,48 @@ def test_a_short_backlog_is_warned_of_if_the_world_is_larger(
     monkeypatch.setattr(Path, "read_text", lambda path: "128\n")
     listen_socket.log_short_backlog(ranks)
     assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
+
+
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["is waited for", "is not waited for"])
+@pytest.mark.parametrize(("ranks", "warned"), [(128, False), (129, True)])
+def test_rank_0_warns_of_a_backlog_that_is_shorter_than_its_world(
+    ranks: int, warned: bool, waits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *how: "128\n" if path == SOMAXCONN else read(path, *how))
+    with pytest.raises(DistStoreError, match=r"^Timed out after 0 seconds") if waits else nullcontext():
+        TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=0, wait_for_workers=waits).close()
+    text = f"net.core.somaxconn is 128, but {ranks} ranks are expected: connections may be reset"
+    assert [line.startswith(text) for line in lines(caplog, logging.WARNING)] == [True] * warned
+
+
+SERVES = f"""
+import pathlib
+read = pathlib.Path.read_text
+pathlib.Path.read_text = lambda path, *how: "128" if str(path) == {str(SOMAXCONN)!r} else read(path, *how)
+from tcpstore_async.cli import main
+main(["serve", "--port", "0"])
+"""
+
+
+def test_a_server_that_knows_of_no_world_does_not_warn_of_a_short_backlog() -> None:
+    """Most jobs are small: it says at the level of information what would be wrong for a large one."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVES], cwd=tempfile.gettempdir(), stdout=pipe, stderr=pipe
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline(), "it is ready"
+            process.send_signal(signal.SIGINT)
+            logged = process.communicate(timeout=LIMIT)[1].decode()
+        finally:
+            process.kill()
+    assert re.findall(r"(?m)^.* ([A-Z]+) net\.core\.somaxconn is 128: ", logged) == ["INFO"]
+    assert "WARNING" not in logged
 
 
 # What it costs

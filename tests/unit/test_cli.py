@@ -125,14 +125,42 @@ def test_port_file_is_replaced_atomically(tmp_path: Path) -> None:
         end(process)
 
 
-@pytest.mark.parametrize("name", [".port.{pid}", "port"])
-def test_port_file_does_not_follow_links(tmp_path: Path, name: str) -> None:
+def test_port_file_does_not_follow_links(tmp_path: Path) -> None:
     victim, file = tmp_path / "victim", tmp_path / "port"
     victim.write_text("precious\n")
-    (tmp_path / name.format(pid=os.getpid())).symlink_to(victim)
+    file.symlink_to(victim)
     write_atomically(file, "29500\n")
     assert victim.read_text() == "precious\n"
     assert (file.read_text(), file.is_symlink()) == ("29500\n", False)
+
+
+PLANTS = """
+import os, sys
+from pathlib import Path
+from tcpstore_async.cli.listen import write_atomically
+victim, file = map(Path, sys.argv[1:])
+
+def plant(event, arguments):
+    if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        path = Path(arguments[0]).absolute()
+        if path.parent == file.parent and not os.path.lexists(path):
+            path.symlink_to(victim)
+
+sys.addaudithook(plant)
+write_atomically(file, "29500\\n")
+"""
+"""Whatever name in the folder is about to be written to, there is a link by then."""
+
+
+def test_port_file_is_created_exclusively(tmp_path: Path) -> None:
+    victim, file = tmp_path / "victim", tmp_path / "folder" / "port"
+    victim.write_text("precious\n")
+    file.parent.mkdir()
+    command = [sys.executable, "-c", PLANTS, str(victim), str(file)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert victim.read_text() == "precious\n"
+    assert [path.is_symlink() for path in file.parent.iterdir()] == [True], "one was planted, nothing written beside it"
+    assert done.stderr.endswith(f"ClickException: cannot write the port to {file}: File exists\n")
 
 
 def test_failed_port_file_leaves_no_temporary_file(tmp_path: Path) -> None:
