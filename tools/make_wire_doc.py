@@ -192,7 +192,7 @@ def _tail() -> str:
 After it has replied to earlier requests, the server closes a connection for any of these: a first frame other than
 VALIDATE; a wrong magic number; an unknown opcode; ADD or BARRIER on a value that is not a number; a length or count
 over a limit, as soon as it is announced; and the reasons given above for the extension's commands. An incomplete frame
-has no effect.
+has no effect. A peer that has not read those replies ten seconds later is disconnected without them.
 
 By default, a key may have up to {key}, a value {value}, and a request {limits.keys:,} keys, as on
 PyTorch's server. A whole request may have up to {_size(limits.request_bytes)}.

@@ -304,14 +304,20 @@ class Server:
             self.log_refusal(session.host, text)
         else:
             self.log_limited(kind, text)
-        if connection.session.out:
+        if session.out:
             connection.flush()
-        if connection.session.backlog is None or isinstance(error, BudgetError):
-            connection.close()
+        if session.backlog is None or isinstance(error, BudgetError) or session in self.engine.evicted:
+            connection.close()  # what an evicted peer does not read is not kept for it
             return
         if connection.single is not None:
             connection.single.forget()  # if the connection breaks now, the session must not go on with the next one
         connection.finish()
+        self.call_soon(lambda: self.loop.call_later(DEFAULT_GRACE, self._close_unread, connection))
+
+    def _close_unread(self, connection: Transport) -> None:
+        """Close a refused peer that has not read its replies: it may be blocked sending what nobody reads."""
+        with self.lock:
+            connection.close()
 
     def give_up(self, connection: Transport) -> None:
         """Close a connection after an exception that is no peer's fault, so that the others are served on."""

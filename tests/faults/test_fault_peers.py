@@ -7,8 +7,9 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from faults.fault_helpers import FRAMES, I64, Watch, get, num_keys, number, prog
 from support import HANDSHAKE, RawPeer, Server, blob, keys, tcpstore_server, u64
 from tcpstore_async import Limits, serve
 from tcpstore_async.server import base
+from tcpstore_async.server.backends import DEFAULT_GRACE
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.session.single_client import ClientSingleLink
 from tcpstore_async.wire.commands import BY_METHOD
@@ -177,6 +179,31 @@ async def test_a_refused_peer_is_not_served_while_replies_wait_for_it(
             await asyncio.to_thread(until, lambda: server.count == 1, "its connection is closed")
             assert await asyncio.to_thread(num_keys, other) == 1
         assert not server.links.singles
+
+
+async def test_a_refused_peer_that_does_not_read_is_closed_in_the_end(
+    backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be blocked sending, as the server reads no more."""
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+    ends: list[Callable[[], object]] = []
+
+    def later(seconds: float, call: Callable[..., object], *given: Any) -> asyncio.TimerHandle:
+        if seconds == DEFAULT_GRACE:
+            ends.append(lambda: call(*given))
+        return call_later(seconds, call, *given)
+
+    monkeypatch.setattr(loop, "call_later", later)
+    async with refused(backend, caplog) as (server, peer, _):
+        while not ends:
+            await asyncio.sleep(0)
+        assert server.count == 1
+        [end] = ends
+        end()
+        while server.count:
+            await asyncio.sleep(0)
+        peer.reset()
 
 
 def test_random_bytes(server: Server, other: RawPeer) -> None:
