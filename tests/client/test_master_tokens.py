@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from client.test_sync import until
 from conformance.frames import set_
 from support import LIMIT, RawPeer
 from tcpstore_async import AccessDeniedError, DistNetworkError, PrefixStore, TCPStore
+from tcpstore_async.server.process import child
 from tcpstore_async.tokens import TokenKeys, read_keys
 
 SECRET = "7d1f0c2b9a"
@@ -80,6 +82,21 @@ def test_the_token_is_in_no_argument_of_the_servers_process(monkeypatch: pytest.
             )
         with other(store.port, SECRET) as mine:
             mine.set("k", "v")
+
+
+def test_a_server_whose_owner_ends_before_it_passes_its_tokens_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than admit everybody."""
+    reading, writing = os.pipe()
+    os.close(writing)
+    monkeypatch.setattr(child, "_STDIN", reading)
+    try:
+        with pytest.raises(EOFError, match="before it passed on its tokens"):
+            child._read_tokens()
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), reading)
+        assert child._read_tokens() is None
+    finally:
+        os.close(reading)
 
 
 def test_both_the_given_token_and_that_of_the_environment_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 from typing import TYPE_CHECKING, Final
 
 from ...errors import DistNetworkError
@@ -59,13 +60,16 @@ def main(listen_fd: int, owner_pid: int, pidfd: int, control_fd: int, backend: s
 
 
 def _read_tokens() -> HostTokens | None:
-    """Return what standard input says of tokens, and close it."""
+    """Return what standard input says of tokens, and close it. Raises EOFError if the owner ended before that."""
+    awaited = stat.S_ISFIFO(os.fstat(_STDIN).st_mode)
     line = b""
     while not line.endswith(b"\n") and (chunk := os.read(_STDIN, 1 << 16)):
         line += chunk
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, _STDIN)
     os.close(nothing)
+    if awaited and not line:
+        raise EOFError("the owner ended before it passed on its tokens")
     return HostTokens.decode(line) if line else None
 
 
