@@ -36,8 +36,8 @@ def find_admin(host: str, port: int) -> Path:
     if not found:
         folders = " or ".join(map(str, admin_path.folders()))
         raise DistNetworkError(
-            f"there is no admin socket for port {port} in {folders}: check that it is a tcpstore_async "
-            "server, is running as this user, and was not started with --admin"
+            f"there is no admin socket for port {port} in {folders}: check that the server on that port is a "
+            "tcpstore_async server, is running as this user, and was not started with --admin"
         )
     if len(found) > 1:
         raise DistNetworkError(

@@ -118,7 +118,7 @@ def record_command(
 
 def _speed(ctx: click.Context, param: click.Parameter, number: float) -> float:
     if not (number >= 0 and math.isfinite(number)):
-        raise click.BadParameter(f"{number} is not a finite number, 0 or greater", ctx, param)
+        raise click.BadParameter(f"must be a finite number, 0 or greater, not {number}", ctx, param)
     return number
 
 

@@ -103,7 +103,7 @@ def _keys(error: StoreTimeoutError, report: Report, asked: int) -> list[str]:
     named += ", …" if report.missing > _NAMED else ""
     said = [f"{report.missing:,} of {counted(asked, 'key')} missing: {named}"]
     if near:
-        said.append(f"nearest: {', '.join(dict.fromkeys([_near(one) for one in near]))}")
+        said.append(f"most similar: {', '.join(dict.fromkeys([_near(one) for one in near]))}")
     return said
 
 

@@ -49,7 +49,7 @@ def check_ephemeral_ports(port: int, port_range: str, reserved: str) -> Finding:
         return Finding(name, SKIP, f"net.ipv4.ip_local_port_range {_NOT_HERE}")
     text = f"outgoing connections from this machine use ports {low}-{high}"
     if not low <= port <= high or _contains(reserved, port):
-        return Finding(name, OK, f"{text}, but not {port}")
+        return Finding(name, OK, f"{text}; port {port} is not one of them")
     ports = ",".join(filter(None, [reserved.strip(), str(port)]))
     text += f": one of them may hold port {port} when the server starts"
     return Finding(name, WARN, text, f"sysctl -w net.ipv4.ip_local_reserved_ports={ports}")

@@ -194,7 +194,7 @@ class Player:
             needed = sorted({s.command.name for s in self.recording.steps if s.command.flags & Flag.EXTENSION})
             if needed and await store.server() is None:
                 raise RecordingError(
-                    f"the recording uses commands of our extension ({', '.join(needed)}), which the server at "
+                    f"the recording uses tcpstore_async extension commands ({', '.join(needed)}), which the server at "
                     f"{format_address(self.host, self.port)} does not support"
                 )
 
@@ -522,7 +522,8 @@ class _Peer(asyncio.Protocol):
         assert step.reply is not None
         if step.canceled:
             ended = call.woken or not call.canceled
-            text = "" if ended == step.reply[0] else f"{'ended' if ended else 'did not end'} before it was canceled"
+            text = f"{'ended' if ended else 'did not end'} before it was canceled, unlike in the recording"
+            text = "" if ended == step.reply[0] else text
         else:
             text = self._difference(step, call.result)
         if text:

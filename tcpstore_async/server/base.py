@@ -312,9 +312,9 @@ class Server:
         if connection.single is not None:
             connection.single.forget()  # if the connection breaks now, the session must not go on with the next one
         connection.finish()
-        self.call_soon(lambda: self.loop.call_later(DEFAULT_GRACE, self._close_unread, connection))
+        self.call_soon(lambda: self.loop.call_later(DEFAULT_GRACE, self._close_refused, connection))
 
-    def _close_unread(self, connection: Transport) -> None:
+    def _close_refused(self, connection: Transport) -> None:
         """Close a refused peer that has not read its replies: it may be blocked sending what nobody reads."""
         with self.lock:
             connection.close()
@@ -346,7 +346,9 @@ class Server:
         """Count a TLS handshake; if there are too many, close the connection whose handshake has lasted longest."""
         oldest = None if self.tls is None else self.tls.begin(connection)
         if oldest is not None:
-            self.close_for(oldest, ProtocolError(f"{MOST_HANDSHAKES} newer TLS handshakes are under way"))
+            self.close_for(
+                oldest, ProtocolError(f"too many TLS handshakes under way (max {MOST_HANDSHAKES}); this was the oldest")
+            )
 
     def broken_tls(self, connection: Transport, error: TlsError) -> OSError:
         """Log an error after the handshake, which counts as a break of the connection; return that."""

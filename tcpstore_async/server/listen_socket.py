@@ -178,7 +178,7 @@ def warn_if_exposed(listener: socket.socket, *, has_tls: bool, requires_auth: bo
         lacks, danger = "TLS", "anyone who sees its traffic can read tokens, keys and values"
         advice = "start it with --tls-cert and --tls-key"
     else:
-        lacks = "required tokens" if has_tls else "TLS or required tokens"
+        lacks = "mandatory token authentication" if has_tls else "TLS or mandatory token authentication"
         danger = "anyone who can reach this port can read and change every key"
         missing = (
             "--token-keys and --require-auth" if has_tls else "--token-keys, --require-auth, --tls-cert and --tls-key"

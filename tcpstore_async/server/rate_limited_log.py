@@ -95,4 +95,4 @@ class RateLimitedLog:
                 self._log_count(name, kind, now)
 
     def _log_count(self, name: str, kind: _Kind, now: float) -> None:
-        self._log.warning("%s of kind %r suppressed", counted(kind.log(now), "similar message"), name)
+        self._log.warning("suppressed %s (kind: %s)", counted(kind.log(now), "similar message"), name)

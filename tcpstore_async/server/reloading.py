@@ -49,7 +49,7 @@ class Reloading:
         try:
             ended = tokens.reload()
         except (OSError, ValueError) as error:
-            log.error("cannot reload; what was loaded before stays in use: %s", error)
+            log.error("cannot reload the token files: %s; the previous ones stay in use", error)
             return
         with server.lock:
             server.note_admin(why, f"{why}: reloaded {tokens.describe()}")

@@ -781,7 +781,7 @@ class ServerSession(Holder):
         if self in self.engine.evicted:
             return
         if self.engine.must_authenticate(self):
-            self.evict(self._stranger("not reading so many replies"))
+            self.evict(self._stranger("letting so many replies accumulate"))
             return
         if self.backlog is None:
             self.backlog = Unsent(self.engine.budget)

@@ -290,7 +290,8 @@ class TCPStore(Store):
         if not keys and not self._token:
             if os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE):
                 log.warning(
-                    "this store's server admits clients without a token: its own token is '', which overrides $%s",
+                    "this store's server admits clients without a token: the token of the store itself is '', which "
+                    "overrides $%s",
                     TOKEN,
                 )
             return None

@@ -148,7 +148,7 @@ class Looker:
                 if len(self._watched) >= MOST_STORES:
                     self._forget()
                 if len(self._watched) >= MOST_STORES:
-                    return None, 0.0, f"{MOST_STORES} other stores are being inspected"
+                    return None, 0.0, f"{MOST_STORES} other stores are already being inspected, the maximum"
                 watched = self._watched[store] = _Watched()
             watched.wanted_at = time.monotonic()
             self._wanted.notify_all()

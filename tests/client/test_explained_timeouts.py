@@ -101,7 +101,7 @@ def test_missing_and_nearest_keys(client: Client, open_client: Callable[[Client]
     store.set(job + "x/2", "")
     store.set(job + "ready", "")
     error = late(store.wait, [job + "ready", job + "x/3"], SHORT)
-    text = rf"wait timeout after 250ms, keys: /{job}ready, /{job}x/3\. 1 of 2 keys missing: '{job}x/3'; nearest: "
+    text = rf"wait timeout after 250ms, keys: /{job}ready, /{job}x/3\. 1 of 2 keys missing: '{job}x/3'; most similar: "
     assert re.fullmatch(text + rf"'{job}x/2' written \d s ago by rank 5 \(.+, pid \d+\)", str(error))
     assert error.missing_keys == [job + "x/3"]
     (near, age, by), *_ = error.nearest_keys[job + "x/3"]
@@ -111,7 +111,7 @@ def test_missing_and_nearest_keys(client: Client, open_client: Callable[[Client]
     store.set_timeout(SHORT)
     for call in (lambda: store.get(job + "x/3"), lambda: store.multi_get([job + "x/3"])):
         error = late(call)
-        start = f"wait timeout after 250ms, keys: /{job}x/3. 1 of 1 key missing: '{job}x/3'; nearest: '{job}x/2' "
+        start = f"wait timeout after 250ms, keys: /{job}x/3. 1 of 1 key missing: '{job}x/3'; most similar: '{job}x/2' "
         assert str(error).startswith(start)
         assert error.nearest_keys.keys() == {job + "x/3"}
     store.set(job + "x/3", "there")

@@ -475,7 +475,7 @@ def test_the_extension_is_not_sent_to_pytorch(tmp_path: Path) -> None:
     with server_of("libuv") as port:
         done = replay(file, port)
     assert done.returncode == 1
-    assert b"commands of our extension (" in done.stderr
+    assert b"tcpstore_async extension commands (" in done.stderr
 
 
 def test_the_server_closes_as_recorded(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_server_whose_owner_ends_before_it_passes_its_tokens_does_not_start(mo
     os.close(writing)
     monkeypatch.setattr(child, "_STDIN", reading)
     try:
-        with pytest.raises(EOFError, match="before it passed on its tokens"):
+        with pytest.raises(EOFError, match="exited before it passed on its tokens"):
             child._read_tokens()
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), reading)

@@ -153,7 +153,7 @@ def counted(lines: list[str]) -> int:
     total = 0
     for line in lines:
         more = re.search(r"\((\d+) similar", line)
-        last = re.search(r" (\d+) similar messages of kind '", line)
+        last = re.search(r"suppressed (\d+) similar messages? \(kind: ", line)
         total += int(last[1]) if last else 1 + (int(more[1]) if more else 0)
     return total
 
@@ -315,7 +315,7 @@ def test_fifty_offences_are_a_few_lines_whose_counts_add_up(backend: str) -> Non
         assert server.stop() == 0
         for kind in ("key_bytes", "value_bytes"):
             assert counted(rate_limited(server.log(), kind)) == 50
-        assert counted(rate_limited(server.log(), "opcode") + rate_limited(server.log(), "kind 'protocol'")) == 50
+        assert counted(rate_limited(server.log(), "opcode") + rate_limited(server.log(), "(kind: protocol)")) == 50
 
 
 def test_a_later_message_counts_those_before(backend: str) -> None:
@@ -372,7 +372,7 @@ def test_more_connections_than_allowed_are_refused(backend: str) -> None:
         assert len(peers) == 5
         server.stop()
         assert (
-            counted(rate_limited(server.log(), "similar messages of kind") + rate_limited(server.log(), "rejected"))
+            counted(rate_limited(server.log(), "similar messages (kind: ") + rate_limited(server.log(), "rejected"))
             >= 20
         )
         for peer in peers:

@@ -384,7 +384,7 @@ def test_a_hangup_closes_those_whose_tokens_are_no_longer_valid(options: list[st
         assert len(lines(server, "closed the connection from 127.0.0.1:")) == 2
         keys.write_text("")
         server.process.send_signal(signal.SIGHUP)
-        assert f"what was loaded before stays in use: {keys}: no keys" in lines(server, "cannot reload; ")[0]
+        assert f"{keys}: no keys; the previous ones stay in use" in lines(server, "cannot reload the token files: ")[0]
         peers[1].ping()
         for peer in peers:
             peer.close()

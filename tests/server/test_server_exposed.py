@@ -21,10 +21,15 @@ EXPOSED = "reachable from other hosts"
         (
             False,
             False,
-            "without TLS or required tokens: anyone who can reach",
+            "without TLS or mandatory token authentication: anyone who can reach",
             "--token-keys, --require-auth, --tls-cert and --tls-key, or",
         ),
-        (True, False, "without required tokens: anyone who can reach", "--token-keys and --require-auth, or"),
+        (
+            True,
+            False,
+            "without mandatory token authentication: anyone who can reach",
+            "--token-keys and --require-auth, or",
+        ),
         (False, True, "without TLS: anyone who sees its traffic", "--tls-cert and --tls-key, or"),
         (True, True, "", ""),
     ],

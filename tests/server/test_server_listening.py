@@ -139,8 +139,8 @@ def test_limited_of_one_kind_are_counted(caplog: pytest.LogCaptureFixture) -> No
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert messages[:2] == ["peer 0", "other peer 0"]
     assert sorted(messages[-2:]) == [
-        "49 similar messages of kind 'key_bytes' suppressed",
-        "49 similar messages of kind 'keys' suppressed",
+        "suppressed 49 similar messages (kind: key_bytes)",
+        "suppressed 49 similar messages (kind: keys)",
     ]
     assert len(messages) == 4
 

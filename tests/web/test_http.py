@@ -235,7 +235,8 @@ def test_the_number_of_stores_that_are_looked_at_is_bounded(tmp_path: Path, monk
     with AdminStub(tmp_path / "s", large_reply(1, frozenset())) as admin, answering(admin.path) as port:
         for store in ("one", "two"):
             assert json.loads(get(port, f"/api/state?store={store}")[1])["failed"] == ""
-        assert json.loads(get(port, "/api/state?store=three")[1])["failed"] == "2 other stores are being inspected"
+        failed = json.loads(get(port, "/api/state?store=three")[1])["failed"]
+        assert failed == "2 other stores are already being inspected, the maximum"
         monkeypatch.setattr(looking, "_WANTED_SECONDS", 0.0)  # the others are no longer looked at
         assert json.loads(get(port, "/api/state?store=three")[1])["failed"] == ""
 

@@ -69,7 +69,7 @@ def _read_tokens() -> HostTokens | None:
     os.dup2(nothing, _STDIN)
     os.close(nothing)
     if awaited and not line:
-        raise EOFError("the owner ended before it passed on its tokens")
+        raise EOFError("the owner process exited before it passed on its tokens")
     return HostTokens.decode(line) if line else None
 
 

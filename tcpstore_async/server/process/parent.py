@@ -366,4 +366,4 @@ def _next_event(lines: LineReader) -> Event:
     while (read := lines.read()) is not None:
         for line in read:
             return msgspec.json.decode(line, type=Event)
-    raise ConnectionError("the server process ended")
+    raise ConnectionError("the server process exited")
