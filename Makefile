@@ -31,7 +31,7 @@ endif
 .PHONY: help
 help:
 	@echo "make demo      1,000 simulated ranks, 4 PyTorch and 8 plain processes find each other (TORCH=0: no PyTorch)"
-	@echo "make test      the fast tests, without PyTorch: under two minutes on two cores (ARGS='-k limits -x' goes to pytest)"
+	@echo "make test      the fast tests, which use PyTorch at most as a peer: under two minutes on two cores (ARGS='-k limits -x' goes to pytest)"
 	@echo "make test-all  all tests, including those with PyTorch and its launchers, killed processes, examples, the benchmark"
 	@echo "make test-exhaustive  more combinations of what test-all covers"
 	@echo "make test-compiled  the tests of what compiling can change, on the compiled build"
@@ -65,7 +65,7 @@ test-exhaustive: .venv/.test .venv/.torch
 
 # `pytest` and not `python -m pytest`, which would put the checkout before PYTHONPATH.
 .PHONY: test-compiled
-test-compiled: .venv/.test build/compiled/.made
+test-compiled: .venv/.test .venv/.torch build/compiled/.made
 	TCPSTORE_TEST_BUILD=compiled PYTHONPATH="$(COMPILED)" $(PYTEST) -m "compiled" $(ARGS)
 
 # make check runs these tests too where there is a Chromium.

@@ -12,6 +12,7 @@
     stats, analysis             medians and intervals; who is ahead
     formatting, figures, report, compare    what readers see
 
-Scripts that measure one thing each: clients, micro, scaling, server_ready, stress, fill, turns, loadgen/compare.
-`builds` chooses the build.
+Scripts that measure one thing each: clients, micro, scaling, server_ready, stress, fill, turns, gloo, relays (with
+relay_process), rendezvous, looking, stores, tls, token_timing, loadgen/compare. `builds` chooses the build, and
+`commands` starts commands of `tcpstore`.
 """

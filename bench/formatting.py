@@ -7,6 +7,8 @@ Invariant: a server is never named without its transport, a number never without
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 from bench.run_file import Transport
 from bench.stats import Ratio
@@ -103,3 +105,8 @@ def ratio(found: Ratio) -> str:
 
 def rounds(count: int) -> str:
     return "one round" if count == 1 else f"{count} rounds"
+
+
+def spread(values: Sequence[float], unit: str = "") -> str:
+    """Format the median, and in brackets the least and the greatest value."""
+    return f"{statistics.median(values):.2f}{unit} ({min(values):.2f}–{max(values):.2f})"

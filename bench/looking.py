@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import socket
-import statistics
 import struct
 import subprocess
 import sys
@@ -35,6 +34,7 @@ if __name__ == "__main__":
     builds.use()  # before the package is imported
 
 from bench.commands import started
+from bench.formatting import spread
 from bench.stress import cpu_seconds
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.load.scripts import encode_request
@@ -172,18 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 cpus.append(_children() - used)
                 servers.append(cpu_seconds(server) - theirs)
         print(
-            f"{build()}, {options.ranks} ranks, --waits {options.waits}: wall {_spread(walls)}, CPU {_spread(cpus)}, "
-            f"server's {_spread(servers)}"
+            f"{build()}, {options.ranks} ranks, --waits {options.waits}: wall {spread(walls, ' s')}, "
+            f"CPU {spread(cpus, ' s')}, server's {spread(servers, ' s')}"
         )
 
 
 def _children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def _spread(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f}–{max(seconds):.2f})"
 
 
 if __name__ == "__main__":

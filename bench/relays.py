@@ -31,6 +31,7 @@ from bench import builds
 if __name__ == "__main__":
     builds.use()  # before the package is imported
 
+from bench.formatting import spread
 from bench.in_memory import BARRIERS
 from bench.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
 from bench.workloads import SECONDS, WINDOW, Connection, Measured, TestBed, generators
@@ -170,14 +171,10 @@ def _compare(
     print("| | | server CPU per operation | × direct | relays' CPU × direct's server |\n|---|---|---|---|---|")
     for (name, part), found in cpu.items():
         base = cpu[direct.name, part]
-        ratio = _spread([one / other for one, other in zip(found, base, strict=True)])
+        ratio = spread([one / other for one, other in zip(found, base, strict=True)])
         outside = relays.get((name, part))
-        beside = _spread([one / other for one, other in zip(outside, base, strict=True)]) if outside else "–"
+        beside = spread([one / other for one, other in zip(outside, base, strict=True)]) if outside else "–"
         print(f"| {name} | {part} | {statistics.median(found) * 1e6:.2f} µs | {ratio} | {beside} |", flush=True)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def latency(host: Host, rounds: int, requests: int = 4000) -> None:
@@ -192,7 +189,7 @@ def latency(host: Host, rounds: int, requests: int = 4000) -> None:
                 found.setdefault(way.name, []).append((times[len(times) // 2], times[len(times) * 99 // 100]))
     print("| | p50 | p99 |\n|---|---|---|")
     for name, quantiles in found.items():
-        p50, p99 = (_spread([one[at] * 1e6 for one in quantiles]) for at in (0, 1))
+        p50, p99 = (spread([one[at] * 1e6 for one in quantiles]) for at in (0, 1))
         print(f"| {name} | {p50} µs | {p99} µs |", flush=True)
 
 
@@ -223,8 +220,8 @@ def fairness(host: Host, rounds: int, ranks: int = 1000) -> None:
                 without.append((test.load.run(check).quantile(0.99) or 0.0) * 1000)
                 with reading_nothing(test), sending_without_end(test):
                     beside.append((test.load.run(check).quantile(0.99) or 0.0) * 1000)
-        times = _spread([one / other for one, other in zip(beside, without, strict=True)])
-        print(f"| {way.name} | {_spread(without)} ms | {_spread(beside)} ms | {times} |", flush=True)
+        times = spread([one / other for one, other in zip(beside, without, strict=True)])
+        print(f"| {way.name} | {spread(without)} ms | {spread(beside)} ms | {times} |", flush=True)
 
 
 @contextmanager

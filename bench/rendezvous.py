@@ -39,6 +39,7 @@ from bench import builds
 if __name__ == "__main__":
     builds.use()  # before the package is imported
 
+from bench.formatting import spread
 from bench.servers import hosting
 from tcpstore_async import TCPStore
 from tcpstore_async.client.client_info import introduction
@@ -370,14 +371,10 @@ def show_times(sizes: Sequence[int], runs: int) -> None:
     print("|---:|---:|---:|---:|---:|")
     for agents in sizes:
         found = [measure_time(agents) for _ in range(runs)]
-        columns = [_spread([one.connected for one in found]), _spread([one.met for one in found])]
-        columns.append(_spread([one.connected + one.met for one in found]))
+        columns = [spread([one.connected for one in found], " s"), spread([one.met for one in found], " s")]
+        columns.append(spread([one.connected + one.met for one in found], " s"))
         cpu = statistics.median(one.cpu for one in found) / agents
         print(f"| {agents:,} | {' | '.join(columns)} | {cpu * 1e6:.0f} µs |", flush=True)
-
-
-def _spread(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f}–{max(seconds):.2f})"
 
 
 def show_assignments(sizes: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from bench import builds
 from bench.commands import started
+from bench.formatting import spread
 
 if __name__ == "__main__":
     builds.use()  # before the package is imported
@@ -294,10 +295,6 @@ def p99(peer: socket.socket, count: int) -> tuple[float, float]:
         peer.recv(8)
         times.append(time.perf_counter() - begin)
     return statistics.quantiles(times, n=100)[98], max(times)
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ HINTS = {
 }
 
 
-def complaint(wanted: str) -> str | None:
+def why_unusable(wanted: str) -> str | None:
     """Why a run that is to test the wanted build must not start; None if it may."""
     package = Path(tcpstore_async.__file__).parent
     names = compiled_names()

@@ -23,9 +23,9 @@ WANTED = os.environ.get("TCPSTORE_TEST_BUILD") or "interpreted"
 
 
 def pytest_configure() -> None:
-    complaint = builds.complaint(WANTED)
-    if complaint:
-        raise pytest.UsageError(complaint)
+    unusable = builds.why_unusable(WANTED)
+    if unusable:
+        raise pytest.UsageError(unusable)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make check` ignores it, and so would the processes of tests

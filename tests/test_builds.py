@@ -39,8 +39,8 @@ def test_what_setup_compiles_is_there() -> None:
 def test_every_module_counts(half: Path) -> None:
     assert [builds.kind(f"half.{name}") for name in ("one", "two", "three")] == ["interpreted", "compiled", "missing"]
     for wanted in OTHER:
-        assert "finds 1 of 2 modules otherwise" in (builds.complaint(wanted) or "")
-    assert "no such build" in (builds.complaint("Compiled") or "")
+        assert "finds 1 of 2 modules otherwise" in (builds.why_unusable(wanted) or "")
+    assert "no such build" in (builds.why_unusable("Compiled") or "")
 
 
 @pytest.mark.parametrize("change", ["edited", "added", "removed", "none"])
@@ -58,8 +58,8 @@ def test_a_compiled_build_of_other_sources_is_stale(
             (package / "wire" / "codecs.py").unlink()
     monkeypatch.setattr(builds, "compiled_names", list)
     monkeypatch.setattr("tcpstore_async.__file__", str(package / "__init__.py"))
-    assert ("run `make compile`" in (builds.complaint("compiled") or "")) == (change != "none")
-    assert builds.complaint("interpreted") is None
+    assert ("run `make compile`" in (builds.why_unusable("compiled") or "")) == (change != "none")
+    assert builds.why_unusable("interpreted") is None
 
 
 @pytest.mark.parametrize("wanted", ["compiled", "interpreted", ""])

@@ -151,7 +151,7 @@ def test_silent_writes_are_unconfirmed_until_a_later_reply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "fields", "said", "complaint"),
+    ("method", "fields", "said", "reason"),
     [
         ("get", (b"/k",), u64(2**63), "claims 9223372036854775808 bytes"),
         ("multi_get", ([b"/k"],), u64(2**50), "claims"),
@@ -161,10 +161,10 @@ def test_silent_writes_are_unconfirmed_until_a_later_reply() -> None:
         ("ping", (1,), b"\1\0\0\0\0", "server sent 1 unexpected byte$"),
     ],
 )
-def test_invalid_replies(method: str, fields: tuple[Any, ...], said: bytes, complaint: str) -> None:
+def test_invalid_replies(method: str, fields: tuple[Any, ...], said: bytes, reason: str) -> None:
     client = ClientSession()
     client.request(BY_METHOD[method], fields)
-    with pytest.raises(ProtocolError, match=complaint):
+    with pytest.raises(ProtocolError, match=reason):
         client.receive(said)
 
 
@@ -318,7 +318,7 @@ def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, ra
 
 
 @pytest.mark.parametrize(
-    ("canceled", "said", "complaint"),
+    ("canceled", "said", "reason"),
     [
         (False, u64(2**63), "claims 9223372036854775808 bytes"),
         (False, u64(2**40 + 1), "claims"),
@@ -331,10 +331,10 @@ def test_a_cancel_of_the_extension_leaves_the_connection_in_step(method: str, ra
         (True, ABSENT + pack(b"v"), "unexpected byte"),
     ],
 )
-def test_invalid_replies_to_a_canceled_fetch(canceled: bool, said: bytes, complaint: str) -> None:
+def test_invalid_replies_to_a_canceled_fetch(canceled: bool, said: bytes, reason: str) -> None:
     for size in (len(said), 1):
         client, call = _fetch()
         if canceled:
             client.cancel(call)
-        with pytest.raises(ProtocolError, match=complaint):
+        with pytest.raises(ProtocolError, match=reason):
             _receive(client, _pieces(said, size))
