@@ -209,8 +209,8 @@ class AsyncConnection(asyncio.Protocol):
         if self.link is not None:
             self._acknowledge(self.link, len(data), done)
         for call in done:
-            future = self._futures.pop(call)
-            if not future.done():
+            future = self._futures.pop(call, None)
+            if future is not None and not future.done():  # None: it failed while the connection was being replaced
                 future.set_result(call.result)
         if waited and self.session.waiting is None:
             self._on_free(self)
@@ -287,12 +287,18 @@ class AsyncConnection(asyncio.Protocol):
         assert self._reach is not None
         try:
             peer, reply = await self._reach(link, Deadline(link.grace))
+            reset_when_closed(peer, False)  # if this is canceled, the server sees the end, and ends the session
+            if self._is_over():  # before Python 3.12, `wait_for` may swallow the cancel of `close`
+                peer.close()
+                return
             try:
                 await self._loop.create_connection(lambda: self, sock=peer)
-                reset_when_closed(peer, False)
             except BaseException:
                 peer.close()
                 raise
+            if self._is_over():
+                self.transport.abort()
+                return
             rest = link.resume(reply)
         except (OSError, ProtocolError, DistNetworkError, AccessDeniedError) as error:
             text = f"{reason}; {reason_of(error)}" + size_hint(self._longest)
@@ -307,6 +313,10 @@ class AsyncConnection(asyncio.Protocol):
         self._outbox = [rest] if rest else []  # what was in it has been noted: it is part of the rest
         self.resume_writing()
         self._flush()
+
+    def _is_over(self) -> bool:
+        """Return whether the connection was closed, or its store lost, meanwhile."""
+        return self._closing or self.lost is not None
 
     async def _fail_with_reason(self, text: str, why_lost: Callable[[], Awaitable[str]]) -> None:
         why = await why_lost()

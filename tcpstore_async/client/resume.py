@@ -21,7 +21,7 @@ from ..session.single_client import ClientSingleLink, is_break
 from ..values import PREFIX
 from ..wire.commands import BY_METHOD
 from . import exchanges
-from .connect import NO_SIGPIPE, Attempt, connect, connect_blocking
+from .connect import NO_SIGPIPE, Attempt, Cancelled, connect, connect_blocking
 from .sync_connection import SyncConnection, reset_when_closed
 from .tls import ClientTls
 
@@ -62,6 +62,10 @@ def resume_blocking(
             peer.close()
             failures += 1
             pause = _pause(failures, deadline, error)
+        except Cancelled:  # the store is being closed: the server is to end the session at once
+            reset_when_closed(peer, False)
+            peer.close()
+            raise
         except BaseException:
             peer.close()
             raise
@@ -89,6 +93,10 @@ async def resume(
             peer.close()
             failures += 1
             pause = _pause(failures, deadline, error)
+        except asyncio.CancelledError:  # the store is being closed: the server is to end the session at once
+            reset_when_closed(peer, False)
+            peer.close()
+            raise
         except BaseException:
             peer.close()
             raise

@@ -122,7 +122,7 @@ class Player:
         if entered:
             raise RecordingError(
                 f"cannot replay a recording of named stores ({counted(len(entered), 'connection')} used one): "
-                "record the job without TCPSTORE_SERVER_URL or server="
+                "record the job without TCPSTORE_SERVER_URL or server=, and torchrun with --rdzv-conf named_store=0"
             )
         check_limits(recording, self.copies, self.speed)
         await self._check_server()

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.deadline import Deadline
 from tcpstore_async.server.backends import BACKENDS
+from tcpstore_async.session.single_client import ClientSingleLink
 
 _RESET = struct.pack("ii", 1, 0)
 _PING_BYTES = 4
@@ -714,6 +715,41 @@ def test_an_async_client_that_closes_while_it_resumes(port: int) -> None:
         await store.close()
         with pytest.raises(DistNetworkError, match="closed"):
             await call
+
+    with resetter(port) as proxy:
+        asyncio.run(main(proxy))
+
+
+def test_an_async_client_that_closes_while_it_resumes_leaves_no_connection(port: int) -> None:
+    """Although the cancel of `close` is swallowed, as `wait_for` may do before Python 3.12."""
+
+    async def main(proxy: Resetter) -> None:
+        store = await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT)
+        assert await store.server() is not None
+        await store.set("k", "v")
+        assert await store.get("k") == b"v"
+        [connection] = store._connections
+        reach, begun, resumed = connection._reach, asyncio.Event(), asyncio.Event()
+        assert reach is not None
+
+        async def unimpressed(link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
+            begun.set()
+            going = asyncio.ensure_future(reach(link, deadline))
+            while not going.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([going])
+            resumed.set()
+            return going.result()
+
+        connection._reach = unimpressed
+        proxy.reset()
+        await begun.wait()
+        resuming = connection._resuming
+        assert resuming is not None
+        await store.close()
+        await asyncio.wait([resuming])
+        assert resumed.is_set()
+        assert connection.transport.is_closing()
 
     with resetter(port) as proxy:
         asyncio.run(main(proxy))
