@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import socket
 import struct
@@ -33,7 +32,7 @@ from bench import builds
 if __name__ == "__main__":
     builds.use()  # before the package is imported
 
-from bench.commands import started
+from bench.commands import apart, started
 from bench.formatting import spread
 from bench.stress import cpu_seconds
 from tcpstore_async.errors import ProtocolError
@@ -153,10 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         port, server = stack.enter_context(started("serve", "--admin", admin))
         stack.enter_context(_job(port, options, absent))
         _settle(server)
-        cores = sorted(os.sched_getaffinity(0))
-        stack.callback(os.sched_setaffinity, 0, set(cores))
-        os.sched_setaffinity(server, {cores[0]})
-        os.sched_setaffinity(0, {cores[-1]})
+        stack.enter_context(apart(server))
         command = [sys.executable, "-m", "tcpstore_async", "who", "--missing", "-o", "json", "--admin", admin]
         walls, cpus, servers = [], [], []
         for number in range(options.rounds + 1):

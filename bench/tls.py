@@ -11,7 +11,6 @@ Invariant: what is compared alternates in one run; CPU is the server's alone.
 from __future__ import annotations
 
 import argparse
-import os
 import selectors
 import shutil
 import socket
@@ -21,12 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from bench import builds
-from bench.commands import started
+from bench.commands import apart, started
 from bench.formatting import spread
 
 if __name__ == "__main__":
@@ -147,19 +146,6 @@ class Carrier:
         before = cpu(self.pid)
         self.ask(self.ranks[:ranks], batches)
         return (cpu(self.pid) - before) / batches / ranks
-
-
-@contextmanager
-def apart(*servers: int) -> Iterator[None]:
-    """Keep servers and clients on different cores: one that shares its client's core sleeps and wakes for less."""
-    cores = sorted(os.sched_getaffinity(0))
-    for server in servers:
-        os.sched_setaffinity(server, {cores[0]})
-    os.sched_setaffinity(0, {cores[-1]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def link(cert: str, key: str, rounds: int) -> None:

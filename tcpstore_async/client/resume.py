@@ -62,11 +62,9 @@ def resume_blocking(
             peer.close()
             failures += 1
             pause = _pause(failures, deadline, error)
-        except Cancelled:  # the store is being closed: the server is to end the session at once
-            reset_when_closed(peer, False)
-            peer.close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Cancelled):  # the store is being closed: the server is to end the session at once
+                reset_when_closed(peer, False)
             peer.close()
             raise
         time.sleep(pause)
@@ -93,11 +91,9 @@ async def resume(
             peer.close()
             failures += 1
             pause = _pause(failures, deadline, error)
-        except asyncio.CancelledError:  # the store is being closed: the server is to end the session at once
-            reset_when_closed(peer, False)
-            peer.close()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):  # see `resume_blocking`
+                reset_when_closed(peer, False)
             peer.close()
             raise
         await asyncio.sleep(pause)

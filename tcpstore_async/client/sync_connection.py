@@ -154,7 +154,7 @@ class SyncConnection:
             if _COMPILED:
                 count: int = self.peer.send(data, FLAGS)
                 if link is not None:
-                    link.sent.append((0, data, call))
+                    link.note(data, call)
                 if ahead:
                     session.pending.extend(ahead)
                 if call is not None and not call.done:

@@ -3,7 +3,8 @@
 Without I/O. It must not know how bytes travel, what time it is, or what they mean.
 
 Invariant: after `resume` the server gets every byte that was sent once and in order, and so does the client; or
-`resume` raises. `sent` is changed by one step of C code at a time, so that an interrupt finds it as it is.
+`resume` raises. `sent` is changed by one step of C code at a time, or by two between which no interrupt can strike, so
+that an interrupt finds it as it is.
 """
 
 import errno

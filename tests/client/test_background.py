@@ -475,8 +475,7 @@ def test_a_large_value_that_the_server_rejects(losses: Losses) -> None:
             pass
 
     with fake_server(talk) as fake, TCPStore("127.0.0.1", fake.port, timeout=LIMIT) as store:
-        assert store._client is not None
-        [connection] = store._client._connections
+        [connection] = pool_of(store)._connections
         connection.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # lest one send takes all of it
         store.set("k", bytes(64 << 20))
         _end(fake)

@@ -732,7 +732,7 @@ def test_an_async_client_that_closes_while_it_resumes_leaves_no_connection(port:
         reach, begun, resumed = connection._reach, asyncio.Event(), asyncio.Event()
         assert reach is not None
 
-        async def unimpressed(link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
+        async def reach_although_canceled(link: ClientSingleLink, deadline: Deadline) -> tuple[socket.socket, bytes]:
             begun.set()
             going = asyncio.ensure_future(reach(link, deadline))
             while not going.done():
@@ -741,7 +741,7 @@ def test_an_async_client_that_closes_while_it_resumes_leaves_no_connection(port:
             resumed.set()
             return going.result()
 
-        connection._reach = unimpressed
+        connection._reach = reach_although_canceled
         proxy.reset()
         await begun.wait()
         resuming = connection._resuming
