@@ -275,6 +275,30 @@ def set_many(length: int, exists: bool) -> Case:
     return case
 
 
+def set_awaited(peers: int, request: bytes = b"") -> Case:
+    """Set many keys for all of which some peers wait; then each of these sends a request, or disconnects."""
+
+    def case(loop: Loop) -> None:
+        sessions = [loop.connect() for _ in range(peers)]
+        for session in sessions:
+            loop.prepare(frame("wait", names(KEYS_PER_REQUEST)), session)
+        data = frame("multi_set", [(key, pack(b"")) for key in names(KEYS_PER_REQUEST)])
+        gc.freeze()
+        for at in range(0, len(data), _READ):
+            loop.step(loop.peer.receive, data[at : at + _READ])
+        while loop.peer.stalled():
+            loop.step(loop.peer.receive, b"")
+        for session in sessions:
+            if request:
+                loop.step(session.receive, request)
+            else:
+                loop.step(session.leave)
+        for session in sessions:
+            loop.finish(session)
+
+    return case
+
+
 def parked(request: bytes, length: int = SHORT) -> Case:
     """Send a request from a session that waits for many keys; without one, disconnect it."""
 
@@ -541,6 +565,8 @@ CASES: dict[str, dict[str, Case]] = {
         "131,072 keys that exist": set_many(SHORT, True),
         "131,072 new longest keys": set_many(LONG_WITH_VALUE, False),
         "131,072 longest keys that exist": set_many(LONG_WITH_VALUE, True),
+        "131,072 keys for which 16 wait, then PINGs": set_awaited(16, frame("ping", 1)),
+        "131,072 keys for which 16 wait, who leave": set_awaited(16),
         "wakes 100,000": woken_by(frame("multi_set", [(b"/k", V)]), WAIT),
     },
     "CANCEL_WAIT": {"of 131,072": parked(frame("cancel_wait"))},

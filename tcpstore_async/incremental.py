@@ -358,6 +358,19 @@ class PostponedWaitCount(IncrementalCommand):
         return True
 
 
+class PostponedCommands(IncrementalCommand):
+    """What a session does instead of its next command while `WaiterRegistry.postpones` its waiter. It has no reply."""
+
+    def __init__(self, registry: "WaiterRegistry", waiter: "Waiter") -> None:
+        super().__init__()
+        self.registry = registry
+        self.waiter = waiter
+        self.result = []
+
+    def step(self, most: int) -> bool:
+        return not self.registry.postpones(self.waiter)
+
+
 class DeferredWork:
     """Work that a finished command leaves behind."""
 
@@ -377,6 +390,9 @@ class UnparkDeparted(DeferredWork):
         self.waiter = waiter
 
     def step(self, most: int) -> bool:
+        if self.registry.postpones(self.waiter):
+            self.registry.defer(self)  # behind that work
+            return True
         return self.registry.unpark_some(self.waiter, most)
 
 
@@ -406,6 +422,61 @@ class WakeMany(DeferredWork):
         count = self.registered.pop(waiter, 0)
         if count:
             self.registry.wake(waiter, self.key, count, self.value, self.empty)
+
+
+class WakeKeys(DeferredWork):
+    """Wake the waiters of many keys that were written at once, in the order of the keys and then of arrival."""
+
+    def __init__(self, registry: "WaiterRegistry") -> None:
+        self.registry = registry
+        self.keys: list[bytes] = []
+        self.at = 0
+        self.registered: dict[bytes, dict[Waiter, int]] = {}
+        """By key."""
+        self.values: dict[bytes, Framed] = {}
+        """By key: the value when it was written. (Tuples would be looked at by the garbage collector.)"""
+        self.queued: set[bytes] = set()
+        """Keys whose queues had items by then."""
+        registry.waking += 1
+
+    def add(self, key: bytes, registered: "dict[Waiter, int]", value: Framed) -> None:
+        """Add a key that is not among the keys yet."""
+        self.keys.append(key)
+        self.registered[key] = registered
+        self.values[key] = value
+        if self.registry.queue_len(key) > 0:
+            self.queued.add(key)
+
+    def step(self, most: int) -> bool:
+        registry = self.registry
+        while self.at < len(self.keys) and most > 0:
+            key = self.keys[self.at]
+            registered = self.registered[key]
+            value = self.values[key]
+            empty = key not in self.queued
+            for waiter in list(islice(registered, most)):
+                count = registered[waiter]
+                del registered[waiter]
+                registry.wake(waiter, key, count, value, empty)
+                most -= 1
+            if not registered:
+                del self.registered[key]
+                del self.values[key]
+                self.at += 1
+                most -= 1
+        if self.at < len(self.keys):
+            return False
+        registry.waking -= 1
+        return True
+
+    def resolve(self, waiter: "Waiter") -> None:
+        parked = waiter.parked
+        if parked is None:
+            return
+        for key in [key for key in parked if key in self.registered]:
+            count = self.registered[key].pop(waiter, 0)
+            if count:
+                self.registry.wake(waiter, key, count, self.values[key], key not in self.queued)
 
 
 class WakeAtCount(DeferredWork):

@@ -29,6 +29,7 @@ from .incremental import (
     UnparkDeparted,
     UnparkFirst,
     Value,
+    WakeKeys,
 )
 from .joins import JoinRegistry
 from .limits import ENTRY_BYTES, PARKED_BYTES, QUEUE_BYTES, Limits
@@ -310,6 +311,8 @@ class Keyspace(JoinRegistry):
                 growth += self._growth(key, values.get(key), len(value))
             self._grow(growth)
         grown = 0
+        left = self.portion
+        waking: WakeKeys | None = None
         for key, value in items:
             if self.noting:
                 self.note(key)
@@ -325,7 +328,14 @@ class Keyspace(JoinRegistry):
                     self._drop(old)
             values[key] = value
             if key in self.waiters:
-                self._wake_all(key)
+                if waking is None:
+                    left -= len(self.waiters[key])
+                    if left >= 0:
+                        self._wake_all(key)
+                        continue
+                    waking = WakeKeys(self)
+                    self.defer(waking)
+                self._wake_with(waking, key, value)
         self.size += grown
         self.free_later(items)
 
@@ -626,12 +636,12 @@ class Keyspace(JoinRegistry):
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that has gone. Its hand-off passes to the next waiter, its leases go back to their queues."""
-        if self.working:
-            self.resolve(waiter)
         if self._needs_steps(waiter):
             self._make_idle(waiter)
             self.defer(UnparkDeparted(self, waiter))
         else:
+            if self.working:
+                self.resolve(waiter)
             self._unpark(waiter)
         if waiter.joined is not None:
             self.lose(waiter, waiter.joined[0], waiter.joined[1])

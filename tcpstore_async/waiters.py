@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Final
 
 from .errors import LimitError, ProtocolError
-from .incremental import DeferredWork, IncrementalCommand, Value, WakeAtCount, WakeMany, WakeMembers
+from .incremental import DeferredWork, IncrementalCommand, Value, WakeAtCount, WakeKeys, WakeMany, WakeMembers
 from .limits import PARKED_BYTES
 from .values import Framed
 from .waiter_types import (
@@ -63,6 +63,8 @@ class WaiterRegistry:
         """What finished commands have left to do; see `step`."""
         self.working = False
         """Whether there is work: cheaper to test than a deque."""
+        self.waking: int = 0
+        """How many of the deferred work are `WakeKeys`."""
         self.on_work: Callable[[], object] | None = None
         """Called when the first work is deferred."""
         self.waiters: dict[bytes, dict[Waiter, int]] = {}
@@ -130,8 +132,18 @@ class WaiterRegistry:
             self.work.popleft()
             self.working = len(self.work) > 0
 
+    def postpones(self, waiter: Waiter) -> bool:
+        """Whether a waiter may have more registrations in a `WakeKeys` than `resolve` uses up at once.
+
+        Its next command has to be postponed until that work is done.
+        """
+        return self.waking > 0 and self._needs_steps(waiter)
+
     def resolve(self, waiter: Waiter) -> None:
-        """Do the deferred work that concerns a waiter, before it sends or receives anything else."""
+        """Do the deferred work that concerns a waiter, before it sends or receives anything else.
+
+        For one whose commands are postponed that takes long: only a queue that needs to know what it awaits does so.
+        """
         group = waiter.group
         if group is not None:
             for work in list(self.work):  # it may grow by the waking of the group
@@ -270,7 +282,7 @@ class WaiterRegistry:
     def unpark_some(self, waiter: Waiter, most: int) -> bool:
         """Drop at most so many registrations of an idle waiter; True if none is left."""
         if self.working:
-            self.resolve(waiter)  # registrations that a WakeMany holds
+            self.resolve(waiter)  # registrations that a WakeMany or WakeKeys holds
         parked = waiter.parked
         if parked is not None:
             for _ in range(min(most, len(parked))):
@@ -353,22 +365,27 @@ class WaiterRegistry:
         for key in keys:
             registered = self.waiters.get(key)
             if registered is None:
-                continue  # a WakeMany has it, or it is being used up just now
+                continue  # a WakeMany or WakeKeys has it, or it is being used up just now
             count = registered.get(waiter, 0)
             if count > 0:
                 registered[waiter] = -count
 
     # Waking
 
-    def _wake_all(self, key: bytes) -> None:
-        """Use up all registrations under a key that was written."""
+    def _take_registrations(self, key: bytes) -> dict[Waiter, int]:
+        """Remove and return all registrations under a key that was written, stale ones included."""
         registered = self.waiters.pop(key)
         if self.holes:
             self.holes.pop(key, None)
         if self.stale and key in self.stale:
             stale = self.stale.pop(key)
             stale.update(registered)
-            registered = stale
+            return stale
+        return registered
+
+    def _wake_all(self, key: bytes) -> None:
+        """Use up all registrations under a key that was written."""
+        registered = self._take_registrations(key)
         if len(registered) > self.portion:
             self._wake_many(key, registered)
             return
@@ -381,12 +398,27 @@ class WaiterRegistry:
 
     def _wake_many(self, key: bytes, registered: dict[Waiter, int]) -> None:
         """Defer waking many waiters; they receive what was written now, whatever follows."""
-        counter = self.counters.get(key)
-        count = 0 if counter is None else registered.pop(counter, 0)
+        counter = self._take_counter(key, registered)
         self.defer(WakeMany(self, key, registered, self.reply_value(key)))
-        if counter is not None and count:
-            self._count_down(counter, key, 1)
+        if counter is not None:
             self.counter_changed(counter)
+
+    def _wake_with(self, work: WakeKeys, key: bytes, value: Framed) -> None:
+        """Add a key that was written to those whose waiters are woken later, with the value that they receive."""
+        registered = self._take_registrations(key)
+        counter = self._take_counter(key, registered)
+        if registered:
+            work.add(key, registered, value)
+        if counter is not None:
+            self.counter_changed(counter)
+
+    def _take_counter(self, key: bytes, registered: dict[Waiter, int]) -> Counter | None:
+        """Use up the registration of the counter under this key and return it, if it has one."""
+        counter = self.counters.get(key)
+        if counter is None or registered.pop(counter, 0) == 0:
+            return None
+        self._count_down(counter, key, 1)
+        return counter
 
     def wake(self, waiter: Waiter, key: bytes, count: int, value: Value, empty: bool) -> None:
         """Use up a registration whose key was written earlier.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..access import Access
 from ..addresses import format_address, is_loopback
 from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError
-from ..incremental import IncrementalCommand, KeyListing, ListKeys, ReplyInPieces, Value
+from ..incremental import IncrementalCommand, KeyListing, ListKeys, PostponedCommands, ReplyInPieces, Value
 from ..keyspace import Keyspace
 from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
@@ -656,13 +656,13 @@ class ServerSession(Holder):
         out = self.out
         end = len(chunk)
         at = held = 0
-        if keyspace.working:
+        if keyspace.working and not keyspace.postpones(self):
             keyspace.resolve(self)
             if self.engine is not engine:  # it has been let into another store
                 self.receive(chunk)
                 return
         if self.incremental is not None:
-            if not self._go_on():
+            if (keyspace.waking and keyspace.postpones(self)) or not self._go_on():
                 self._keep_for_incremental(chunk, 0)
                 return
             if self.engine is not engine:  # ENTER: what follows is for another store
@@ -673,6 +673,10 @@ class ServerSession(Holder):
             self._stall(chunk, 0)
             return
         while at < end or self.partial is not None:
+            if keyspace.waking and keyspace.postpones(self):
+                self.incremental = PostponedCommands(keyspace, self)
+                self._keep_for_incremental(chunk, at)
+                return
             handoff = self.handoff
             partial = self.partial
             if partial is None:
@@ -697,7 +701,7 @@ class ServerSession(Holder):
                 return
             at = stop
             slot.tally.count += 1
-            if keyspace.working:  # it may have woken itself
+            if keyspace.working and not keyspace.postpones(self):  # it may have woken itself
                 keyspace.resolve(self)
             if keyspace.incremental is not None:
                 self._take_incremental(at if partial is None else max(held, at))

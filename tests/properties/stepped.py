@@ -11,7 +11,15 @@ from __future__ import annotations
 import random
 
 from tcpstore_async.errors import PeerError
-from tcpstore_async.incremental import MarkStale, ParkOnKeys, PostponedWaitCount, ReadKeys, SetItems, UnparkFirst
+from tcpstore_async.incremental import (
+    MarkStale,
+    ParkOnKeys,
+    PostponedCommands,
+    PostponedWaitCount,
+    ReadKeys,
+    SetItems,
+    UnparkFirst,
+)
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
 
@@ -45,6 +53,7 @@ class SteppedFleet(Fleet):
         self.engine.pending_flush.clear()
         self.under: list[Under | None] = [None] * slots
         self.steps = 0
+        self.postponed = 0
 
     def send(self, slot: int, command: Command) -> None:
         """Let a peer send a command, unless its last one is still running."""
@@ -57,15 +66,22 @@ class SteppedFleet(Fleet):
         if connection.session.incremental is not None:
             return
         self.done += 1
+        self._receive_from(slot, connection, command, command.frame)
+
+    def _receive_from(self, slot: int, connection: Connection, command: Command, data: bytes) -> None:
+        """Let the server receive a command, or begin with one that was postponed."""
         handoff = connection.peer.handoff
         refused = False
         try:
-            connection.session.receive(command.frame)
+            connection.session.receive(data)
         except PeerError:
             refused = True
         job = connection.session.incremental
         if job is None:
             self._do(slot, connection, command, refused)
+        elif isinstance(job, PostponedCommands):
+            self.postponed += 1
+            self.under[slot] = Under(command)
         else:
             under = self.under[slot] = Under(command)
             reading = isinstance(job, ReadKeys) and self.engine.keyspace.reading is not job
@@ -95,6 +111,13 @@ class SteppedFleet(Fleet):
         if closed:
             self.gone(slot)
 
+    def _do_late(self, slot: int, connection: Connection, command: Command, refused: bool) -> None:
+        """Do a command that takes effect only now; a hand-off that is newer than it stays."""
+        handoff, connection.peer.handoff = connection.peer.handoff, None
+        self._do(slot, connection, command, refused)
+        if handoff is not None and self.connections[slot] is connection:
+            connection.peer.handoff = handoff
+
     def gone(self, slot: int) -> None:
         """A peer leaves."""
         connection = self.connections[slot]
@@ -114,11 +137,13 @@ class SteppedFleet(Fleet):
                 self.compare()
             return
         job = connection.session.incremental
+        if isinstance(job, PostponedCommands):
+            self.under[slot] = None
+            self._receive_from(slot, connection, under.command, b"")
+            return
         if isinstance(job, ReadKeys) and not under.begun and self.engine.keyspace.reading is None:
             under.begun = True
-            handoff, connection.peer.handoff = connection.peer.handoff, None  # one that is newer than the command
-            self._do(slot, connection, under.command, refused=False)
-            connection.peer.handoff = handoff
+            self._do_late(slot, connection, under.command, refused=False)
         refused = False
         at = job.at if isinstance(job, ParkOnKeys) else -1
         try:
@@ -131,7 +156,7 @@ class SteppedFleet(Fleet):
         if isinstance(job, ParkOnKeys) and (job.at > at or done):
             self._park(connection, under, done)
         elif done and isinstance(job, (MarkStale, PostponedWaitCount, SetItems, UnparkFirst)) and not under.begun:
-            self._do(slot, connection, under.command, refused)
+            self._do_late(slot, connection, under.command, refused)
         elif refused:
             raise Difference(f"{under.command} was refused")
         if self.connections[slot] is connection and done:
@@ -186,6 +211,8 @@ class SteppedFleet(Fleet):
         for _ in range(10_000):
             if not any(self.under) and not self.engine.keyspace.work:
                 break
+            if self.engine.keyspace.work:
+                self.engine.keyspace.step()
             for slot in range(len(self.connections)):
                 self.turn(slot)
         else:
@@ -207,6 +234,9 @@ def run(seed: int, commands: int = 400) -> int:
     names = rng.sample(NAMES, rng.choice([2, 3, 4, 6]))
     weights = [weight * rng.choice([0.1, 1, 1, 3]) for weight in WEIGHTS.values()]
     patient = rng.choice([0.3, 0.6, 0.9])
+    if seed % 3 == 0:  # many keys are set for which many wait
+        for name in ("wait", "multi_set"):
+            weights[list(WEIGHTS).index(name)] += sum(weights)
     for number in range(commands):
         slot = rng.randrange(len(fleet.connections))
         if rng.random() < patient:

@@ -7,6 +7,6 @@ import pytest
 from properties.stepped import run
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(120))
 def test_steps_equal_the_model(seed: int) -> None:
     assert run(seed) > 0

@@ -32,6 +32,8 @@ def finish(*sessions: ServerSession) -> None:
     for session in sessions:
         while session.incremental is not None:
             session.receive(b"")
+            if session.engine.keyspace.work:
+                session.engine.keyspace.step()
         while session.engine.keyspace.work:
             session.engine.keyspace.step()
 
@@ -157,6 +159,104 @@ def test_waiters_may_leave_while_many_are_woken(engine: Engine) -> None:
 
 
 PAIRS = [(key, b"new") for key in KEYS]
+
+
+def left_of(*sessions: ServerSession) -> int:
+    return sum(len(session.parked or ()) for session in sessions)
+
+
+def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(engine: Engine) -> None:
+    waiting = [greeted(engine) for _ in range(4)]
+    other = greeted(engine)
+    for session in waiting:
+        ask(session, "wait", KEYS)
+        finish(session)
+    ask(other, "multi_set", PAIRS)
+    while other.incremental is not None:
+        other.receive(b"")
+    left = left_of(*waiting)
+    assert left >= (len(KEYS) - 1) * len(waiting)
+    while engine.keyspace.work:
+        engine.keyspace.step()
+        assert left - left_of(*waiting) <= engine.keyspace.portion
+        left = left_of(*waiting)
+    assert [heard(session) for session in waiting] == [b"\0"] * 4
+    assert nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("wait", [("fetch", b"k9"), ("lease_later", b"k9", 1)])
+def test_what_follows_does_not_change_what_waiters_of_a_multi_set_receive(
+    engine: Engine, wait: tuple[str, object]
+) -> None:
+    many, waiter, other = greeted(engine), greeted(engine), greeted(engine)
+    ask(many, "wait", KEYS)
+    finish(many)
+    ask(waiter, *wait)
+    ask(other, "multi_set", PAIRS)
+    while other.incremental is not None:
+        other.receive(b"")
+    ask(other, "delete_key", b"k9")
+    ask(other, "queue_push", b"k9", b"late")
+    finish(other)
+    assert heard(waiter) == (NEW if wait[0] == "fetch" else bytes(8))
+
+
+def test_a_waiter_for_many_keys_that_are_set_is_answered_before_its_next_command(engine: Engine) -> None:
+    session, other = greeted(engine), greeted(engine)
+    ask(session, "wait", KEYS)
+    finish(session)
+    ask(other, "multi_set", PAIRS)
+    while other.incremental is not None:
+        other.receive(b"")
+    ask(session, "ping", 7)
+    assert heard(session) == b""
+    finish(session)
+    assert heard(session) == b"\0" + (7).to_bytes(4, "little")
+    assert nothing_is_left(engine)
+
+
+def test_a_waiter_that_sets_the_many_keys_it_waits_for_is_answered_before_its_next_command(engine: Engine) -> None:
+    session = greeted(engine)
+    ask(session, "wait", KEYS)
+    finish(session)
+    session.receive(Command("multi_set", PAIRS).frame + Command("ping", 7).frame)
+    finish(session)
+    assert heard(session) == b"\0" + (7).to_bytes(4, "little")
+    assert nothing_is_left(engine)
+
+
+def test_waiters_for_many_keys_that_are_set_may_leave(engine: Engine) -> None:
+    waiting = [greeted(engine) for _ in range(3)]
+    other = greeted(engine)
+    for session in waiting:
+        ask(session, "wait", KEYS)
+        finish(session)
+    waiting[0].leave()  # its registrations are dropped behind what follows, or before
+    ask(other, "multi_set", PAIRS)
+    while other.incremental is not None:
+        other.receive(b"")
+    waiting[1].leave()
+    finish(other)
+    assert heard(waiting[2]) == b"\0"
+    assert nothing_is_left(engine)
+
+
+def test_a_queue_hands_its_item_to_a_waiter_whose_other_keys_have_been_set(engine: Engine) -> None:
+    first, second, other = greeted(engine), greeted(engine), greeted(engine)
+    ask(first, "wait", [*KEYS, b"q"])
+    finish(first)
+    ask(second, "wait", [b"q"])
+    ask(other, "multi_set", PAIRS)
+    while other.incremental is not None:
+        other.receive(b"")
+    ask(other, "queue_push", b"q", b"item")
+    assert heard(first) == b"\0"
+    finish(other)
+    assert heard(second) == b""
+    first.leave()
+    assert heard(second) == b"\0"
+
+
 NEW = pack(b"new")
 
 
