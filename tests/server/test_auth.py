@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -126,8 +127,11 @@ def test_a_token_for_a_store_opens_no_other(server: Server) -> None:
     with TCPStore("theirs", 1, None, True, LIMIT, token=token, server=url) as store:
         store.set("k", "v")
         assert store.get("k") == b"v"
-    with pytest.raises(DistNetworkError, match="is only for the store 'theirs:1', not for 'ours:1'"):
+    reason = "is only for the store 'theirs:1', not for 'ours:1'"
+    with pytest.raises(AccessDeniedError, match=reason):
         TCPStore("ours", 1, None, True, LIMIT, token=token, server=url)
+    (line,) = lines(server, "not for 'ours:1'")
+    assert re.search(r"closed the connection from 127\.0\.0\.1:\d+ \(.*\): not allowed: token ", line)
     with (
         TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token, server="") as nameless,
         pytest.raises(AccessDeniedError, match="SET in the unnamed store; token"),
