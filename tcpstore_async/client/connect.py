@@ -36,7 +36,9 @@ _NO_ANSWER: Final = "no answer"
 _HANG_UPS: Final = 2
 """Handshakes cut off in a row before the next one is made without PING, or with it again. One may be a reset."""
 
-_FULL: Final = " (a server at its connection limit also does this; see its log)"
+_HINT: Final = " (a server at its connection limit also does this; see its log)"
+_PLAIN_HINT: Final = " (a server at its connection limit, or one that requires TLS, also does this; see its log)"
+"""What else may cut off a handshake, with TLS and without."""
 
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried in parallel with one that has not answered."""
@@ -95,7 +97,7 @@ class _Tries:
         if self._hung_up == _HANG_UPS:
             self._hung_up = 0
             self.pings = not self.pings
-        cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
+        cause = _cause(error) + (error.hint if isinstance(error, _HungUp) else "")
         if cause == _NO_ANSWER and self.name is not None:
             cause = self.name.missing() or cause
         if cause != _NO_ANSWER or not self._short or not self.cause:
@@ -122,6 +124,8 @@ def _cause(error: Exception) -> str:
 
 class _HungUp(ConnectionError):
     """The connection was lost before the handshake was answered."""
+
+    hint = _HINT
 
 
 # On an event loop
@@ -432,7 +436,11 @@ def _close_all(peers: list[socket.socket]) -> None:
 def _hung_up(error: ConnectionError, tls: ClientTls | None) -> ConnectionError:
     """Return why the handshake was cut off."""
     cause = None if tls is None else tls.cause()
-    return _HungUp(*error.args) if cause is None else cause
+    if cause is not None:
+        return cause
+    lost = _HungUp(*error.args)
+    lost.hint = _HINT if tls is not None else _PLAIN_HINT
+    return lost
 
 
 def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, PendingCall]:

@@ -571,6 +571,10 @@ class Transport:
         """Return whether there are other sessions on the same connection, and closing this one leaves it open."""
         return False
 
+    def in_handshake(self) -> bool:
+        """Return whether the peer has begun a TLS handshake and not finished it."""
+        return False
+
 
 class ServerSession(Holder):
     """One connection: its incomplete request, its replies, and what is known about its peer."""
