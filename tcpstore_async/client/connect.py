@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 from aiohappyeyeballs import start_connection
 
+from ..addresses import is_loopback
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..errors import DistNetworkError, DistStoreError, ProtocolError, reason_of
 from ..session.client import ClientSession, PendingCall
@@ -177,8 +178,9 @@ async def _try(
     try:
         loop = asyncio.get_running_loop()
         session, hello, call = _hello(peer, pings)
+        clear = token != b"" and tls is None and leaves_host(peer)
         try:
-            for data, asked in _opening(hello, call, admission(session, host, port, token, name)):
+            for data, asked in _opening(hello, call, admission(session, host, port, token, name, clear)):
                 if data:
                     await loop.sock_sendall(peer, data)
                 while not asked.done:
@@ -345,11 +347,12 @@ def _try_in_this_thread(
         peer = tls.wrap_blocking(peer, host, attempt)
     try:
         session, hello, call = _hello(peer, pings)
+        clear = token != b"" and tls is None and leaves_host(peer)
         if asks:
             asking, session.asked = session.request(*requests.HAS_EXTENSION)
             hello += asking
         try:
-            for data, asked in _opening(hello, call, admission(session, host, port, token, name)):
+            for data, asked in _opening(hello, call, admission(session, host, port, token, name, clear)):
                 if data:
                     peer.sendall(data, NO_SIGPIPE)
                 while not asked.done:
@@ -431,6 +434,14 @@ def _close_all(peers: list[socket.socket]) -> None:
 
 
 # Shared by both
+
+
+def leaves_host(peer: socket.socket) -> bool:
+    """Return whether the bytes of a connection pass where others could read them: not over loopback."""
+    try:
+        return not is_loopback(peer.getpeername()[0])
+    except OSError:
+        return False  # it has been lost
 
 
 def _hung_up(error: ConnectionError, tls: ClientTls | None) -> ConnectionError:

@@ -18,7 +18,8 @@ from typing import Final
 
 from ..addresses import format_address
 from ..client import requests
-from ..client.connect import open_connection
+from ..client.connect import leaves_host, open_connection
+from ..client.credentials import warn_of_clear_text
 from ..client.forwarding import ForwardedConnection
 from ..client.requests import Request
 from ..client.tls import ClientTls
@@ -165,7 +166,7 @@ class Upstream:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             identity = await _identify(peer)
             if token:
-                await _authenticate(peer, identity, token)
+                await _authenticate(peer, identity, token, server if self.tls is None and leaves_host(peer) else None)
             if self.relay.entry is not None and (identity is None or identity.extension < NAMES):
                 raise _RefusedError("it does not support named stores")
             if identity is not None and identity.extension >= LINKS:
@@ -396,13 +397,19 @@ async def _identify(peer: socket.socket) -> Identity | None:
     return read_identity(await _read_value(peer))
 
 
-async def _authenticate(peer: socket.socket, identity: Identity | None, token: bytes) -> None:
+async def _authenticate(
+    peer: socket.socket, identity: Identity | None, token: bytes, clear_to: tuple[str, int] | None
+) -> None:
     """Present a token, to a server that checks it. Raises OSError, ProtocolError and AccessDeniedError.
+
+    `clear_to` is the server's address if others could read the token on its way.
 
     A server without links checks none, so no rank gets a connection of its own that would need the token.
     """
     if identity is None or identity.extension < TOKENS:
         raise AccessDeniedError("it does not check tokens, so the token was not sent")
+    if clear_to is not None:
+        warn_of_clear_text(*clear_to)
     await asyncio.get_running_loop().sock_sendall(peer, _encode(requests.auth(token)))
     read_auth_reply(await _read_value(peer))
 

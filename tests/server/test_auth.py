@@ -197,6 +197,42 @@ def test_other_addresses_are_not_exempt(options: list[str]) -> None:
         assert f"closed the connection from {_address()}:" in lines(server, "not allowed")[0]
 
 
+def clear_text(text: str) -> int:
+    return text.count("without TLS: anyone who sees the traffic can use it")
+
+
+@pytest.mark.skipif(not _address(), reason="this host has loopback addresses only")
+def test_a_token_in_clear_text_is_warned_about_once(
+    options: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = KEYS.create()
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(token)
+    with tcpstore_server(*options, "--host", _address()) as server:
+        for _ in range(2):
+            with TCPStore(_address(), server.port, timeout=LIMIT, token=token) as store:
+                store.set("k", "v")
+
+        async def main() -> None:
+            async with await AsyncTCPStore.connect(_address(), server.port, timeout=LIMIT, token=token) as other:
+                assert await other.get("k") == b"v"
+
+        asyncio.run(main())
+        assert clear_text(caplog.text) == 1
+        with tcpstore_relay(f"tcp://{_address()}:{server.port}", "--token-file", str(file)) as relay:
+            with RawPeer(relay.port) as rank:
+                rank.ping()
+            assert clear_text(relay.log()) == 1
+    caplog.clear()
+    with (
+        tcpstore_server(*options) as server,
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store,
+    ):
+        store.set("k", "v")
+    assert not clear_text(caplog.text)
+
+
 def test_who_does_not_authenticate_in_time_is_closed(options: list[str]) -> None:
     with tcpstore_server(*options, "--require-auth=all", "--limit", "validate_seconds=1") as server:
         with RawPeer(server.port) as peer:
