@@ -4,7 +4,7 @@ It knows LINK and the two commands that ask a server who it is. It must not know
 
 Invariants: LINK is sent only to a server that has it. A link goes on after its connection broke for as long as the
 server keeps it, and no longer; then its ranks are closed, as if the server had died. No rank waits for a server that
-refuses the relay for good.
+refuses the relay for good: it is told so.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from struct import Struct
 from typing import Final
 
@@ -29,6 +30,7 @@ from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_
 from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..wire.commands import BY_METHOD, MAGIC
 from .core import LINKED, Relay
+from .refusing import Refusal, RefusedConnection
 
 _ATTEMPT_SECONDS: Final = 10.0
 """Time to connect to one server and be answered."""
@@ -79,6 +81,8 @@ class Upstream:
         self.servers = servers
         self.direct: set[_DirectConnection] = set()
         """The connections of ranks without a link."""
+        self.refused: set[RefusedConnection] = set()
+        """The connections of ranks that are told why the server has refused the relay."""
         self._server = servers[0]
         """The one that was reached last."""
         self._reconsider = asyncio.Event()
@@ -86,6 +90,8 @@ class Upstream:
         self._over = asyncio.Event()
         """Set when the link's connection is lost."""
         self._reason = ""
+        self._refusal: Refusal | None = None
+        """What ranks are told that connect now, if all servers have refused the relay for good."""
         self._grace = 0.0
         self._keep_alive = 0.0
         self._giving_up: asyncio.TimerHandle | None = None
@@ -115,6 +121,8 @@ class Upstream:
         """Close the connections of ranks without a link."""
         for connection in list(self.direct):
             connection.close()
+        for refused in list(self.refused):
+            refused.close()
 
     async def _connect_and_hold(self) -> bool:
         """Connect to one of the servers, and return once that connection is over.
@@ -133,6 +141,7 @@ class Upstream:
                     if self._giving_up is not None and server == self._server:
                         self._give_up(_cause(error))
                 continue
+            self._note_refusal("")
             with closing(peer):
                 if reply is None:
                     peer.close()
@@ -140,10 +149,27 @@ class Upstream:
                     await self._go_without_links()
                     return True
                 return await self._hold(reply)
-        self.relay.log_limited("upstream", f"cannot connect to {'; '.join(causes)}; retrying")
-        if refusals == len(causes):
-            self.relay.close_waiting(0, "the relay is not allowed to use its server")
+        tried = "; ".join(causes)
+        refused = refusals == len(causes)
+        if not refused or self.relay.tried.is_set():  # else the relay ends with this error
+            self.relay.log_limited("upstream", f"cannot connect to {tried}; retrying")
+        self._note_refusal(tried if refused else "")
+        if self._refusal is not None:
+            for fd, host, port in self.relay.take_waiting():
+                self._refusal.serve(fd, host, port)
         return False
+
+    def _note_refusal(self, reason: str) -> None:
+        """Note how an attempt has ended: why all servers have refused the relay for good, or nothing."""
+        relay = self.relay
+        relay.refusal = reason
+        relay.tried.set()
+        if not reason:
+            self._refusal = None
+        elif self._refusal is None or reason not in self._refusal.reason:
+            where = format_address(relay.host, relay.port)
+            text = f"the relay at {where} is not allowed to use its server: {reason}"
+            self._refusal = Refusal(text, self.refused, partial(relay.log_limited, "refused"), relay.left)
 
     def _candidates(self) -> list[tuple[str, int]]:
         """Return the servers in the order in which they are tried: first the one that has the link."""
