@@ -23,6 +23,7 @@ from client.test_sync import until
 from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, set_
 from support import LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, torch_server, u64
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async.access import Access
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.deadline import Deadline
@@ -550,6 +551,54 @@ def tcpstore(*words: str, port: int = 0, **env: str) -> subprocess.CompletedProc
     )
     assert "Traceback" not in done.stderr
     return done
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "warned"),
+    [
+        ((), "it gives access to all keys\n", ""),
+        (("--store", "s:1"), "it gives access to all keys of the store 's:1'\n", ""),
+        (
+            ("--prefix", "job1/"),
+            "the keys that begin with 'job1/', for example 'job1/x', which is 'x' in PrefixStore('job1', store)\n",
+            "",
+        ),
+        (
+            ("--prefix", "job1"),
+            "'job1x'; end it with '/' to give access only to the keys of PrefixStore('job1', store)\n",
+            "",
+        ),
+        (
+            ("--prefix", "/job1/"),
+            "that begin with '/job1/', for example '/job1/x', which is 'x' in PrefixStore('/job1', store)\n",
+            "the token gives no access to keys such as 'job1/x'; omit the first '/'",
+        ),
+        (("--prefix", "/"), "the keys that begin with '/', for example '/x'\n", "no access to keys such as 'x'; omit"),
+    ],
+)
+def test_token_create_says_which_keys(options: tuple[str, ...], said: str, warned: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret that nobody knows\n")
+    done = tcpstore("token", "create", "--token-keys", str(keys), *options)
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    assert said in done.stderr
+    assert done.stderr.count("WARNING") == bool(warned)
+    assert warned in done.stderr
+    _, _, example = done.stderr.partition("for example '")
+    if example:
+        access = KEYS.check(done.stdout.strip().encode(), 0)
+        assert isinstance(access, Access)
+        assert access.covers(b"/" + example.partition("'")[0].encode())
+        assert not access.covers(b"/" + options[-1].lstrip("/").encode()) or not warned
+
+
+@pytest.mark.parametrize(("prefix", "reason"), [("", "it is empty; omit it"), ("\udc80", "it is not UTF-8")])
+def test_token_create_takes_no_prefix_that_is_a_mistake(prefix: str, reason: str) -> None:
+    done = tcpstore("token", "create", "--token-keys", "/none", "--prefix", prefix)
+    assert done.returncode == 2
+    assert reason in done.stderr
 
 
 def test_the_commands(folder: Path) -> None:
