@@ -23,7 +23,7 @@ SECONDS: Final = 10.0
 """Time after which a rank that asks nothing is closed."""
 
 _MOST_UNSENT: Final = 64 * 1024
-"""Bytes of replies that a rank may leave unread."""
+"""Bytes of replies that the kernel may not have taken."""
 
 
 class Refusal:

@@ -433,10 +433,10 @@ class Server:
         self.log_limited("links", f"ended {link}: {reason}")
 
     def _report_refused(self, host: str, port: int) -> None:
-        most = self.limits.sessions
         self.log_limited(
             "sessions",
-            f"rejected {format_address(host, port)}: there are already {most} sessions (the `sessions` limit)",
+            f"rejected {format_address(host, port)}: session limit {self.limits.sessions} reached (the `sessions` "
+            "limit)",
         )
 
     def _report_refusal(self, host: str, peer: str, reason: str) -> None:
