@@ -4,7 +4,7 @@
 # One server serves the cluster, on a host where no user can log in:
 #
 #   tcpstore serve --host :: --port 29400 --tls-cert store.pem --tls-key store.key \
-#       --token-keys token.keys --revoked-tokens revoked --require-auth=all
+#       --token-keys token.keys --revoked-tokens revoked --require-auth=all --require-tls
 #
 # Each node has the same /etc/tcpstore/token.keys (root, mode 0600) and /etc/tcpstore/ca.pem. The token names the keys that
 # begin with the job's number, which is what the ranks' keys begin with under TCPSTORE_JOIN. It expires by itself; the epilog

@@ -8,6 +8,7 @@ Invariant: a command that is not refused touches no key outside of the store and
 
 from typing import Final
 
+from .errors import counted
 from .wire.codecs import Fields
 from .wire.commands import SERVER_KEY, Command
 
@@ -76,8 +77,8 @@ class Access:
         said += [f"prefix {self.prefix!r}"] if self.prefix else []
         said += [f"store {self.store!r}"] if self.store else []
         said += [f"expires {self.expires}"] if self.expires else []
-        for limit, what in ((self.max_keys, "keys"), (self.max_bytes, "bytes"), (self.max_sessions, "sessions")):
-            said += [f"max {limit} {what}"] if limit else []
+        for limit, what in ((self.max_keys, "key"), (self.max_bytes, "byte"), (self.max_sessions, "session")):
+            said += [f"max {counted(limit, what)}"] if limit else []
         return f"token {self.identity} ({', '.join(said)}), signed by {self.signer}"
 
     def limited(self) -> bool:

@@ -56,6 +56,7 @@ async def serve(
     tls_cert: str | None = None,
     tls_key: str | None = None,
     tls_ca: str | None = None,
+    require_tls: bool = False,
     tokens: TokenFiles | SharedTokens | None = None,
     require_auth: str = "",
     admin: str | None = "",
@@ -68,15 +69,16 @@ async def serve(
 
     With `tls_cert` and `tls_key`, files in PEM format, it serves peers that use TLS 1.3 beside those that do not; with
     `tls_ca`, those that use TLS must have a certificate of one of these CAs. `.tls.reload()` loads the files again.
+    `require_tls` refuses those that do not.
     `tokens` checks the tokens of clients. `require_auth` says who must have one, or such a certificate: nobody (empty),
     connections from other hosts (`remote`), or `all`. `admin` is the path of the admin socket, None for the one that
     `tcpstore who` finds by the port, empty for none; `.admin` is its path.
 
     Raises DistNetworkError if the address or the admin socket cannot be had, or a file cannot be used, and ValueError
-    for a certificate without a key or the reverse.
+    for a certificate without a key or the reverse, and if TLS is required without them.
     """
     make = server_class(backend)
-    tls = _server_tls(tls_cert, tls_key, tls_ca)
+    tls = _server_tls(tls_cert, tls_key, tls_ca, require_tls)
     pid = os.getpid()
     with close_on_fork(listener if listener is not None else listen(host, port)) as listening:
         prepare(listening)
@@ -114,6 +116,7 @@ async def run(
     tls_cert: str | None = None,
     tls_key: str | None = None,
     tls_ca: str | None = None,
+    require_tls: bool = False,
 ) -> None:
     """Serve until SIGTERM, which drains for up to `grace` seconds, or SIGINT, which does not. For a process of its own.
 
@@ -128,7 +131,14 @@ async def run(
     fd = activated_fd() if fd is None else fd
     listener = listen(host, port) if fd is None else adopt(fd)
     log_short_backlog()
-    warn_if_exposed(listener, has_tls=tls_cert is not None, requires_auth=bool(require_auth))
+    warn_if_exposed(
+        listener,
+        has_tls=tls_cert is not None,
+        has_ca=tls_ca is not None,
+        has_tokens=tokens is not None,
+        requires_auth=bool(require_auth),
+        requires_tls=require_tls,
+    )
     signals = watch_signals()
     async with (
         serve(
@@ -138,6 +148,7 @@ async def run(
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,
+            require_tls=require_tls,
             tokens=tokens,
             require_auth=require_auth,
             admin=admin,
@@ -188,15 +199,15 @@ def _has_been_used(server: "Server") -> bool:
     return keyspace.changes > 0 or len(keyspace.rounds) > 0 or server.named.created > 0
 
 
-def _server_tls(cert: str | None, key: str | None, ca: str | None) -> "ServerTls | None":
-    if not cert and not key and not ca:
+def _server_tls(cert: str | None, key: str | None, ca: str | None, required: bool = False) -> "ServerTls | None":
+    if not cert and not key and not ca and not required:
         return None
     if not cert or not key:
         raise ValueError("TLS needs a certificate and its key: give both tls_cert and tls_key")
     from .secret_files import TlsFiles
     from .server.tls import ServerTls
 
-    return ServerTls(TlsFiles(ca or "", cert, key))
+    return ServerTls(TlsFiles(ca or "", cert, key), required)
 
 
 def watch_signals() -> "asyncio.Queue[signal.Signals]":

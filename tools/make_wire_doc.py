@@ -78,6 +78,7 @@ it sends both requests with its handshake. The replies to AUTH and ENTER tell it
 | `access` | on a connection that has presented a token: what the token allows, as in the reply to AUTH |
 | `requires` | on a connection that is not authenticated yet: what it must present first, a `token` or a TLS \
 `certificate` |
+| `refused` | from a relay whose server permanently refuses its token: the reason; any other command closes the connection |
 | `store` | on a connection in a named store: its name; `instance` is then unique to each such store |
 
 A client that opens another connection probes again on it and compares `instance`: a different server at the same
@@ -144,7 +145,7 @@ the request has an `incarnation` |
 | `refused` | the token does not allow it: it is for another store, or would make a client with only read access the \
 owner |
 
-After any reply but `entered`, the connection is unchanged. If both attempts are numbers and the store belongs to an
+After `taken`, `ended` and `lost`, the connection is unchanged. If both attempts are numbers and the store belongs to an
 earlier one, ENTER waits for the next store of that name. A store ends when its owners have lost their last connection;
 one on a broken link counts until the link's grace period is over. The connections in the store are then closed at
 once. If an owner sends END_STORE before it leaves, they have ten seconds to leave on their own. In both cases the name

@@ -120,6 +120,11 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
     "too.",
 )
 @click.option(
+    "--require-tls",
+    is_flag=True,
+    help="Refuse connections without TLS, those from this host included. Stock PyTorch clients need a relay then.",
+)
+@click.option(
     "--admin",
     metavar="PATH",
     help="Path of the admin socket, which 'tcpstore who' and other commands use; '' for none.  [default: a file named "
@@ -166,6 +171,7 @@ def serve(
     token_keys: Path | None,
     revoked_tokens: Path | None,
     require_auth: str,
+    require_tls: bool,
     tls_cert: str | None,
     tls_key: str | None,
     tls_ca: str | None,
@@ -185,6 +191,8 @@ def serve(
     """
     if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
         raise click.UsageError("--tls-cert and --tls-key must be given together, and --tls-ca needs both.")
+    if require_tls and not tls_cert:
+        raise click.UsageError("--require-tls needs --tls-cert and --tls-key.")
     if token_keys is None and revoked_tokens is not None:
         raise click.UsageError("--revoked-tokens needs --token-keys.")
     if require_auth and token_keys is None and tls_ca is None:
@@ -247,6 +255,7 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,
+            require_tls=require_tls,
         )
         run_loop(running)
     except DistError as error:

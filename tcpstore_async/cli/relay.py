@@ -13,10 +13,10 @@ import click
 from ..client.credentials import find_token, read_token
 from ..client.server_url import ServerUrl
 from ..client.tls import wants_tls
-from ..errors import DistError
+from ..errors import AccessDeniedError, DistError
 from ..secret_files import TlsFiles
 from ..serving import build, run_loop
-from .client import parse_url, tls_client_options, token_file_option
+from .client import FAILED, NOT_ALLOWED, parse_url, tls_client_options, token_file_option
 from .listen import grace_option, listen_options, log_format_option, write_atomically
 from .output import print_json, stdout_is_closed
 from .stdio import fail, log_without_blocking
@@ -85,6 +85,10 @@ def relay_command(
     waiting rank's connection, and the rank retries until its own timeout. If the relay loses its connection for longer
     than the server keeps the link, or if the server restarts, the ranks' connections are closed.
 
+    If the server refuses the relay's token at the start, the relay exits with status 5. If it does so later, because
+    the token was revoked for example, ranks of this package are told so, and others are closed; the relay keeps trying,
+    and rereads the token's file each time.
+
     Prints one line of JSON once it is ready to accept connections. On SIGTERM, open connections get up to --grace
     seconds to finish; SIGINT stops at once.
     """
@@ -122,4 +126,5 @@ def relay_command(
             )
         )
     except DistError as error:
-        fail(error, log_format)
+        refused = isinstance(error, AccessDeniedError) and error.final
+        fail(error, log_format, NOT_ALLOWED if refused else FAILED)

@@ -43,12 +43,13 @@ class _EscapingFormatter(logging.Formatter):
         return "\n".join(map(escape, super().formatException(ei).split("\n")))
 
 
-def fail(error: Exception, log_format: str) -> NoReturn:
-    """End the process with status 1 because of an error, which is the last line of the log."""
-    if log_format != JSON:
-        raise click.ClickException(str(error)) from None
-    logging.getLogger("tcpstore_async.server").critical("%s", error)
-    raise SystemExit(1) from None
+def fail(error: Exception, log_format: str, status: int = 1) -> NoReturn:
+    """End the process with this status because of an error, which is the last line of the log."""
+    if log_format == JSON:
+        logging.getLogger("tcpstore_async.server").critical("%s", error)
+    else:
+        click.ClickException(str(error)).show()
+    raise SystemExit(status) from None
 
 
 def log_without_blocking(log_format: str = TEXT) -> None:

@@ -14,6 +14,19 @@ from .stdio import log_without_blocking
 log = logging.getLogger("tcpstore_async.audit")
 
 
+notes = logging.getLogger("tcpstore_async")
+
+
+def _check_prefix(ctx: click.Context, param: click.Parameter, prefix: str | None) -> str:
+    if prefix == "":  # an unset variable of a script
+        raise click.BadParameter("it is empty; omit it to give access to all keys", ctx, param)
+    try:
+        (prefix or "").encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter("it is not UTF-8, so no key can begin with it", ctx, param) from None
+    return prefix or ""
+
+
 @click.group()
 def token() -> None:
     """Create tokens, which let clients and relays use a server that was started with --token-keys."""
@@ -27,7 +40,13 @@ def token() -> None:
     help="File with one id:secret per line; the first key signs.",
 )
 @click.option("--store", default="", metavar="NAME", help="Give access to this named store only.")
-@click.option("--prefix", default="", metavar="P", help="Give access only to keys that begin with P.")
+@click.option(
+    "--prefix",
+    default=None,
+    metavar="P",
+    callback=_check_prefix,
+    help="Give access only to keys that begin with P, such as job1/ for those of PrefixStore('job1', store).",
+)
 @click.option(
     "--rights",
     type=click.Choice(list(RIGHTS)),
@@ -62,7 +81,8 @@ def create(
     """Print a new token.
 
     Anyone who has it can use the server within its limits: keep it in a file that only its owner can read, and pass
-    that file to clients and relays as TCPSTORE_TOKEN_FILE. Its id, by which it can be revoked, is logged.
+    that file to clients and relays as TCPSTORE_TOKEN_FILE. Its id, by which it can be revoked, and which keys it gives
+    access to are logged on standard error.
     """
     log_without_blocking()
     try:
@@ -75,4 +95,26 @@ def create(
     created = keys.check(made.encode(), 0)
     assert isinstance(created, Access)
     log.info("uid %d created %s", os.getuid(), created)
+    _explain(prefix, store)
     print_result(made)
+
+
+def _explain(prefix: str, store: str) -> None:
+    """Say on standard error which keys a token is for."""
+    where = f" of the store {store!r}" if store else ""
+    if not prefix:
+        notes.info("it gives access to all keys%s", where)
+        return
+    name = prefix.rstrip("/")
+    if prefix.endswith("/"):
+        note = f", which is 'x' in PrefixStore({name!r}, store)" if name and prefix == name + "/" else ""
+    else:
+        note = f"; end it with '/' to give access only to the keys of PrefixStore({name!r}, store)"
+    notes.info("it gives access to the keys%s that begin with %r, for example %r%s", where, prefix, prefix + "x", note)
+    if prefix.startswith("/"):
+        notes.warning(
+            "the prefix %r begins with '/': the token gives no access to keys such as %r; omit the first '/' unless "
+            "the program's own keys have it (in timeouts and on the wire, every key has one more)",
+            prefix,
+            prefix.lstrip("/") + "x",
+        )

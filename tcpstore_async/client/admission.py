@@ -18,10 +18,11 @@ from .store_name import StoreName
 
 
 def admission(
-    session: ClientSession, host: str, port: int, token: bytes, name: StoreName | None
+    session: ClientSession, host: str, port: int, token: bytes, name: StoreName | None, clear: bool = False
 ) -> Generator[tuple[bytes, PendingCall], None, None]:
     """Do on a connection that has shaken hands what comes before its first request.
 
+    `clear` is whether others could read the token on its way.
     Yields what to send, if anything, and the call whose reply has to arrive before the next. Raises AccessDeniedError,
     StoreEndedError, and DistNetworkError if there can be no such store.
     """
@@ -29,7 +30,7 @@ def admission(
         return
     identity = yield from _identify(session)
     if token:
-        identity = yield from authenticate(session, identity, token, host, port)
+        identity = yield from authenticate(session, identity, token, host, port, clear)
     if name is not None:
         identity = yield from name.entering(session, identity, host, port)
     session.identity = identity

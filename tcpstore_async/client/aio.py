@@ -491,6 +491,8 @@ class AsyncTCPStore:
         if found is None:
             _, answer = connection.call(*requests.WHO_ARE_YOU)
             found = read_identity(unpack(await self._await_reply(answer, deadline)))
+        if found is not None and found.refused:
+            check_admitted(found)
         if found is None or found.instance != known.instance:
             error = DistNetworkError(ANOTHER)
             self._connection_lost(connection, error)

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 from aiohappyeyeballs import start_connection
 
+from ..addresses import is_loopback
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
 from ..errors import DistNetworkError, DistStoreError, ProtocolError, reason_of
 from ..session.client import ClientSession, PendingCall
@@ -36,7 +37,9 @@ _NO_ANSWER: Final = "no answer"
 _HANG_UPS: Final = 2
 """Handshakes cut off in a row before the next one is made without PING, or with it again. One may be a reset."""
 
-_FULL: Final = " (a server at its connection limit also does this; see its log)"
+_HINT: Final = " (a server at its connection limit also does this; see its log)"
+_PLAIN_HINT: Final = " (a server at its connection limit, or one that requires TLS, also does this; see its log)"
+"""What else may cut off a handshake, with TLS and without."""
 
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried in parallel with one that has not answered."""
@@ -95,7 +98,7 @@ class _Tries:
         if self._hung_up == _HANG_UPS:
             self._hung_up = 0
             self.pings = not self.pings
-        cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
+        cause = _cause(error) + (error.hint if isinstance(error, _HungUp) else "")
         if cause == _NO_ANSWER and self.name is not None:
             cause = self.name.missing() or cause
         if cause != _NO_ANSWER or not self._short or not self.cause:
@@ -122,6 +125,8 @@ def _cause(error: Exception) -> str:
 
 class _HungUp(ConnectionError):
     """The connection was lost before the handshake was answered."""
+
+    hint = _HINT
 
 
 # On an event loop
@@ -173,8 +178,9 @@ async def _try(
     try:
         loop = asyncio.get_running_loop()
         session, hello, call = _hello(peer, pings)
+        clear = token != b"" and tls is None and leaves_host(peer)
         try:
-            for data, asked in _opening(hello, call, admission(session, host, port, token, name)):
+            for data, asked in _opening(hello, call, admission(session, host, port, token, name, clear)):
                 if data:
                     await loop.sock_sendall(peer, data)
                 while not asked.done:
@@ -341,11 +347,12 @@ def _try_in_this_thread(
         peer = tls.wrap_blocking(peer, host, attempt)
     try:
         session, hello, call = _hello(peer, pings)
+        clear = token != b"" and tls is None and leaves_host(peer)
         if asks:
             asking, session.asked = session.request(*requests.HAS_EXTENSION)
             hello += asking
         try:
-            for data, asked in _opening(hello, call, admission(session, host, port, token, name)):
+            for data, asked in _opening(hello, call, admission(session, host, port, token, name, clear)):
                 if data:
                     peer.sendall(data, NO_SIGPIPE)
                 while not asked.done:
@@ -429,10 +436,22 @@ def _close_all(peers: list[socket.socket]) -> None:
 # Shared by both
 
 
+def leaves_host(peer: socket.socket) -> bool:
+    """Return whether the bytes of a connection pass where others could read them: not over loopback."""
+    try:
+        return not is_loopback(peer.getpeername()[0])
+    except OSError:
+        return False  # it has been lost
+
+
 def _hung_up(error: ConnectionError, tls: ClientTls | None) -> ConnectionError:
     """Return why the handshake was cut off."""
     cause = None if tls is None else tls.cause()
-    return _HungUp(*error.args) if cause is None else cause
+    if cause is not None:
+        return cause
+    lost = _HungUp(*error.args)
+    lost.hint = _HINT if tls is not None else _PLAIN_HINT
+    return lost
 
 
 def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, PendingCall]:

@@ -5,10 +5,12 @@ It knows AUTH; it must not know how bytes travel.
 Invariant: a token is sent only to a server that has said that it checks tokens, and is in no error.
 """
 
+import logging
 import os
 from collections.abc import Generator
 from typing import Final
 
+from ..addresses import format_address
 from ..errors import AccessDeniedError
 from ..secret_files import read_secret
 from ..session.client import ClientSession, PendingCall
@@ -20,6 +22,8 @@ from . import requests
 TOKEN: Final = "TCPSTORE_TOKEN"
 TOKEN_FILE: Final = "TCPSTORE_TOKEN_FILE"
 """Environment variables: a token, and a file that holds one."""
+
+log = logging.getLogger("tcpstore_async.client")
 
 
 def find_token(given: object = None) -> bytes:
@@ -56,16 +60,33 @@ def _checked(text: str, where: str) -> bytes:
     return text.encode()
 
 
+_warned: Final[set[tuple[str, int]]] = set()
+
+
+def warn_of_clear_text(host: str, port: int) -> None:
+    """Warn, once for each server, that a token is sent to it in clear text."""
+    if (host, port) not in _warned:
+        _warned.add((host, port))
+        log.warning(
+            "sending the token to %s without TLS: anyone who sees the traffic can use it; connect with tcps:// or "
+            "TCPSTORE_TLS=1, to a server with a certificate (docs/security.md)",
+            format_address(host, port),
+        )
+
+
 def authenticate(
-    session: ClientSession, identity: Identity | None, token: bytes, host: str, port: int
+    session: ClientSession, identity: Identity | None, token: bytes, host: str, port: int, clear: bool = False
 ) -> Generator[tuple[bytes, PendingCall], None, Identity]:
     """Present a token to the server with this identity; `session.access` becomes what it allows.
 
+    `clear` is whether others could read it on its way.
     Returns the server's identity from now on.
     Yields what to send, and the call whose reply has to arrive before the next. Raises AccessDeniedError.
     """
     if identity is None or identity.extension < TOKENS:
         raise AccessDeniedError(f"the server at {host}:{port} does not check tokens, so the token was not sent")
+    if clear:
+        warn_of_clear_text(host, port)
     showing, shown = session.request(*requests.auth(token))
     assert shown is not None
     yield showing, shown

@@ -611,11 +611,13 @@ class TCPClient:
             connection.put_rest(introduction, None, deadline)
 
     def _verify(self, connection: SyncConnection, deadline: Deadline) -> None:
-        """Check that a further connection leads to the same server. Raises ProtocolError."""
+        """Check that a further connection leads to the same server. Raises ProtocolError and AccessDeniedError."""
         known = self.identity
         if known is None:
             return
         found = connection.session.identity or self._identity_on(connection, deadline)
+        if found is not None and found.refused:
+            check_admitted(found)
         if found is None or found.instance != known.instance:
             raise ProtocolError(ANOTHER)
         if not self.token:

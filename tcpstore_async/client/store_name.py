@@ -13,9 +13,9 @@ from collections.abc import Generator
 from typing import Final
 
 from ..addresses import format_address
-from ..errors import DistNetworkError
+from ..errors import AccessDeniedError, DistNetworkError
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import ENTERED, LOST, NAMES, TAKEN, Identity, read_enter_reply, with_store
+from ..session.identity import ENTERED, LOST, NAMES, REFUSED, TAKEN, Identity, read_enter_reply, with_store
 from ..values import unpack
 from . import requests
 from .server_url import ServerUrl, parse_server_url
@@ -146,7 +146,8 @@ class StoreName:
         """Put a connection to the server with this identity into the store; return its identity from then on.
 
         Yields what to send, and the call whose reply has to arrive before the next. Raises StoreEndedError,
-        ConnectionError if the store may be about to end, and DistNetworkError if there can be no such store.
+        AccessDeniedError if the token is not for it, ConnectionError if it may be about to end, and DistNetworkError if
+        there can be no such store.
         """
         if identity is None or identity.extension < NAMES:
             raise DistNetworkError(
@@ -168,6 +169,10 @@ class StoreName:
                 f"cannot create the store {self.name!r} on the server at {host}:{port}: {reply.reason}; wait until "
                 "that store ends, or use another address"
             )
+        if reply.status == REFUSED:
+            error = AccessDeniedError(f"the server refused to open the store {self.name!r}: {reply.reason}")
+            error.final = True
+            raise error
         if reply.status == LOST:
             raise ConnectionError(reply.reason)
         raise StoreEndedError(reply.reason or reply.status)

@@ -340,6 +340,10 @@ class Relay:
         """Connections that it can hold; known once it has started."""
         self.count: int = 0
         """Connections of ranks that are open."""
+        self.tried = asyncio.Event()
+        """Set once it is known how the first attempt to reach a server has ended."""
+        self.refusal: str = ""
+        """Why the last attempt was refused for good; empty if it was not."""
         self.empty = asyncio.Event()
         """Set while no connection of a rank is open."""
         self.empty.set()
@@ -465,6 +469,12 @@ class Relay:
     def close_waiting(self, seconds: float, reason: str = "the relay has no server yet; the rank may retry") -> None:
         """Close the connections that have waited for so long, or whose ranks have given up."""
         self._close_waiting_since(time.monotonic() - seconds, reason)
+
+    def take_waiting(self) -> list[tuple[int, str, int]]:
+        """Return the connections that wait, each with its address, for the caller to serve; they stay counted."""
+        waiting = self._waiting
+        self._waiting = []
+        return [(fd, host, port) for fd, host, port, _ in waiting]
 
     def _close_waiting_since(self, latest: float, reason: str = "") -> None:
         waiting = self._waiting

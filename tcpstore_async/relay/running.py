@@ -18,7 +18,7 @@ from ..addresses import format_address, is_loopback
 from ..client.credentials import find_token
 from ..client.store_name import this_network
 from ..client.tls import ClientTls
-from ..errors import DistNetworkError, counted
+from ..errors import AccessDeniedError, DistNetworkError, counted
 from ..secret_files import TlsFiles
 from ..server.fork_safety import close_on_fork, closed_in_children
 from ..server.listen_socket import adopt, listen, log_short_backlog, raise_file_limit
@@ -35,6 +35,9 @@ from .upstream import Upstream
 log = logging.getLogger("tcpstore_async.server")
 
 _CANCEL_SECONDS: Final = 0.05
+
+_FIRST_SECONDS: Final = 5.0
+"""Time for the first attempt to reach the server, until the relay says that it is ready, whatever that will bring."""
 
 _NOTHING_TO_RELOAD: Final = (
     "SIGHUP: the relay has nothing to reload, because it rereads its files each time it connects to its server; "
@@ -115,7 +118,8 @@ async def run(
     With the pipe or socket `owner_fd` signals are ignored, and its end ends the relay: the process that started it
     holds the other end. `same_user`, `token`, `tls` and `store` are as for `relay`. `ready` is called once connections
     are accepted. A socket that systemd has passed takes the place of the address. Raises DistNetworkError if the
-    address, or the socket `fd`, cannot be had, or if `same_user` is not possible.
+    address, or the socket `fd`, cannot be had, or if `same_user` is not possible, and AccessDeniedError if the server's
+    first reply is that it refuses the relay's token.
     """
     if owner_fd is None:
         signals = watch_signals()
@@ -129,6 +133,7 @@ async def run(
     _warn_if_exposed(listener, same_user)
     async with relay(servers, listener=listener, same_user=same_user, token=token, tls=tls, store=store) as running:
         tune_gc()
+        await _first_attempt(running, signals)
         ready(running)
         if owner_fd is not None:  # the service manager, if there is one, is the owner's
             await drain_when_told(signals, _drain(running, grace), lambda: None)
@@ -136,6 +141,24 @@ async def run(
         where = format_address(running.host, running.port)
         async with supervised(lambda: f"listening on {where}, {counted(running.count, 'rank')}") as manager:
             await drain_when_told(signals, _drain(running, grace), manager.stopping)
+
+
+async def _first_attempt(running: Relay, signals: "asyncio.Queue[signal.Signals]") -> None:
+    """Wait a moment, or until a signal, for the first attempt to reach the server. Raises AccessDeniedError.
+
+    A server that cannot be reached may start later, but a token that it refuses is a mistake that somebody has to mend.
+    """
+    trying = asyncio.ensure_future(running.tried.wait())
+    told = asyncio.ensure_future(signals.get())
+    await asyncio.wait([trying, told], timeout=_FIRST_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    trying.cancel()
+    if told.done():
+        signals.put_nowait(told.result())
+    told.cancel()
+    if running.refusal:
+        error = AccessDeniedError(f"cannot connect to {running.refusal}")
+        error.final = True
+        raise error
 
 
 def _warn_if_exposed(listener: socket.socket, same_user: bool) -> None:

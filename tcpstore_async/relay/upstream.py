@@ -4,7 +4,7 @@ It knows LINK and the two commands that ask a server who it is. It must not know
 
 Invariants: LINK is sent only to a server that has it. A link goes on after its connection broke for as long as the
 server keeps it, and no longer; then its ranks are closed, as if the server had died. No rank waits for a server that
-refuses the relay for good.
+refuses the relay for good: it is told so.
 """
 
 import asyncio
@@ -13,12 +13,14 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from struct import Struct
 from typing import Final
 
 from ..addresses import format_address
 from ..client import requests
-from ..client.connect import open_connection
+from ..client.connect import leaves_host, open_connection
+from ..client.credentials import warn_of_clear_text
 from ..client.forwarding import ForwardedConnection
 from ..client.requests import Request
 from ..client.tls import ClientTls
@@ -28,6 +30,7 @@ from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_
 from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
 from ..wire.commands import BY_METHOD, MAGIC
 from .core import LINKED, Relay
+from .refusing import Refusal, RefusedConnection
 
 _ATTEMPT_SECONDS: Final = 10.0
 """Time to connect to one server and be answered."""
@@ -78,6 +81,8 @@ class Upstream:
         self.servers = servers
         self.direct: set[_DirectConnection] = set()
         """The connections of ranks without a link."""
+        self.refused: set[RefusedConnection] = set()
+        """The connections of ranks that are told why the server has refused the relay."""
         self._server = servers[0]
         """The one that was reached last."""
         self._reconsider = asyncio.Event()
@@ -85,6 +90,8 @@ class Upstream:
         self._over = asyncio.Event()
         """Set when the link's connection is lost."""
         self._reason = ""
+        self._refusal: Refusal | None = None
+        """What ranks are told that connect now, if all servers have refused the relay for good."""
         self._grace = 0.0
         self._keep_alive = 0.0
         self._giving_up: asyncio.TimerHandle | None = None
@@ -114,6 +121,8 @@ class Upstream:
         """Close the connections of ranks without a link."""
         for connection in list(self.direct):
             connection.close()
+        for refused in list(self.refused):
+            refused.close()
 
     async def _connect_and_hold(self) -> bool:
         """Connect to one of the servers, and return once that connection is over.
@@ -132,6 +141,7 @@ class Upstream:
                     if self._giving_up is not None and server == self._server:
                         self._give_up(_cause(error))
                 continue
+            self._note_refusal("")
             with closing(peer):
                 if reply is None:
                     peer.close()
@@ -139,10 +149,27 @@ class Upstream:
                     await self._go_without_links()
                     return True
                 return await self._hold(reply)
-        self.relay.log_limited("upstream", f"cannot connect to {'; '.join(causes)}; retrying")
-        if refusals == len(causes):
-            self.relay.close_waiting(0, "the relay is not allowed to use its server")
+        tried = "; ".join(causes)
+        refused = refusals == len(causes)
+        if not refused or self.relay.tried.is_set():  # else the relay ends with this error
+            self.relay.log_limited("upstream", f"cannot connect to {tried}; retrying")
+        self._note_refusal(tried if refused else "")
+        if self._refusal is not None:
+            for fd, host, port in self.relay.take_waiting():
+                self._refusal.serve(fd, host, port)
         return False
+
+    def _note_refusal(self, reason: str) -> None:
+        """Note how an attempt has ended: why all servers have refused the relay for good, or nothing."""
+        relay = self.relay
+        relay.refusal = reason
+        relay.tried.set()
+        if not reason:
+            self._refusal = None
+        elif self._refusal is None or reason not in self._refusal.reason:
+            where = format_address(relay.host, relay.port)
+            text = f"the relay at {where} is not allowed to use its server: {reason}"
+            self._refusal = Refusal(text, self.refused, partial(relay.log_limited, "refused"), relay.left)
 
     def _candidates(self) -> list[tuple[str, int]]:
         """Return the servers in the order in which they are tried: first the one that has the link."""
@@ -165,7 +192,7 @@ class Upstream:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             identity = await _identify(peer)
             if token:
-                await _authenticate(peer, identity, token)
+                await _authenticate(peer, identity, token, server if self.tls is None and leaves_host(peer) else None)
             if self.relay.entry is not None and (identity is None or identity.extension < NAMES):
                 raise _RefusedError("it does not support named stores")
             if identity is not None and identity.extension >= LINKS:
@@ -396,13 +423,19 @@ async def _identify(peer: socket.socket) -> Identity | None:
     return read_identity(await _read_value(peer))
 
 
-async def _authenticate(peer: socket.socket, identity: Identity | None, token: bytes) -> None:
+async def _authenticate(
+    peer: socket.socket, identity: Identity | None, token: bytes, clear_to: tuple[str, int] | None
+) -> None:
     """Present a token, to a server that checks it. Raises OSError, ProtocolError and AccessDeniedError.
+
+    `clear_to` is the server's address if others could read the token on its way.
 
     A server without links checks none, so no rank gets a connection of its own that would need the token.
     """
     if identity is None or identity.extension < TOKENS:
         raise AccessDeniedError("it does not check tokens, so the token was not sent")
+    if clear_to is not None:
+        warn_of_clear_text(*clear_to)
     await asyncio.get_running_loop().sock_sendall(peer, _encode(requests.auth(token)))
     read_auth_reply(await _read_value(peer))
 

@@ -377,11 +377,12 @@ class Server:
         owner = session.owner
         if not isinstance(owner, Transport):
             return False
+        late = "finished its TLS handshake" if owner.in_handshake() else f"sent {session.expected()}"
         self.closed_for["connections"] = self.closed_for.get("connections", 0) + 1
         self.log_limited(
             "connections",
-            f"closed the connection from {session}, which had not sent {session.expected()}: connection limit "
-            f"{self.max_connections} reached",
+            f"closed the connection from {session}, which had not {late}: connection limit {self.max_connections} "
+            "reached",
         )
         owner.close()
         return True
@@ -432,10 +433,10 @@ class Server:
         self.log_limited("links", f"ended {link}: {reason}")
 
     def _report_refused(self, host: str, port: int) -> None:
-        most = self.limits.sessions
         self.log_limited(
             "sessions",
-            f"rejected {format_address(host, port)}: there are already {most} sessions (the `sessions` limit)",
+            f"rejected {format_address(host, port)}: session limit {self.limits.sessions} reached (the `sessions` "
+            "limit)",
         )
 
     def _report_refusal(self, host: str, peer: str, reason: str) -> None:
@@ -560,10 +561,9 @@ class Server:
     def _close_unvalidated(self, session: ServerSession) -> None:
         owner = session.owner
         assert isinstance(owner, Transport)
+        late = "TLS handshake not finished" if owner.in_handshake() else f"no {session.expected()}"
         seconds = self.limits.validate_seconds
-        self.close_for(
-            owner, ProtocolError(f"no {session.expected()} within {seconds} s (the `validate_seconds` limit)")
-        )
+        self.close_for(owner, ProtocolError(f"{late} within {seconds} s (the `validate_seconds` limit)"))
 
 
 def _kind_of(error: PeerError) -> str:

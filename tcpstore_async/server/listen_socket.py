@@ -166,26 +166,41 @@ def log_short_backlog(ranks: int | None = None) -> None:
     )
 
 
-def warn_if_exposed(listener: socket.socket, *, has_tls: bool, requires_auth: bool) -> None:
+def warn_if_exposed(
+    listener: socket.socket,
+    *,
+    has_tls: bool,
+    requires_auth: bool,
+    has_ca: bool = False,
+    has_tokens: bool = False,
+    requires_tls: bool = False,
+) -> None:
     """Warn if a server can be reached from other hosts without protection: what that means, and what to do.
 
-    `has_tls`: it has a certificate; `requires_auth`: it admits nobody from another host without a token.
+    It `has_tls` if it has a certificate, and `has_ca` if peers that use TLS must have one. `requires_auth`: it admits
+    nobody from another host without a token or such a certificate; `requires_tls`: nobody without TLS.
     """
     host, port = listener.getsockname()[:2]
-    if is_loopback(host) or (has_tls and requires_auth):
+    if is_loopback(host):
         return
-    if requires_auth:
+    authenticates = requires_auth or (has_ca and requires_tls)
+    if has_tls and authenticates:
+        if requires_tls or not has_tokens:  # without tokens, whoever does not use TLS can do nothing
+            return
+        lacks, danger = "mandatory TLS", "a client that connects without TLS sends its token in clear text"
+        needed = ["--require-tls"]
+    elif authenticates:
         lacks, danger = "TLS", "anyone who sees its traffic can read tokens, keys and values"
-        advice = "start it with --tls-cert and --tls-key"
+        needed = ["--tls-cert", "--tls-key", "--require-tls"]
     else:
-        lacks = "mandatory token authentication" if has_tls else "TLS or mandatory token authentication"
+        lacks = "mandatory authentication" if has_tls else "TLS or mandatory authentication"
         danger = "anyone who can reach this port can read and change every key"
-        missing = (
-            "--token-keys and --require-auth" if has_tls else "--token-keys, --require-auth, --tls-cert and --tls-key"
-        )
-        advice = f"start it with {missing}"
+        needed = [] if has_tls else ["--tls-cert", "--tls-key"]
+        needed += [] if has_tokens or has_ca else ["--token-keys or --tls-ca"]
+        needed += ["--require-auth"] + ([] if requires_tls else ["--require-tls"])
+    advice = " and ".join(filter(None, [", ".join(needed[:-1]), needed[-1]]))
     log.warning(
-        "%s is reachable from other hosts without %s: %s; %s, or listen on 127.0.0.1 (docs/security.md)",
+        "%s is reachable from other hosts without %s: %s; start it with %s, or listen on 127.0.0.1 (docs/security.md)",
         format_address(host, port),
         lacks,
         danger,

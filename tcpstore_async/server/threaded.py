@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ..errors import PeerError
+from ..errors import NotAllowedError, PeerError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.server import Transport
@@ -221,14 +221,19 @@ class TlsConnection(Connection):
         """None before the first byte, and without TLS."""
         self._first = True
 
+    def in_handshake(self) -> bool:
+        return self.channel is not None and not self.channel.stream.established
+
     # Its own thread
 
     def _read(self) -> bytes:
         if self._first:
             self._first = False
             chunk = super()._read()
-            if not chunk or chunk[0] != HANDSHAKE:
+            if not chunk:
                 return chunk
+            if chunk[0] != HANDSHAKE:
+                return chunk if self._admits_plain() else b""
             if not self._shake_hands(chunk):
                 return b""
         channel = self.channel
@@ -241,6 +246,17 @@ class TlsConnection(Connection):
                 self.server.broken_tls(self, error)
             self.broken = True
             return b""
+
+    def _admits_plain(self) -> bool:
+        """Return whether the peer may do without TLS; if not, close the connection."""
+        try:
+            self.tls.admit_plain()
+        except NotAllowedError as error:
+            with self.server.lock:
+                if not self.is_closed:
+                    self.server.close_for(self, error)
+            return False
+        return True
 
     def _shake_hands(self, chunk: bytes) -> bool:
         """Return whether the handshake, which began with these bytes, is complete."""

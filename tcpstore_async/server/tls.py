@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..errors import DistNetworkError, ProtocolError
+from ..errors import DistNetworkError, NotAllowedError, ProtocolError
 from ..secret_files import TlsFiles, load_certificates
 from ..session.server import Transport
 from ..session.tls import TlsStream
@@ -43,9 +43,10 @@ log = logging.getLogger("tcpstore_async.server")
 class ServerTls:
     """The certificate of one server, and its handshakes under way."""
 
-    def __init__(self, files: TlsFiles) -> None:
-        """Raises DistNetworkError if the files cannot be used."""
+    def __init__(self, files: TlsFiles, required: bool = False) -> None:
+        """With `required`, peers that do not use TLS are refused. Raises DistNetworkError if a file cannot be used."""
         self.files = files
+        self.required = required
         self.context = make_context(files)
         self.handshakes: dict[Transport, bool] = {}
         """Connections in the middle of a handshake, oldest first."""
@@ -58,6 +59,13 @@ class ServerTls:
             log.error("%s; the previous certificate stays in use", error)
         else:
             log.info("reloaded the certificate %s", self.files.cert)
+
+    def admit_plain(self) -> None:
+        """Raise NotAllowedError if peers have to use TLS."""
+        if self.required:
+            raise NotAllowedError(
+                "it uses plain TCP, but the server was started with --require-tls; use tcps://, or a relay"
+            )
 
     def begin(self, connection: Transport) -> Transport | None:
         """Count a handshake; return the oldest one, to be closed, if there are too many."""

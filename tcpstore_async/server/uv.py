@@ -296,6 +296,9 @@ class TlsConnection(Connection):
         self.drained = False
         """Whether the kernel had no more ciphertext when it was last asked, and has reported none since."""
 
+    def in_handshake(self) -> bool:
+        return bool(self.hello) or (self.channel is not None and not self.channel.stream.established)
+
     def attend(self, events: int) -> None:
         self.drained = False  # also if reading has been put off: nothing more may be reported
         super().attend(events)
@@ -315,7 +318,10 @@ class TlsConnection(Connection):
                 self.server.poller.watch_writing(self.fd, True)
 
     def _begin(self) -> bool:
-        """Read what shows whether the peer uses TLS; once it is time, begin the handshake. Raises BlockingIOError."""
+        """Read what shows whether the peer uses TLS; once it is time, begin the handshake.
+
+        Raises BlockingIOError, and NotAllowedError if the peer does not use it and has to.
+        """
         server = self.server
         hello, self.hello = self.hello, b""
         if hello:
@@ -331,6 +337,7 @@ class TlsConnection(Connection):
             self._end()
             return False
         if chunk[0] != HANDSHAKE:
+            self.tls.admit_plain()
             server.use_no_tls(self)
             server.received += len(chunk)
             self.session.receive(chunk)

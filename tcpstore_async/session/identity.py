@@ -105,6 +105,8 @@ class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
     """What this connection has to present before it may do anything: `token` or `certificate`, if it has to."""
     store: str = ""
     """The name of the store that this connection is in, if it has one."""
+    refused: str = ""
+    """Why this connection may do nothing, whatever it presents: the server has refused the relay's token."""
 
 
 _DECODER: Final = msgspec.json.Decoder(Identity)
@@ -159,12 +161,15 @@ def with_requirement(identity: Identity, requires: str) -> Identity:
 
 def check_admitted(identity: Identity) -> None:
     """Raise AccessDeniedError if the server lets this client do nothing, which has presented all that it has."""
-    if identity.requires:
-        error = AccessDeniedError(
+    reason = identity.refused
+    if identity.requires and not reason:
+        reason = (
             "the server requires a client certificate: use TLS, with TCPSTORE_CERT and TCPSTORE_KEY"
             if identity.requires == CERTIFICATE
             else "the server requires a token: set TCPSTORE_TOKEN_FILE"
         )
+    if reason:
+        error = AccessDeniedError(reason)
         error.final = True
         raise error
 

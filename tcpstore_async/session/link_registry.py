@@ -145,9 +145,7 @@ class LinkRegistry:
         if other is not None:
             other.end("another link has taken its place")
         if len(self.links) >= self.engine.limits.links:
-            return self._reply(
-                LINK_REFUSED, 0, f"there are already {len(self.links)} links, the maximum (the `links` limit)"
-            )
+            return self._reply(LINK_REFUSED, 0, f"link limit {len(self.links)} reached (the `links` limit)")
         link = self.links[identity] = ServerLink(self, identity, secret, place)
         link.attempt = attempt
         link.granted = carrier in self.engine.granted
@@ -210,9 +208,7 @@ class LinkRegistry:
                 return self._reply(LINK_REFUSED, 0, "the server is stopping")
             count = len(self.singles) + self.sessions
             if count >= engine.limits.sessions:
-                return self._reply(
-                    LINK_REFUSED, 0, f"there are already {count} sessions, the maximum (the `sessions` limit)"
-                )
+                return self._reply(LINK_REFUSED, 0, f"session limit {count} reached (the `sessions` limit)")
             link = SingleLink(self, said[b"id"], said[b"secret"], carrier)
             self.singles[link.identity] = link
         link.attempt = attempt

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..errors import PeerError, ProtocolError
+from ..errors import NotAllowedError, PeerError, ProtocolError
 from ..incremental import DeferredWork, FreeDict, IncrementalCommand
 from ..values import Framed, pack, unpack
 from ..waiter_types import AWAITING_STORE, IDLE
@@ -189,22 +189,28 @@ class NamedStores:
     # Commands
 
     def enter(self, session: ServerSession, items: list[tuple[bytes, Framed]]) -> Framed | None:
-        """Execute ENTER: in a step of its own, because commands that follow are for another store."""
+        """Execute ENTER: in a step of its own, because commands that follow are for another store.
+
+        Raises NotAllowedError if the session's token does not allow that, behind the reply that says so.
+        """
         engine = self.engine
         if session.engine is not engine:
             raise ProtocolError(f"ENTER from a connection in {session.engine.store}")
         if session.state != IDLE or session.parked or self._stays(session):
             raise ProtocolError(f"ENTER from {_STAYING}")
         entry = Entry(session, items)
+        refusal = self._refusal(entry)
+        if refusal:  # reported as for AUTH: the reply says why, and the connection is closed behind it
+            reply = _reply(REFUSED, refusal)
+            session.out.append(reply)
+            session.unsent += len(reply)
+            raise NotAllowedError(refusal)
         self._forget_entry(session)
         engine.keyspace.incremental = _Enter(self, entry)
         return None
 
     def decide(self, entry: Entry) -> Framed | None:
         """Put a session into the store that it wants, and return its reply; None if it has to wait."""
-        refusal = self._refusal(entry)
-        if refusal:
-            return _reply(REFUSED, refusal)
         store = self.stores.get(entry.name)
         if entry.incarnation:
             if store is None or store.incarnation != entry.incarnation:
@@ -407,6 +413,10 @@ class NamedStores:
             return
         if self._stays(session):  # by what it has sent since
             session.evict(ProtocolError(f"ENTER from {_STAYING}"))
+            return
+        refusal = self._refusal(entry)
+        if refusal:  # it has presented another token since
+            session.evict(NotAllowedError(refusal))
             return
         reply = self.decide(entry)
         if reply is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..access import Access
 from ..addresses import format_address, is_loopback
-from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError
+from ..errors import BudgetError, LimitError, NotAllowedError, PeerError, ProtocolError, counted
 from ..incremental import IncrementalCommand, KeyListing, ListKeys, PostponedCommands, ReplyInPieces, Value
 from ..keyspace import Keyspace
 from ..limits import Limits
@@ -405,7 +405,9 @@ class Engine:
         usage = None if access is None else self.usage.get(access.identity)
         if access is None or usage is None or not 0 < access.max_sessions <= len(usage.sessions):
             return ""
-        return f"token {access.identity} already has {len(usage.sessions)} sessions (max {access.max_sessions})"
+        return (
+            f"token {access.identity} already has {counted(len(usage.sessions), 'session')} (max {access.max_sessions})"
+        )
 
     def table_of(self, session: "ServerSession") -> "list[_Slot | None]":
         """Return the table of a session that has sent VALIDATE."""
@@ -569,6 +571,10 @@ class Transport:
 
     def shares_connection(self) -> bool:
         """Return whether there are other sessions on the same connection, and closing this one leaves it open."""
+        return False
+
+    def in_handshake(self) -> bool:
+        """Return whether the peer has begun a TLS handshake and not finished it."""
         return False
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from client.test_sync import until
-from conformance.frames import auth, wait
+from conformance.frames import auth, set_, wait
 from server.test_auth import KEYS, identity_of
-from support import RawPeer, tcpstore_relay, tcpstore_server
+from support import LIMIT, RawPeer, tcpstore, tcpstore_relay, tcpstore_server
+from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
 from tcpstore_async.server.backends import BACKENDS
 
 FOR_EVER = ("--link-grace", "100000")
@@ -43,8 +46,83 @@ def test_ranks_of_a_relay_whose_token_is_revoked_are_closed_at_once(backend: str
         reason = f"the server refused the token: token {identity_of(token)} is revoked"
         assert f"has ended: {reason}; closing 1 connection" in relay.log()
         with RawPeer(relay.port) as late:
+            late.ping()
+            late.send(set_(b"/k", b"v"))
             assert late.closed()
-        until(lambda: "the relay is not allowed to use its server" in relay.log())
+        until(lambda: f"127.0.0.1:{relay.port} is not allowed to use its server: " in relay.log())
+
+
+@pytest.mark.parametrize("tried", ["sync", "async", "command"])
+def test_clients_behind_a_relay_whose_token_is_revoked_are_told_so(tried: str, tmp_path: Path) -> None:
+    token = KEYS.create()
+    options, revoked, mine = files(tmp_path, token)
+    reason = f"not allowed to use its server: .*the server refused the token: token {identity_of(token)} is revoked"
+    with (
+        tcpstore_server(*FOR_EVER, *options) as server,
+        tcpstore_relay(server.port, "--token-file", str(mine)) as relay,
+        TCPStore("127.0.0.1", relay.port, timeout=LIMIT) as early,
+    ):
+        early.set("k", "v")
+        revoked.write_text(f"{identity_of(token)}\n")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: "is revoked; closing" in relay.log())
+        if tried == "sync":
+            with (
+                TCPStore("127.0.0.1", relay.port, timeout=LIMIT) as late,
+                pytest.raises(AccessDeniedError, match=reason),
+            ):
+                late.get("k")
+        elif tried == "async":
+
+            async def main() -> None:
+                async with await AsyncTCPStore.connect("127.0.0.1", relay.port, timeout=LIMIT) as late:
+                    with pytest.raises(AccessDeniedError, match=reason):
+                        await late.get("k")
+
+            asyncio.run(main())
+        else:
+            done = tcpstore("get", "k", "--url", f"tcp://127.0.0.1:{relay.port}")
+            assert done.returncode == 5, done.stderr
+            assert re.search(reason, done.stderr.decode())
+        mine.write_text(KEYS.create())  # it is read for each attempt
+        with RawPeer(relay.port) as rank:
+            rank.ping()
+        until(lambda: relay.log().count("linked to") == 2)
+
+
+def test_a_rank_that_has_a_token_is_told_too(tmp_path: Path) -> None:
+    token = KEYS.create()
+    options, revoked, mine = files(tmp_path, token)
+    with tcpstore_server(*options) as server, tcpstore_relay(server.port, "--token-file", str(mine)) as relay:
+        revoked.write_text(f"{identity_of(token)}\n")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: "has ended" in relay.log())
+        with pytest.raises(AccessDeniedError, match="is revoked"):
+            TCPStore("127.0.0.1", relay.port, timeout=LIMIT, token=KEYS.create())
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_relay_whose_token_is_refused_at_the_start_ends(log_format: str, tmp_path: Path) -> None:
+    token = KEYS.create()
+    options, revoked, mine = files(tmp_path, token)
+    revoked.write_text(f"{identity_of(token)}\n")
+    with tcpstore_server(*options) as server:
+        url = f"tcp://127.0.0.1:{server.port}"
+        done = tcpstore(
+            "relay", "--upstream", url, "--port", "0", "--token-file", str(mine), "--log-format", log_format
+        )
+    assert done.returncode == 5, done.stderr
+    assert not done.stdout
+    reason = f"the server refused the token: token {identity_of(token)} is revoked"
+    assert f"cannot connect to 127.0.0.1:{server.port}: {reason}" in done.stderr.decode().splitlines()[-1]
+
+
+def test_a_relay_that_needs_a_token_and_has_none_ends(tmp_path: Path) -> None:
+    options, _, _ = files(tmp_path, KEYS.create())
+    with tcpstore_server(*options) as server:
+        done = tcpstore("relay", "--upstream", f"tcp://127.0.0.1:{server.port}", "--port", "0")
+    assert done.returncode == 5, done.stderr
+    assert "the server requires a token" in done.stderr.decode().splitlines()[-1]
 
 
 def test_ranks_wait_while_the_token_has_as_many_sessions_as_it_allows(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_ranks_beyond_the_limit_of_sessions_are_rejected(backend: str) -> None:
         with RawPeer(relay.port) as second:
             assert second.closed()
             own = second.socket.getsockname()[1]
-        until(lambda: f"rejected 127.0.0.1:{own}: there are already 1 sessions" in server.log(), "it is logged")
+        until(lambda: f"rejected 127.0.0.1:{own}: session limit 1 reached" in server.log(), "it is logged")
         first.ping()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from client.test_sync import until
 from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, set_
 from support import LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, torch_server, u64
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
+from tcpstore_async.access import Access
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.deadline import Deadline
@@ -126,8 +128,11 @@ def test_a_token_for_a_store_opens_no_other(server: Server) -> None:
     with TCPStore("theirs", 1, None, True, LIMIT, token=token, server=url) as store:
         store.set("k", "v")
         assert store.get("k") == b"v"
-    with pytest.raises(DistNetworkError, match="is only for the store 'theirs:1', not for 'ours:1'"):
+    reason = "is only for the store 'theirs:1', not for 'ours:1'"
+    with pytest.raises(AccessDeniedError, match=reason):
         TCPStore("ours", 1, None, True, LIMIT, token=token, server=url)
+    (line,) = lines(server, "not for 'ours:1'")
+    assert re.search(r"closed the connection from 127\.0\.0\.1:\d+ \(.*\): not allowed: token ", line)
     with (
         TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token, server="") as nameless,
         pytest.raises(AccessDeniedError, match="SET in the unnamed store; token"),
@@ -191,6 +196,42 @@ def test_other_addresses_are_not_exempt(options: list[str]) -> None:
             peer.sendall(bytes.fromhex("00cef7853c") + set_(b"/k", b"v"))
             assert peer.recv(1) == b""
         assert f"closed the connection from {_address()}:" in lines(server, "not allowed")[0]
+
+
+def clear_text(text: str) -> int:
+    return text.count("without TLS: anyone who sees the traffic can use it")
+
+
+@pytest.mark.skipif(not _address(), reason="this host has loopback addresses only")
+def test_a_token_in_clear_text_is_warned_about_once(
+    options: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = KEYS.create()
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(token)
+    with tcpstore_server(*options, "--host", _address()) as server:
+        for _ in range(2):
+            with TCPStore(_address(), server.port, timeout=LIMIT, token=token) as store:
+                store.set("k", "v")
+
+        async def main() -> None:
+            async with await AsyncTCPStore.connect(_address(), server.port, timeout=LIMIT, token=token) as other:
+                assert await other.get("k") == b"v"
+
+        asyncio.run(main())
+        assert clear_text(caplog.text) == 1
+        with tcpstore_relay(f"tcp://{_address()}:{server.port}", "--token-file", str(file)) as relay:
+            with RawPeer(relay.port) as rank:
+                rank.ping()
+            assert clear_text(relay.log()) == 1
+    caplog.clear()
+    with (
+        tcpstore_server(*options) as server,
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store,
+    ):
+        store.set("k", "v")
+    assert not clear_text(caplog.text)
 
 
 def test_who_does_not_authenticate_in_time_is_closed(options: list[str]) -> None:
@@ -482,17 +523,15 @@ def test_ranks_behind_a_relay_may_do_what_its_token_allows(server: Server, folde
 
 
 def test_a_relay_whose_token_is_refused_says_so(server: Server) -> None:
-    for env, reason in (
-        ({"TCPSTORE_TOKEN": REVOKED}, "the server refused the token: token .* is revoked"),
-        ({}, "the server requires a token: set TCPSTORE_TOKEN_FILE"),
+    url = f"tcp://127.0.0.1:{server.port}"
+    for token, reason in (
+        (REVOKED, f"the server refused the token: token {identity_of(REVOKED)} is revoked"),
+        ("", "the server requires a token: set TCPSTORE_TOKEN_FILE"),
     ):
-        with tcpstore_relay(server.port, env={"TCPSTORE_TOKEN": "", **env}) as relay:
-            (line, *_) = lines(relay, "cannot connect to")
-            assert REVOKED not in line
-            if env:
-                assert f"token {identity_of(REVOKED)} is revoked" in line
-            else:
-                assert reason in line
+        done = tcpstore("relay", "--upstream", url, "--port", "0", TCPSTORE_TOKEN=token)
+        assert (done.returncode, done.stdout) == (5, "")
+        assert done.stderr.splitlines()[-1] == f"Error: cannot connect to 127.0.0.1:{server.port}: {reason}"
+        assert REVOKED not in done.stderr
 
 
 def test_a_relay_sends_no_token_to_pytorchs_server() -> None:
@@ -512,6 +551,54 @@ def tcpstore(*words: str, port: int = 0, **env: str) -> subprocess.CompletedProc
     )
     assert "Traceback" not in done.stderr
     return done
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "warned"),
+    [
+        ((), "it gives access to all keys\n", ""),
+        (("--store", "s:1"), "it gives access to all keys of the store 's:1'\n", ""),
+        (
+            ("--prefix", "job1/"),
+            "the keys that begin with 'job1/', for example 'job1/x', which is 'x' in PrefixStore('job1', store)\n",
+            "",
+        ),
+        (
+            ("--prefix", "job1"),
+            "'job1x'; end it with '/' to give access only to the keys of PrefixStore('job1', store)\n",
+            "",
+        ),
+        (
+            ("--prefix", "/job1/"),
+            "that begin with '/job1/', for example '/job1/x', which is 'x' in PrefixStore('/job1', store)\n",
+            "the token gives no access to keys such as 'job1/x'; omit the first '/'",
+        ),
+        (("--prefix", "/"), "the keys that begin with '/', for example '/x'\n", "no access to keys such as 'x'; omit"),
+    ],
+)
+def test_token_create_says_which_keys(options: tuple[str, ...], said: str, warned: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret that nobody knows\n")
+    done = tcpstore("token", "create", "--token-keys", str(keys), *options)
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    assert said in done.stderr
+    assert done.stderr.count("WARNING") == bool(warned)
+    assert warned in done.stderr
+    _, _, example = done.stderr.partition("for example '")
+    if example:
+        access = KEYS.check(done.stdout.strip().encode(), 0)
+        assert isinstance(access, Access)
+        assert access.covers(b"/" + example.partition("'")[0].encode())
+        assert not access.covers(b"/" + options[-1].lstrip("/").encode()) or not warned
+
+
+@pytest.mark.parametrize(("prefix", "reason"), [("", "it is empty; omit it"), ("\udc80", "it is not UTF-8")])
+def test_token_create_takes_no_prefix_that_is_a_mistake(prefix: str, reason: str) -> None:
+    done = tcpstore("token", "create", "--token-keys", "/none", "--prefix", prefix)
+    assert done.returncode == 2
+    assert reason in done.stderr
 
 
 def test_the_commands(folder: Path) -> None:

@@ -14,20 +14,22 @@ import ssl
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from client.test_sync import until
-from conformance.frames import NUM_KEYS, auth, get, link, set_
+from conformance.frames import NUM_KEYS, auth, check, get, link, set_
 from server.test_auth import KEYS, REFUSED, REVOKED, _address, identity_of
 from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, u64
-from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
+from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, TCPStore
 from tcpstore_async.limits import Limits
 from tcpstore_async.server import base
 from tcpstore_async.server.backends import BACKENDS, server_class
 from tcpstore_async.serving import run
+from tcpstore_async.wire.commands import SERVER_KEY
 from tls.certificates import certificates
 from tls.peers import TlsPeer, context
 from tls.test_server import client_hello, old_version
@@ -168,7 +170,7 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
     "an expired certificate": (tls_refused(context(certificates().expired)), "certificate has expired"),
     "no certificate": (tls_refused(context()), "it sent no certificate"),
     "TLS 1.2": (tls_refused(old_version()), "it does not offer TLS 1.3"),
-    "stops inside the handshake": (stops_in_the_handshake, "no VALIDATE within 2 s"),
+    "stops inside the handshake": (stops_in_the_handshake, "TLS handshake not finished within 2 s"),
     "stops before the token": (sends(b""), "no AUTH within 2 s"),
     "a LINK from a recording": (
         takes_over(OWNER, 5),
@@ -295,6 +297,29 @@ def test_a_certificate_is_enough_if_the_server_has_no_token_keys(backend: str, m
             assert rank.ask(NUM_KEYS, 8) == u64(1)
         with pytest.raises(AccessDeniedError, match="no keys to check tokens with; connect without a token"):
             TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=KEYS.create())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plain_connections_to_a_server_that_requires_tls(backend: str, tmp_path: Path) -> None:
+    """They are closed at their first byte, from loopback too: nothing is answered, and no token asked for."""
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret that nobody knows\n")
+    options = ["--backend", backend, "--token-keys", str(keys), *certificates().serving(), "--require-tls"]
+    with tcpstore_server(*options) as server, TlsPeer(server.port) as other:
+        other.ping()
+        here = []
+        for data in (HANDSHAKE + auth(OWNER.encode()) + WRITE, HANDSHAKE + check(SERVER_KEY), b"\xfe"):
+            with RawPeer(server.port, validate=False) as plain:
+                here.append(port_of(plain))
+                plain.send(data)
+                assert plain.closed()
+        with pytest.raises(DistNetworkError, match="or one that requires TLS, also does this"):
+            TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=0), token=OWNER)
+        for port in here:
+            until(lambda port=port: f"127.0.0.1:{port}: not allowed: it uses plain TCP" in server.log())  # type: ignore[misc]
+        assert other.ask(NUM_KEYS, 8) == u64(0)
+        assert OWNER not in server.log()
 
 
 def test_rights_of_two_tokens_do_not_add_up(server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -11,34 +12,65 @@ from support import RawPeer, tcpstore_relay, tcpstore_server
 from tcpstore_async import TCPStore
 from tcpstore_async.addresses import is_loopback
 from tcpstore_async.server.listen_socket import listen, warn_if_exposed
+from tls.certificates import certificates
 
 EXPOSED = "reachable from other hosts"
 
 
 @pytest.mark.parametrize(
-    ("has_tls", "requires_auth", "said", "advised"),
+    ("given", "said", "advised"),
     [
         (
-            False,
-            False,
-            "without TLS or mandatory token authentication: anyone who can reach",
-            "--token-keys, --require-auth, --tls-cert and --tls-key, or",
+            set(),
+            "without TLS or mandatory authentication: anyone who can reach",
+            "--tls-cert, --tls-key, --token-keys or --tls-ca, --require-auth and --require-tls, or",
         ),
         (
-            True,
-            False,
-            "without mandatory token authentication: anyone who can reach",
-            "--token-keys and --require-auth, or",
+            {"has_tokens"},
+            "without TLS or mandatory authentication: anyone who can reach",
+            "--tls-cert, --tls-key, --require-auth and --require-tls, or",
         ),
-        (False, True, "without TLS: anyone who sees its traffic", "--tls-cert and --tls-key, or"),
-        (True, True, "", ""),
+        (
+            {"has_tls"},
+            "without mandatory authentication: anyone who can reach",
+            "start it with --token-keys or --tls-ca, --require-auth and --require-tls, or",
+        ),
+        (
+            {"has_tls", "has_ca"},
+            "without mandatory authentication: anyone who can reach",
+            "start it with --require-auth and --require-tls, or",
+        ),
+        (
+            {"has_tokens", "requires_auth"},
+            "without TLS: anyone who sees its traffic",
+            "--tls-cert, --tls-key and --require-tls, or",
+        ),
+        (
+            {"has_tls", "has_tokens", "requires_auth"},
+            "without mandatory TLS: a client that connects without TLS sends its token",
+            "start it with --require-tls, or",
+        ),
+        (
+            {"has_tls", "has_ca", "has_tokens", "requires_auth"},
+            "without mandatory TLS: a client that connects without TLS sends its token",
+            "start it with --require-tls, or",
+        ),
+        (
+            {"has_tls", "requires_tls"},
+            "without mandatory authentication: anyone who can reach",
+            "start it with --token-keys or --tls-ca and --require-auth, or",
+        ),
+        ({"has_tls", "has_tokens", "requires_auth", "requires_tls"}, "", ""),
+        ({"has_tls", "has_ca", "requires_auth"}, "", ""),
+        ({"has_tls", "has_ca", "requires_tls"}, "", ""),
     ],
 )
 def test_what_it_lacks_and_what_to_do(
-    caplog: pytest.LogCaptureFixture, has_tls: bool, requires_auth: bool, said: str, advised: str
+    caplog: pytest.LogCaptureFixture, given: set[str], said: str, advised: str
 ) -> None:
+    names = ("has_tls", "has_ca", "has_tokens", "requires_auth", "requires_tls")
     with listen("0.0.0.0", 0) as listener:
-        warn_if_exposed(listener, has_tls=has_tls, requires_auth=requires_auth)
+        warn_if_exposed(listener, **{name: name in given for name in names})
         port = listener.getsockname()[1]
     if not said:
         assert not caplog.records
@@ -69,6 +101,17 @@ def test_serve_warns_once(host: str, lines: int) -> None:
         peer.close()
         assert server.stop(signal.SIGTERM) == 0
         assert server.log().count(EXPOSED) == lines
+
+
+def test_serve_says_that_a_token_may_be_sent_in_clear_text(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret that nobody knows\n")
+    options = ["--host", "0.0.0.0", "--token-keys", str(keys), "--require-auth", *certificates().serving(ca=True)]
+    with tcpstore_server(*options) as server:
+        assert server.log().count(f"{EXPOSED} without mandatory TLS") == 1
+    with tcpstore_server(*options, "--require-tls") as server:
+        assert EXPOSED not in server.log()
 
 
 @pytest.mark.parametrize(

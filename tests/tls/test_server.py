@@ -160,7 +160,7 @@ def test_a_handshake_byte_by_byte_has_the_time_limit(backend: str) -> None:
         for byte in client_hello()[:-1]:
             peer.send(bytes([byte]))
         assert peer.closed()
-        logged(server, "no VALIDATE within 1 s")
+        logged(server, "TLS handshake not finished within 1 s")
 
 
 def test_a_slow_handshake_succeeds(backend: str) -> None:

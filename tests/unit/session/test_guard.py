@@ -414,6 +414,17 @@ def test_a_command_in_portions_is_counted() -> None:
         peer.receive(multi_set(*[(b"/x%d" % n, b"") for n in range(501)]))
 
 
+def test_one_session_is_singular() -> None:
+    one = Access("t", max_keys=1, max_bytes=2000, max_sessions=1)
+    assert "max 1 key, max 2,000 bytes, max 1 session)" in str(one)
+    of = engine()
+    of.authenticate = lambda token: one
+    first = session(of)
+    first.receive(auth(b"x"))
+    with pytest.raises(NotAllowedError, match=r"token t already has 1 session \(max 1\)"):
+        session(of).receive(auth(b"x"))
+
+
 def test_sessions_of_one_token() -> None:
     of = engine()
     of.authenticate = lambda token: Access("t", max_sessions=2)

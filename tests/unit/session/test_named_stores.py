@@ -447,15 +447,38 @@ def test_end_takes_an_owner(server: Server) -> None:
 # Tokens
 
 
+def refused(server: Server, session: ServerSession, request: bytes) -> str:
+    """Return why a request is refused, which the reply says before the connection is closed."""
+    with pytest.raises(NotAllowedError) as error:
+        server.say(session, request)
+    found = reply(take(session))
+    assert found["status"] == "refused"
+    assert str(error.value) == f"not allowed: {found['reason']}"
+    session.leave()
+    return str(found["reason"])
+
+
+def test_another_token_presented_while_it_waits_for_a_store(server: Server) -> None:
+    session = server.connect()
+    session.grant_access(Access("t", store="a"))
+    assert server.say(session, enter("a")) == b""
+    session.grant_access(Access("u", store="b"))
+    server.owner("a")
+    server.work()
+    assert server.closed[session] == "not allowed: token u is only for the store 'b', not for 'a'"
+
+
 def test_a_token_for_a_store_opens_that_one_only(server: Server) -> None:
     session = server.connect()
     session.grant_access(Access("t", store="a"))
-    assert server.enter(session, "b", owner="o")["status"] == "refused"
+    assert refused(server, session, enter("b", owner="o")) == "token t is only for the store 'a', not for 'b'"
     for command in (set_(b"/k", b"v"), get(b"/k"), b"\x07"):
         other = server.connect()
         other.grant_access(Access("t", store="a"))
         with pytest.raises(NotAllowedError, match="token t is only for the store 'a'"):
             server.say(other, command)
+    session = server.connect()
+    session.grant_access(Access("t", store="a"))
     assert server.enter(session, "a", owner="o")["status"] == "entered"
     assert server.say(session, set_(b"/k", b"v") + get(b"/k"))[8:] == b"v"
 
@@ -464,10 +487,12 @@ def test_a_token_that_reads_owns_no_store(server: Server) -> None:
     session = server.connect()
     session.grant_access(Access("t", "read"))
     assert (
-        server.enter(session, "a", owner="o")["reason"]
+        refused(server, session, enter("a", owner="o"))
         == "token t grants only read access, but the owner of a store needs write access"
     )
     server.owner("a")
+    session = server.connect()
+    session.grant_access(Access("t", "read"))
     assert server.enter(session, "a")["status"] == "entered"
     with pytest.raises(NotAllowedError):
         server.say(session, set_(b"/k", b"v"))
