@@ -78,7 +78,8 @@ it sends both requests with its handshake. The replies to AUTH and ENTER tell it
 | `access` | on a connection that has presented a token: what the token allows, as in the reply to AUTH |
 | `requires` | on a connection that is not authenticated yet: what it must present first, a `token` or a TLS \
 `certificate` |
-| `refused` | from a relay whose server permanently refuses its token: the reason; any other command closes the connection |
+| `refused` | from a relay whose server permanently refuses its token: the reason; any other command \
+closes the connection |
 | `store` | on a connection in a named store: its name; `instance` is then unique to each such store |
 
 A client that opens another connection probes again on it and compares `instance`: a different server at the same

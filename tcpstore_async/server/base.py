@@ -88,6 +88,10 @@ class Server:
         self.named.clock = time.monotonic
         self.named.on_work = self._schedule_work
         self.named.on_released = self._expect_leaving
+        self._finishing: dict[Transport, float] = {}
+        """Refused peers that have not read their replies, with the time at which they are closed, in order."""
+        self._finish_expected = False
+        """Whether `_close_refused` will be called."""
         self._working: bool = False
         """Whether `_work` will be called."""
         self.host: str = listener.getsockname()[0]
@@ -259,9 +263,10 @@ class Server:
         if self.count == 1:
             self.call_soon(self._note_empty)
 
-    def closed(self) -> None:
+    def closed(self, connection: Transport) -> None:
         """Stop counting a connection whose session has left, and flush those that its end woke."""
         self.count -= 1
+        self._finishing.pop(connection, None)
         if not self.stopped and self.engine.pending_flush:
             self.flush_pending()
         if not self.count:
@@ -311,13 +316,22 @@ class Server:
             return
         if connection.single is not None:
             connection.single.forget()  # if the connection breaks now, the session must not go on with the next one
+        self._finishing[connection] = time.monotonic() + DEFAULT_GRACE
         connection.finish()
-        self.call_soon(lambda: self.loop.call_later(DEFAULT_GRACE, self._close_refused, connection))
+        if not self._finish_expected:
+            self._finish_expected = True
+            self.call_soon(self._close_refused)
 
-    def _close_refused(self, connection: Transport) -> None:
-        """Close a refused peer that has not read its replies: it may be blocked sending what nobody reads."""
+    def _close_refused(self) -> None:
+        """Close refused peers that have not read their replies: they may be blocked sending what nobody reads."""
         with self.lock:
-            connection.close()
+            now = time.monotonic()
+            for connection, deadline in list(self._finishing.items()):
+                if deadline > now and not self.stopped:
+                    self.loop.call_later(max(deadline - now, _MIN_EXPIRY_SECONDS), self._close_refused)
+                    return
+                connection.close()
+            self._finish_expected = False
 
     def give_up(self, connection: Transport) -> None:
         """Close a connection after an exception that is no peer's fault, so that the others are served on."""

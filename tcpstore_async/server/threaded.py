@@ -205,7 +205,7 @@ class Connection(Transport):
             self.peer.shutdown(socket.SHUT_RDWR)  # wakes its thread, which frees the descriptor
         self.leave(broken)
         self.server.connections.discard(self)
-        self.server.closed()
+        self.server.closed(self)
 
 
 class TlsConnection(Connection):

@@ -221,7 +221,7 @@ class Connection(Transport):
         server.poller.forget(fd)
         os.close(fd)
         self.leave(broken)
-        server.closed()
+        server.closed(self)
 
     def _end(self) -> None:
         """The peer has sent its last byte, or the last that is read."""

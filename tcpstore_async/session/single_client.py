@@ -99,8 +99,8 @@ class ClientSingleLink:
         at = sent[0][0]
         total = at + sum([len(data) for _, data, _ in sent])
         if reply.status != RESUMED or not at <= reply.taken <= total:
-            why = f": {reply.reason}" if reply.reason else ""
-            raise ProtocolError(f"the server did not keep the session ({reply.status}{why})")
+            why = reply.reason or f"it has restarted, or there was no connection for {self.grace:.0f} s"
+            raise ProtocolError(f"the server did not keep the session: {why}")
         self._told = self.received
         rest: list[bytes] = []
         for _, data, _ in sent:
