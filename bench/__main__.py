@@ -31,7 +31,7 @@ from bench.compare import compare_files
 from bench.environment import machine, open_files, versions
 from bench.report import write_report, write_report_of
 from bench.run_file import Ending, Run, RunFile, Transport
-from bench.runner import Plan, Runner
+from bench.runner import OURS, Plan, Runner
 from bench.scenarios import SCENARIOS, Scenario
 from bench.servers import SERVERS, hosting, reference_of
 from bench.start import BACKENDS, NCCL2, PRESETS, Pattern
@@ -42,6 +42,8 @@ from tcpstore_async.serving import build
 FULL_SECONDS = 3200.0
 QUICK_SECONDS = 170.0
 TRANSPORTS = ("sockets", "memory")
+_FEWER = 8192
+"""Ranks that a job may have over sockets on most machines."""
 _STARTS = ("start", "start-spread")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -127,7 +129,8 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option(
     "--preset",
     type=click.Choice(list(PRESETS)),
-    help="Replay a known job instead, at its own sizes or those in --sizes: 8,192 ranks; 16,384 in many groups; 98,304 "
+    help="Replay a known job instead, at its own sizes or those in --sizes: dense, 8,192 ranks; megatron, up to 16,384 "
+    "in many groups, with 3,116 requests per rank, so that a sample of 1,024 takes a minute or more; frontier, 98,304 "
     "in memory.",
 )
 @click.option(
@@ -281,14 +284,29 @@ def _failure(runner: Runner) -> str:
         return str(error)
     if runner.failures:
         return runner.failures[0]
-    return "" if runner.samples else _why_nothing(runner.endings)
+    return "" if runner.samples else f"nothing was measured: {_why_nothing(runner.plan, runner.endings)}"
 
 
-def _why_nothing(endings: Sequence[Ending]) -> str:
+def _why_nothing(plan: Plan, endings: Sequence[Ending]) -> str:
+    """Return why a run has no samples, and what can be measured instead."""
     for one in endings:
         at = f" at {one.size:,}" if one.size else ""
-        return f"nothing was measured: {one.scenario}, {one.server}{at}: {one.reason}"
-    return "nothing was measured: no chosen scenario has these sizes, servers and transports"
+        return f"{one.scenario}, {one.server}{at}: {one.reason}"
+    names = " and ".join(scenario.name for scenario in plan.scenarios)
+    presets = {scenario.job.preset for scenario in plan.scenarios if scenario.job and scenario.job.preset}
+    what = f"{names} of {presets.pop()}" if presets else names
+    without_sizes = not all(scenario.sizes for scenario in plan.scenarios)
+    sockets = "--transport sockets" + (f" --sizes {_FEWER}" if without_sizes else "")
+    if not plan.has("sockets"):
+        if plan.servers and OURS not in plan.servers:
+            return (
+                f"{what}: measured in memory, where {' and '.join(plan.servers)} cannot be; choose --server {OURS}, or "
+                f"sockets with {sockets}"
+            )
+        return f"{what}: cannot be measured in memory; choose {sockets}"
+    if without_sizes:
+        return f"{what}: measured in memory only, unless you choose fewer ranks with {sockets}"
+    return "no chosen scenario has these sizes, servers and transports"
 
 
 @contextmanager

@@ -51,11 +51,13 @@ class AgentRegistry(SharedRequests):
         """By key: the rounds in which agents meet."""
         self.represented: dict[Waiter, Agent] = {}
         """By waiter: the agent that it represents. (An attribute of all waiters would enlarge them.)"""
+        self.no_rounds: str = ""
+        """Why no more rounds are formed, if that is so."""
 
     def meet(self, waiter: Waiter, key: bytes, name: Framed, least: int, most: int, left: int) -> Framed | None:
         """Let an agent join the current round, or the next one: see `Rounds.join`. None if the waiter has to wait.
 
-        Raises ProtocolError for numbers that make no sense.
+        Raises ProtocolError for numbers that make no sense, and after `end_rounds`.
         """
         self._require_idle(waiter)
         if not 1 <= least <= most or not PREFIX < len(name) <= _MAX_NAME:
@@ -66,6 +68,8 @@ class AgentRegistry(SharedRequests):
             self.incremental = UnparkFirst(self, waiter, partial(self.meet, waiter, key, name, least, most, left))
             return None
         agent, rounds = self._find(key, name)
+        if self.no_rounds and (rounds is None or not rounds.closed):
+            raise ProtocolError(f"MEET: {self.no_rounds}")
         if agent is None:
             if rounds is not None and rounds.closed:
                 return _framed_answer((rounds.round, CLOSED, 0))
@@ -128,6 +132,14 @@ class AgentRegistry(SharedRequests):
         if agent.connections == 0:
             agent.rounds.remove(agent)
             self.settle(agent.rounds)
+
+    def end_rounds(self, why: str) -> list[Waiter]:
+        """Form no more rounds; return who represents an agent whose rounds are not closed, for the caller to evict.
+
+        Agents of closed rounds may still read and write what they end with.
+        """
+        self.no_rounds = why
+        return [waiter for waiter, agent in self.represented.items() if not agent.rounds.closed]
 
     def forget_rounds(self, key: bytes) -> None:
         """Forget the rounds under a key if they have no agents."""

@@ -209,13 +209,19 @@ def _play(
         signals.append(number)
         player.interrupt()
 
-    def handle_signals() -> None:
+    def begin() -> None:
+        if player.keys_before and context.output != "json":  # the report has it too
+            click.echo(
+                f"Warning: the server already has {counted(player.keys_before, 'key')}, so replies may differ from the "
+                "recording; use an empty server, such as a new `tcpstore serve`",
+                err=True,
+            )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                 asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
 
     async def main() -> None:
-        reports.append(await player.play(handle_signals))
+        reports.append(await player.play(begin))
 
     with context.plain_address() as (host, port):
         player = Player(recording, host, port, copies=copies, speed=speed, timeout=context.timeout)

@@ -78,8 +78,11 @@ class TCPClient:
         tls: ClientTls | None = None,
         name: StoreName | None = None,
         joins: bool = False,
+        refused_is_final: bool = False,
     ) -> None:
         """Connect, retrying until the timeout, in seconds from now or from `began`. Raises DistNetworkError.
+
+        With `refused_is_final`, raises ConnectionRefusedError at once if nobody listens there.
 
         `introduction` describes this client to the server, if the server turns out to be one of ours. With a `token`,
         every connection presents it; raises AccessDeniedError if it is refused. With `tls`, which is this client's
@@ -114,7 +117,9 @@ class TCPClient:
         try:
             limit = Deadline(timeout, began)
             asks = joins and not token and name is None  # otherwise the connection's identity will be known
-            opened = connect_blocking(host, port, limit, token=token, tls=tls, name=name, asks=asks)
+            opened = connect_blocking(
+                host, port, limit, refused_is_final=refused_is_final, token=token, tls=tls, name=name, asks=asks
+            )
             self._start([SyncConnection(*opened)])
         except BaseException:
             if tls is not None:

@@ -12,13 +12,14 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, cast
 
 import msgspec
 
 from ..addresses import format_address
 from ..client.aio import AsyncTCPStore
-from ..errors import DistNetworkError, ProtocolError, StoreTimeoutError, counted
+from ..errors import AccessDeniedError, DistNetworkError, ProtocolError, StoreTimeoutError, counted
 from ..server.listen_socket import raise_file_limit
 from ..session.client import ClientSession, PendingCall
 from ..values import PREFIX, Framed, pack
@@ -65,6 +66,8 @@ class Report(msgspec.Struct):
     """PINGs that the replay added, to know that a write without reply is done."""
     seconds: float
     recorded_seconds: float
+    keys_before: int
+    """Keys that the server had already."""
     opaque: int
     """Recorded connections that could not be decoded to their end."""
     complete: bool
@@ -90,6 +93,8 @@ class Player:
         self.timeout = timeout
         self.filler = _Filler(recording)
         self.began = 0.0
+        self.keys_before = 0
+        """Keys that the server had before the replay, if that is known."""
         self.requests = 0
         self.replies = 0
         self.fences = 0
@@ -158,6 +163,7 @@ class Player:
             fences=self.fences,
             seconds=loop.time() - self.began,
             recorded_seconds=recording.seconds - recording.first,
+            keys_before=self.keys_before,
             opaque=sum(connection.opaque for connection in recording.connections),
             complete=recording.complete,
             interrupted=self.interrupted,
@@ -189,14 +195,20 @@ class Player:
             self.end.set_result(None)
 
     async def _check_server(self) -> None:
-        """Raise DistNetworkError without a server, and RecordingError if it lacks our extension and that is needed."""
+        """Count the keys that the server has already.
+
+        Raises DistNetworkError without a server, and RecordingError if it lacks our extension and that is needed.
+        """
         async with await AsyncTCPStore.connect(self.host, self.port, timeout=self.timeout, server="") as store:
             needed = sorted({s.command.name for s in self.recording.steps if s.command.flags & Flag.EXTENSION})
-            if needed and await store.server() is None:
+            server = await store.server()
+            if needed and server is None:
                 raise RecordingError(
                     f"the recording uses tcpstore_async extension commands ({', '.join(needed)}), which the server at "
                     f"{format_address(self.host, self.port)} does not support"
                 )
+            with suppress(AccessDeniedError):  # a token for some of the keys
+                self.keys_before = await store.num_keys()
 
     async def _watch(self) -> None:
         """End the replay when nothing happens for longer than the timeout."""

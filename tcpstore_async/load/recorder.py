@@ -238,7 +238,10 @@ class RecordedConnection(ForwardedConnection):
         else:
             if observer.entered and not self.recorder.entered:
                 self.recorder.entered = True
-                log.warning("the job uses named stores: its recording can be summarized but not replayed")
+                log.warning(
+                    "the job uses named stores: its recording can be summarized but not replayed; to replay it, record "
+                    "the job without TCPSTORE_SERVER_URL or server=, and torchrun with --rdzv-conf named_store=0"
+                )
 
     def ended(self, by_client: bool) -> None:
         """Record the end of the connection, which one side has closed."""

@@ -424,7 +424,12 @@ class _Reader:
         elif isinstance(row[0], str):
             self._define(*row)
         else:
-            self._micros += int(row[0])
+            micros = int(row[0])
+            if micros < 0:
+                raise ValueError(
+                    f"time {micros} is negative; expected the microseconds since the row before, 0 or more"
+                )
+            self._micros += micros
             if row[1] >= 0:  # the end of the recording belongs to no connection
                 self.recording.seconds = self._micros / 1e6
             self._traffic(row[1], row[2], row[3:])

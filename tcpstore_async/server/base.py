@@ -233,6 +233,16 @@ class Server:
             if self.engine.pending_flush:
                 self.flush_pending()
 
+    def end_rounds(self, why: str) -> None:
+        """Form no more rounds of agents, and close the connections of those whose rounds are not closed."""
+        with self.lock:
+            for engine in (self.engine, *(store.engine for store in self.named.stores.values())):
+                for waiter in engine.keyspace.end_rounds(why):
+                    if isinstance(waiter, ServerSession) and waiter not in self.engine.evicted:
+                        waiter.evict(ProtocolError(why))
+            if self.engine.pending_flush:
+                self.flush_pending()
+
     def drop_store(self, name: str, why: str) -> bool:
         """End a store with a name; return whether there is one. With the lock."""
         found = self.named.drop(name, why)

@@ -106,6 +106,9 @@ class TCPStore(Store):
     _owns = False
     """Whether this store is the owner of the one with that name."""
 
+    _refused_is_final = False
+    """Whether a server that refuses the connection is gone, rather than still to come."""
+
     _shares = ""
     """By what it shares that with other stores of this process."""
 
@@ -253,6 +256,7 @@ class TCPStore(Store):
                     tls,
                     name,
                     joins=rank is not None,
+                    refused_is_final=self._refused_is_final,
                 )
             except DistNetworkError as error:
                 raise (error if rank is None else rank.blame(error)) from None

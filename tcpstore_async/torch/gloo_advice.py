@@ -1,7 +1,7 @@
 """Log that a large gloo group is about to send many requests that a switch of PyTorch's would avoid.
 
-`gloo_switches.py` says which switches and why. Nothing is changed here; how a group is made, and what stores do, is not
-known.
+`gloo_switches.py` says which switches and why. Nothing is changed here; how a group is made is not known, and of stores
+only whether the requests leave the process.
 """
 
 import functools
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..gloo_switches import BATCHED, LARGE, LAZY, SHORT, is_batched, is_lazy, requests
@@ -40,7 +41,7 @@ def _advise(store: Any = None, rank: Any = -1, size: Any = 0, *given: Any, **nam
     """Log one line on the first rank of a large group, unless a switch is set."""
     if rank != 0 or not isinstance(size, int) or size <= LARGE:
         return
-    if is_batched(os.environ) or is_lazy(os.environ):
+    if is_batched(os.environ) or is_lazy(os.environ) or _is_within_process(store):
         return
     log.warning(
         "a gloo group of %d ranks sends %s requests to the store; set %s=1 and %s=1 for all ranks, or %s=1 if few of "
@@ -51,3 +52,10 @@ def _advise(store: Any = None, rank: Any = -1, size: Any = 0, *given: Any, **nam
         SHORT,
         LAZY,
     )
+
+
+def _is_within_process(store: Any) -> bool:
+    """Return whether a store is a HashStore, which nobody else uses, whatever prefixes its keys get."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return isinstance(store, dist.HashStore)

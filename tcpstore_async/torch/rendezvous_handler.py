@@ -66,6 +66,9 @@ _TIMEOUTS: Final = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}
 
 _ROUND_KEY: Final = "tcpstore.round"
 
+_HOST_KEY: Final = "tcpstore.host"
+"""Which agent hosts the server; not there if none does."""
+
 _FRESH: Final = 1.0
 """Seconds for which the state of the rounds is not requested again, as in PyTorch."""
 
@@ -110,7 +113,10 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     store = _open_store(params, read_timeout, params.get_as_bool("tls"))
     try:
         key = _enter(store, params.run_id)
-        return _Handler(params.run_id, store, key, options, params.local_addr or socket.getfqdn(), relay, named)
+        address = params.local_addr or socket.getfqdn()
+        if store._plain._hosted is not None or store._plain._owns:
+            store.set(_HOST_KEY, _own_name(address))
+        return _Handler(params.run_id, store, key, options, address, relay, named)
     except (errors.DistError, NotImplementedError) as error:
         store.close()
         raise RendezvousConnectionError(str(error)) from error
@@ -119,8 +125,13 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 class _RoundStore(PlainTCPStore):
     """The store of a round's workers, as the agent holds it that owns it."""
 
+    _refused_is_final = True
+
     def __init__(self, name: str, server: ServerUrl, timeout: timedelta, token: str | None) -> None:
-        """Create it. Raises DistError if the server has no stores with names, or the token does not allow all of it."""
+        """Create it. Raises DistError if the server has no stores with names, or the token does not allow all of it.
+
+        Raises ConnectionRefusedError if the server is gone.
+        """
         self._store_name = name
         super().__init__(*server[:2], is_master=True, timeout=timeout, token=token, tls=server.tls, server=str(server))
         try:
@@ -155,6 +166,8 @@ class _Handler(RendezvousHandler):
         self._port: LastingPort | None = None
         self._round_store: _RoundStore | None = None
         self._store = store
+        self._host_name = ""
+        """The agent that hosts the server; empty if none is known to do so."""
         self._key = key
         self._address = address
         self._number = next(_numbers)
@@ -181,10 +194,12 @@ class _Handler(RendezvousHandler):
         self._close_server()
         self._record("attempts to join the next round")
         try:
+            self._translated(self._find_host)
             found = self._join()
             self._beats = _Beats(self._agent)
             store = PrefixStore(f"{self._key}.{found.number}", self._store)
-            where, os.environ[ROUND_VARIABLE] = self._share(store, found)  # workers inherit it
+            share = functools.partial(self._share, store, found)
+            where, os.environ[ROUND_VARIABLE] = self._translated(share)  # workers inherit it
         except Exception as error:
             self._record(f"failed to join: {type(error).__name__}: {error}", NodeState.FAILED)
             raise
@@ -223,6 +238,11 @@ class _Handler(RendezvousHandler):
             return found
         finally:
             self._seen = None
+
+    def _find_host(self) -> None:
+        """Note which agent hosts the server, if one does."""
+        if not self._host_name and self._store.check([_HOST_KEY]):
+            self._host_name = self._store.get(_HOST_KEY).decode()
 
     def _share(self, store: Store, found: Round) -> tuple[RendezvousStoreInfo, str]:
         """Agree with the other agents on where the workers meet, and on a name for the round.
@@ -269,13 +289,19 @@ class _Handler(RendezvousHandler):
         return self._server.port, token
 
     def _create(self, name: str) -> str:
-        """Create the store with this name on the agents' server; return why it cannot be used, empty if it can."""
+        """Create the store with this name on the agents' server; return why it cannot be used, empty if it can.
+
+        Raises DistNetworkError if that server is gone.
+        """
         if wants_tls(None) and not self._wants_relay:
             return "the workers use TLS themselves (TCPSTORE_TLS=1), which a loopback port does not support"
         try:
             self._round_store = _RoundStore(name, self._agents_server, self._store.timeout, self._made_token)
             return ""
+        except ConnectionRefusedError:
+            raise errors.DistNetworkError("it refuses connections") from None
         except errors.DistError as error:
+            self._agent.look()  # without the agents' server, the workers need no other one
             return str(error)
 
     def _open_port(self, name: str) -> tuple[str, int]:
@@ -325,8 +351,21 @@ class _Handler(RendezvousHandler):
             raise RendezvousClosedError from None
         except errors.StoreTimeoutError as error:
             raise RendezvousTimeoutError(str(error)) from error
+        except errors.DistNetworkError as error:
+            raise RendezvousConnectionError(self._gone(error)) from error
         except errors.DistError as error:
             raise RendezvousConnectionError(str(error)) from error
+
+    def _gone(self, error: errors.DistNetworkError) -> str:
+        """Return what the loss of the agents' server means, and what to do."""
+        server = f"the rendezvous server at {format_address(*self._agents_server[:2])}"
+        if self._host_name and self._host_name != _own_name(self._address):
+            return (
+                f"{server} is gone: it ends with the agent that hosted it, {self._host_name} ({error}). Restart the "
+                "job; to let it survive the end of any agent, run `tcpstore serve` on a host that stays and pass its "
+                "address as --rdzv-endpoint"
+            )
+        return f"{server} cannot be reached any more: {error}. Start it again if it has ended, and restart the job"
 
     def _stop_beats(self) -> None:
         beats, self._beats = self._beats, None
@@ -385,6 +424,11 @@ def _send_beats(agent: "weakref.ref[Agent]", pulse: Pulse, stopped: threading.Ev
             if not isinstance(error, errors.StoreTimeoutError):
                 return  # the connection is lost, and with it the store
         del alive
+
+
+def _own_name(address: str) -> str:
+    """Return how errors name the agents of this process."""
+    return f"{address} (pid {os.getpid()})"
 
 
 def _has_token() -> bool:

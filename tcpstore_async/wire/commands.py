@@ -214,7 +214,8 @@ COMMANDS: Final = (
             "order of names, and the world size. If the agent is to time a last call, replies with the round, -1 and "
             "the number of the call; if the rounds are closed, with the round, -2 and 1 for a redundant agent, else "
             "0. May be repeated, on any connection. Ended by CANCEL_FETCH. Closes the connection for any other "
-            "numbers, or if it has to block while another wait is pending."),
+            "numbers, if it has to block while another wait is pending, and, unless the rounds are closed, once the "
+            "owner of the server has stopped it or ended."),
     Command(0x4B, "ATTEND",       KEY_VALUE_2_I64, VALUE,           "attend",    STORES | HOLDS | EXTENSION,
             "Executes an action for the agent whose name is the value (for no agent if the value is empty), and "
             "replies with the state of the rounds under the key. The numbers are the action and its argument. 0: "

@@ -81,6 +81,33 @@ def test_a_run_that_measures_nothing_fails(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            "--preset frontier --server libuv",
+            "start and start-spread of frontier: measured in memory, where libuv cannot be; choose --server uvloop, or "
+            "sockets with --transport sockets --sizes 8192",
+        ),
+        (
+            "--preset frontier --transport sockets",
+            "start and start-spread of frontier: measured in memory only, unless you choose fewer ranks with "
+            "--transport sockets --sizes 8192",
+        ),
+        (
+            "--scenario init --transport memory --server libuv",
+            "init: measured in memory, where libuv cannot be; choose --server uvloop, or sockets with "
+            "--transport sockets",
+        ),
+        ("--scenario steady --transport memory", "steady: cannot be measured in memory; choose --transport sockets"),
+    ],
+)
+def test_what_cannot_be_measured_says_what_can(words: str, reason: str, tmp_path: Path) -> None:
+    done = scale(*words.split(), "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"Error: nothing was measured: {reason}"
+
+
 @contextmanager
 def at_steady(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Return a run that has the samples of `init` and is measuring `steady`."""

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -19,8 +20,10 @@ import pytest
 from faults.fault_helpers import program, until
 from faults.owner_programs import HOST, PLACES, RELEASE, STREAMS, WAIT, Owner, owner, port_is_free, seen
 from support import LIMIT, RawPeer, free_port
+from tcpstore_async import DistNetworkError, TCPStore
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.serving import build
+from tcpstore_async.stores.agent import Agent, Options, RoundsClosed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -149,6 +152,34 @@ from tcpstore_async.server.process import parent
 start = parent.start
 parent.start = lambda *args, **options: start(*args, **options, grace=0.2)
 """
+
+
+ALONE = Options(1, 1, join=LIMIT, last_call=0.05)
+PAIR = ALONE._replace(least=2, most=2)
+
+
+@pytest.mark.parametrize("end", ["", "hosted.release()\n", "os.kill(os.getpid(), 9)"])
+def test_agents_form_no_round_without_the_owner(end: str, backend: str) -> None:
+    """Nobody could join it; an agent that waits learns of it at once, while other clients keep their grace."""
+    with owner(WAIT + end, backend=backend) as program, ExitStack() as stack:
+        stores = [stack.enter_context(TCPStore("127.0.0.1", program.port, timeout=LIMIT)) for _ in range(4)]
+        parked, stranger, last, rank = stores
+        waiting = Agent(parked, "job", b"a", PAIR)
+        late = Agent(stranger, "other job", b"b", ALONE)
+        Agent(last, "closed", b"c", ALONE).close()
+        rank.set("k", "v")
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(waiting.join)
+            until(lambda: Agent(rank, "job", b"", PAIR).look().participants == 1, "the agent waits")
+            program.go_on()
+            with pytest.raises(DistNetworkError):
+                joined.result(LIMIT)
+        assert rank.get("k") == b"v"
+        with pytest.raises(DistNetworkError):
+            late.join()
+        with pytest.raises(RoundsClosed):
+            Agent(last, "closed", b"c", ALONE).join()
+        assert rank.get("k") == b"v"
 
 
 def test_the_grace_after_a_killed_owner_ends() -> None:

@@ -498,6 +498,9 @@ class _Group:
         (("store", 0, 65), {}, {"TORCH_GLOO_LAZY_INIT": "True"}, False),
         ((), {}, {}, False),
         (("store", 0, "many"), {}, {}, False),
+        ((dist.HashStore(), 0, 65), {}, {}, False),
+        ((dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore())), 0, 65), {}, {}, False),
+        ((ours.PrefixStore("a", ours.HashStore()), 0, 65), {}, {}, False),
     ],
 )
 def test_a_large_gloo_group_gives_advice(

@@ -32,12 +32,13 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from support import Server, tcpstore_server, torch_server
-from tcpstore_async import AccessDeniedError
+from tcpstore_async import AccessDeniedError, errors
 from tcpstore_async import TCPStore as PlainTCPStore
 from tcpstore_async.cli import main
 from tcpstore_async.client import named_ports, store_name
+from tcpstore_async.client.server_url import ServerUrl
 from tcpstore_async.tokens import TokenKeys
-from tcpstore_async.torch import TCPStore, rendezvous_handler
+from tcpstore_async.torch import PrefixStore, TCPStore, rendezvous_handler
 from tls.certificates import HOSTS, certificates
 from tls.peers import TlsPeer, context
 from torch_forker import Program
@@ -187,9 +188,9 @@ def test_agents_with_tls_and_a_token(job: Job) -> None:
     assert token not in job.said()
 
 
-def hosting(job: Job) -> Program:
+def hosting(job: Job, nodes: str = "2") -> Program:
     """The agent that hosts the server, started first."""
-    first = job.agent("hold")
+    first = job.agent("hold", nodes=nodes)
     job.until(lambda: accepts(job.port))
     return first
 
@@ -211,6 +212,23 @@ def test_a_killed_agent_comes_back(job: Job) -> None:
     (job.folder / "go").touch()
     job.end(first, third)
     assert groups(job.seen()) == [(2, [0, 1])] * 2
+
+
+@once
+def test_the_agents_server_ends_with_the_agent_that_hosts_it(job: Job) -> None:
+    """The others, be they in the round or redundant, say so and do not wait for it."""
+    first = hosting(job, "1:2")
+    second, third = (job.agent("hold", nodes="1:2") for _ in range(2))
+    job.until(lambda: sum(one["sum"] == 2 for one in job.seen()) >= 2)
+    job.kill(first)
+    job.until(lambda: all(agent.poll() is not None for agent in (second, third)))
+    for agent in (second, third):
+        assert agent.returncode == 1, job.said()
+        said = agent.errors()
+        assert "RendezvousConnectionError: the rendezvous server at 127.0.0.1" in said
+        assert f"is gone: it ends with the agent that hosted it, {socket.getfqdn()} (pid {first.pid}) (" in said
+        assert "run `tcpstore serve` on a host that stays" in said
+        assert "a server of their own" not in said
 
 
 def alone(job: Job) -> bool:
@@ -542,6 +560,29 @@ def test_a_server_that_has_gone(port: int) -> None:
     with pytest.raises(RendezvousConnectionError):
         handler.next_rendezvous()
     assert not handler.shutdown()
+
+
+def test_a_round_that_is_formed_as_the_server_goes(server: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end after the round has been formed, and before the workers have a store."""
+    handler = rendezvous_handler.create_handler(parameters(server))
+    refuses = errors.DistNetworkError("the connection to the server was lost")
+
+    def gone(*_: object) -> None:
+        raise refuses
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(handler, "_agents_server", ServerUrl("127.0.0.1", closed.getsockname()[1], False))
+        with pytest.raises(
+            RendezvousConnectionError, match=r"cannot be reached any more: it refuses connections\. Start"
+        ):
+            handler.next_rendezvous()
+    monkeypatch.undo()
+    monkeypatch.setattr(PrefixStore, "set", gone)
+    with pytest.raises(RendezvousConnectionError, match="cannot be reached any more: the connection to the server"):
+        handler.next_rendezvous()
+    monkeypatch.undo()
+    assert handler.shutdown()
 
 
 def test_a_server_that_is_not_ours() -> None:
