@@ -143,6 +143,10 @@ class ReadKeys(IncrementalCommand):
         self.keyspace.free_later(self.keys)
 
 
+_NOBODY: "Final[dict[Waiter, int]]" = {}
+"""No registrations. Never changed."""
+
+
 class _StoredKey:
     """Finds the object that a dict has as a key: looked up there, its `key` becomes that object."""
 
@@ -162,8 +166,8 @@ class _StoredKey:
 class SetItems(IncrementalCommand):
     """MULTI_SET of many pairs: prepared in steps, then executed at once.
 
-    Preparing replaces long keys by the keyspace's own copies, so that executing it compares no bytes: 256 MiB of them
-    would take 50 ms.
+    Preparing allocates what waking many waiters needs, and replaces long keys by the keyspace's own copies, so that
+    executing it compares no bytes: 256 MiB of them would take 50 ms.
     """
 
     def __init__(self, keyspace: "Keyspace", items: list[tuple[bytes, Framed]]) -> None:
@@ -173,18 +177,24 @@ class SetItems(IncrementalCommand):
         self.left = len(items)
         """How many are not prepared yet. Preparing begins at the end of the list, see `FreeItems`."""
         self.growth: int = 0
+        self.waking: WakeKeys | None = None
+        """What will wake the waiters of these keys, if there are many."""
         self.keeps = True
 
     def step(self, most: int) -> bool:
         keyspace = self.keyspace
         items = self.items
         if self.left == 0:
-            keyspace.set_items(items, self.growth)
+            keyspace.set_items(items, self.growth, self.waking)
             return True
         stop = max(0, self.left - most)
         self.growth += keyspace.max_growth(items[stop : self.left])
-        for at in range(self.left - 1, stop - 1, -1):
+        for at in range(self.left - 1, stop - 1, -1):  # the first value of a key is what its waiters receive
             key, value = items[at]
+            if key in keyspace.waiters:
+                if self.waking is None:
+                    self.waking = WakeKeys(keyspace)
+                self.waking.expect(key, value)
             if len(key) >= _LONG_KEY:
                 stored = _StoredKey(key)
                 if stored in keyspace.values and stored.key is not key:
@@ -425,23 +435,28 @@ class WakeMany(DeferredWork):
 
 
 class WakeKeys(DeferredWork):
-    """Wake the waiters of many keys that were written at once, in the order of the keys and then of arrival."""
+    """Wake the waiters of many keys that were written at once; those of one key in order of arrival."""
 
     def __init__(self, registry: "WaiterRegistry") -> None:
         self.registry = registry
-        self.keys: list[bytes] = []
-        self.at = 0
         self.registered: dict[bytes, dict[Waiter, int]] = {}
         """By key."""
         self.values: dict[bytes, Framed] = {}
         """By key: the value when it was written. (Tuples would be looked at by the garbage collector.)"""
         self.queued: set[bytes] = set()
         """Keys whose queues had items by then."""
-        registry.waking += 1
+
+    def expect(self, key: bytes, value: Framed) -> None:
+        """Allocate what `add` may need for a key: page faults take longer than anything else that it does."""
+        self.registered[key] = _NOBODY
+        self.values[key] = value
+
+    def begin(self) -> None:
+        self.registry.waking += 1
+        self.registry.defer(self)
 
     def add(self, key: bytes, registered: "dict[Waiter, int]", value: Framed) -> None:
-        """Add a key that is not among the keys yet."""
-        self.keys.append(key)
+        """Add the registrations under a key that has been written, none of which have been added before."""
         self.registered[key] = registered
         self.values[key] = value
         if self.registry.queue_len(key) > 0:
@@ -449,9 +464,8 @@ class WakeKeys(DeferredWork):
 
     def step(self, most: int) -> bool:
         registry = self.registry
-        while self.at < len(self.keys) and most > 0:
-            key = self.keys[self.at]
-            registered = self.registered[key]
+        while self.registered and most > 0:
+            key, registered = self.registered.popitem()
             value = self.values[key]
             empty = key not in self.queued
             for waiter in list(islice(registered, most)):
@@ -459,12 +473,12 @@ class WakeKeys(DeferredWork):
                 del registered[waiter]
                 registry.wake(waiter, key, count, value, empty)
                 most -= 1
-            if not registered:
-                del self.registered[key]
+            if registered:
+                self.registered[key] = registered
+            else:
                 del self.values[key]
-                self.at += 1
                 most -= 1
-        if self.at < len(self.keys):
+        if self.registered:
             return False
         registry.waking -= 1
         return True

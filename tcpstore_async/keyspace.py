@@ -302,8 +302,11 @@ class Keyspace(JoinRegistry):
             growth += len(key) + ENTRY_BYTES + len(value)
         return growth
 
-    def set_items(self, items: list[tuple[bytes, Framed]], growth: int) -> None:
-        """Set every pair in order; `growth` is their `max_growth`. Raises LimitError if they do not fit."""
+    def set_items(self, items: list[tuple[bytes, Framed]], growth: int, prepared: WakeKeys | None = None) -> None:
+        """Set every pair in order; `growth` is their `max_growth`. Raises LimitError if they do not fit.
+
+        If they have more waiters than one portion, `prepared` wakes the others, later.
+        """
         values = self.values
         if self.size + growth > self.max_size:  # as if all keys were new: only then count exactly
             growth = 0
@@ -333,8 +336,8 @@ class Keyspace(JoinRegistry):
                     if left >= 0:
                         self._wake_all(key)
                         continue
-                    waking = WakeKeys(self)
-                    self.defer(waking)
+                    waking = prepared if prepared is not None else WakeKeys(self)
+                    waking.begin()
                 self._wake_with(waking, key, value)
         self.size += grown
         self.free_later(items)

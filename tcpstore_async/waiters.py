@@ -406,8 +406,8 @@ class WaiterRegistry:
     def _wake_with(self, work: WakeKeys, key: bytes, value: Framed) -> None:
         """Add a key that was written to those whose waiters are woken later, with the value that they receive."""
         registered = self._take_registrations(key)
-        counter = self._take_counter(key, registered)
-        if registered:
+        counter = self._take_counter(key, registered) if self.counters else None
+        if counter is None or registered:
             work.add(key, registered, value)
         if counter is not None:
             self.counter_changed(counter)
