@@ -29,6 +29,9 @@ from .model import Closed, Place, framed
 LATE = ("fetch", "wait_count", "lease_later")
 """Commands that take effect once the earlier registrations are dropped, if these are many."""
 
+HELD_BACK = 2**40
+"""Registrations that a peer awaits in addition until a long WAIT has looked at its last key."""
+
 
 class Under:
     """A command under way."""
@@ -170,16 +173,20 @@ class SteppedFleet(Fleet):
         missing = [key for key in portion if not model.present(key)]
         under.at += self.portion
         if missing:
-            left = peer.remaining if under.begun else 1
-            under.begun = True
+            left = peer.remaining if under.begun else HELD_BACK
             model.register(peer, missing, barrier=False)
             peer.remaining += left
+            if not under.begun:
+                under.begun = True
+                handoff, peer.handoff = peer.handoff, None
+                if handoff is not None:
+                    model.hand_on(handoff)
         if (under.at >= len(keys)) != done:
             raise Difference(f"{under.command}: done {done} after {under.at} keys")
         if not done:
             return
         if under.begun:
-            peer.remaining -= 1
+            peer.remaining -= HELD_BACK
             if peer.remaining > 0:
                 return
             peer.barrier = None

@@ -408,3 +408,62 @@ def test_large_values_longer_than_the_limit_are_no_reply(engine: Engine) -> None
     engine.keyspace.max_reply = 7_000_000
     with pytest.raises(PeerError, match="budget_bytes"):
         engine.keyspace.multi_get([b"k"])
+
+
+def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(engine: Engine) -> None:
+    """They count it down, as they would had it been registered at once; it is answered once."""
+    session, writer = greeted(engine), greeted(engine)
+    ask(session, "wait", KEYS[:2])
+    ask(session, "wait", KEYS[2:])
+    session.receive(b"")
+    assert isinstance(session.incremental, ParkOnKeys)
+    for key in KEYS[:4]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b""
+    finish(session)
+    for key in KEYS[4:7]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b""
+    for key in KEYS[7:]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b"\0"
+    assert nothing_is_left(engine)
+
+
+def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_last_key(engine: Engine) -> None:
+    session, writer = greeted(engine), greeted(engine)
+    ask(session, "wait", KEYS[:3])
+    for key in KEYS[5:]:
+        ask(writer, "set", key, b"v")
+    ask(session, "wait", KEYS[3:])
+    session.receive(b"")
+    for key in KEYS[:3]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b""
+    finish(session)
+    assert heard(session) == b"\0"
+    for key in KEYS[3:5]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b""
+    assert nothing_is_left(engine)
+
+
+def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(engine: Engine) -> None:
+    """As any next command does, once it awaits something itself."""
+    first, second, writer = (greeted(engine) for _ in range(3))
+    for session in (first, second):
+        ask(session, "wait", KEYS[:1])
+    for key in KEYS[1:4]:
+        ask(writer, "set", key, b"v")
+    ask(first, "wait", KEYS[1:])
+    first.receive(b"")
+    ask(writer, "queue_push", KEYS[0], b"item")
+    assert [heard(session) for session in (first, second)] == [b"\0", b""]
+    finish(first)
+    assert [heard(session) for session in (first, second)] == [b"", b"\0"]
+    ask(second, "queue_pop", KEYS[0])
+    for key in KEYS[4:]:
+        ask(writer, "queue_push", key, b"item")
+    assert heard(first) == b"\0"
+    first.leave()
+    assert engine.keyspace.handoffs == {}
