@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from properties.fleet import Command
@@ -467,3 +469,56 @@ def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(engine: En
     assert heard(first) == b"\0"
     first.leave()
     assert engine.keyspace.handoffs == {}
+
+
+def agents(engine: Engine, names: bytes, least: int) -> list[ServerSession]:
+    """Return the sessions of agents, each with a name of one letter, that meet in a round of at least so many."""
+    sessions = [greeted(engine) for _ in names]
+    for session, name in zip(sessions, names, strict=True):
+        ask(session, "meet", b"job", bytes([name]), least, least, -1)
+    return sessions
+
+
+def answer(number: int, rank: int, size: int) -> bytes:
+    return pack(struct.pack("<3q", number, rank, size))
+
+
+@pytest.mark.parametrize("left", [-1, 0])
+def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(engine: Engine, left: int) -> None:
+    """A connection that broke may still be open on the server when the agent has another one."""
+    sessions = agents(engine, b"abcde", 5)
+    assert engine.keyspace.work
+    again = greeted(engine)
+    ask(again, "meet", b"job", b"d", 5, 5, left)
+    assert heard(sessions[3]) == answer(0, 3, 5)
+    assert heard(again) == (answer(0, 3, 5) if left < 0 else b"")
+    finish(*sessions)
+    assert [heard(session) for session in sessions] == [answer(0, rank, 5) if rank != 3 else b"" for rank in range(5)]
+
+
+def test_a_change_of_agent_that_forms_a_round_leaves_none_of_it_unanswered(engine: Engine) -> None:
+    """By becoming the agent `f`, that of the first round leaves it; this forms the next one, of which `f` is part."""
+    [alone] = agents(engine, b"a", 1)
+    assert heard(alone) == answer(0, 0, 1)
+    waiting = agents(engine, b"bcdef", 5)
+    ask(alone, "meet", b"job", b"f", 5, 5, -1)
+    finish(alone)
+    assert [heard(session) for session in [*waiting, alone]] == [answer(1, min(rank, 4), 5) for rank in range(6)]
+
+
+def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent(engine: Engine) -> None:
+    sessions = agents(engine, b"abcde", 5)
+    ask(sessions[4], "attend", b"job", b"e", 1, 1)
+    assert list(engine.keyspace.rounds[b"job"].agents) == [b"e"]
+    finish(*sessions)
+    assert [heard(session)[:32] for session in sessions] == [answer(0, rank, 5) for rank in range(5)]
+
+
+def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(engine: Engine) -> None:
+    [alone] = agents(engine, b"a", 1)
+    waiting = agents(engine, b"bcde", 4)
+    ask(alone, "attend", b"job", b"a", 3, 0)
+    assert engine.keyspace.work
+    ask(greeted(engine), "attend", b"job", b"e", 4, 0)
+    finish(*waiting)
+    assert [heard(session) for session in waiting] == [answer(0, -2, 0)] * 4
