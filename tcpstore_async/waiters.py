@@ -337,6 +337,10 @@ class WaiterRegistry:
         remaining = waiter.remaining
         waiter.remaining = remaining - count
         if remaining <= 0 or remaining > count:
+            if not parked and remaining <= 0:  # that was the last stale one
+                waiter.parked = None
+                if self.unmarked:
+                    self.unmarked.discard(waiter)
             return IDLE
         state = waiter.state
         if parked:
