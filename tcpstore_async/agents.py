@@ -80,6 +80,7 @@ class AgentRegistry(SharedRequests):
             agent = rounds.add(unpack(name))
         self._represent(waiter, agent)
         rounds.see(agent)
+        self._answer_first(agent)
         agent.parked = None
         answer = rounds.join(agent, least, most, left)
         self.settle(rounds)
@@ -114,11 +115,12 @@ class AgentRegistry(SharedRequests):
         elif agent is not None:
             if action == BEAT:
                 rounds.beat(agent)
-                if not rounds.expiring and not rounds.expire(number, _REMOVED_AT_ONCE):
+                if not rounds.expiring and not self.remove_silent(rounds, number):
                     self.defer(RemoveSilent(self, rounds, number))
             elif action == COMPLETE:
                 rounds.complete(agent, number)
             elif action == LEAVE:
+                self._answer_first(agent)
                 rounds.leave(agent)
         self.settle(rounds)
         return _STATUS.pack(_STATUS.size - PREFIX, *rounds.status(agent))
@@ -140,6 +142,16 @@ class AgentRegistry(SharedRequests):
         """
         self.no_rounds = why
         return [waiter for waiter, agent in self.represented.items() if not agent.rounds.closed]
+
+    def remove_silent(self, rounds: Rounds, missing: int) -> bool:
+        """Remove some of the agents of which nothing was seen for so many ticks; True if no more are left."""
+        for _ in range(_REMOVED_AT_ONCE):
+            agent = rounds.silent(missing)
+            if agent is None:
+                return True
+            self._answer_first(agent)
+            rounds.remove(agent)
+        return False
 
     def forget_rounds(self, key: bytes) -> None:
         """Forget the rounds under a key if they have no agents."""
@@ -178,6 +190,13 @@ class AgentRegistry(SharedRequests):
         if waiter is None or waiter.state != AWAITING_ROUND or self.represented.get(waiter) is not agent:
             return None
         return waiter
+
+    def _answer_first(self, agent: Agent) -> None:
+        """Give an agent the answer that `AnswerAgents` may have for it: what follows makes that impossible."""
+        if self.working:
+            waiter = self._parked(agent)
+            if waiter is not None:
+                self.resolve(waiter)
 
     def settle(self, rounds: Rounds) -> None:
         """Count what rounds have grown by, and answer the agents that are due."""
@@ -240,6 +259,6 @@ class RemoveSilent(DeferredWork):
         rounds.expiring = True
 
     def step(self, most: int) -> bool:
-        self.rounds.expiring = not self.rounds.expire(self.missing, _REMOVED_AT_ONCE)
+        self.rounds.expiring = not self.registry.remove_silent(self.rounds, self.missing)
         self.registry.settle(self.rounds)
         return not self.rounds.expiring

@@ -35,6 +35,9 @@ _KEY_BYTES: Final = 1024 * 1024
 _LONG_KEY: Final = 256
 """Length of keys from which on comparing them takes longer than finding the stored copy."""
 
+_HELD_BACK: Final = 2**40
+"""Registrations that a waiter awaits in addition while it parks: more than can be used up meanwhile."""
+
 
 def _portion_end(keys: list[bytes], at: int, most: int) -> int:
     """Return where a step that begins at `at` ends: after `most` keys, or fewer long ones."""
@@ -312,17 +315,20 @@ class ParkOnKeys(IncrementalCommand):
         self.at = stop
         missing = [key for key in portion if not keyspace.exists(key)]
         if missing:
-            # One more than it has, so that the wait does not end before the last key was looked at.
-            remaining = waiter.remaining if self.parking else 1
-            self.parking = True
+            # Registrations of earlier waits count down this one, too, but it must not end before the last key is seen.
+            remaining = waiter.remaining if self.parking else _HELD_BACK
             keyspace.park(waiter, missing)
             waiter.remaining += remaining
+            if not self.parking:
+                self.parking = True
+                if waiter.handoff is not None:  # what it awaited before has ended meanwhile
+                    keyspace.end_handoff(waiter, waiter.handoff)
         if stop < len(self.keys):
             return False
         self.abandon()
         self.result = True
         if self.parking:
-            waiter.remaining -= 1
+            waiter.remaining -= _HELD_BACK
             if waiter.remaining > 0:
                 self.result = False
             else:

@@ -191,14 +191,10 @@ class Rounds:
         agent.beaten = self.tick
         self.see(agent)
 
-    def expire(self, missing: int, most: int) -> bool:
-        """Remove at most `most` agents of which nothing was seen for `missing` ticks; True if no more are left."""
-        for _ in range(most):
-            oldest = next(iter(self.agents.values()), None)
-            if oldest is None or self.tick - oldest.seen < missing:
-                return True
-            self.remove(oldest)
-        return False
+    def silent(self, missing: int) -> Agent | None:
+        """Return the agent that was seen longest ago, if nothing was seen of it for `missing` ticks."""
+        oldest = next(iter(self.agents.values()), None)
+        return None if oldest is None or self.tick - oldest.seen < missing else oldest
 
     # Rounds
 

@@ -337,6 +337,10 @@ class WaiterRegistry:
         remaining = waiter.remaining
         waiter.remaining = remaining - count
         if remaining <= 0 or remaining > count:
+            if not parked and remaining <= 0:  # that was the last stale one
+                waiter.parked = None
+                if self.unmarked:
+                    self.unmarked.discard(waiter)
             return IDLE
         state = waiter.state
         if parked:
@@ -374,7 +378,8 @@ class WaiterRegistry:
 
     def _take_registrations(self, key: bytes) -> dict[Waiter, int]:
         """Remove and return all registrations under a key that was written, stale ones included."""
-        registered = self.waiters.pop(key)
+        registered = self.waiters[key]
+        del self.waiters[key]  # compiled, `pop` costs three times as much
         if self.holes:
             self.holes.pop(key, None)
         if self.stale and key in self.stale:

@@ -521,6 +521,10 @@ class Model:
         for places in self.waiting.values():
             places[:] = [place for place in places if place.peer is not peer]
 
+    def drop_leftovers(self, peer: Peer) -> None:
+        for places in self.waiting.values():
+            places[:] = [place for place in places if place.peer is not peer or not place.leftover]
+
     def wake_all(self, key: bytes) -> None:
         for place in self.waiting.pop(key, []):
             self.count_down(place)

@@ -26,8 +26,11 @@ from tcpstore_async.session.server import Engine, ServerSession
 from .fleet import HANDSHAKE, NAMES, RESERVED, WEIGHTS, Command, Connection, Difference, Fleet, random_command
 from .model import Closed, Place, framed
 
-LATE = ("fetch", "wait_count", "lease_later")
+LATE = ("fetch", "wait_count", "lease_later", "meet")
 """Commands that take effect once the earlier registrations are dropped, if these are many."""
+
+HELD_BACK = 2**40
+"""Registrations that a peer awaits in addition until a long WAIT has looked at its last key."""
 
 
 class Under:
@@ -96,16 +99,20 @@ class SteppedFleet(Fleet):
             else:
                 under.begun = True
                 self._do(slot, connection, command, refused=False)
-        if self.engine.keyspace.work and any(self.model.queues.values()):
+        if self.engine.keyspace.work and (self.engine.keyspace.queues or self.model.queues):
             self.finish_work()  # the moment of waking decides which item is leased
         self.compare()
 
-    def _do(self, slot: int, connection: Connection, command: Command, refused: bool) -> None:
+    def _do(
+        self, slot: int, connection: Connection, command: Command, refused: bool, newer: bytes | None = None
+    ) -> None:
         closed = False
         try:
             self.model.do(connection.peer, command.name, command.fields)
         except Closed:
             closed = True
+        if newer is not None:
+            connection.peer.handoff = newer
         if closed != refused:
             raise Difference(f"{command}: closed {refused}, expected {closed}")
         if closed:
@@ -113,10 +120,8 @@ class SteppedFleet(Fleet):
 
     def _do_late(self, slot: int, connection: Connection, command: Command, refused: bool) -> None:
         """Do a command that takes effect only now; a hand-off that is newer than it stays."""
-        handoff, connection.peer.handoff = connection.peer.handoff, None
-        self._do(slot, connection, command, refused)
-        if handoff is not None and self.connections[slot] is connection:
-            connection.peer.handoff = handoff
+        newer, connection.peer.handoff = connection.peer.handoff, None
+        self._do(slot, connection, command, refused, newer)
 
     def gone(self, slot: int) -> None:
         """A peer leaves."""
@@ -153,6 +158,8 @@ class SteppedFleet(Fleet):
         done = refused or connection.session.incremental is None
         if done:
             self.under[slot] = None
+        if isinstance(job, UnparkFirst) and connection.session.incremental is not job:
+            self.model.drop_leftovers(connection.peer)  # even if the command then does not wait
         if isinstance(job, ParkOnKeys) and (job.at > at or done):
             self._park(connection, under, done)
         elif done and isinstance(job, (MarkStale, PostponedWaitCount, SetItems, UnparkFirst)) and not under.begun:
@@ -170,16 +177,20 @@ class SteppedFleet(Fleet):
         missing = [key for key in portion if not model.present(key)]
         under.at += self.portion
         if missing:
-            left = peer.remaining if under.begun else 1
-            under.begun = True
+            left = peer.remaining if under.begun else HELD_BACK
             model.register(peer, missing, barrier=False)
             peer.remaining += left
+            if not under.begun:
+                under.begun = True
+                handoff, peer.handoff = peer.handoff, None
+                if handoff is not None:
+                    model.hand_on(handoff)
         if (under.at >= len(keys)) != done:
             raise Difference(f"{under.command}: done {done} after {under.at} keys")
         if not done:
             return
         if under.begun:
-            peer.remaining -= 1
+            peer.remaining -= HELD_BACK
             if peer.remaining > 0:
                 return
             peer.barrier = None

@@ -343,6 +343,17 @@ def test_a_wait_for_the_list_by_a_waiter_with_other_registrations_is_its_own(
     assert woken(sessions) == [0, 1, 2, 3, 4]
 
 
+def test_a_waiter_whose_last_stale_registration_was_used_up_joins_the_group(engine: Engine, keyspace: Keyspace) -> None:
+    sessions = parked(engine, 2)
+    sessions += parked(engine, 1, wait=Command("wait", [b"/x"]))
+    assert ask(sessions[2], Command("wait", [b"/y"])) == b""
+    write(engine, b"/x", b"/y")
+    assert take(sessions[2]) == b"\0"
+    assert sessions[2].parked is None
+    assert ask(sessions[2], WAIT) == b""
+    assert groups(keyspace) == [1, 2]
+
+
 def test_a_second_wait_that_does_not_fit_changes_nothing() -> None:
     engine = Engine(Limits())
     sessions = parked(engine, 3)

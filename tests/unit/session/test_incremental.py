@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from properties.fleet import Command
@@ -408,3 +410,115 @@ def test_large_values_longer_than_the_limit_are_no_reply(engine: Engine) -> None
     engine.keyspace.max_reply = 7_000_000
     with pytest.raises(PeerError, match="budget_bytes"):
         engine.keyspace.multi_get([b"k"])
+
+
+def test_earlier_registrations_do_not_end_a_long_wait_before_its_last_key(engine: Engine) -> None:
+    """They count it down, as they would had it been registered at once; it is answered once."""
+    session, writer = greeted(engine), greeted(engine)
+    ask(session, "wait", KEYS[:2])
+    ask(session, "wait", KEYS[2:])
+    session.receive(b"")
+    assert isinstance(session.incremental, ParkOnKeys)
+    for key in KEYS[:4]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b""
+    finish(session)
+    for key in KEYS[4:7]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b""
+    for key in KEYS[7:]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b"\0"
+    assert nothing_is_left(engine)
+
+
+def test_a_long_wait_that_earlier_registrations_have_counted_down_ends_with_its_last_key(engine: Engine) -> None:
+    session, writer = greeted(engine), greeted(engine)
+    ask(session, "wait", KEYS[:3])
+    for key in KEYS[5:]:
+        ask(writer, "set", key, b"v")
+    ask(session, "wait", KEYS[3:])
+    session.receive(b"")
+    for key in KEYS[:3]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b""
+    finish(session)
+    assert heard(session) == b"\0"
+    for key in KEYS[3:5]:
+        ask(writer, "set", key, b"v")
+    assert heard(session) == b""
+    assert nothing_is_left(engine)
+
+
+def test_a_long_wait_passes_on_the_item_that_ended_the_wait_before_it(engine: Engine) -> None:
+    """As any next command does, once it awaits something itself."""
+    first, second, writer = (greeted(engine) for _ in range(3))
+    for session in (first, second):
+        ask(session, "wait", KEYS[:1])
+    for key in KEYS[1:4]:
+        ask(writer, "set", key, b"v")
+    ask(first, "wait", KEYS[1:])
+    first.receive(b"")
+    ask(writer, "queue_push", KEYS[0], b"item")
+    assert [heard(session) for session in (first, second)] == [b"\0", b""]
+    finish(first)
+    assert [heard(session) for session in (first, second)] == [b"", b"\0"]
+    ask(second, "queue_pop", KEYS[0])
+    for key in KEYS[4:]:
+        ask(writer, "queue_push", key, b"item")
+    assert heard(first) == b"\0"
+    first.leave()
+    assert engine.keyspace.handoffs == {}
+
+
+def agents(engine: Engine, names: bytes, least: int) -> list[ServerSession]:
+    """Return the sessions of agents, each with a name of one letter, that meet in a round of at least so many."""
+    sessions = [greeted(engine) for _ in names]
+    for session, name in zip(sessions, names, strict=True):
+        ask(session, "meet", b"job", bytes([name]), least, least, -1)
+    return sessions
+
+
+def answer(number: int, rank: int, size: int) -> bytes:
+    return pack(struct.pack("<3q", number, rank, size))
+
+
+@pytest.mark.parametrize("left", [-1, 0])
+def test_an_agent_that_is_to_be_answered_is_so_before_it_meets_again_elsewhere(engine: Engine, left: int) -> None:
+    """A connection that broke may still be open on the server when the agent has another one."""
+    sessions = agents(engine, b"abcde", 5)
+    assert engine.keyspace.work
+    again = greeted(engine)
+    ask(again, "meet", b"job", b"d", 5, 5, left)
+    assert heard(sessions[3]) == answer(0, 3, 5)
+    assert heard(again) == (answer(0, 3, 5) if left < 0 else b"")
+    finish(*sessions)
+    assert [heard(session) for session in sessions] == [answer(0, rank, 5) if rank != 3 else b"" for rank in range(5)]
+
+
+def test_a_change_of_agent_that_forms_a_round_leaves_none_of_it_unanswered(engine: Engine) -> None:
+    """By becoming the agent `f`, that of the first round leaves it; this forms the next one, of which `f` is part."""
+    [alone] = agents(engine, b"a", 1)
+    assert heard(alone) == answer(0, 0, 1)
+    waiting = agents(engine, b"bcdef", 5)
+    ask(alone, "meet", b"job", b"f", 5, 5, -1)
+    finish(alone)
+    assert [heard(session) for session in [*waiting, alone]] == [answer(1, min(rank, 4), 5) for rank in range(6)]
+
+
+def test_agents_that_are_to_be_answered_are_so_before_they_are_removed_as_silent(engine: Engine) -> None:
+    sessions = agents(engine, b"abcde", 5)
+    ask(sessions[4], "attend", b"job", b"e", 1, 1)
+    assert list(engine.keyspace.rounds[b"job"].agents) == [b"e"]
+    finish(*sessions)
+    assert [heard(session)[:32] for session in sessions] == [answer(0, rank, 5) for rank in range(5)]
+
+
+def test_an_agent_that_is_to_be_told_of_the_end_is_so_before_it_leaves(engine: Engine) -> None:
+    [alone] = agents(engine, b"a", 1)
+    waiting = agents(engine, b"bcde", 4)
+    ask(alone, "attend", b"job", b"a", 3, 0)
+    assert engine.keyspace.work
+    ask(greeted(engine), "attend", b"job", b"e", 4, 0)
+    finish(*waiting)
+    assert [heard(session) for session in waiting] == [answer(0, -2, 0)] * 4
