@@ -425,9 +425,15 @@ class AsyncTCPStore:
 
     async def _require(self, what: str, request: Request, deadline: _CallDeadline | None = None) -> None:
         """Raise NotImplementedError if the server lacks a capability that the call `request` needs."""
-        if not self._supported.get(what) and not await self._supports(
-            what, deadline or _CallDeadline(request, self._timeout)
-        ):
+        if self._supported.get(what):
+            return
+        deadline = deadline or _CallDeadline(request, self._timeout)
+        if what == capabilities.EXTENSION:
+            await self._extended(deadline)
+            supported = self.identity is not None and self.identity.extension >= request[0].since
+        else:
+            supported = await self._supports(what, deadline)
+        if not supported:
             raise capabilities.lacks(what, self.host, self.port)
 
     async def _probe(self, what: str) -> None:
