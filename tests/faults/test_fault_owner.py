@@ -22,7 +22,7 @@ from support import LIMIT, RawPeer, free_port
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.serving import build
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.needs_proc
 
 SOURCES = Path(__file__).parent.parent.parent / "tcpstore_async"
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import statistics
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from tcpstore_async.server.threads import FairLock, Worker
 from tcpstore_async.values import Framed
 from tcpstore_async.wire.commands import JOINS_KEY
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.needs_proc
 
 MIB = 1 << 20
 
