@@ -150,10 +150,10 @@ def test_a_timeout_of_0_is_one_try(how: How, unused: int) -> None:
 @both
 def test_what_may_pass_is_tried_again(how: How) -> None:
     """Two peers that close and one of a wrong nonce, then a server."""
-    turns = iter(["close", "nonce", "close", "garbage"])
+    peers = iter(["close", "nonce", "close", "garbage"])
 
     def talk(peer: socket.socket) -> None:
-        ticket = next(turns, "server")
+        ticket = next(peers, "server")
         if ticket == "server":
             greet(peer)
             peer.recv(1)

@@ -65,16 +65,16 @@ def test_few_descriptors(backend: str) -> None:
         assert watch.file_limit() == (160, 160), "the soft limit is raised to the hard one"
         found = re.search(r"up to (\d+) connections", server.log())
         assert found
-        room = int(found[1])
-        assert 50 <= room <= 160 - 64
-        with connections(server.port, room) as peers:
+        limit = int(found[1])
+        assert 50 <= limit <= 160 - 64
+        with connections(server.port, limit) as peers:
             before = watch.cpu()
             for i in range(300):
                 assert connect(server.port) is None
-                peers[i % room].ping()
+                peers[i % limit].ping()
             assert watch.cpu() - before < 0.5
             assert idle(server)
-            assert f"connection limit {room} reached" in server.log()
+            assert f"connection limit {limit} reached" in server.log()
             peers.pop().close()
 
             def again() -> bool:
