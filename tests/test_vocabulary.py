@@ -89,7 +89,7 @@ ALLOWED = (
     r"for \w+ in lines?",  # code in an f-string
     r"unread_(?:soft|hard)_bytes",  # limits that the changelog names
     r"bench/spike/doors\.py",  # in an old commit
-    r"/blob/main(?![a-z])",  # GitHub's
+    r"/blob/",  # in URLs of GitHub
 )
 
 FRAMES = re.compile(r"_*blob(?:_of)?")
