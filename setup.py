@@ -1,11 +1,14 @@
-"""Compiles the hot path with mypyc, where that is possible. Everything else is in pyproject.toml.
+"""Compiles the hot path with mypyc, where that is possible, and makes README.md the page on PyPI.
 
-TCPSTORE_PURE=1 leaves it out; TCPSTORE_PURE=0 makes it an error if it is not possible. Otherwise, without a C compiler
-or when anything else goes wrong, the package is installed as plain Python and does the same, only slower. An editable
-install is never compiled: the result would hide what is edited.
+Everything else is in pyproject.toml.
+
+TCPSTORE_PURE=1 leaves compiling out; TCPSTORE_PURE=0 makes it an error if it is not possible. Otherwise, without a C
+compiler or when anything else goes wrong, the package is installed as plain Python and does the same, only slower. An
+editable install is never compiled: the result would hide what is edited.
 """
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -119,4 +122,27 @@ class TagWhatWasBuilt(bdist_wheel):  # type: ignore[misc]
         self.root_is_pure = not self.distribution.has_ext_modules()
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildAllOrNothing, "bdist_wheel": TagWhatWasBuilt})
+def long_description() -> str:
+    """Return README.md for PyPI, where relative links lead nowhere: they go to the version's tag on GitHub."""
+    here = Path(__file__).parent
+    version = (here / "tcpstore_async" / "version.py").read_text("utf-8")
+    found = re.search(r'^VERSION.* = "(.+)"$', version, re.MULTILINE)
+    assert found
+    repository, tag = "tcpstore-async/tcpstore_async", f"v{found[1]}"
+
+    def absolute(link: "re.Match[str]") -> str:
+        page, image = (
+            f"https://github.com/{repository}/blob/{tag}/",
+            f"https://raw.githubusercontent.com/{repository}/{tag}/",
+        )
+        return f"{link[1]}{image if link[1].startswith('!') else page}{link[2]}"
+
+    return re.sub(r"(!?\[[^][]*\]\()(?![a-z]+:|#)([^)]+)", absolute, (here / "README.md").read_text("utf-8"))
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildAllOrNothing, "bdist_wheel": TagWhatWasBuilt},
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+)

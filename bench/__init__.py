@@ -12,7 +12,23 @@
     stats, analysis             medians and intervals; who is ahead
     formatting, figures, report, compare    what readers see
 
-Scripts that measure one thing each: clients, micro, scaling, server_ready, stress, fill, turns, gloo, relays (with
-relay_process), rendezvous, looking, stores, tls, token_timing, loadgen/compare. `builds` chooses the build, and
-`commands` starts commands of `tcpstore`.
+Programs that measure one thing each, started with `python -m bench.NAME`:
+
+    clients             our clients and PyTorch's C++ client, on one server process
+    loadgen.compare     servers under the same load, from the load generator in C
+    micro               one command in our own code, without system calls
+    scaling             a rank, as the job grows, without sockets
+    turns               the longest time for which one request holds the event loop
+    fill                what a server counts against its budget, and the memory that it takes
+    stress              tens of thousands of connections, misbehaving clients, and others that watch
+    server_ready        how long `is_master=True` waits for its server process
+    gloo                what PyTorch's switches save when a gloo group is made
+    rendezvous          the rendezvous of torchrun's agents
+    relays              what relays save and cost (relay_process: relays under test)
+    stores              what a store with a name costs
+    tls                 what TLS costs
+    looking             how long it takes to see who is missing
+    token_timing        whether the time of a refusal says where a forged token differs
+
+Both use `builds`, which chooses the build, and `commands`, which starts commands of `tcpstore`.
 """

@@ -93,6 +93,11 @@ def to_seconds(name: str, timeout: object) -> float:
     return _to_milliseconds(min(seconds, LONGEST))
 
 
+def call_seconds(timeout: object, default: float) -> float:
+    """Return the timeout of one call in seconds: `default`, its store's, unless it has one of its own."""
+    return default if timeout is None else to_seconds("timeout", timeout)
+
+
 def _to_milliseconds(seconds: float) -> float:
     return math.trunc(round(seconds * 1e6) / 1e3) / 1e3
 

@@ -22,6 +22,10 @@ WANTED = os.environ.get("TCPSTORE_TEST_BUILD") or "interpreted"
 """`interpreted` or `compiled`."""
 
 
+PROC = Path("/proc/self/fd").exists()
+"""Whether tests that are marked `needs_proc` can run. tests/test_platforms.py finds those that should be marked."""
+
+
 def pytest_configure() -> None:
     unusable = builds.why_unusable(WANTED)
     if unusable:
@@ -210,6 +214,8 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = [*QUICK, *LONGEST]
     for item in items:
+        if not PROC and item.get_closest_marker("needs_proc"):
+            item.add_marker(pytest.mark.skip(reason="there is no /proc here"))
         fixtures = set(getattr(item, "fixturenames", ()))
         callspec = getattr(item, "callspec", None)
         params = callspec.params if callspec else {}

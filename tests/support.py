@@ -260,7 +260,7 @@ class RawPeer:
         return self.read(count)
 
     def ping(self, nonce: int = 7) -> None:
-        """Round trip: everything sent before has been executed, and nothing unread stands before the pong."""
+        """Round trip: everything sent before has been executed, and no other reply is left before this one."""
         assert self.ask(b"\x0d" + struct.pack("<I", nonce), 4) == struct.pack("<I", nonce)
 
     def join(self, ranks: int) -> None:

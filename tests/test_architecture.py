@@ -6,6 +6,8 @@ Under test are the sources of the checkout, whichever build runs.
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,10 +53,29 @@ SAME_LAYER |= {
 }
 """The last ones are for types only."""
 
-UPWARD = {("server/process/child.py", "serving")}
-"""Imports that point up, within a function: a server process runs the `serve` entry point."""
+UPWARD = {("server/process/child.py", "main", "serving")}
+"""Imports that point up: module, function, and what that imports. A server process runs the `serve` entry point."""
+
+PROGRAMS = {
+    ("client/named_ports.py", "", "server"),
+    ("relay/process.py", "__init__", "__main__"),
+    ("web/process.py", "http_process", "__main__"),
+}
+"""What the programs of other processes import, in the same form. The one that forwards connections to named stores
+checks whose they are, as a server does; the other two are the commands `tcpstore relay` and `tcpstore http`.
+"""
+
+BY_NAME = {("__init__.py", "import_module"), ("torch/install.py", "import_module")}
+"""Modules that import others whose names are values: the public names on first use, and one of PyTorch's."""
+
+BY_VALUE = {"import_module", "__import__", "run_module", "run_path", "modules", "find_spec", "exec_module"}
+"""What imports a module by its name, or finds one that has been imported."""
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+PROGRAM = re.compile(r"(?:^|[\n;]) *(?:from|import) +(tcpstore_async[.\w]*)(?: +import +(\w+))?")
+"""An import in a program that is a string."""
 
 
 def part(path: Path) -> str:
@@ -63,31 +84,111 @@ def part(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[tuple[str, ...]]:
     """What a module imports, wherever in it: the parts of absolute names, relative ones made absolute."""
+    for _, name in imports_by_function(path):
+        yield name
+
+
+def imports_by_function(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The same with the functions that import, "" for the module itself; in programs that are strings, too."""
     package = ("tcpstore_async", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield tuple(alias.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else ()
-            module = base + tuple(node.module.split(".") if node.module else ())
-            for alias in node.names:
-                yield (*module, alias.name)
+    yield from _imports(ast.parse(path.read_text()), package, "")
+
+
+def _imports(node: ast.AST, package: tuple[str, ...], function: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        function = node.name
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            yield function, tuple(alias.name.split("."))
+    elif isinstance(node, ast.ImportFrom):
+        base = package[: len(package) + 1 - node.level] if node.level else ()
+        module = base + tuple(node.module.split(".") if node.module else ())
+        for alias in node.names:
+            yield function, (*module, alias.name)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        for found in PROGRAM.finditer(node.value):
+            yield function, (*found[1].split("."), *([found[2]] if found[2] else []))
+    elif isinstance(node, ast.List | ast.Tuple):
+        words = [word.value if isinstance(word, ast.Constant) else None for word in node.elts]
+        for option, word in itertools.pairwise(words):
+            if option == "-m" and isinstance(word, str):
+                yield function, (*word.split("."), "__main__")
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, package, function)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path: Path) -> None:
     here, module = part(path), str(path.relative_to(PACKAGE))
     assert here in LAYERS, f"tests/test_architecture.py does not know the layer of {here}"
-    for name in imports(path):
+    for function, name in imports_by_function(path):
         if name[0] == "tcpstore_async":
             there = name[1] if len(name) > 1 and name[1] in LAYERS else "__init__"
-            allowed = there == here or (here, there) in SAME_LAYER or (module, there) in UPWARD
+            allowed = there == here or (here, there) in SAME_LAYER or (module, function, there) in UPWARD | PROGRAMS
             assert allowed or LAYERS[there] < LAYERS[here], ".".join(name)
         elif LAYERS[here] <= 2 and here not in KNOWS_TIME:
             assert name[0] not in MACHINE, f"layer {LAYERS[here]} must not import {name[0]}"
         if here != "torch":
             assert name[0] != "torch"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_are_not_imported_by_name(path: Path) -> None:
+    """Nobody would see where such an import points."""
+    module = str(path.relative_to(PACKAGE))
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if name in BY_VALUE:
+            assert (module, name) in BY_NAME, f"{path}:{getattr(node, 'lineno', 0)} uses {name}"
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                assert alias.name not in BY_VALUE or (module, alias.name) in BY_NAME, f"{path} imports {alias.name}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import tcpstore_async.serving",
+        "import tcpstore_async.serving as above",
+        "from tcpstore_async import serving",
+        "from tcpstore_async.serving import run",
+        "from ...serving import serve_owner",
+        "from ... import serving",
+        "from ... import serve",
+        "import tcpstore_async",
+        "def another():\n    from ...serving import serve_owner",
+        "class Child:\n    def main(self):\n        pass\n    from ...serving import serve_owner",
+        "if True:\n    from ... import serving",
+        "try:\n    pass\nfinally:\n    import tcpstore_async.cli",
+        "async def start():\n    import tcpstore_async.cli",
+        "PROGRAM = 'from tcpstore_async.serving import run; run()'",
+        "PROGRAM = 'import sys\\nimport tcpstore_async.cli'",
+        "run([sys.executable, '-m', 'tcpstore_async', 'serve'])",
+        "import importlib\nimportlib.import_module('tcpstore_async.serving')",
+        "from importlib import import_module as load\nload('tcpstore_async.serving')",
+        "import sys\nsys.modules['tcpstore_async.serving']",
+        "import runpy\nrunpy.run_module('tcpstore_async')",
+        "__import__('tcpstore_async.serving')",
+    ],
+)
+def test_every_form_of_an_import_that_points_up_is_noticed(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "server" / "process" / "child.py"
+    planted.parent.mkdir(parents=True)
+    planted.write_text(text)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    with pytest.raises(AssertionError):
+        test_imports_point_down(planted)
+        test_modules_are_not_imported_by_name(planted)
+
+
+def test_the_hook_that_points_up_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = tmp_path / "server" / "process" / "child.py"
+    planted.parent.mkdir(parents=True)
+    planted.write_text("def main():\n    from ...serving import serve_owner")
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    test_imports_point_down(planted)
 
 
 def test_errors_import_nothing() -> None:

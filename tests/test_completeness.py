@@ -1,11 +1,14 @@
-"""A command takes a documented row, a method, a client method and a vector: these tests name what is missing."""
+"""What a command takes, as in docs/design.md, "Add an opcode": these tests name what is missing, and where it goes."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +19,20 @@ from conformance.extension import extension_cases
 from conformance.script import Deed
 from conformance.vectors import libuv_vectors
 from properties.test_codec_properties import REPLIES, REQUESTS
+from support import LIMIT
+from tcpstore_async import PrefixStore, Store, TCPStore, serve
+from tcpstore_async.client import capabilities, requests
 from tcpstore_async.client.aio import AsyncTCPStore
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import Limits
+from tcpstore_async.session import identity
 from tcpstore_async.session.history import History
-from tcpstore_async.session.identity import EXTENSION, LINKS, NAMES, ROUNDS, SINGLE_LINKS
+from tcpstore_async.session.identity import LINKS, NAMES, SINGLE_LINKS
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire import codecs
 from tcpstore_async.wire.codecs import ReplyCodec, RequestCodec
-from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE, COMMANDS, MAGIC, Command, Flag
+from tcpstore_async.wire.commands import BY_METHOD, BY_OPCODE, COMMANDS, EXTENSION, MAGIC, Command, Flag
 
 ROOT = Path(__file__).parent.parent
 CLIENT = [
@@ -37,8 +44,6 @@ CLIENT = [
 """Where requests are made."""
 
 STOCK = range(19)
-INTERNAL = {"validate", "cancel_wait"}
-"""Commands that a client sends of its own accord, beside those of the extension."""
 
 commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 
@@ -69,13 +74,99 @@ def test_a_command_has_its_method(command: Command) -> None:
 
 @commands
 def test_a_command_has_a_client_method(command: Command) -> None:
-    if command.method in INTERNAL or command.flags & Flag.EXTENSION:
+    if command.flags & Flag.INTERNAL:
         sent = "|".join(re.escape(f"BY_METHOD[{quote}{command.method}{quote}]") for quote in "\"'")
-        assert any(re.search(sent, path.read_text()) for path in CLIENT), f"no client sends {command.name}"
+        assert command.method == "ping" or any(re.search(sent, path.read_text()) for path in CLIENT), (
+            f"no client sends {command.name}; without Flag.INTERNAL, the stores need methods"
+        )
         return
-    assert inspect.iscoroutinefunction(getattr(AsyncTCPStore, command.method, None)), (
-        f"AsyncTCPStore has no method {command.method}"
-    )
+    missing = list(_methods_missing(command.method))
+    assert not missing, f"{command.name} is no internal command: add {'; '.join(missing)}"
+
+
+def _methods_missing(
+    method: str, sync: type[TCPStore] = TCPStore, asynchronous: type[AsyncTCPStore] = AsyncTCPStore
+) -> Iterator[str]:
+    """Yield what users lack who want to call this method, and where to add it."""
+    if f'BY_METHOD["{method}"]' not in (ROOT / "tcpstore_async" / "client" / "requests.py").read_text():
+        yield f'a request with BY_METHOD["{method}"] to client/requests.py'
+    for store, file in ((Store, "base"), (sync, "tcp"), (PrefixStore, "prefix")):
+        if not inspect.isfunction(vars(store).get(method)):
+            yield f"{store.__name__}.{method} to stores/{file}.py"
+    if not inspect.iscoroutinefunction(getattr(asynchronous, method, None)):
+        yield f"AsyncTCPStore.{method} to client/aio.py"
+    if f"`{method}" not in (ROOT / "docs" / "reference.md").read_text():
+        yield f"`{method}(…)` to docs/reference.md"
+
+
+def test_missing_methods_are_named() -> None:
+    assert [text.partition(" to ")[2] for text in _methods_missing("meet")] == [
+        "stores/base.py", "stores/tcp.py", "stores/prefix.py", "client/aio.py", "docs/reference.md"
+    ]  # fmt: skip
+    assert "client/requests.py" in next(_methods_missing("no_such_method"))
+
+
+def test_a_view_forwards_every_method() -> None:
+    """Else one that `Store` implements over others would be many calls, and one with a key would miss the prefix."""
+    methods = {name for name, value in vars(Store).items() if inspect.isfunction(value) and not name.startswith("_")}
+    missing = methods - set(vars(PrefixStore))
+    assert not missing, f"add these methods to stores/prefix.py: {missing}"
+
+
+class _Gated(TCPStore):
+    def join(self, key: str) -> None:
+        request = requests.join(key.encode())
+        self._supporting(capabilities.EXTENSION, request).call(request)
+
+
+class _AsyncGated(AsyncTCPStore):
+    async def join(self, key: str) -> None:
+        request = requests.join(key.encode())
+        await self._require(capabilities.EXTENSION, request)
+        await self._call(request)
+
+
+class _Ungated(TCPStore):
+    def join(self, key: str) -> None:
+        self._connection().call(requests.join(key.encode()))
+
+
+async def _not_gated(
+    method: str, sync: type[TCPStore] = TCPStore, asynchronous: type[AsyncTCPStore] = AsyncTCPStore
+) -> list[str]:
+    """Return which clients call a method of the extension on a server that does not have it."""
+    samples = {"key": "k", "keys": ["k"], "value": "v", "values": ["v"]}
+    signature = inspect.signature(getattr(sync, method))
+    needed = [name for name, one in signature.parameters.items() if one.default is one.empty and name != "self"]
+    arguments = [samples.get(name, 1) for name in needed]
+    found: list[str] = []
+
+    def call(port: int) -> None:
+        with sync("127.0.0.1", port, timeout=LIMIT) as store, contextlib.suppress(NotImplementedError):
+            getattr(store, method)(*arguments)
+            found.append(f"TCPStore.{method} in stores/tcp.py")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identity, "EXTENSION", BY_METHOD[method].since - 1)
+        async with serve("127.0.0.1", 0) as server:
+            await asyncio.to_thread(call, server.port)
+            async with await asynchronous.connect("127.0.0.1", server.port, timeout=LIMIT) as store:
+                with contextlib.suppress(NotImplementedError):
+                    await getattr(store, method)(*arguments)
+                    found.append(f"AsyncTCPStore.{method} in client/aio.py")
+    return found
+
+
+async def test_methods_of_the_extension_are_gated() -> None:
+    """A server that does not know the command closes the connection, and with it the store."""
+    methods = [command.method for command in COMMANDS if command.since and not command.flags & Flag.INTERNAL]
+    found = [where for method in methods if hasattr(TCPStore, method) for where in await _not_gated(method)]
+    assert not found, f"check capabilities.EXTENSION before the request is sent: {found}"
+
+
+async def test_that_a_method_is_not_gated_is_noticed() -> None:
+    assert await _not_gated("join", _Gated, _AsyncGated) == []
+    assert await _not_gated("join", _Ungated, _AsyncGated) == ["TCPStore.join in stores/tcp.py"]
 
 
 @commands
@@ -159,15 +250,15 @@ VERSIONS = {
 """By version of the extension that the specification states: its last opcode."""
 
 ours = pytest.mark.parametrize(
-    "command", [one for one in COMMANDS if one.flags & Flag.EXTENSION], ids=lambda command: command.name
+    "command", [one for one in COMMANDS if one.opcode >= 64], ids=lambda command: command.name
 )
 
 
 @ours
 def test_a_command_of_the_extension_belongs_to_a_version(command: Command) -> None:
     version = min((one for one, last in VERSIONS.items() if command.opcode <= last), default=None)
-    assert version is not None, f"no version in tools/make_wire_doc.py, LAST_OPCODES, has {command.name}"
-    assert version <= EXTENSION, f"{command.name} needs EXTENSION {version} in session/identity.py"
+    assert command.since, f"the row of {command.name} in wire/commands.py needs since={EXTENSION + 1}"
+    assert version == command.since, "run tools/make_wire_doc.py"
 
 
 def test_the_versions_of_the_extension() -> None:
@@ -175,7 +266,6 @@ def test_the_versions_of_the_extension() -> None:
     assert list(VERSIONS) == list(range(1, EXTENSION + 1))
     assert sorted(set(VERSIONS.values())) == list(VERSIONS.values())
     assert VERSIONS[EXTENSION] == max(command.opcode for command in COMMANDS)
-    assert VERSIONS[ROUNDS] >= BY_METHOD["attend"].opcode > VERSIONS[ROUNDS - 1]
     assert VERSIONS[LINKS] >= BY_METHOD["link"].opcode > VERSIONS[LINKS - 1]
     assert VERSIONS[SINGLE_LINKS] >= BY_METHOD["taken"].opcode > VERSIONS[SINGLE_LINKS - 1]
     assert VERSIONS[NAMES] >= BY_METHOD["end_store"].opcode > VERSIONS[NAMES - 1]

@@ -6,18 +6,26 @@ import ast
 import functools
 import importlib.util
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from support import LIMIT
 from tcpstore_async.cli import main
+from tcpstore_async.version import VERSION
 from test_architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tcpstore_async"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 DESIGN = (ROOT / "docs" / "design.md").read_text()
+
+REPOSITORY = "https://github.com/tcpstore-async/tcpstore_async"
+RAW = "https://raw.githubusercontent.com/tcpstore-async/tcpstore_async"
 
 BASES = [ROOT, PACKAGE, ROOT / "tests", ROOT / "tests" / "simulation", ROOT / "tests" / "conformance", ROOT / "bench"]
 """Where a path in a page may begin."""
@@ -149,6 +157,42 @@ def test_modules_to_run_exist() -> None:
         for module in re.findall(r"python -m (bench[\w.]*)", page.read_text()):
             path = ROOT / module.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page.name} names {module}"
+
+
+def test_every_relative_link_of_the_readme_is_absolute_on_pypi_and_leads_to_a_file() -> None:
+    command = [sys.executable, "setup.py", "--quiet", "--long-description"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
+    links = re.findall(r"\]\(([^)]+)\)", made)
+    assert [link for link in links if not re.match(r"https?://|#", link)] == []
+    ours = [re.match(rf"{REPOSITORY}/blob/v{VERSION}/([^#]+)|{RAW}/v{VERSION}/(.+)", link) for link in links]
+    there = [found[1] or found[2] for found in ours if found]
+    assert len(there) == len(re.findall(r"\]\((?!https?:|#)", (ROOT / "README.md").read_text()))
+    assert "bench/results/init.png" in there
+    assert [path for path in there if not (ROOT / path).exists()] == []
+
+
+# The release
+
+WORKFLOW = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+
+
+@pytest.mark.parametrize(("tag", "fits"), [(f"v{VERSION}", True), ("v99.0", False), (VERSION, False)])
+def test_a_tag_of_another_version_is_not_released(tag: str, fits: bool) -> None:
+    """The command is that of the workflow."""
+    [command] = re.findall(r"run: (.*GITHUB_REF_NAME.*)", WORKFLOW)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "GITHUB_REF_NAME": tag, "PATH": path}
+    done = subprocess.run(["bash", "-ec", command], cwd=ROOT, env=env, capture_output=True, timeout=LIMIT, check=False)
+    assert (done.returncode == 0) == fits, done.stderr
+
+
+def test_what_is_published_has_been_tried() -> None:
+    """The source distribution and the pure wheel; cibuildwheel tries its wheels."""
+    job = WORKFLOW.partition("\n  sdist:")[2].partition("\n  wheels:")[0]
+    assert '/pip" install dist/*.tar.gz' in job
+    assert '/pip" install dist/*.whl' in job
+    assert job.count("tools/try_install.py") == 2
+    assert job.index("try_install") < job.index("upload-artifact")
 
 
 # reference.md

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -88,3 +89,17 @@ def test_what_runs_when_names_only_files_that_exist() -> None:
     for name in ("QUICK", "LONGEST", "SLOW", "COMPILED", "NOT_COMPILED"):
         for place in constants[name]:
             assert (ROOT / "tests" / place).exists(), f"{name} in tests/conftest.py names {place}"
+
+
+def test_the_index_of_the_benchmarks_is_complete() -> None:
+    """A listing of forty files tells a reader little: the package's docstring says what each is for."""
+    index = ast.get_docstring(ast.parse((ROOT / "bench" / "__init__.py").read_text())) or ""
+    paths = [path.relative_to(ROOT / "bench") for path in (ROOT / "bench").rglob("*.py") if "__" not in path.name]
+    missing = [
+        str(path)
+        for path in paths
+        if not re.search(rf"\b({path.stem}|{'[./]'.join(path.with_suffix('').parts)})\b", index)
+    ]
+    assert not missing, f"add these to the docstring of bench/__init__.py: {missing}"
+    for name in re.findall(r"\b(?!TIME)[a-z_]+(?:\.[a-z]+)?(?=  +[a-z])", index.partition("Programs")[2]):
+        assert (ROOT / "bench" / f"{name.replace('.', '/')}.py").exists(), name

@@ -49,8 +49,8 @@ FLAGS = {
 }
 
 
-LAST_OPCODES = {1: 67, 2: 73, 3: 75, 4: 76, 5: 77, 6: 78, 7: 79, 8: 81}
-"""By version of the extension: its last opcode. `EXTENSION` in session/identity.py is the latest version."""
+LAST_OPCODES = {command.since: command.opcode for command in COMMANDS if command.since}
+"""By version of the extension: its last opcode."""
 
 
 EXTENSION = f"""

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, cast
 
-from ..coercion import Text, Timeout, to_host, to_port, to_seconds
+from ..coercion import Text, Timeout, call_seconds, to_host, to_port, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
 from ..errors import DistError, DistNetworkError, ProtocolError, QueueEmptyError, StoreTimeoutError
 from ..keys import caller_keys, decode_keys, stored_key, stored_keys
@@ -280,14 +280,14 @@ class AsyncTCPStore:
         The timeout, in seconds or a timedelta, defaults to the store's; 0 checks once, negative means none.
         """
         request = requests.wait(stored_keys(keys))
-        deadline = _CallDeadline(request, self._seconds(timeout))
+        deadline = _CallDeadline(request, call_seconds(timeout, self._timeout))
         await self._extended(deadline)  # so that a further connection can be verified
         await self._call_blocking(request, deadline)
 
     async def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Block until `world_size` calls have arrived at this key. It is never reset: use a new key for every round."""
         request = requests.barrier(key, world_size)
-        deadline = _CallDeadline(request, self._seconds(timeout))
+        deadline = _CallDeadline(request, call_seconds(timeout, self._timeout))
         if await self._supports(capabilities.BARRIER, deadline):
             await self._call_blocking(request, deadline)
             return
@@ -425,9 +425,15 @@ class AsyncTCPStore:
 
     async def _require(self, what: str, request: Request, deadline: _CallDeadline | None = None) -> None:
         """Raise NotImplementedError if the server lacks a capability that the call `request` needs."""
-        if not self._supported.get(what) and not await self._supports(
-            what, deadline or _CallDeadline(request, self._timeout)
-        ):
+        if self._supported.get(what):
+            return
+        deadline = deadline or _CallDeadline(request, self._timeout)
+        if what == capabilities.EXTENSION:
+            await self._extended(deadline)
+            supported = self.identity is not None and self.identity.extension >= request[0].since
+        else:
+            supported = await self._supports(what, deadline)
+        if not supported:
             raise capabilities.lacks(what, self.host, self.port)
 
     async def _probe(self, what: str) -> None:
@@ -616,9 +622,6 @@ class AsyncTCPStore:
             return await future
         finally:
             timer.cancel()
-
-    def _seconds(self, timeout: Timeout | None) -> float:
-        return self._timeout if timeout is None else to_seconds("timeout", timeout)
 
     # Connections
 

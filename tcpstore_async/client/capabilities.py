@@ -1,7 +1,8 @@
-"""What older servers of PyTorch lack: how to find out, and the error.
+"""What other servers lack: how to find out, and the error.
 
-A capability is probed on a connection of its own, because a server that does not know a command closes the connection,
-and with it the writes on it. Every command of a probe is answered at once and leaves nothing behind.
+A server of ours says which commands of the extension it has. What older servers of PyTorch lack is probed, on a
+connection of its own, because a server that does not know a command closes the connection, and with it the writes on
+it. Every command of a probe is answered at once and leaves nothing behind.
 """
 
 import os
@@ -19,7 +20,11 @@ BARRIER: Final = "barrier"
 QUEUES: Final = "queues"
 LIST_KEYS: Final = "list_keys"
 
+EXTENSION: Final = "extension"
+"""That the server has the command of a request, which is one of the extension."""
+
 _SINCE: Final = {
+    EXTENSION: "does not have this method: it is PyTorch's, or runs an older version of this package",
     QUEUES: "has no queues (PyTorch added them in 2.8, but not to its legacy server)",
     LIST_KEYS: "cannot list its keys (PyTorch added this in 2.10)",
 }

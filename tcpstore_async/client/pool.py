@@ -504,6 +504,9 @@ class TCPClient:
         The time counts as part of the call `request`, which has `seconds` from `began`. Raises StoreTimeoutError,
         DistNetworkError.
         """
+        if what == capabilities.EXTENSION:
+            self.extended(request, seconds, began)
+            return self.identity is not None and self.identity.extension >= request[0].since
         known = self._supported.get(what)
         if known is None:
             known = self.extended(request, seconds, began) or self._probe(what, request, seconds, began)

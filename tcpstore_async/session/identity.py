@@ -12,26 +12,21 @@ from .. import values
 from ..access import Access
 from ..errors import AccessDeniedError, ProtocolError
 from ..version import VERSION
+from ..wire.commands import BY_METHOD, EXTENSION
 
-EXTENSION: Final = 8
-"""The version of the extension: which of its commands the server has."""
+LINKS: Final = BY_METHOD["link"].since
+"""The version of the extension from which on a server has LINK."""
 
-ROUNDS: Final = 3
-"""The version from which on it has MEET and ATTEND."""
-
-LINKS: Final = 4
-"""The version from which on it has LINK."""
-
-SINGLE_LINKS: Final = 5
+SINGLE_LINKS: Final = BY_METHOD["taken"].since
 """The version from which on a link may be a single one, and it has TAKEN."""
 
-TOKENS: Final = 6
+TOKENS: Final = BY_METHOD["auth"].since
 """The version from which on it has AUTH."""
 
-QUESTIONS: Final = 7
+QUESTIONS: Final = BY_METHOD["missing"].since
 """The version from which on it has MISSING, and a link may describe ranks."""
 
-NAMES: Final = 8
+NAMES: Final = BY_METHOD["end_store"].since
 """The version from which on it has ENTER and END_STORE."""
 
 _LEAST: Final = 2

@@ -15,14 +15,13 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from ..agents import BEAT, CLOSE, COMPLETE, LEAVE, LOOK
-from ..client import requests
+from ..client import capabilities, requests
 from ..client.pool import TCPClient
 from ..client.requests import Request
 from ..deadline import Deadline
 from ..errors import DistError, StoreTimeoutError, counted
 from ..keys import stored_key
 from ..rounds import CLOSED, PARTICIPANT, REDUNDANT
-from ..session.identity import ROUNDS
 from ..values import PREFIX, Framed
 from .tcp import TCPStore
 
@@ -233,7 +232,7 @@ def is_closed(store: TCPStore, key: str) -> bool:
 
 def require_rounds(client: TCPClient) -> None:
     """Raise NotImplementedError if the server has no rounds."""
-    if not client.extended() or client.identity is None or client.identity.extension < ROUNDS:
+    if not client.supports(capabilities.EXTENSION, requests.attend(b"", b"", LOOK)):
         raise NotImplementedError(
             f"the server at {client.host}:{client.port} does not support this rendezvous backend: it is PyTorch's, or "
             "runs an older version of this package"

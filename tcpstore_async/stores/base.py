@@ -164,11 +164,5 @@ class Store:
             spans += [(middle, stop), (start, middle)]
         return absent, not spans
 
-    # For subclasses
-
-    def _seconds(self, timeout: Timeout | None) -> float:
-        """Return the timeout of one call in seconds."""
-        return self._timeout if timeout is None else to_seconds("timeout", timeout)
-
 
 NO_QUEUES: Final = "queue support is not implemented."

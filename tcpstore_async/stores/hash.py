@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from ..coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs
+from ..coercion import Text, Timeout, call_seconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ..deadline import Deadline
 from ..errors import ProtocolError, QueueEmptyError, StoreTimeoutError
 from ..keys import decode_keys, wait_timeout_message
@@ -160,7 +160,7 @@ class HashStore(Store):
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
         names = to_bytes_list("keys", keys)
-        self._when_present(names, Deadline(self._seconds(timeout)), lambda: None)
+        self._when_present(names, Deadline(call_seconds(timeout, self._timeout)), lambda: None)
 
     def _get(self, names: list[bytes]) -> list[bytes]:
         """Wait until all keys exist at the same time; return their values."""

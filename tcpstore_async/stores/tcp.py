@@ -31,7 +31,7 @@ from ..client.store_name import (
     process_id,
 )
 from ..client.tls import CERT, KEY, ClientTls, files_from_environment, wants_tls
-from ..coercion import Text, Timeout, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
+from ..coercion import Text, Timeout, call_seconds, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError
 from ..keys import caller_keys, decode_keys, stored_key, stored_keys
@@ -403,7 +403,7 @@ class TCPStore(Store):
         return present
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        self._call_blocking(requests.wait(stored_keys(keys)), self._seconds(timeout))
+        self._call_blocking(requests.wait(stored_keys(keys)), call_seconds(timeout, self._timeout))
 
     def delete_key(self, key: Text) -> bool:
         return bool(self._connection().call(requests.delete_key(key)) == 1)
@@ -496,7 +496,11 @@ class TCPStore(Store):
     # Barriers
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        request, seconds, began = requests.barrier(key, world_size), self._seconds(timeout), time.monotonic()
+        request, seconds, began = (
+            requests.barrier(key, world_size),
+            call_seconds(timeout, self._timeout),
+            time.monotonic(),
+        )
         if self._connection().supports(capabilities.BARRIER, request, seconds, began):
             self._call_blocking(request, seconds, began=began)
         else:

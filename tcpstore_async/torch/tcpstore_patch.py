@@ -7,7 +7,6 @@ PyTorch's, and so do its objects: they are clients of our server. Rendezvous and
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
@@ -56,7 +55,7 @@ def constructor(stock: Init) -> Init:
 
     @functools.wraps(stock)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
-        options = None if is_for_ourselves() else _our_options(given, named, _is_launchers(sys._getframe(1)))
+        options = None if is_for_ourselves() else _our_options(given, named, _is_launchers(inspect.currentframe()))
         if options is None:
             stock(self, *given, **named)
         else:
@@ -65,9 +64,13 @@ def constructor(stock: Init) -> Init:
     return __init__
 
 
-def _is_launchers(caller: FrameType) -> bool:
-    """Return whether torchrun makes a store: its agents and workers reach that by its address, which is no name."""
-    return str(caller.f_globals.get("__name__", "")).startswith(_LAUNCHER)
+def _is_launchers(constructor: FrameType | None) -> bool:
+    """Return whether torchrun makes a store: its agents and workers reach that by its address, which is no name.
+
+    Only the module that has called the constructor tells, as the arguments are those of any other store.
+    """
+    caller = constructor and constructor.f_back
+    return caller is not None and str(caller.f_globals.get("__name__", "")).startswith(_LAUNCHER)
 
 
 def _our_options(given: tuple[Any, ...], named: dict[str, Any], launchers: bool) -> dict[str, Any] | None:

@@ -1,11 +1,10 @@
 """The command table: every opcode of the protocol, in one place.
 
 Each row declares a command's opcode, name, request and reply codecs, the method that executes it, its flags and its
-documentation. Servers, sessions and `docs/wire.md` are derived from the rows. What the methods do is not known here.
+documentation. Servers, sessions, the version of the extension and `docs/wire.md` are derived from the rows. What the
+methods do is not known here.
 
-A new opcode takes a row here, a method of `Keyspace` (`keyspace.py`), a request in `client/requests.py` with its use in
-both clients (`stores/tcp.py`, `client/aio.py`), and a vector in `tests/conformance/`. `docs/design.md` has the details;
-`tests/test_completeness.py` names what is missing.
+`docs/design.md` lists what a new opcode takes; `tests/test_completeness.py` names what is missing.
 """
 
 from enum import IntFlag
@@ -70,7 +69,7 @@ class Flag(IntFlag):
     HANDSHAKE = 8
     """Must be the first command of a connection, and occur only there."""
     EXTENSION = 16
-    """Not part of PyTorch's protocol: send it only to a server known to have it."""
+    """Not part of PyTorch's protocol: send it only to a server known to have it. Set by `since`, not in a row."""
     HOLDS = 32
     """The method's first argument is the waiter, which then holds something, or no longer; it does not block."""
     STORES = 64
@@ -79,10 +78,12 @@ class Flag(IntFlag):
     """Concerns all keys of the store."""
     FIRST = 256
     """Allowed to a peer that has yet to authenticate, of keys to the server's identity only."""
+    INTERNAL = 512
+    """Clients send it of their own accord: no method of a store is named after it."""
 
 
 MUTATES, PARKS, SESSION, HANDSHAKE = Flag.MUTATES, Flag.PARKS, Flag.SESSION, Flag.HANDSHAKE
-EXTENSION, HOLDS = Flag.EXTENSION, Flag.HOLDS
+HOLDS, INTERNAL = Flag.HOLDS, Flag.INTERNAL
 STORES, WHOLE, FIRST = Flag.MUTATES | Flag.STORES, Flag.WHOLE, Flag.FIRST
 
 
@@ -90,7 +91,15 @@ class Command:
     """One row of the table."""
 
     def __init__(
-        self, opcode: int, name: str, request: RequestCodec, reply: ReplyCodec, method: str, flags: int, doc: str
+        self,
+        opcode: int,
+        name: str,
+        request: RequestCodec,
+        reply: ReplyCodec,
+        method: str,
+        flags: int,
+        doc: str,
+        since: int = 0,
     ) -> None:
         self.opcode = opcode
         self.prefix = bytes([opcode])
@@ -99,8 +108,10 @@ class Command:
         self.request = request
         self.reply = reply
         self.method = method
-        """The name of the method that executes it, and of the client's method if users can call it."""
-        self.flags = flags
+        """The name of the method that executes it, and of the stores' methods unless it is internal."""
+        self.flags = flags | Flag.EXTENSION if since else flags
+        self.since = since
+        """The version of the extension that has added it; 0 for PyTorch's commands."""
         self.doc = doc
         """What it does, in Markdown, for `docs/wire.md`."""
         # Asked for each store and session: `&` of an enum takes 2 µs in any build.
@@ -116,7 +127,7 @@ class Command:
 
 COMMANDS: Final = (
     #       opcode  name          request          reply          method         flags
-    Command(0x00, "VALIDATE",     U32,             NO_REPLY,      "validate",    SESSION | HANDSHAKE,
+    Command(0x00, "VALIDATE",     U32,             NO_REPLY,      "validate",    SESSION | HANDSHAKE | INTERNAL,
             "Must be the first frame of a connection, with the magic number 0x3c85f7ce. Any other number closes the "
             "connection."),
     Command(0x01, "SET",          KEY_VALUE,       NO_REPLY,      "set",         STORES,
@@ -148,9 +159,9 @@ COMMANDS: Final = (
             "Replies with the values in order; a missing key has the empty value."),
     Command(0x0B, "MULTI_SET",    ITEMS,           NO_REPLY,      "multi_set",   STORES,
             "Sets all pairs in order, or none. Wakes all waiters of the keys."),
-    Command(0x0C, "CANCEL_WAIT",  NOTHING,         CANCELED,      "cancel_wait", PARKS,
+    Command(0x0C, "CANCEL_WAIT",  NOTHING,         CANCELED,      "cancel_wait", PARKS | INTERNAL,
             "Drops every registration of the connection. Replies 1 whether or not there was one."),
-    Command(0x0D, "PING",         U32,             ECHO,          "ping",        SESSION | FIRST,
+    Command(0x0D, "PING",         U32,             ECHO,          "ping",        SESSION | FIRST | INTERNAL,
             "Replies with the number. PyTorch's client sends its process id, right after VALIDATE."),
     Command(0x0E, "QUEUE_PUSH",   KEY_VALUE,       NO_REPLY,      "queue_push",  STORES,
             "Appends to a queue. The item counts for the queue's waiters in order of arrival, up to and including the "
@@ -168,46 +179,46 @@ COMMANDS: Final = (
             "wakes all waiters of the key and replies 0. Otherwise registers the connection under the key, and replies "
             "0 when another connection completes the barrier or sets the key. The count is never reset."),
 
-    Command(0x40, "FETCH",        KEY,             DEFERRED_VALUE,  "fetch",     PARKS | EXTENSION,
+    Command(0x40, "FETCH",        KEY,             DEFERRED_VALUE,  "fetch",     PARKS | INTERNAL,
             "Replies with the value at once if the key exists, as CHECK sees it; otherwise once it appears, like WAIT "
             "for that key followed by GET: a QUEUE_PUSH ends it with the empty value and leaves the item to the "
-            "waiters behind it. Closes the connection if it has to block while another wait is pending."),
-    Command(0x41, "CANCEL_FETCH", NOTHING,         NO_VALUE,      "cancel_fetch", PARKS | EXTENSION,
-            "Like CANCEL_WAIT, for a FETCH. If the value has already been sent, it precedes the reply."),
-    Command(0x42, "WAIT_COUNT",   KEY_I64,         WAKE,          "wait_count",  PARKS | EXTENSION,
+            "waiters behind it. Closes the connection if it has to block while another wait is pending.", since=1),
+    Command(0x41, "CANCEL_FETCH", NOTHING,         NO_VALUE,      "cancel_fetch", PARKS | INTERNAL,
+            "Like CANCEL_WAIT, for a FETCH. If the value has already been sent, it precedes the reply.", since=1),
+    Command(0x42, "WAIT_COUNT",   KEY_I64,         WAKE,          "wait_count",  PARKS | INTERNAL,
             "Replies 0 at once if the number at the start of the value's text (0 if the key is missing) is at least "
             "the given number; otherwise once a write, or an arrival at a barrier, makes it so. A value that is not a "
             "number ends no wait. Ended by CANCEL_WAIT. Closes the connection if the text does not start with a "
-            "number, or if another wait is pending."),
-    Command(0x43, "INTRODUCE",    NAMED_VALUES,    NO_REPLY,      "introduce",   SESSION | EXTENSION,
+            "number, or if another wait is pending.", since=1),
+    Command(0x43, "INTRODUCE",    NAMED_VALUES,    NO_REPLY,      "introduce",   SESSION | INTERNAL,
             "Describes the client for the server's log: rank, world_size, host, pid and job, as text, as far as they "
             "are known. The pid distinguishes clients on one host; a forked process sends its parent's. Closes the "
-            "connection if names and values, with the length prefixes of the values, exceed 2,048 bytes."),
-    Command(0x44, "LEASE",        KEY_I64,         POPPED,        "lease",       MUTATES | HOLDS | EXTENSION,
+            "connection if names and values, with the length prefixes of the values, exceed 2,048 bytes.", since=1),
+    Command(0x44, "LEASE",        KEY_I64,         POPPED,        "lease",       MUTATES | HOLDS | INTERNAL,
             "Like QUEUE_POP, but only leases the item, under a ticket: a number that the client chooses, a new one "
             "for each lease. The item leaves its queue, and goes back if the connection ends. Closes the connection "
-            "if the ticket is in use, or if 4,096 leases are unconfirmed."),
-    Command(0x45, "LEASE_LATER",  KEY_I64,         DEFERRED_POPPED, "lease_later", MUTATES | PARKS | EXTENSION,
+            "if the ticket is in use, or if 4,096 leases are unconfirmed.", since=2),
+    Command(0x45, "LEASE_LATER",  KEY_I64,         DEFERRED_POPPED, "lease_later", MUTATES | PARKS | INTERNAL,
             "Like LEASE, but if the key does not exist, the reply is sent once it does. It joins the queue's waiters "
             "in order of arrival, and takes the item itself. If the key has a plain value, or is set to one, *n* is "
-            "0. Closes the connection if it has to block while another wait is pending."),
-    Command(0x46, "CONFIRM",      I64,             NO_REPLY,      "confirm",     HOLDS | EXTENSION,
+            "0. Closes the connection if it has to block while another wait is pending.", since=2),
+    Command(0x46, "CONFIRM",      I64,             NO_REPLY,      "confirm",     HOLDS | INTERNAL,
             "Ends the lease under this ticket: the item has reached its caller and is gone. Does nothing if there is "
-            "no such lease. May be sent while the connection waits."),
-    Command(0x47, "RETURN",       I64,             NO_REPLY,      "give_back",   MUTATES | HOLDS | EXTENSION,
+            "no such lease. May be sent while the connection waits.", since=2),
+    Command(0x47, "RETURN",       I64,             NO_REPLY,      "give_back",   MUTATES | HOLDS | INTERNAL,
             "Gives up the lease under this ticket. If a LEASE_LATER is still waiting, its reply has an *n* of -1; a "
             "leased item goes back to the front of its queue, and the next waiter is woken as by QUEUE_PUSH. Does "
             "nothing if there is neither. May be sent while the connection waits, and before it has received a reply "
-            "that is on its way."),
-    Command(0x48, "JOIN",         KEY_VALUE,       NUMBER,        "join",        STORES | SESSION | EXTENSION,
+            "that is on its way.", since=2),
+    Command(0x48, "JOIN",         KEY_VALUE,       NUMBER,        "join",        STORES | SESSION | INTERNAL,
             "Like ADD of 1, but counts each value only once, whichever connection sends it. The value is a rank's "
             "token (at most 64 bytes); the connection then represents that rank. An empty token adds nothing, and the "
             "reply is the number minus the ranks that have lost all their connections. DELETE_KEY forgets the tokens. "
             "Closes the connection in the same cases as ADD, if the token is too long, and once the owner of a server "
-            "that was told how many ranks to expect has stopped it: the rank belongs to the next round."),
-    Command(0x49, "LEAVE",        NOTHING,         NO_REPLY,      "depart",      HOLDS | EXTENSION,
-            "The connection no longer represents a rank; that rank does not count as lost."),
-    Command(0x4A, "MEET",         KEY_VALUE_3_I64, DEFERRED_VALUE,  "meet",      STORES | PARKS | EXTENSION,
+            "that was told how many ranks to expect has stopped it: the rank belongs to the next round.", since=2),
+    Command(0x49, "LEAVE",        NOTHING,         NO_REPLY,      "depart",      HOLDS | INTERNAL,
+            "The connection no longer represents a rank; that rank does not count as lost.", since=2),
+    Command(0x4A, "MEET",         KEY_VALUE_3_I64, DEFERRED_VALUE,  "meet",      STORES | PARKS | INTERNAL,
             "An agent, whose name is the value (1 to 512 bytes), joins the rounds under the key; the connection then "
             "represents it. The numbers are the minimum and maximum number of agents in a round, and the round that "
             "the agent is leaving, or -1. Once the agent has a rank, replies with three i64: the round, the rank in "
@@ -215,42 +226,42 @@ COMMANDS: Final = (
             "the number of the call; if the rounds are closed, with the round, -2 and 1 for a redundant agent, else "
             "0. May be repeated, on any connection. Ended by CANCEL_FETCH. Closes the connection for any other "
             "numbers, if it has to block while another wait is pending, and, unless the rounds are closed, once the "
-            "owner of the server has stopped it or ended."),
-    Command(0x4B, "ATTEND",       KEY_VALUE_2_I64, VALUE,           "attend",    STORES | HOLDS | EXTENSION,
+            "owner of the server has stopped it or ended.", since=3),
+    Command(0x4B, "ATTEND",       KEY_VALUE_2_I64, VALUE,           "attend",    STORES | HOLDS | INTERNAL,
             "Executes an action for the agent whose name is the value (for no agent if the value is empty), and "
             "replies with the state of the rounds under the key. The numbers are the action and its argument. 0: "
             "nothing. 1: a beat; agents without a sign of life for as many ticks as the argument says are removed. 2: "
             "ends the last call with this number. 3: closes the rounds. 4: removes the agent, unless it has a rank or "
             "is redundant. An agent is also removed when it has lost all its connections. DELETE_KEY forgets rounds "
-            "without agents. Closes the connection for any other numbers."),
-    Command(0x4C, "LINK",         NAMED_VALUES,    VALUE,           "link",      SESSION | EXTENSION,
+            "without agents. Closes the connection for any other numbers.", since=3),
+    Command(0x4C, "LINK",         NAMED_VALUES,    VALUE,           "link",      SESSION | INTERNAL,
             "Makes the connection a link, or resumes a link whose connection broke. [links.md](links.md) specifies "
             "the items, the reply, which is JSON, and everything that follows if the reply says `new` or `resumed`. "
-            "After any other reply, the connection is unchanged."),
-    Command(0x4D, "TAKEN",        I64,             NO_REPLY,        "taken",     SESSION | EXTENSION,
+            "After any other reply, the connection is unchanged.", since=4),
+    Command(0x4D, "TAKEN",        I64,             NO_REPLY,        "taken",     SESSION | INTERNAL,
             "Acknowledges replies on a single link: how many bytes of them the client has received since LINK. See "
             "[links.md](links.md). Closes the connection if it is not a single link, or if that many bytes have not "
-            "been sent."),
-    Command(0x4E, "AUTH",         TOKEN,           VALUE,           "auth",        SESSION | EXTENSION | FIRST,
+            "been sent.", since=5),
+    Command(0x4E, "AUTH",         TOKEN,           VALUE,           "auth",        SESSION | FIRST | INTERNAL,
             "Presents a token of at most 4,096 bytes, which determines what the connection may do from now on. The "
             "reply is a JSON object, described below. If its `status` is not `ok`, the server closes the connection. "
-            "May be repeated: the last token counts."),
-    Command(0x4F, "MISSING",      ITEMS,           VALUE,           "missing",     SESSION | EXTENSION,
+            "May be repeated: the last token counts.", since=6),
+    Command(0x4F, "MISSING",      ITEMS,           VALUE,           "missing",     SESSION | INTERNAL,
             "Asks which of the keys (at most 1,000) are missing, and why. The value of a key is empty; one key may "
             "instead have a decimal number, and is then a counter that is expected to reach it. The reply is a JSON "
             "object, described below. Never waits. Closes the connection if there are more keys, or a value is "
-            "neither."),
-    Command(0x50, "ENTER",        NAMED_VALUES,    DEFERRED_VALUE,  "enter",       PARKS | SESSION | EXTENSION,
+            "neither.", since=7),
+    Command(0x50, "ENTER",        NAMED_VALUES,    DEFERRED_VALUE,  "enter",       PARKS | SESSION | INTERNAL,
             "Moves the connection from the unnamed store into a named one, for good. The items and the reply, a JSON "
             "object, are described below. Replies once there is a store of that name, or at once if the connection is "
             "to own it. Ended by CANCEL_FETCH. Closes the connection if it is already in a named store, waits, has "
             "joined, represents an agent, or has unconfirmed leases, even if that happens while it waits for the "
-            "store; and if an item is invalid."),
-    Command(0x51, "END_STORE",    NOTHING,         NUMBER,          "end_store",   SESSION | EXTENSION,
+            "store; and if an item is invalid.", since=8),
+    Command(0x51, "END_STORE",    NOTHING,         NUMBER,          "end_store",   SESSION | INTERNAL,
             "Ends the store that the connection owns, unless it has other owners: its name is free, no connection can "
             "enter it any more, and those in it are closed after ten seconds. Replies with their number, not counting "
             "this owner's, which represent no rank any more, as after LEAVE. Closes a connection that does not own a "
-            "store."),
+            "store.", since=8),
 )  # fmt: skip
 
 
@@ -267,3 +278,6 @@ def by_opcode(commands: tuple[Command, ...]) -> tuple[Command | None, ...]:
 BY_OPCODE: Final = by_opcode(COMMANDS)
 
 BY_METHOD: Final = {command.method: command for command in COMMANDS}
+
+EXTENSION: Final = max([command.since for command in COMMANDS])
+"""The version of the extension: which of its commands servers of this package have."""

@@ -135,6 +135,7 @@ def has_init_only(folder: Path) -> bool:
     return not run.complete and any(one.scenario == "init" for one in run.samples)
 
 
+@pytest.mark.needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
@@ -147,6 +148,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: int) -> No
     assert has_init_only(tmp_path)
 
 
+@pytest.mark.needs_proc
 @pytest.mark.slow
 def test_a_kill_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) -> None:
     with at_steady(tmp_path) as process:

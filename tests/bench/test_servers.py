@@ -38,6 +38,7 @@ def test_the_reference_is_one_that_the_run_has(
     assert reference_of(chosen) == reference
 
 
+@pytest.mark.needs_proc
 @pytest.mark.slow
 def test_the_control_is_the_reference() -> None:
     with hosting("threaded") as host, host.running("control") as server:

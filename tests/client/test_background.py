@@ -96,6 +96,7 @@ def pool_of(store: TCPStore) -> Any:
 # Start and end
 
 
+@pytest.mark.needs_proc
 def test_it_starts_with_the_first_call_and_ends_with_the_last_store(port: int) -> None:
     opened = descriptors()
     alive = threading.active_count()
@@ -156,6 +157,7 @@ def interrupted(where: type, method: str, monkeypatch: pytest.MonkeyPatch) -> It
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.needs_proc
 @pytest.mark.parametrize("method", ["__init__", "start", "watch"])
 def test_an_interrupt_while_it_starts(port: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is watched all the same, and nothing is left of it in the end."""
@@ -170,6 +172,7 @@ def test_an_interrupt_while_it_starts(port: int, method: str, monkeypatch: pytes
     until(lambda: descriptors() == opened)
 
 
+@pytest.mark.needs_proc
 @pytest.mark.parametrize("method", ["forget", "stop", "call_soon"])
 def test_an_interrupt_while_it_ends(port: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = descriptors()
@@ -220,6 +223,7 @@ def test_starting_and_ending_it_again_and_again(port: int) -> None:
         assert len(threads()) == 1
 
 
+@pytest.mark.needs_proc
 def test_without_a_thread_calls_go_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -308,6 +312,7 @@ print("good")
 """
 
 
+@pytest.mark.needs_proc
 def test_no_thread_exists_at_a_fork_while_a_group_forms(port: int) -> None:
     assert run(FORKS_WHILE_FORMING, str(port)) == "good\n"
 
@@ -357,6 +362,7 @@ def test_a_reset_is_noticed_without_a_call(losses: Losses) -> None:
             store.add("n", 1)
 
 
+@pytest.mark.needs_proc
 def test_further_connections_are_watched(losses: Losses) -> None:
     """Each one once: the epoll set has as many as the store."""
     with (
@@ -443,6 +449,7 @@ def test_without_epoll_it_looks_now_and_then(losses: Losses, monkeypatch: pytest
         assert losses.noticed.wait(LIMIT)
 
 
+@pytest.mark.needs_proc
 def test_replies_do_not_wake_it(port: int) -> None:
     with TCPStore("127.0.0.1", port, timeout=LIMIT) as store:
         store.add("quiet", 1)
@@ -556,6 +563,7 @@ print("good")
 """
 
 
+@pytest.mark.needs_proc
 def test_no_thread_exists_at_a_fork(port: int) -> None:
     assert run(FORKS, str(port)) == "good\n"
 

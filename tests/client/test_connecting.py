@@ -150,10 +150,10 @@ def test_a_timeout_of_0_is_one_try(how: How, unused: int) -> None:
 @both
 def test_what_may_pass_is_tried_again(how: How) -> None:
     """Two peers that close and one of a wrong nonce, then a server."""
-    turns = iter(["close", "nonce", "close", "garbage"])
+    peers = iter(["close", "nonce", "close", "garbage"])
 
     def talk(peer: socket.socket) -> None:
-        ticket = next(turns, "server")
+        ticket = next(peers, "server")
         if ticket == "server":
             greet(peer)
             peer.recv(1)
@@ -202,6 +202,7 @@ def late_server(port: int) -> Iterator[None]:
         thread.join(LIMIT)
 
 
+@pytest.mark.needs_proc
 @both
 @pytest.mark.parametrize("there", ["127.0.0.1", "::1"])
 def test_a_name_of_both_families(how: How, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +279,7 @@ def test_hosts_that_cannot_be_meant(how: How) -> None:
     fails_in_time(how, "127.0.0.1", 0, "")
 
 
+@pytest.mark.needs_proc
 @both
 def test_nothing_is_left_of_what_failed(how: How, unused: int) -> None:
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))

@@ -649,6 +649,7 @@ while list(left()):
 """
 
 
+@pytest.mark.needs_proc
 @pytest.mark.parametrize(
     "call",
     [
@@ -828,6 +829,7 @@ def test_a_closed_store_is_not(port: int) -> None:
         gc.collect()
 
 
+@pytest.mark.needs_proc
 def test_nothing_is_left(ours: int, key: str) -> None:
     """No thread, no socket."""
     threads_before = threading.active_count()

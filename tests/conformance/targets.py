@@ -155,9 +155,9 @@ class EngineTarget:
         try:
             bulk = session.large_value() if self.bulk else None
             while bulk is not None and piece:
-                with bulk.free_space() as room:
-                    count = min(len(room), len(piece))
-                    room[:count] = piece[:count]
+                with bulk.free_space() as space:
+                    count = min(len(space), len(piece))
+                    space[:count] = piece[:count]
                 bulk.fill(count)
                 piece = piece[count:]
                 session.receive(b"")

@@ -37,10 +37,10 @@ from support import RawPeer, torch_server
 from tcpstore_async.limits import Limits
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.session.history import History
-from tcpstore_async.session.identity import EXTENSION, build, read_identity
+from tcpstore_async.session.identity import build, read_identity
 from tcpstore_async.session.server import Engine
 from tcpstore_async.version import VERSION
-from tcpstore_async.wire.commands import JOINS_KEY, SERVER_KEY
+from tcpstore_async.wire.commands import EXTENSION, JOINS_KEY, SERVER_KEY
 
 VECTORS = libuv_vectors()
 STOCK = VECTORS + own_cases() + nccl_cases() + control_cases()

@@ -247,6 +247,7 @@ async def test_an_error_of_one_new_connection_does_not_pause_accepting(
         writer.close()
 
 
+@pytest.mark.needs_proc
 async def test_a_connection_that_cannot_be_served_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve() as server:
         assert isinstance(server, UvServer)

@@ -115,10 +115,10 @@ def test_what_goes_over_the_wire(server: str) -> None:
             with ThreadPoolExecutor(8) as threads:
                 assert set(threads.map(store.get, ["k"] * 32)) == {b"v"}
             assert proxy.all_sent().count(PROBE) == 1
-            turns = len(proxy.senders[0])
+            before = len(proxy.senders[0])
             if len(proxy.senders) == 1:
                 assert store.get("k") == b"v"
-                assert proxy.senders[0][turns:] == (["c", "s"] if server == "ours" else ["c", "s", "c", "s"])
+                assert proxy.senders[0][before:] == (["c", "s"] if server == "ours" else ["c", "s", "c", "s"])
             asked = bytes(proxy.sent[0])[-10 - len("k") :]
             commands = proxy.all_sent().replace(struct.pack("<I", os.getpid()), b"")  # a pid may have any bytes
             assert (b"\x40" in commands) == (server == "ours")

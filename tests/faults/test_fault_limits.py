@@ -364,11 +364,11 @@ def test_more_connections_than_allowed_are_refused(backend: str) -> None:
         assert last is not None
         last.close()
 
-        def room() -> bool:
+        def accepted() -> bool:
             peers.append(admitted(server.port))
             return peers[-1] is not None or bool(peers.pop())
 
-        until(room, "a connection is accepted again")
+        until(accepted, "a connection is accepted again")
         assert len(peers) == 5
         server.stop()
         assert (

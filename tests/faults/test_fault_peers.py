@@ -141,7 +141,7 @@ async def refused(
 ) -> AsyncIterator[tuple[base.Server, RawPeer, bytes]]:
     """A peer that has sent garbage, and not read the replies to earlier requests; and these replies.
 
-    Buffers are small, so that the kernel has not taken most of them. `first` is a request with a blob as its reply.
+    Buffers are small, so that the kernel has not taken most of them. `first` is a request whose reply is a value.
     """
     listener = listen("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MIB // 16)  # those that it accepts inherit it

@@ -16,7 +16,7 @@ import pytest
 from faults.fault_helpers import I64, Watch, program, server_under, until
 from support import HANDSHAKE, LIMIT, TORCH_SERVER, RawPeer, Server, blob, keys, refused, tcpstore_server
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.needs_proc
 
 BACKLOG = 65_535
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
@@ -65,16 +65,16 @@ def test_few_descriptors(backend: str) -> None:
         assert watch.file_limit() == (160, 160), "the soft limit is raised to the hard one"
         found = re.search(r"up to (\d+) connections", server.log())
         assert found
-        room = int(found[1])
-        assert 50 <= room <= 160 - 64
-        with connections(server.port, room) as peers:
+        limit = int(found[1])
+        assert 50 <= limit <= 160 - 64
+        with connections(server.port, limit) as peers:
             before = watch.cpu()
             for i in range(300):
                 assert connect(server.port) is None
-                peers[i % room].ping()
+                peers[i % limit].ping()
             assert watch.cpu() - before < 0.5
             assert idle(server)
-            assert f"connection limit {room} reached" in server.log()
+            assert f"connection limit {limit} reached" in server.log()
             peers.pop().close()
 
             def again() -> bool:

@@ -34,7 +34,7 @@ class Broken(AssertionError):
 
 
 class Machine:
-    """A few sessions on one engine, and the door's part of the contract."""
+    """A few sessions on one engine, and the transport's part of the contract."""
 
     def __init__(self) -> None:
         self.engine = Engine(LIMITS)
@@ -52,16 +52,16 @@ class Machine:
         return session
 
     def tell(self, slot: int, data: bytes, greet: bool) -> None:
-        """A chunk arrives. A door does not read while too much is unsent, so neither does this."""
+        """A chunk arrives. A transport does not read while too much is unsent, so neither does this."""
         session = self.session(slot, greet)
         try:
             if session.stalled() or session.unsent > LIMITS.unsent_high_water:
                 return
             bulk = session.large_value()
             if bulk is not None and len(data) > 1:
-                with bulk.free_space() as room:
-                    count = min(len(room), len(data))
-                    room[:count] = data[:count]
+                with bulk.free_space() as space:
+                    count = min(len(space), len(data))
+                    space[:count] = data[:count]
                 bulk.fill(count)
                 session.receive(b"")
                 data = data[count:]
@@ -73,7 +73,7 @@ class Machine:
             self.leave(slot)
 
     def read(self, slot: int) -> None:
-        """The peer reads its replies, and the door goes on with what was kept back."""
+        """The peer reads its replies, and the transport goes on with what was kept back."""
         session = self.sessions[slot]
         if session is None:
             return

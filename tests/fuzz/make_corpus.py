@@ -168,7 +168,7 @@ PROGRAMS = {
     + read(1),
     "fetch-drip": drip(0, FETCH + blob(b"/k") + SET + blob(b"/k") + blob(b"v") + CANCEL_FETCH) + read(0),
     "fetch-large": say(0, FETCH + blob(b"/big")) + large(1, SET, 66_000) + read(0) + large(1, APPEND, 66_000),
-    "fetch-behind-unread": large(0, SET, 66_000)
+    "fetch-behind-unsent": large(0, SET, 66_000)
     + say(1, FETCH + blob(b"/k") + MGET + keys(*[b"/big"] * 4))
     + say(2, SET + blob(b"/k") + u64(69_000))
     + zeros(2, 69_000)

@@ -73,9 +73,9 @@ def feed_as_server(session: ServerSession, chunks: Iterable[bytes]) -> Outcome:
                     session.receive(chunk[at : at + 65536])
                     at += 65536
                 else:
-                    with bulk.free_space() as room:
-                        count = min(len(room), len(chunk) - at)
-                        room[:count] = chunk[at : at + count]
+                    with bulk.free_space() as space:
+                        count = min(len(space), len(chunk) - at)
+                        space[:count] = chunk[at : at + count]
                     bulk.fill(count)
                     session.receive(b"")
                     at += count

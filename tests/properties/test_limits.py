@@ -259,7 +259,7 @@ def _fill(sent: list[tuple[bool, Command]], most: int) -> None:
             assert error.size > error.allowed == most
             assert (everything(engine), measured(engine)) == before
             assert not engine.pending_flush
-            # Were this a door, the session would leave; but nothing happened, so it may as well go on.
+            # Were this a server, the session would leave; but nothing happened, so it may as well go on.
             session.input_buffer = None
         except ProtocolError:
             assert (everything(engine), measured(engine)) == before

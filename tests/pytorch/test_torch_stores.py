@@ -226,6 +226,7 @@ def test_closing_a_store_frees_its_port() -> None:
         ours.TCPStore("127.0.0.1", number, 1, True, timeout=LIMIT).close()
 
 
+@pytest.mark.needs_proc
 def test_closed_stores_leave_no_descriptors(port: int) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(30):

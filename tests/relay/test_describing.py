@@ -18,7 +18,7 @@ from tcpstore_async.client.admin import ask
 from tcpstore_async.diagnosis.facts import Facts, read_facts
 from tcpstore_async.relay.describing import describer
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no other system tells environments")
+pytestmark = pytest.mark.needs_proc
 
 _OLD_SERVER = """
 import sys

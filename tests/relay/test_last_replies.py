@@ -39,7 +39,7 @@ async def test_they_are_taken_from_a_connection_that_cannot_be_written_any_more(
         peer.add(CLOSE, LINK, LOST)
         peer.close_batch()
         server.sendall(b"".join(peer.kept))
-        server.close()  # with the request unread
+        server.close()  # before it has read the request
         relay.acknowledge()
         assert (await asyncio.wait_for(reader.readexactly(5), LIMIT)) == b"reply"
         assert (lost, broken) == ([], ["the server has stopped"])

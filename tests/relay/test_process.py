@@ -45,6 +45,7 @@ def owner(server: int) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.needs_proc
 def test_it_ends_with_its_owner_though_a_child_of_that_lives_on() -> None:
     with tcpstore_server() as server, owner(server.port) as (process, pid, port), RawPeer(port) as rank:
         rank.ping()
@@ -53,6 +54,7 @@ def test_it_ends_with_its_owner_though_a_child_of_that_lives_on() -> None:
         until(lambda: gone(pid), "the relay has ended")
 
 
+@pytest.mark.needs_proc
 @pytest.mark.parametrize("killed", [False, True])
 def test_it_ends_when_its_owner_closes_it(killed: bool) -> None:
     """Who may do so when it has ended already."""
@@ -70,6 +72,7 @@ def test_it_ends_when_its_owner_closes_it(killed: bool) -> None:
         assert gone(pid)
 
 
+@pytest.mark.needs_proc
 def test_signals_to_all_processes_of_a_job_do_not_end_it() -> None:
     """Its ranks, which get them too, may need the store to finish."""
     with tcpstore_server() as server, owner(server.port) as (process, pid, port), RawPeer(port) as rank:

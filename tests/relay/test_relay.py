@@ -40,6 +40,7 @@ def connections(pid: int) -> int:
     return sum(os.readlink(path).startswith("socket:") for path in Path(f"/proc/{pid}/fd").iterdir())
 
 
+@pytest.mark.needs_proc
 def test_many_ranks_share_one_connection(server: Server, relay: Server) -> None:
     with RawPeer(relay.port) as first:
         first.ping()
@@ -97,6 +98,7 @@ def test_a_rank_that_sends_garbage_is_closed_alone(relay: Server) -> None:
         other.ping()
 
 
+@pytest.mark.needs_proc
 def test_a_rank_that_does_not_read_delays_nobody(relay: Server) -> None:
     with RawPeer(relay.port) as rank, RawPeer(relay.port) as other:
         other.send(b"\x01" + blob(b"/mebibyte") + blob(b"z" * (1 << 20)))
@@ -179,6 +181,7 @@ def test_a_relay_may_start_before_its_server() -> None:
             assert rank.read(4) == b"\x08\0\0\0"
 
 
+@pytest.mark.needs_proc
 def test_the_port_file(server: Server, tmp_path: Path) -> None:
     with tcpstore_relay(server.port, "--port-file", str(tmp_path / "port")) as relay:
         assert (tmp_path / "port").read_text() == f"{relay.port}\n"

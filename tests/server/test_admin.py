@@ -117,16 +117,16 @@ def test_so_does_the_server_thread_of_a_master(sockets: Path, monkeypatch: pytes
 async def test_a_long_reply_takes_few_turns_of_a_busy_loop(tmp_path: Path) -> None:
     """With a turn for each portion, it took seconds where turns were long, as with many busy clients."""
     chosen = tmp_path / "chosen"
-    turns = 0
+    iterations = 0
     busy = True
     loop = asyncio.get_running_loop()
 
-    def turn() -> None:
-        nonlocal turns
-        turns += 1
+    def iterate() -> None:
+        nonlocal iterations
+        iterations += 1
         time.sleep(0.1)
         if busy:
-            loop.call_soon(turn)
+            loop.call_soon(iterate)
 
     async with (
         serve(admin=str(chosen)) as server,
@@ -135,11 +135,11 @@ async def test_a_long_reply_takes_few_turns_of_a_busy_loop(tmp_path: Path) -> No
         for first in range(0, 20_000, 1000):
             names = [str(number) for number in range(first, first + 1000)]
             await store.multi_set(names, names)
-        turn()
+        iterate()
         facts = read_facts(await asyncio.to_thread(lambda: list(ask(chosen, ["keys"], 60.0))))
         busy = False
     assert len(facts.keys) == 20_000
-    assert turns < 90
+    assert iterations < 90
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -29,7 +29,7 @@ from tcpstore_async.server.process.parent import ServerProcess, start
 from tcpstore_async.server.process.pidfd import Process
 from tcpstore_async.server.process.protocol import LogLine, encode
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.needs_proc
 
 
 @pytest.fixture
@@ -266,12 +266,12 @@ hosted.release()
 
 def test_the_capacity_is_that_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = host(0)
-    room = hosted._counted.server.max_connections
-    assert room > 10
-    with pytest.raises(DistStoreError, match=f"cannot accept {room + 1} ranks"):
-        hosted.announce(room + 1)
+    capacity = hosted._counted.server.max_connections
+    assert capacity > 10
+    with pytest.raises(DistStoreError, match=f"cannot accept {capacity + 1} ranks"):
+        hosted.announce(capacity + 1)
     monkeypatch.setattr(master, "log_short_backlog", lambda ranks: None)
-    hosted.announce(room)
+    hosted.announce(capacity)
     hosted.release()
 
 

@@ -34,6 +34,7 @@ def test_a_line_for_a_file_is_there_at_once(tmp_path: Path) -> None:
         assert path.read_text() == "one\n"
 
 
+@pytest.mark.needs_proc
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says which signals a thread gets")
 def test_the_thread_for_a_file_gets_no_signal(tmp_path: Path) -> None:
     """Another one may wait for it, and without a handler the process would die of it."""

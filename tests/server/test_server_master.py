@@ -23,7 +23,7 @@ from tcpstore_async.server.master import ServerHandle, host
 from tcpstore_async.server.process import parent
 from torch_forker import Program
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.needs_proc
 
 IN_USE = (
     "The server socket has failed to listen on any local network address. port: {}, useIpv6: false, "

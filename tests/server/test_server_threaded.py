@@ -9,7 +9,6 @@ import signal
 import socket
 import statistics
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from tcpstore_async.server.threads import FairLock, Worker
 from tcpstore_async.values import Framed
 from tcpstore_async.wire.commands import JOINS_KEY
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.needs_proc
 
 MIB = 1 << 20
 
@@ -164,12 +163,12 @@ def test_an_interrupt_while_waiting_for_the_lock_withdraws() -> None:
 
 
 def test_a_peer_that_floods_does_not_starve_others(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much a peer has sent, one that has waited for the lock is served after a single turn of it."""
-    turns: list[int] = []
+    """However much a peer has sent, one that has waited for the lock is served after one of its chunks."""
+    executed: list[int] = []
     real = Connection._execute
 
     def execute(connection: Connection, chunk: bytes) -> None:
-        turns.append(connection.session.port)
+        executed.append(connection.session.port)
         real(connection, chunk)
 
     lock = server.server.lock
@@ -187,7 +186,7 @@ def test_a_peer_that_floods_does_not_starve_others(server: Served, monkeypatch: 
             until(lambda: len(lock._waiting) == 3, "the other peer's thread waits for the lock")
         flooding.read(4 * _READ)
         flood, second = (peer.socket.getsockname()[1] for peer in (flooding, other))
-    assert turns[:3] == [flood, second, flood]
+    assert executed[:3] == [flood, second, flood]
 
 
 # Writing

@@ -66,7 +66,7 @@ class Crowd:
             try:
                 if not session.stalled():
                     self._hog(session)
-                self._leave_unread(session)
+                self._read_nothing(session)
             except PeerError:
                 self._remove(number)
         self._flush()
@@ -79,7 +79,7 @@ class Crowd:
             case 0 | 1:  # 0.1.0 counted a value once that each of these pinned in a version of its own: H3
                 for _ in range(rng.randrange(1, 9)):
                     session.receive(Command("append", key, b"x").frame + Command("get", key).frame)
-                    self._leave_unread(session)
+                    self._read_nothing(session)
             case 2:
                 session.receive(Command("set", key, large).frame)
             case 3:
@@ -97,7 +97,7 @@ class Crowd:
             case _:
                 session.receive(b"".join(Command("delete_key", b"/large%d" % at).frame for at in range(4)))
 
-    def _leave_unread(self, session: ServerSession) -> None:
+    def _read_nothing(self, session: ServerSession) -> None:
         if session.out and session not in self.engine.evicted:
             said = list(session.out)
             session.out.clear()
@@ -114,7 +114,7 @@ class Crowd:
                 if session in engine.evicted and session in self.hogs:
                     self._remove(self.hogs.index(session))
                 elif session in self.hogs:
-                    self._leave_unread(session)
+                    self._read_nothing(session)
             rounds += 1
             if rounds > 100:
                 raise Difference("one peer after the other has to go")

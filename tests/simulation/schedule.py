@@ -77,7 +77,7 @@ class Schedule(NamedTuple):
 
     clients: int
     soft: int
-    """The server's limit of unread bytes."""
+    """The server's limit of unsent bytes."""
     pipelines: int
     """One bit a client."""
     steps: list[Step]

@@ -26,6 +26,8 @@ from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.serving import run_loop
 from tls.certificates import certificates
 
+pytestmark = pytest.mark.needs_proc
+
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:

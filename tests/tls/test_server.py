@@ -199,6 +199,7 @@ def test_a_large_value_both_ways(backend: str, cut: int) -> None:
         assert peer.ask(get(b"/large"), 8 + size) == struct.pack("<Q", size) + value
 
 
+@pytest.mark.needs_proc
 def test_a_value_of_256_mib_in_bounded_memory() -> None:
     """One copy in the store, and little beside it, in either direction."""
     size = 200 * MIB

@@ -92,6 +92,7 @@ def test_saturated_generator_is_marked(share: float, said: str) -> None:
     assert command._table({}, [Row("set", 10, 1.0, 10.0, 1.0, 1.0, 1.0, share)]).endswith(f" {said}")
 
 
+@pytest.mark.needs_proc
 def test_failures_are_one_line() -> None:
     with tcpstore_server() as server:
         full = bench(server.port, "--ranks", "200", files=100)
@@ -135,6 +136,7 @@ def test_every_address_of_a_host_is_tried() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.needs_proc
 def test_worker_exits_with_a_killed_parent(port: int) -> None:
     with endless(port) as process:
         [load] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

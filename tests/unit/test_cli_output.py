@@ -254,6 +254,7 @@ def test_ctrl_c_during_an_import(module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
+@pytest.mark.needs_proc
 @pytest.mark.parametrize(
     "words",
     [["check", "k"], ["get", "k"], ["queue", "pop", "k"], ["barrier", "k", "--world-size", "2"], ["bench"]],

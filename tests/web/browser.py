@@ -51,7 +51,7 @@ class Browser:
             )
         for fd in (commands, replies, reading, writing):
             os.close(fd)
-        self._unread = b""
+        self._received = b""
         self._number = 0
         self.errors: list[str] = []
         """What pages have complained of: exceptions, and what the policy for their content forbids."""
@@ -102,13 +102,13 @@ class Browser:
 
     def _next(self) -> Any:
         deadline = time.monotonic() + LIMIT
-        while b"\0" not in self._unread:
+        while b"\0" not in self._received:
             ready, _, _ = select.select([self._replies], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, "the browser does not answer"
             data = os.read(self._replies, 1 << 20)
             assert data, f"the browser has ended: {Path(self._folder.name, 'log').read_text(errors='replace')[-2000:]}"
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\0")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\0")
         return json.loads(line)
 
     def _note(self, event: Any) -> None:

@@ -141,6 +141,7 @@ def test_a_full_server_is_not_ready() -> None:
         until(lambda: get(http_port(server), "/readyz") == (503, "the server is at its connection limit\n"))
 
 
+@pytest.mark.needs_proc
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_process_ends_with_the_server(number: int) -> None:
     with tcpstore_server(*HTTP) as server:
@@ -153,6 +154,7 @@ def test_the_process_ends_with_the_server(number: int) -> None:
         assert "has ended" not in server.log()
 
 
+@pytest.mark.needs_proc
 def test_the_server_goes_on_without_the_process() -> None:
     with tcpstore_server(*HTTP) as server:
         until(lambda: get(http_port(server), "/livez")[0] == 200)
@@ -172,6 +174,7 @@ def test_the_server_goes_on_without_the_process() -> None:
         assert server.log().count("exited with status") == 1
 
 
+@pytest.mark.needs_proc
 def test_a_server_without_it_has_no_process(server: Server) -> None:
     with tcpstore_server() as plain:
         assert "http" not in json.loads(plain.ready)
@@ -233,6 +236,7 @@ def test_only_the_same_user_sees_names(tmp_path: Path) -> None:
         assert done.stdout.split() == ["403", "403", "403", "403", "200", "503"]
 
 
+@pytest.mark.needs_proc
 def test_a_server_that_requires_tokens_of_everybody_shows_names_to_its_user_only(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
     secrets.write_text("id:" + "s" * 40 + "\n")
@@ -310,6 +314,7 @@ def own_http_pid() -> int:
     return int(pid)
 
 
+@pytest.mark.needs_proc
 async def test_the_process_in_the_loop_of_another_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with AdminStub(tmp_path / "s", large_reply(3, frozenset())) as admin:
         listener = listen("127.0.0.1", 0)

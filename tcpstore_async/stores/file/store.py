@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
-from ...coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs
+from ...coercion import Text, Timeout, call_seconds, to_bytes, to_bytes_list, to_int64, to_pairs
 from ...deadline import DEFAULT_TIMEOUT, Deadline
 from ...errors import DistStoreError, ProtocolError, QueueEmptyError, StoreTimeoutError
 from ...keys import caller_keys, decode_keys, stored_key, stored_keys, wait_timeout_message
@@ -213,7 +213,7 @@ class FileStore(Store):
     # Waiting
 
     def wait(self, keys: Iterable[Text], timeout: Timeout | None = None) -> None:
-        self._await(stored_keys(keys), Deadline(self._seconds(timeout)))
+        self._await(stored_keys(keys), Deadline(call_seconds(timeout, self._timeout)))
 
     def _get(self, names: list[bytes]) -> list[bytes]:
         """Wait until all keys exist at the same time; return their values."""

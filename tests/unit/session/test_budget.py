@@ -209,9 +209,9 @@ def test_a_writer_whose_command_just_ended_is_the_largest() -> None:
     for name, reader in zip(names, readers, strict=True):
         reader.receive(Command("fetch", name).frame)
     writer.receive(Command("multi_set", [(name, bytes(MIB)) for name in names]).frame)
-    unread = iter(readers)
+    remaining = iter(readers)
     while not engine.evicted:
-        behind(next(unread))
+        behind(next(remaining))
     assert list(engine.evicted) == [writer]
 
 

@@ -35,7 +35,7 @@ def engine() -> Engine:
 
 
 def join(engine: Engine) -> ServerSession:
-    session = ServerSession(engine, "door", "10.0.0.7", 4711, 1.5)
+    session = ServerSession(engine, "owner", "10.0.0.7", 4711, 1.5)
     session.receive(HANDSHAKE)
     return session
 
@@ -52,7 +52,7 @@ def take(session: ServerSession) -> bytes:
 
 def test_what_is_known_of_the_peer(engine: Engine) -> None:
     session = join(engine)
-    assert (session.owner, session.host, session.port, session.connected_at) == ("door", "10.0.0.7", 4711, 1.5)
+    assert (session.owner, session.host, session.port, session.connected_at) == ("owner", "10.0.0.7", 4711, 1.5)
     assert (session.pid, str(session)) == (NO_PID, "10.0.0.7:4711")
     session.receive(PING + struct.pack("<I", 4242))
     assert take(session) == struct.pack("<I", 4242)
@@ -330,18 +330,18 @@ def test_leaving_hands_items_on(engine: Engine) -> None:
 def test_a_session_that_leaves_is_in_no_cycle(waits: bytes) -> None:
     """The server collects seldom: it relies on this. (A weak reference is taken of what the session holds.)"""
 
-    class Door:
+    class Owner:
         pass
 
     engine = Engine(Limits())
-    door = Door()
-    gone = weakref.ref(door)
+    owner = Owner()
+    gone = weakref.ref(owner)
     gc.disable()
     try:
-        session = ServerSession(engine, door, "::1", 1, 0.0)
+        session = ServerSession(engine, owner, "::1", 1, 0.0)
         session.receive(HANDSHAKE + waits + PING + b"\1\2\3\4")
         session.leave()
-        del door
+        del owner
         assert gone() is None
     finally:
         gc.enable()

@@ -35,7 +35,7 @@ def fields(*got: Any) -> tuple[Any, ...]:
     return got
 
 
-@pytest.mark.parametrize(("shape", "sent", "encoded"), [
+@pytest.mark.parametrize(("codec", "sent", "encoded"), [
     (NOTHING, (), b""),
     (U32, (0x3C85F7CE,), bytes.fromhex("cef7853c")),
     (KEY, (b"/k",), u64(2) + b"/k"),
@@ -47,9 +47,9 @@ def fields(*got: Any) -> tuple[Any, ...]:
     (KEYS, ([b"/a", b""],), keys(b"/a", b"")),
     (ITEMS, ([(b"/a", pack(b"1"))],), u64(1) + blob(b"/a") + blob(b"1")),
 ])  # fmt: skip
-def test_bytes(shape: RequestCodec, sent: tuple[Any, ...], encoded: bytes) -> None:
-    assert shape.encode(sent) == encoded
-    assert shape.decode(fields, encoded, 0, len(encoded), LIMITS) == (sent, len(encoded))
+def test_bytes(codec: RequestCodec, sent: tuple[Any, ...], encoded: bytes) -> None:
+    assert codec.encode(sent) == encoded
+    assert codec.decode(fields, encoded, 0, len(encoded), LIMITS) == (sent, len(encoded))
 
 
 def test_replies_that_are_built() -> None:
@@ -72,9 +72,9 @@ def test_a_large_value_is_received_into_its_own_buffer() -> None:
     assert (-stop, rest.at, rest.size) == (len(start) + 1, len(start), len(value))
     at = 100
     while at < len(value):
-        with rest.free_space() as room:
-            count = min(len(room), 50_000, len(value) - at)
-            room[:count] = value[at : at + count]
+        with rest.free_space() as space:
+            count = min(len(space), 50_000, len(value) - at)
+            space[:count] = value[at : at + count]
         rest.fill(count)
         at += count
         assert rest.held() <= 4 * max(at, 64 * KIB) + len(b"/k")
@@ -143,9 +143,9 @@ def test_an_incomplete_list_keeps_its_items() -> None:
 
 
 @pytest.mark.parametrize("length", [2**63 - 1, 2**63, 2**64 - 1, 2**64 - 16])
-@pytest.mark.parametrize("shape", [KEY, KEY_I64, KEY_VALUE, KEY_VALUE_3_I64, KEY_VALUE_VALUE, KEYS, ITEMS])
-def test_absurd_lengths(shape: RequestCodec, length: int) -> None:
+@pytest.mark.parametrize("codec", [KEY, KEY_I64, KEY_VALUE, KEY_VALUE_3_I64, KEY_VALUE_VALUE, KEYS, ITEMS])
+def test_absurd_lengths(codec: RequestCodec, length: int) -> None:
     data = u64(length) + bytes(64)
     with pytest.raises(LimitError) as error:
-        shape.decode(fields, data, 0, len(data), LIMITS)
+        codec.decode(fields, data, 0, len(data), LIMITS)
     assert error.value.size == length

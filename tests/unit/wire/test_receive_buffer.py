@@ -1,4 +1,4 @@
-"""Room at the end of a buffer."""
+"""Space at the end of a buffer."""
 
 from __future__ import annotations
 
