@@ -15,9 +15,10 @@ from typing import Any, Final
 from ..addresses import format_address
 from ..errors import PeerError
 from ..limits import Limits
-from ..session.identity import EXTENSION, Identity, encode_identity
+from ..session.identity import Identity, encode_identity
 from ..session.server import ALL, Engine, ServerSession
 from ..version import VERSION
+from ..wire.commands import EXTENSION
 
 SECONDS: Final = 10.0
 """Time after which a rank that asks nothing is closed."""
