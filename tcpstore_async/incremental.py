@@ -461,11 +461,13 @@ class WakeKeys(DeferredWork):
         self.registry.waking += 1
         self.registry.defer(self)
 
-    def add(self, key: bytes, registered: "dict[Waiter, int]", value: Framed) -> None:
+    def add(self, key: bytes, registered: "dict[Waiter, int]", value: Framed, queued: bool) -> None:
         """Add the registrations under a key that has been written, none of which have been added before."""
+        known = len(self.registered)
         self.registered[key] = registered
-        self.values[key] = value
-        if self.registry.queue_len(key) > 0:
+        if len(self.registered) != known:  # not expected
+            self.values[key] = value
+        if queued:
             self.queued.add(key)
 
     def step(self, most: int) -> bool:

@@ -316,6 +316,7 @@ class Keyspace(JoinRegistry):
         grown = 0
         left = self.portion
         waking: WakeKeys | None = None
+        queues = len(self.queues) > 0
         for key, value in items:
             if self.noting:
                 self.note(key)
@@ -338,7 +339,7 @@ class Keyspace(JoinRegistry):
                         continue
                     waking = prepared if prepared is not None else WakeKeys(self)
                     waking.begin()
-                self._wake_with(waking, key, value)
+                self._wake_with(waking, key, value, queues and key in self.queues)
         self.size += grown
         self.free_later(items)
 

@@ -408,12 +408,16 @@ class WaiterRegistry:
         if counter is not None:
             self.counter_changed(counter)
 
-    def _wake_with(self, work: WakeKeys, key: bytes, value: Framed) -> None:
-        """Add a key that was written to those whose waiters are woken later, with the value that they receive."""
+    def _wake_with(self, work: WakeKeys, key: bytes, value: Framed, queued: bool) -> None:
+        """Let this work wake the waiters of a key that was written. `queued`: whether its queue has items."""
+        if not (self.counters or self.holes or self.stale):  # the common case, without a call: it must be fast
+            work.add(key, self.waiters[key], value, queued)
+            del self.waiters[key]
+            return
         registered = self._take_registrations(key)
-        counter = self._take_counter(key, registered) if self.counters else None
-        if counter is None or registered:
-            work.add(key, registered, value)
+        counter = self._take_counter(key, registered)
+        if registered:
+            work.add(key, registered, value, queued)
         if counter is not None:
             self.counter_changed(counter)
 

@@ -190,7 +190,8 @@ async def test_a_refused_peer_that_does_not_read_is_closed_in_the_end(
     ends: list[Callable[[], object]] = []
 
     def later(seconds: float, call: Callable[..., object], *given: Any) -> asyncio.TimerHandle:
-        if seconds == DEFAULT_GRACE:
+        if call.__name__ == "_close_refused":
+            assert 0 < seconds <= DEFAULT_GRACE
             ends.append(lambda: call(*given))
         return call_later(seconds, call, *given)
 
@@ -200,6 +201,8 @@ async def test_a_refused_peer_that_does_not_read_is_closed_in_the_end(
             await asyncio.sleep(0)
         assert server.count == 1
         [end] = ends
+        now = time.monotonic() + DEFAULT_GRACE
+        monkeypatch.setattr(time, "monotonic", lambda: now)
         end()
         while server.count:
             await asyncio.sleep(0)
