@@ -668,7 +668,7 @@ class ServerSession(Holder):
                 self.receive(chunk)
                 return
         if self.incremental is not None:
-            if (keyspace.waking and keyspace.postpones(self)) or not self._go_on():
+            if (keyspace.waking is not None and keyspace.postpones(self)) or not self._go_on():
                 self._keep_for_incremental(chunk, 0)
                 return
             if self.engine is not engine:  # ENTER: what follows is for another store
@@ -679,7 +679,7 @@ class ServerSession(Holder):
             self._stall(chunk, 0)
             return
         while at < end or self.partial is not None:
-            if keyspace.waking and keyspace.postpones(self):
+            if keyspace.waking is not None and keyspace.postpones(self):
                 self.incremental = PostponedCommands(keyspace, self)
                 self._keep_for_incremental(chunk, at)
                 return
