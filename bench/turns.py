@@ -319,9 +319,14 @@ def leaving(peers: int, keys: int, alike: int = 1) -> Case:
         sessions = [loop.connect() for _ in range(peers)]
         for number, session in enumerate(sessions):
             loop.prepare(frame("wait", [b"/%d/%d" % (number // alike, key) for key in range(keys)]), session)
+
+        def leave_all() -> None:
+            for session in sessions:
+                session.leave()
+
         gc.collect()
         gc.freeze()
-        loop.step(lambda: [session.leave() for session in sessions])
+        loop.step(leave_all)
         loop.finish(loop.other)
 
     return case
