@@ -71,7 +71,7 @@ class SteppedFleet(Fleet):
         if session.incremental is not None:
             return
         if session.state == AWAITING_ITEM and self.engine.keyspace.queues:
-            return  # if its own write wakes it, it is woken before others, and may lease an item that they would have had
+            return  # its own write would wake it before others, so it might lease an item that is theirs
         self.done += 1
         self._receive_from(slot, connection, command, command.frame)
 
