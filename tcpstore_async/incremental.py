@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Value = Framed | list[Framed]
 """A value as it goes into a reply: one piece or, if it is large and was appended to, several."""
 
+UNCUT: Final = 2**62
+"""A portion that holds everything: nothing is done in steps."""
+
 _LISTING_PIECE: Final = 1024 * 1024
 """Bytes from which on no more names are added to a piece of a key listing."""
 

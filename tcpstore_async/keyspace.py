@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from .errors import LimitError, ProtocolError
 from .incremental import (
+    UNCUT,
     FreeItems,
     FreeValue,
     MarkStale,
@@ -49,7 +50,6 @@ from .values import (
     wrap,
 )
 from .waiter_types import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter
-from .waiters import UNCUT
 
 MAX_LEASES: Final = 4096
 """Leases of one waiter: those of one that leaves go back at once, so that nobody overtakes them."""

@@ -27,6 +27,7 @@ from typing import Final
 from .errors import LimitError, ProtocolError
 from .incremental import (
     AWAITED_BYTES,
+    UNCUT,
     DeferredWork,
     IncrementalCommand,
     UnparkDeparted,
@@ -60,9 +61,6 @@ _HOLES: Final = 16
 _FEW: Final = 16
 """Members of a group that are woken at once, as one write may end the waits of many groups; and registrations that are
 dropped at once, as many waiters may go at the same moment."""
-
-UNCUT: Final = 2**62
-"""A portion that holds everything."""
 
 
 class WaiterRegistry:
