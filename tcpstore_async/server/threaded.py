@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ..errors import NotAllowedError, PeerError
+from ..errors import PeerError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.server import Transport
@@ -249,14 +249,12 @@ class TlsConnection(Connection):
 
     def _admits_plain(self) -> bool:
         """Return whether the peer may do without TLS; if not, close the connection."""
-        try:
-            self.tls.admit_plain()
-        except NotAllowedError as error:
-            with self.server.lock:
-                if not self.is_closed:
-                    self.server.close_for(self, error)
-            return False
-        return True
+        if not self.tls.required:
+            return True
+        with self.server.lock:
+            if not self.is_closed:
+                self.server.close_for(self, self.session.plain_refused())
+        return False
 
     def _shake_hands(self, chunk: bytes) -> bool:
         """Return whether the handshake, which began with these bytes, is complete."""

@@ -337,7 +337,8 @@ class TlsConnection(Connection):
             self._end()
             return False
         if chunk[0] != HANDSHAKE:
-            self.tls.admit_plain()
+            if self.tls.required:
+                raise self.session.plain_refused()
             server.use_no_tls(self)
             server.received += len(chunk)
             self.session.receive(chunk)

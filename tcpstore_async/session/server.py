@@ -48,7 +48,7 @@ from .identity import (
 )
 from .key_list_cache import KeyListCache, SharedKeys
 from .missing import Questions
-from .tls import HANDSHAKE
+from .tls import HANDSHAKE, MISMATCH
 from .unsent import Unsent
 
 if TYPE_CHECKING:
@@ -949,6 +949,7 @@ class ServerSession(Holder):
         engine = self.engine
         if self.table is engine.handshake:
             if opcode == HANDSHAKE:
+                self._alert()
                 return ProtocolError("it began a TLS handshake, but this server does not use TLS")
             return ProtocolError(f"first frame has opcode {opcode}, expected VALIDATE")
         if self.table is NO_COMMANDS:
@@ -957,6 +958,18 @@ class ServerSession(Holder):
         if command is not None and engine.must_authenticate(self):
             return self._stranger(command.name)
         return ProtocolError(f"unknown opcode {opcode}")
+
+    def plain_refused(self) -> NotAllowedError:
+        """Return the error of a session whose peer does not use TLS, and has to; tell the peer."""
+        self._alert()
+        return NotAllowedError(
+            "it uses plain TCP, but the server was started with --require-tls; use tcps://, or a relay"
+        )
+
+    def _alert(self) -> None:
+        """Tell the peer that it uses TLS and the server does not, or the other way round."""
+        self.out.append(MISMATCH)
+        self.unsent += len(MISMATCH)
 
     def _stranger(self, what: str) -> NotAllowedError:
         """Return the error of a session that has not authenticated, and has to."""
