@@ -222,7 +222,7 @@ class TlsConnection(Connection):
         self._first = True
 
     def in_handshake(self) -> bool:
-        return self.channel is not None and not self.channel.stream.established
+        return self.tls.required if self.channel is None else not self.channel.stream.established
 
     # Its own thread
 

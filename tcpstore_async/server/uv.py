@@ -297,7 +297,9 @@ class TlsConnection(Connection):
         """Whether the kernel had no more ciphertext when it was last asked, and has reported none since."""
 
     def in_handshake(self) -> bool:
-        return bool(self.hello) or (self.channel is not None and not self.channel.stream.established)
+        if self.channel is None:
+            return bool(self.hello) or self.tls.required
+        return not self.channel.stream.established
 
     def attend(self, events: int) -> None:
         self.drained = False  # also if reading has been put off: nothing more may be reported

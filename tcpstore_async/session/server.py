@@ -574,7 +574,7 @@ class Transport:
         return False
 
     def in_handshake(self) -> bool:
-        """Return whether the peer has begun a TLS handshake and not finished it."""
+        """Return whether the peer has begun a TLS handshake, or has to, and has not finished it."""
         return False
 
 
