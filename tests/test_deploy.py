@@ -153,6 +153,14 @@ def test_what_the_base_runs(tmp_path: Path, environment: dict[str, str]) -> None
         assert done.returncode == 0
 
 
+@pytest.mark.parametrize("file", ["kustomize/base/store.yaml", "kubernetes-secure.yaml"])
+def test_a_server_disconnects_peers_before_it_has_too_much_memory(file: str) -> None:
+    text = (DEPLOY / file).read_text()
+    [budget] = re.findall(r"budget_bytes=(\d+)", text)
+    [gibibytes] = re.findall(r"limits: {memory: (\d+)Gi}", text)
+    assert 1.5 * int(budget) < int(gibibytes) << 30
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 def test_kustomize_takes_the_base() -> None:
     done = subprocess.run(
