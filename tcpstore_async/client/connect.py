@@ -22,7 +22,14 @@ from aiohappyeyeballs import start_connection
 
 from ..addresses import is_loopback
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
-from ..errors import DistNetworkError, DistStoreError, ProtocolError, reason_of
+from ..errors import (
+    AccessDeniedError,
+    ConnectionDeniedError,
+    DistNetworkError,
+    DistStoreError,
+    ProtocolError,
+    reason_of,
+)
 from ..session.client import ClientSession, PendingCall
 from ..session.tls import is_mismatch
 from . import requests
@@ -153,19 +160,28 @@ async def connect(
         await asyncio.sleep(pause)
 
 
-async def why_ended(host: str, port: int, token: bytes, tls: ClientTls | None, name: StoreName) -> str:
-    """Return why the store with this name has ended; "" if it has not, or if that cannot be found out now."""
-    ended = name.of_a_guest()
-    ended.waits = False
+async def lost_error(
+    host: str, port: int, token: bytes, tls: ClientTls | None, name: StoreName | None, text: str
+) -> DistNetworkError:
+    """Return the error for a lost connection, with why the server has ended that, or the store with this name.
+
+    Without that, if the server does not say so now.
+    """
+    ended = None if name is None else name.once()
     try:
         deadline = Deadline(MIN_ROUND_TRIP)
-        peer, _ = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
+        peer, session = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
         peer.close()
+        if session.refusal:
+            return ConnectionDeniedError(f"{session.refusal}: {text}")
     except StoreEndedError as error:
-        return str(error)
+        return DistNetworkError(f"{error}: {text}")
+    except AccessDeniedError as error:
+        if error.final:  # else there are too many sessions with the token: perhaps the one that was lost
+            return ConnectionDeniedError(f"{error}: {text}")
     except (DistNetworkError, DistStoreError, OSError):
         pass
-    return ""
+    return DistNetworkError(text)
 
 
 async def _try(

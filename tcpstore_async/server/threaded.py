@@ -164,6 +164,9 @@ class Connection(Transport):
         if self.session.backlog is not None:
             self.server.writer.add(self)
 
+    def refused_before(self) -> str:
+        return self.server.refused_before(self.session)
+
     def resumed(self) -> None:
         """Its thread looks after each read, one of which has just brought LINK."""
 

@@ -197,6 +197,9 @@ class Connection(Transport):
     def send_again(self, replies: list[Framed], taken: int) -> None:
         self.keep(replies, taken)
 
+    def refused_before(self) -> str:
+        return self.server.refused_before(self.session)
+
     def resumed(self) -> None:
         if self.session.stalled() and not self.queued:
             self.server.put_off(self)

@@ -573,6 +573,10 @@ class Transport:
         """Return whether there are other sessions on the same connection, and closing this one leaves it open."""
         return False
 
+    def refused_before(self) -> str:
+        """Return why another connection of the same process and token has just been closed; empty if none was."""
+        return ""
+
     def in_handshake(self) -> bool:
         """Return whether the peer has begun a TLS handshake, or has to, and has not finished it."""
         return False
@@ -1028,7 +1032,8 @@ class ServerSession(Holder):
             self.unsent += len(reply)
             raise NotAllowedError(found)
         self.grant_access(found)
-        return pack(auth_reply(found))
+        owner = self.owner
+        return pack(auth_reply(found, owner.refused_before() if isinstance(owner, Transport) else ""))
 
     def ping(self, nonce: int) -> int:
         if self.pid == NO_PID:
