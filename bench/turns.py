@@ -312,6 +312,26 @@ def parked(request: bytes, length: int = SHORT) -> Case:
     return case
 
 
+def leaving(peers: int, keys: int, alike: int = 1) -> Case:
+    """Disconnect peers, in groups of `alike` that wait for the same keys, within one iteration of the loop."""
+
+    def case(loop: Loop) -> None:
+        sessions = [loop.connect() for _ in range(peers)]
+        for number, session in enumerate(sessions):
+            loop.prepare(frame("wait", [b"/%d/%d" % (number // alike, key) for key in range(keys)]), session)
+
+        def leave_all() -> None:
+            for session in sessions:
+                session.leave()
+
+        gc.collect()
+        gc.freeze()
+        loop.step(leave_all)
+        loop.finish(loop.other)
+
+    return case
+
+
 def after_wait(request: bytes) -> Case:
     """Send a request from a session whose wait for many keys was replaced and is over."""
 
@@ -543,6 +563,8 @@ CASES: dict[str, dict[str, Case]] = {
         "keys that exist": listing("wait", SHORT, True),
         "for one list, disconnection of the last": last_of_a_list,
         "disconnection with 131,072": parked(b""),
+        "512 with 500 each disconnect at once": leaving(512, 500),
+        "512 with 500, in pairs, disconnect": leaving(512, 500, 2),
         "disconnection with 131,072 longest": parked(b"", LONG),
         "131,072 replaced, then PING": after_wait(frame("ping", 1)),
     },

@@ -8,6 +8,7 @@ this cannot be observed, because what concerns a waiter is done before that wait
 This module knows nothing of sessions, sockets and clocks, nor who calls `step` when. Short commands never come here.
 """
 
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -34,6 +35,9 @@ _KEY_BYTES: Final = 1024 * 1024
 
 _LONG_KEY: Final = 256
 """Length of keys from which on comparing them takes longer than finding the stored copy."""
+
+AWAITED_BYTES: Final = 80
+"""Counted for a key that a MULTI_SET wrote and whose waiters are to be woken: its entry in a dict."""
 
 _HELD_BACK: Final = 2**40
 """Registrations that a waiter awaits in addition while it parks: more than can be used up meanwhile."""
@@ -146,10 +150,6 @@ class ReadKeys(IncrementalCommand):
         self.keyspace.free_later(self.keys)
 
 
-_NOBODY: "Final[dict[Waiter, int]]" = {}
-"""No registrations. Never changed."""
-
-
 class _StoredKey:
     """Finds the object that a dict has as a key: looked up there, its `key` becomes that object."""
 
@@ -167,10 +167,10 @@ class _StoredKey:
 
 
 class SetItems(IncrementalCommand):
-    """MULTI_SET of many pairs: prepared in steps, then executed at once.
+    """MULTI_SET of many pairs, or of keys with many waiters: prepared in steps, then executed at once.
 
-    Preparing allocates what waking many waiters needs, and replaces long keys by the keyspace's own copies, so that
-    executing it compares no bytes: 256 MiB of them would take 50 ms.
+    Preparing names the keys for the work that wakes their waiters, and replaces long keys by the keyspace's own copies,
+    so that executing it compares no bytes: 256 MiB of them would take 50 ms.
     """
 
     def __init__(self, keyspace: "Keyspace", items: list[tuple[bytes, Framed]]) -> None:
@@ -180,24 +180,24 @@ class SetItems(IncrementalCommand):
         self.left = len(items)
         """How many are not prepared yet. Preparing begins at the end of the list, see `FreeItems`."""
         self.growth: int = 0
-        self.waking: WakeKeys | None = None
-        """What will wake the waiters of these keys, if there are many."""
+        self.waking = WakeKeys(keyspace)
         self.keeps = True
 
     def step(self, most: int) -> bool:
         keyspace = self.keyspace
         items = self.items
         if self.left == 0:
+            if keyspace.waking is not None:
+                return False  # one at a time
             keyspace.set_items(items, self.growth, self.waking)
             return True
         stop = max(0, self.left - most)
-        self.growth += keyspace.max_growth(items[stop : self.left])
-        for at in range(self.left - 1, stop - 1, -1):  # the first value of a key is what its waiters receive
+        portion = items[stop : self.left]
+        self.growth += keyspace.max_growth(portion)
+        self.waking.expect(portion)
+        self.held += len(portion) * AWAITED_BYTES
+        for at in range(self.left - 1, stop - 1, -1):
             key, value = items[at]
-            if key in keyspace.waiters:
-                if self.waking is None:
-                    self.waking = WakeKeys(keyspace)
-                self.waking.expect(key, value)
             if len(key) >= _LONG_KEY:
                 stored = _StoredKey(key)
                 if stored in keyspace.values and stored.key is not key:
@@ -399,17 +399,29 @@ class DeferredWork:
 
 
 class UnparkDeparted(DeferredWork):
-    """Drop the registrations of a waiter that has gone."""
+    """Drop the registrations of waiters that have gone, however many have gone at once."""
 
-    def __init__(self, registry: "WaiterRegistry", waiter: "Waiter") -> None:
+    def __init__(self, registry: "WaiterRegistry") -> None:
         self.registry = registry
-        self.waiter = waiter
+        self.waiters: deque[Waiter] = deque()
 
     def step(self, most: int) -> bool:
-        if self.registry.postpones(self.waiter):
-            self.registry.defer(self)  # behind that work
-            return True
-        return self.registry.unpark_some(self.waiter, most)
+        registry = self.registry
+        while self.waiters and most > 0:
+            waiter = self.waiters[0]
+            if registry.postpones(waiter):
+                registry.defer(self)  # behind that work
+                return True
+            parked = waiter.parked
+            count = 0 if parked is None else len(parked)
+            if not registry.unpark_some(waiter, most):
+                return False
+            self.waiters.popleft()
+            most -= count + 1
+        if self.waiters:
+            return False
+        registry.unparking = None
+        return True
 
 
 class WakeMany(DeferredWork):
@@ -441,64 +453,45 @@ class WakeMany(DeferredWork):
 
 
 class WakeKeys(DeferredWork):
-    """Wake the waiters of many keys that were written at once; those of one key in order of arrival."""
+    """Wake the waiters of many keys that were written at once; those of one key in order of arrival.
+
+    Registrations stay where they are until then: taking out those of 131,072 keys would take too long. So whoever is
+    about to change such a key otherwise, or to park on it, calls `WaiterRegistry.finish_waking` first.
+    """
 
     def __init__(self, registry: "WaiterRegistry") -> None:
         self.registry = registry
-        self.registered: dict[bytes, dict[Waiter, int]] = {}
-        """By key."""
-        self.values: dict[bytes, Framed] = {}
-        """By key: the value when it was written. (Tuples would be looked at by the garbage collector.)"""
-        self.queued: set[bytes] = set()
-        """Keys whose queues had items by then."""
+        self.keys: dict[bytes, None] = {}
+        """Keys that were written, and whose waiters, if there are any, have not been woken. (A set has no order.)"""
 
-    def expect(self, key: bytes, value: Framed) -> None:
-        """Allocate what `add` may need for a key: page faults take longer than anything else that it does."""
-        self.registered[key] = _NOBODY
-        self.values[key] = value
-
-    def begin(self) -> None:
-        self.registry.waking += 1
-        self.registry.defer(self)
-
-    def add(self, key: bytes, registered: "dict[Waiter, int]", value: Framed, queued: bool) -> None:
-        """Add the registrations under a key that has been written, none of which have been added before."""
-        known = len(self.registered)
-        self.registered[key] = registered
-        if len(self.registered) != known:  # not expected
-            self.values[key] = value
-        if queued:
-            self.queued.add(key)
+    def expect(self, items: list[tuple[bytes, Framed]]) -> None:
+        """Add the keys of pairs that are about to be written."""
+        keys = self.keys
+        for key, _ in items:
+            keys[key] = None
 
     def step(self, most: int) -> bool:
         registry = self.registry
-        while self.registered and most > 0:
-            key, registered = self.registered.popitem()
-            value = self.values[key]
-            empty = key not in self.queued
-            for waiter in list(islice(registered, most)):
-                count = registered[waiter]
-                del registered[waiter]
-                registry.wake(waiter, key, count, value, empty)
-                most -= 1
-            if registered:
-                self.registered[key] = registered
-            else:
-                del self.values[key]
-                most -= 1
-        if self.registered:
+        keys = self.keys
+        while keys and most > 0:
+            key, _ = keys.popitem()
+            registered = registry.waiters.get(key)
+            if registered is not None:
+                most -= len(registered)
+                registry.wake_all(key)
+            most -= 1
+        registry.weigh_awaited(keys)
+        if keys:
             return False
-        registry.waking -= 1
+        registry.set_waking(None)
         return True
 
     def resolve(self, waiter: "Waiter") -> None:
         parked = waiter.parked
         if parked is None:
             return
-        for key in [key for key in parked if key in self.registered]:
-            count = self.registered[key].pop(waiter, 0)
-            if count:
-                self.registry.wake(waiter, key, count, self.values[key], key not in self.queued)
+        for key in [key for key in parked if key in self.keys]:
+            self.registry.wake_now(waiter, key)
 
 
 class WakeAtCount(DeferredWork):

@@ -26,7 +26,6 @@ from .incremental import (
     ReadKeys,
     ReplyInPieces,
     SetItems,
-    UnparkDeparted,
     UnparkFirst,
     Value,
     WakeKeys,
@@ -50,9 +49,7 @@ from .values import (
     wrap,
 )
 from .waiter_types import AWAITING_ITEM, AWAITING_VALUE, Counter, Waiter
-
-_UNCUT: Final = 2**62
-"""A portion that holds everything."""
+from .waiters import UNCUT
 
 MAX_LEASES: Final = 4096
 """Leases of one waiter: those of one that leaves go back at once, so that nobody overtakes them."""
@@ -68,7 +65,7 @@ class Keyspace(JoinRegistry):
     raise ProtocolError for what a peer must not send, and LimitError if the store would grow too large.
     """
 
-    def __init__(self, limits: Limits, portion: int = _UNCUT) -> None:
+    def __init__(self, limits: Limits, portion: int = UNCUT) -> None:
         super().__init__(limits.budget_bytes, portion)
         self.values: dict[bytes, StoredValue] = {}
         self.queues: dict[bytes, deque[Framed]] = {}
@@ -97,7 +94,7 @@ class Keyspace(JoinRegistry):
         else:
             self._put(key, old, value, len(value))
         if key in self.waiters:
-            self._wake_all(key)
+            self.wake_all(key)
 
     def get(self, key: bytes) -> Framed:
         """Return the value; the empty one if the key is missing."""
@@ -135,7 +132,7 @@ class Keyspace(JoinRegistry):
 
     def _chunked(self, value: StoredValue) -> bool:
         """Whether a value is too large to be copied for a reply."""
-        return isinstance(value, Growing) and value.size >= CHUNKED_BYTES and self.portion != _UNCUT
+        return isinstance(value, Growing) and value.size >= CHUNKED_BYTES and self.portion != UNCUT
 
     def _flatten(self, key: bytes, value: StoredValue) -> Framed:
         """Return a stored value as it goes into a reply. One that was appended to is stored in that form."""
@@ -159,7 +156,7 @@ class Keyspace(JoinRegistry):
             total = wrap(number(old) + amount)
             self._put(key, old, total, COUNTER_SIZE)
         if key in self.waiters:
-            self._wake_all(key)
+            self.wake_all(key)
         return total
 
     def counter_growth(self, key: bytes) -> int:
@@ -215,7 +212,7 @@ class Keyspace(JoinRegistry):
             growing.append(value)
             self.size += growth
         if key in self.waiters:
-            self._wake_all(key)
+            self.wake_all(key)
 
     def check(self, keys: list[bytes]) -> bool:
         """Whether every key exists; see `exists`."""
@@ -253,7 +250,7 @@ class Keyspace(JoinRegistry):
 
     def _drop(self, growing: Growing) -> None:
         """Free a value that was replaced or deleted: a large one in steps."""
-        if growing.size >= _LARGE and self.portion != _UNCUT:
+        if growing.size >= _LARGE and self.portion != UNCUT:
             self.defer(FreeValue(growing))
 
     def num_keys(self) -> int:
@@ -285,10 +282,19 @@ class Keyspace(JoinRegistry):
 
     def multi_set(self, items: list[tuple[bytes, Framed]]) -> None:
         """Set every pair in order, or none if the store would grow too large."""
-        if len(items) > self.portion:
+        if len(items) > self.portion or (self.waiters and self._registrations(items) > self.portion):
             self.incremental = SetItems(self, items)
         else:
             self.set_items(items, self.max_growth(items))
+
+    def _registrations(self, items: list[tuple[bytes, Framed]]) -> int:
+        """Return how many registrations setting these pairs uses up."""
+        count = 0
+        for key, _ in items:
+            registered = self.waiters.get(key)
+            if registered is not None:
+                count += len(registered)
+        return count
 
     def max_growth(self, items: list[tuple[bytes, Framed]]) -> int:
         """Return by how much these pairs enlarge the store if all keys are new.
@@ -302,10 +308,10 @@ class Keyspace(JoinRegistry):
             growth += len(key) + ENTRY_BYTES + len(value)
         return growth
 
-    def set_items(self, items: list[tuple[bytes, Framed]], growth: int, prepared: WakeKeys | None = None) -> None:
+    def set_items(self, items: list[tuple[bytes, Framed]], growth: int, waking: WakeKeys | None = None) -> None:
         """Set every pair in order; `growth` is their `max_growth`. Raises LimitError if they do not fit.
 
-        If they have more waiters than one portion, `prepared` wakes the others, later.
+        Waiters are woken once all are set: now, or by the work `waking`, which expects these keys.
         """
         values = self.values
         if self.size + growth > self.max_size:  # as if all keys were new: only then count exactly
@@ -314,9 +320,7 @@ class Keyspace(JoinRegistry):
                 growth += self._growth(key, values.get(key), len(value))
             self._grow(growth)
         grown = 0
-        left = self.portion
-        waking: WakeKeys | None = None
-        queues = len(self.queues) > 0
+        awaited: list[bytes] = []
         for key, value in items:
             if self.noting:
                 self.note(key)
@@ -331,16 +335,20 @@ class Keyspace(JoinRegistry):
                 if isinstance(old, Growing):
                     self._drop(old)
             values[key] = value
-            if key in self.waiters:
-                if waking is None:
-                    left -= len(self.waiters[key])
-                    if left >= 0:
-                        self._wake_all(key)
-                        continue
-                    waking = prepared if prepared is not None else WakeKeys(self)
-                    waking.begin()
-                self._wake_with(waking, key, value, queues and key in self.queues)
+            if waking is None and key in self.waiters:
+                awaited.append(key)
         self.size += grown
+        if waking is None:
+            for key in awaited:
+                if key in self.waiters:
+                    self.wake_all(key)
+        elif self.waiters:
+            self.wake_later(waking)
+            if self.counters:
+                for key, _ in items:
+                    counter = self.counters.get(key)
+                    if counter is not None:
+                        self.wake_counter(counter)
         self.free_later(items)
 
     def free_later(self, items: list[Any]) -> None:
@@ -608,14 +616,13 @@ class Keyspace(JoinRegistry):
         if count < world_size:
             counter = self.counters.get(key)
             if counter is not None:
-                self._unpark(counter)
-                self.counter_changed(counter)
+                self.wake_counter(counter)
             self.park_on(waiter, key)
             waiter.barrier = key
             waiter.number = world_size
             return False
         if key in self.waiters:
-            self._wake_all(key)
+            self.wake_all(key)
         return True
 
     # Ending a wait
@@ -640,9 +647,8 @@ class Keyspace(JoinRegistry):
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that has gone. Its hand-off passes to the next waiter, its leases go back to their queues."""
-        if self._needs_steps(waiter):
-            self._make_idle(waiter)
-            self.defer(UnparkDeparted(self, waiter))
+        if self.has_many(waiter):
+            self.unpark_later(waiter)
         else:
             if self.working:
                 self.resolve(waiter)

@@ -138,17 +138,21 @@ class SharedRequests(WaiterRegistry):
         listed.tracked = False
         for key in listed.keys:
             self.tracked.pop(key, None)
-        self.noting = self.reading is not None or len(self.tracked) > 0
+        self.update_noting()
 
     def set_reading(self, reading: ReadKeys | None) -> None:
         """Begin, or end, a read in steps."""
         self.reading = reading
-        self.noting = reading is not None or len(self.tracked) > 0
+        self.update_noting()
+
+    def update_noting(self) -> None:
+        self.noting = self.reading is not None or len(self.tracked) > 0 or self.waking is not None
 
     def note(self, key: bytes) -> None:
-        """Note that a key is about to change: the read in steps under way keeps what it was."""
+        """Note that a key is about to change: a read in steps keeps what it was, and those who await it are woken."""
         if self.reading is not None:
             self.reading.note(key)
+        self.finish_waking(key)
         listed = self.tracked.get(key)
         if listed is not None:
             self._forget(listed)

@@ -25,7 +25,17 @@ from collections.abc import Callable
 from typing import Final
 
 from .errors import LimitError, ProtocolError
-from .incremental import DeferredWork, IncrementalCommand, Value, WakeAtCount, WakeKeys, WakeMany, WakeMembers
+from .incremental import (
+    AWAITED_BYTES,
+    DeferredWork,
+    IncrementalCommand,
+    UnparkDeparted,
+    Value,
+    WakeAtCount,
+    WakeKeys,
+    WakeMany,
+    WakeMembers,
+)
 from .limits import PARKED_BYTES
 from .values import Framed
 from .waiter_types import (
@@ -48,7 +58,11 @@ _HOLES: Final = 16
 """A dict of n registrations is rebuilt once it has more than sqrt(n * _HOLES) holes: copying and skipping balance."""
 
 _FEW: Final = 16
-"""Members of a group that are woken at once: one write may end the waits of many groups."""
+"""Members of a group that are woken at once, as one write may end the waits of many groups; and registrations that are
+dropped at once, as many waiters may go at the same moment."""
+
+UNCUT: Final = 2**62
+"""A portion that holds everything."""
 
 
 class WaiterRegistry:
@@ -57,14 +71,20 @@ class WaiterRegistry:
     def __init__(self, max_size: int, portion: int) -> None:
         self.portion = portion
         """Keys, or waiters, that a command handles at once; a command with more is carried out in steps."""
+        self._most_at_once: int = portion if portion == UNCUT else min(_FEW, portion)
+        """Registrations of a waiter that has gone which are dropped at once."""
         self.incremental: IncrementalCommand | None = None
         """Set by a command that has to go on in steps; its return value is then void. The caller takes it."""
         self.work: deque[DeferredWork] = deque()
         """What finished commands have left to do; see `step`."""
         self.working = False
         """Whether there is work: cheaper to test than a deque."""
-        self.waking: int = 0
-        """How many of the deferred work are `WakeKeys`."""
+        self.waking: WakeKeys | None = None
+        """The part of the deferred work that wakes the waiters of many keys."""
+        self._awaited: int = 0
+        """Bytes counted for it."""
+        self.unparking: UnparkDeparted | None = None
+        """The part of the deferred work that drops registrations of waiters that have gone."""
         self.on_work: Callable[[], object] | None = None
         """Called when the first work is deferred."""
         self.waiters: dict[bytes, dict[Waiter, int]] = {}
@@ -112,6 +132,10 @@ class WaiterRegistry:
         """Return the number of items in a queue."""
         raise NotImplementedError
 
+    def update_noting(self) -> None:
+        """Find out whether anything has to be noted before a key changes, such as `finish_waking`."""
+        raise NotImplementedError
+
     def lease(self, waiter: Waiter, key: bytes, ticket: int) -> tuple[int, Framed | None]:
         """Lease the oldest item of a queue to the waiter."""
         raise NotImplementedError
@@ -133,11 +157,11 @@ class WaiterRegistry:
             self.working = len(self.work) > 0
 
     def postpones(self, waiter: Waiter) -> bool:
-        """Whether a waiter may have more registrations in a `WakeKeys` than `resolve` uses up at once.
+        """Whether a waiter may have more registrations for `waking` to use up than `resolve` uses up at once.
 
         Its next command has to be postponed until that work is done.
         """
-        return self.waking > 0 and self._needs_steps(waiter)
+        return self.waking is not None and self._needs_steps(waiter)
 
     def resolve(self, waiter: Waiter) -> None:
         """Do the deferred work that concerns a waiter, before it sends or receives anything else.
@@ -279,10 +303,22 @@ class WaiterRegistry:
         for key in parked:
             self._unregister(waiter, key)
 
+    def has_many(self, waiter: Waiter) -> bool:
+        """Whether the registrations of a waiter that has gone are dropped later: others may go at the same moment."""
+        return waiter.parked is not None and len(waiter.parked) > self._most_at_once
+
+    def unpark_later(self, waiter: Waiter) -> None:
+        """Let a waiter that has gone await nothing, and drop its registrations in steps."""
+        self._make_idle(waiter)
+        if self.unparking is None:
+            self.unparking = UnparkDeparted(self)
+            self.defer(self.unparking)
+        self.unparking.waiters.append(waiter)
+
     def unpark_some(self, waiter: Waiter, most: int) -> bool:
         """Drop at most so many registrations of an idle waiter; True if none is left."""
         if self.working:
-            self.resolve(waiter)  # registrations that a WakeMany or WakeKeys holds
+            self.resolve(waiter)  # registrations that a WakeMany holds
         parked = waiter.parked
         if parked is not None:
             for _ in range(min(most, len(parked))):
@@ -297,6 +333,10 @@ class WaiterRegistry:
         """Drop one registration."""
         self._pop_registration(waiter, key)
         self._weigh(waiter, -self.registration_bytes(key))
+        self._drop_empty(key)
+
+    def _drop_empty(self, key: bytes) -> None:
+        """Drop what is kept for a key of which a registration was removed, if that was the last; or note the hole."""
         registered = self.waiters[key]
         if not registered and key not in self.stale:
             del self.waiters[key]
@@ -369,7 +409,7 @@ class WaiterRegistry:
         for key in keys:
             registered = self.waiters.get(key)
             if registered is None:
-                continue  # a WakeMany or WakeKeys has it, or it is being used up just now
+                continue  # a WakeMany has it, or it is being used up just now
             count = registered.get(waiter, 0)
             if count > 0:
                 registered[waiter] = -count
@@ -388,7 +428,7 @@ class WaiterRegistry:
             return stale
         return registered
 
-    def _wake_all(self, key: bytes) -> None:
+    def wake_all(self, key: bytes) -> None:
         """Use up all registrations under a key that was written."""
         registered = self._take_registrations(key)
         if len(registered) > self.portion:
@@ -408,18 +448,44 @@ class WaiterRegistry:
         if counter is not None:
             self.counter_changed(counter)
 
-    def _wake_with(self, work: WakeKeys, key: bytes, value: Framed, queued: bool) -> None:
-        """Let this work wake the waiters of a key that was written. `queued`: whether its queue has items."""
-        if not (self.counters or self.holes or self.stale):  # the common case, without a call: it must be fast
-            work.add(key, self.waiters[key], value, queued)
-            del self.waiters[key]
-            return
-        registered = self._take_registrations(key)
-        counter = self._take_counter(key, registered)
-        if registered:
-            work.add(key, registered, value, queued)
-        if counter is not None:
-            self.counter_changed(counter)
+    def wake_later(self, work: WakeKeys) -> None:
+        """Let this work wake the waiters of the keys that it expects, which have all been written."""
+        self.set_waking(work)
+        self.weigh_awaited(work.keys)
+        self.defer(work)
+
+    def set_waking(self, work: WakeKeys | None) -> None:
+        """Begin, or end, waking the waiters of many keys."""
+        self.waking = work
+        self.update_noting()
+
+    def weigh_awaited(self, keys: dict[bytes, None]) -> None:
+        """Count the keys that `waking` still has to do with."""
+        growth = len(keys) * AWAITED_BYTES - self._awaited
+        self._awaited += growth
+        self.parked += growth
+        self.size += growth
+
+    def finish_waking(self, key: bytes) -> None:
+        """Wake the waiters of a key that `waking` has to do with, because the key is about to change."""
+        waking = self.waking
+        if waking is not None and key in waking.keys:
+            del waking.keys[key]
+            if key in self.waiters:
+                self.wake_all(key)
+
+    def wake_now(self, waiter: Waiter, key: bytes) -> None:
+        """Use up one registration under a key that was written."""
+        count = self._pop_registration(waiter, key)
+        self._drop_empty(key)
+        ended = self._count_down(waiter, key, abs(count))
+        if ended != IDLE:
+            self._fire(waiter, ended)
+
+    def wake_counter(self, counter: Counter) -> None:
+        """Use up the registration of a counter whose number was written."""
+        self._unpark(counter)
+        self.counter_changed(counter)
 
     def _take_counter(self, key: bytes, registered: dict[Waiter, int]) -> Counter | None:
         """Use up the registration of the counter under this key and return it, if it has one."""
@@ -452,6 +518,9 @@ class WaiterRegistry:
         Of a group that is the first member only; the others stay registered. A FETCH ends without taking the item. An
         item that is handed on skips waiters in a barrier of that name. See also `Waiter.pass_over`.
         """
+        self.finish_waking(key)
+        if key not in self.waiters:
+            return
         registered = self.waiters[key]
         stale = []
         counted: list[Waiter] = []
@@ -541,7 +610,10 @@ class WaiterRegistry:
             self._drop_counter(group)
         elif isinstance(group, SharedWait):
             self._close(group)
-            self._unpark(group)
+            if self.has_many(group):
+                self.unpark_later(group)
+            else:
+                self._unpark(group)
 
     def close_group(self, key: bytes) -> None:
         """Let no further waiter join the group for the list that names this key.

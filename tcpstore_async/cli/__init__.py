@@ -122,7 +122,7 @@ def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, 
 @click.option(
     "--require-tls",
     is_flag=True,
-    help="Refuse connections without TLS, those from this host included. Stock PyTorch clients need a relay then.",
+    help="Refuse connections without TLS, those from this host included. Stock PyTorch clients then need a relay.",
 )
 @click.option(
     "--admin",
@@ -185,7 +185,7 @@ def serve(
     seconds to finish; SIGINT stops at once. With --linger, the server exits once its job has ended.
 
     On SIGHUP, the server reloads the files given by --tls-cert, --tls-key, --tls-ca, --token-keys and --revoked-tokens.
-    They apply to new connections; connections whose tokens are no longer valid are closed. SIGHUP never ends a server.
+    They apply to new connections; connections whose tokens are no longer valid are closed. SIGHUP never stops a server.
 
     Under systemd, the server listens on the socket of its socket unit, if it has one, and reports when it is ready.
     """

@@ -59,7 +59,7 @@ def _parse_url(ctx: click.Context, param: click.Parameter, text: str | None) -> 
     default=5.0,
     show_default=True,
     callback=parse_seconds,
-    help="Timeout in seconds for each name look-up, and for the server.",
+    help="Timeout in seconds for each name lookup, and for the server.",
 )
 @tls_client_options
 @token_file_option

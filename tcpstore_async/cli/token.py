@@ -80,9 +80,9 @@ def create(
 ) -> None:
     """Print a new token.
 
-    Anyone who has it can use the server within its limits: keep it in a file that only its owner can read, and pass
-    that file to clients and relays as TCPSTORE_TOKEN_FILE. Its id, by which it can be revoked, and which keys it gives
-    access to are logged on standard error.
+    Anyone who has the token can do what it allows: keep it in a file that only its owner can read, and pass that file
+    to clients and relays as TCPSTORE_TOKEN_FILE. The token's id, which is needed to revoke it, and the keys that it
+    gives access to are logged on standard error.
     """
     log_without_blocking()
     try:
@@ -113,8 +113,8 @@ def _explain(prefix: str, store: str) -> None:
     notes.info("it gives access to the keys%s that begin with %r, for example %r%s", where, prefix, prefix + "x", note)
     if prefix.startswith("/"):
         notes.warning(
-            "the prefix %r begins with '/': the token gives no access to keys such as %r; omit the first '/' unless "
-            "the program's own keys have it (in timeouts and on the wire, every key has one more)",
+            "the prefix %r begins with '/': the token gives no access to keys such as %r; omit the leading '/' unless "
+            "the program's own keys begin with one (timeout errors and the wire protocol add another to every key)",
             prefix,
             prefix.lstrip("/") + "x",
         )

@@ -240,7 +240,7 @@ def screen(
         _joined(look, world_size, "have joined the unnamed store" if named else "have joined"),
         Text(""),
         *([_table(("COMMAND", "PER SECOND", "SINCE START"), commands)] if store is None else []),
-        _table(("WAITED FOR LONGEST", "BY", "FOR", "COMMAND", "LONGEST BY", *in_store), waits),
+        _table(("LONGEST WAITS", "WAITING", "LONGEST", "COMMAND", "BY", *in_store), waits),
         _table(("LARGEST KEYS", "VALUE", *in_store), largest),
         *([_table((oldest, "RANKS", "SESSIONS", "KEYS", "MEMORY", "AGE"), stores)] if named else []),
         Text("q: quit", style="dim"),

@@ -84,8 +84,7 @@ def who(context: ClientContext, missing: bool, store: str | None, world_size: in
 def waiters(context: ClientContext, store: str | None, world_size: int | None, admin: Path | None) -> None:
     """Show which keys are being waited for, longest wait first, and the most similar existing keys.
 
-    If a rank waits for a key that will never be written, the key often differs from the other ranks' in a counter or a
-    prefix.
+    A key that will never be written often differs only in a counter or a prefix from the one that other ranks use.
     """
     facts = look_in(context, admin, ["sessions", "counters", "keys"], store)
     others = _keep_those_in(facts, store)

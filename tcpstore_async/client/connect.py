@@ -248,7 +248,7 @@ async def _look_up(host: str, port: int) -> list[AddressInfo]:
         except RuntimeError:
             return  # the loop has been closed
 
-    threading.Thread(target=resolve, name=f"look-up of {host}", daemon=True).start()
+    threading.Thread(target=resolve, name=f"lookup of {host}", daemon=True).start()
     return await answer
 
 

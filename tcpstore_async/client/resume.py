@@ -160,6 +160,6 @@ def _bytes(size: int) -> Generator[int, bytes, bytes]:
     while len(data) < size:
         part = yield size - len(data)
         if not part:
-            raise ConnectionError("the server closed the connection on which the session was to be resumed")
+            raise ConnectionError("the server closed the connection while the session was being resumed")
         data += part
     return data

@@ -427,7 +427,7 @@ class _Reader:
             micros = int(row[0])
             if micros < 0:
                 raise ValueError(
-                    f"time {micros} is negative; expected the microseconds since the row before, 0 or more"
+                    f"time {micros} is negative; expected the microseconds since the previous row, 0 or more"
                 )
             self._micros += micros
             if row[1] >= 0:  # the end of the recording belongs to no connection

@@ -82,7 +82,7 @@ class Manager:
         self.notify("READY=1", f"STATUS={status}")
 
     def stopping(self) -> None:
-        self.notify("STOPPING=1", "STATUS=waiting for clients to leave")
+        self.notify("STOPPING=1", "STATUS=waiting for clients to disconnect")
 
     def beat(self, status: str) -> None:
         """Give a sign of life, and the status if it is another one."""

@@ -43,6 +43,9 @@ _READS_PER_TURN: Final = 2
 _WRITTEN_PER_TURN: Final = 4 * 1024 * 1024
 """Bytes handed to the kernel for one peer in one turn of the loop, however fast the peer reads."""
 
+_ENDS_PER_TURN: Final = 4
+"""Peers that hang up together and are dealt with at once; the others are put off."""
+
 _RESUMED_SECONDS: Final = 0.002
 """Time per turn of the loop for connections that were put off; the rest of them go on in the next turn."""
 
@@ -71,7 +74,10 @@ class Connection(Transport):
         if events != READ:
             self.hung_up = events & ~(READ | WRITE) != 0
             self.writable()
-        if events != WRITE:
+        if self.hung_up and self.server.ends_many():
+            if not self.queued:
+                self.server.put_off(self)
+        elif events != WRITE:
             self.go_on()
 
     def go_on(self) -> None:
@@ -454,6 +460,8 @@ class UvServer(base.Server):
         self.poller = watch_with(self.loop, self.ready)
         self._put_off: list[Connection] = []
         """Connections that have more to read."""
+        self._ends: int = 0
+        """Peers that have hung up, of those that the poller is reporting."""
         self._to_begin: deque[TlsConnection] = deque()
         """Connections whose TLS handshake has not begun."""
         self._to_write: dict[Connection, None] = {}
@@ -491,6 +499,7 @@ class UvServer(base.Server):
         pending_flush = self.engine.pending_flush
         times = self.times
         began = 0.0 if times is None else times.begin()
+        self._ends = 0
         for fd, events in reported:
             connection = connections[fd]
             if connection is None:
@@ -608,6 +617,15 @@ class UvServer(base.Server):
                 connection.go_on()
             except Exception:
                 self.give_up(connection)
+
+    def ends_many(self) -> bool:
+        """Count a peer that has hung up. True if there are so many that this one is to be put off.
+
+        What peers leave behind may take long to release: when the hosts of a job end together, others are served in
+        between.
+        """
+        self._ends += 1
+        return self._ends > _ENDS_PER_TURN
 
     def begin_later(self, connection: TlsConnection) -> None:
         """Begin a TLS handshake later: one in each turn of the loop, as it takes as long as 100 requests.

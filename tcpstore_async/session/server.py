@@ -672,7 +672,7 @@ class ServerSession(Holder):
                 self.receive(chunk)
                 return
         if self.incremental is not None:
-            if (keyspace.waking and keyspace.postpones(self)) or not self._go_on():
+            if (keyspace.waking is not None and keyspace.postpones(self)) or not self._go_on():
                 self._keep_for_incremental(chunk, 0)
                 return
             if self.engine is not engine:  # ENTER: what follows is for another store
@@ -683,7 +683,7 @@ class ServerSession(Holder):
             self._stall(chunk, 0)
             return
         while at < end or self.partial is not None:
-            if keyspace.waking and keyspace.postpones(self):
+            if keyspace.waking is not None and keyspace.postpones(self):
                 self.incremental = PostponedCommands(keyspace, self)
                 self._keep_for_incremental(chunk, at)
                 return
@@ -795,7 +795,7 @@ class ServerSession(Holder):
         if self in self.engine.evicted:
             return
         if self.engine.must_authenticate(self):
-            self.evict(self._stranger("letting so many replies accumulate"))
+            self.evict(self._stranger("accumulating this many unsent replies"))
             return
         if self.backlog is None:
             self.backlog = Unsent(self.engine.budget)

@@ -294,7 +294,7 @@ class TCPStore(Store):
         if not keys and not self._token:
             if os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE):
                 log.warning(
-                    "this store's server admits clients without a token: the token of the store itself is '', which "
+                    "this store's server admits clients without a token: the store was given token='', which "
                     "overrides $%s",
                     TOKEN,
                 )

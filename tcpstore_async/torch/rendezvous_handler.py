@@ -361,11 +361,11 @@ class _Handler(RendezvousHandler):
         server = f"the rendezvous server at {format_address(*self._agents_server[:2])}"
         if self._host_name and self._host_name != _own_name(self._address):
             return (
-                f"{server} is gone: it ends with the agent that hosted it, {self._host_name} ({error}). Restart the "
-                "job; to let it survive the end of any agent, run `tcpstore serve` on a host that stays and pass its "
-                "address as --rdzv-endpoint"
+                f"{server} is gone: it exits with the agent that hosts it, {self._host_name} ({error}). Restart the "
+                "job; to make it survive the loss of any agent, run `tcpstore serve` on a host that stays up, and pass "
+                "its address as --rdzv-endpoint"
             )
-        return f"{server} cannot be reached any more: {error}. Start it again if it has ended, and restart the job"
+        return f"{server} can no longer be reached: {error}. If it has exited, start it again; then restart the job"
 
     def _stop_beats(self) -> None:
         beats, self._beats = self._beats, None

@@ -158,7 +158,7 @@ COMMANDS: Final = (
     Command(0x0A, "MULTI_GET",    KEYS,            VALUES,        "multi_get",   0,
             "Replies with the values in order; a missing key has the empty value."),
     Command(0x0B, "MULTI_SET",    ITEMS,           NO_REPLY,      "multi_set",   STORES,
-            "Sets all pairs in order, or none. Wakes all waiters of the keys."),
+            "Sets all pairs in order, or none, and then wakes all waiters of the keys."),
     Command(0x0C, "CANCEL_WAIT",  NOTHING,         CANCELED,      "cancel_wait", PARKS | INTERNAL,
             "Drops every registration of the connection. Replies 1 whether or not there was one."),
     Command(0x0D, "PING",         U32,             ECHO,          "ping",        SESSION | FIRST | INTERNAL,

@@ -220,7 +220,9 @@ class Model:
         for key, _ in items:
             self.demand_writable(key)
         for key, value in items:
-            self.set(peer, key, value)
+            self.store[key] = value
+        for key, _ in items:
+            self.wake_all(key)
         return b""
 
     def ping(self, peer: Peer, nonce: int) -> bytes:

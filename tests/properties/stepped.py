@@ -22,6 +22,7 @@ from tcpstore_async.incremental import (
 )
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.waiter_types import AWAITING_ITEM
 
 from .fleet import HANDSHAKE, NAMES, RESERVED, WEIGHTS, Command, Connection, Difference, Fleet, random_command
 from .model import Closed, Place, framed
@@ -66,8 +67,11 @@ class SteppedFleet(Fleet):
             connection = self.connections[slot] = Connection(session, self.model)
             session.receive(HANDSHAKE.frame)
             connection.peer.validated = True
-        if connection.session.incremental is not None:
+        session = connection.session
+        if session.incremental is not None:
             return
+        if session.state == AWAITING_ITEM and self.engine.keyspace.queues:
+            return  # its own write would wake it before others, so it might lease an item that is theirs
         self.done += 1
         self._receive_from(slot, connection, command, command.frame)
 

@@ -226,8 +226,8 @@ def test_the_agents_server_ends_with_the_agent_that_hosts_it(job: Job) -> None:
         assert agent.returncode == 1, job.said()
         said = agent.errors()
         assert "RendezvousConnectionError: the rendezvous server at 127.0.0.1" in said
-        assert f"is gone: it ends with the agent that hosted it, {socket.getfqdn()} (pid {first.pid}) (" in said
-        assert "run `tcpstore serve` on a host that stays" in said
+        assert f"is gone: it exits with the agent that hosts it, {socket.getfqdn()} (pid {first.pid}) (" in said
+        assert "run `tcpstore serve` on a host that stays up" in said
         assert "a server of their own" not in said
 
 
@@ -574,12 +574,12 @@ def test_a_round_that_is_formed_as_the_server_goes(server: int, monkeypatch: pyt
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setattr(handler, "_agents_server", ServerUrl("127.0.0.1", closed.getsockname()[1], False))
         with pytest.raises(
-            RendezvousConnectionError, match=r"cannot be reached any more: it refuses connections\. Start"
+            RendezvousConnectionError, match=r"can no longer be reached: it refuses connections\. If it has exited"
         ):
             handler.next_rendezvous()
     monkeypatch.undo()
     monkeypatch.setattr(PrefixStore, "set", gone)
-    with pytest.raises(RendezvousConnectionError, match="cannot be reached any more: the connection to the server"):
+    with pytest.raises(RendezvousConnectionError, match="can no longer be reached: the connection to the server"):
         handler.next_rendezvous()
     monkeypatch.undo()
     assert handler.shutdown()

@@ -573,7 +573,7 @@ def tcpstore(*words: str, port: int = 0, **env: str) -> subprocess.CompletedProc
         (
             ("--prefix", "/job1/"),
             "that begin with '/job1/', for example '/job1/x', which is 'x' in PrefixStore('/job1', store)\n",
-            "the token gives no access to keys such as 'job1/x'; omit the first '/'",
+            "the token gives no access to keys such as 'job1/x'; omit the leading '/'",
         ),
         (("--prefix", "/"), "the keys that begin with '/', for example '/x'\n", "no access to keys such as 'x'; omit"),
     ],

@@ -20,7 +20,7 @@ from tcpstore_async.limits import Limits
 from tcpstore_async.server import uv
 from tcpstore_async.server.backends import DEFAULT_GRACE
 from tcpstore_async.server.listen_socket import listen
-from tcpstore_async.server.poller import LoopPoller, WatchWith, make_poller
+from tcpstore_async.server.poller import LoopPoller, Poller, Report, WatchWith, make_poller
 from tcpstore_async.server.uv import UvServer
 from tcpstore_async.serving import build
 
@@ -547,5 +547,28 @@ def test_a_large_backlog_is_written_in_shares(run: Run) -> None:
             assert before - connection.session.unsent <= 4 * MIB
             await until(lambda: not connection.session.unsent)
             connection.close()
+
+    run(main)
+
+
+def test_peers_that_end_together_are_closed_in_several_iterations(run: Run) -> None:
+    async def main() -> None:
+        at_once: list[int] = []
+
+        def watch_with(loop: asyncio.AbstractEventLoop, report: Report) -> Poller:
+            def watched(reported: list[tuple[int, int]]) -> None:
+                before = len(server.open_connections())
+                report(reported)
+                at_once.append(before - len(server.open_connections()))
+
+            return make_poller(loop, watched)
+
+        async with Serving(watch_with) as server:
+            peers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
+            await until(lambda: len(server.open_connections()) == len(peers))
+            for _, writer in peers:
+                writer.transport.abort()
+            await until(lambda: not server.open_connections())
+            assert max(at_once) <= 10
 
     run(main)

@@ -58,7 +58,7 @@ WRITES: dict[str, tuple[Write, bytes]] = {
     "append": (lambda k: k.append(b"k", pack(b"v")), b"v"),
     "compare_set": (lambda k: k.compare_set(b"k", EMPTY, pack(b"v")), b"v"),
     "multi_set": (lambda k: k.multi_set([(b"j", EMPTY), (b"k", pack(b"v"))]), b"v"),
-    "multi_set, twice": (lambda k: k.multi_set([(b"k", pack(b"1")), (b"k", pack(b"2"))]), b"1"),
+    "multi_set, twice": (lambda k: k.multi_set([(b"k", pack(b"1")), (b"k", pack(b"2"))]), b"2"),
     "queue_push": (lambda k: k.queue_push(b"k", pack(b"item")), b""),
 }
 
@@ -243,7 +243,7 @@ REACHING: dict[str, Write] = {
     "set": lambda k: k.set(b"n", pack(b" +4 and text")),
     "append": lambda k: k.append(b"n", pack(b"0")),
     "compare_set": lambda k: k.compare_set(b"n", pack(b"3"), pack(b"4")),
-    "multi_set": lambda k: k.multi_set([(b"n", pack(b"4")), (b"n", pack(b"0"))]),
+    "multi_set": lambda k: k.multi_set([(b"n", pack(b"0")), (b"n", pack(b"4"))]),
 }
 
 

@@ -267,7 +267,7 @@ def test_a_compressed_recording(tmp_path: Path) -> None:
         (b'HEAD["K","/k"]\n[1,0,"OPEN",0]\n[1,0,"ADD",0,9223372036854775808]\n', "out of range for a 64-bit integer"),
         (
             b'HEAD[5,0,"OPEN",0]\n[-1,0,"CLOSE","client"]\n',
-            "row 3: time -1 is negative; expected the microseconds since the row before, 0 or more",
+            "row 3: time -1 is negative; expected the microseconds since the previous row, 0 or more",
         ),
         (b'HEAD["V",-1]\n', "row 2: invalid value size -1"),
         (b'HEAD["V",3,"YQ=="]\n', "row 2: invalid value size 3"),

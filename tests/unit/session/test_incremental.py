@@ -65,6 +65,72 @@ def test_a_session_that_leaves_while_parking_leaves_nothing(engine: Engine) -> N
     assert nothing_is_left(engine)
 
 
+@pytest.mark.parametrize("alike", [1, 2], ids=["each for its own keys", "in pairs for one list"])
+def test_registrations_of_many_who_leave_at_once_are_dropped_in_steps(alike: int) -> None:
+    engine = Engine(Limits(), portion=100)
+    waiting = [greeted(engine) for _ in range(20)]
+    for number, session in enumerate(waiting):
+        ask(session, "wait", [b"%d/%d" % (number // alike, key) for key in range(50)])
+    count = left = len(engine.keyspace.waiters)
+    assert count == 50 * 20 // alike
+    for session in waiting:
+        session.leave()
+    assert len(engine.keyspace.waiters) == count
+    while engine.keyspace.work:
+        engine.keyspace.step()
+        assert left - len(engine.keyspace.waiters) <= 2 * engine.keyspace.portion
+        left = len(engine.keyspace.waiters)
+    assert nothing_is_left(engine)
+
+
+def test_a_key_that_is_set_after_its_waiters_have_left_wakes_the_others(engine: Engine) -> None:
+    gone, waiting, other = greeted(engine), greeted(engine), greeted(engine)
+    for session in (gone, waiting):
+        ask(session, "wait", KEYS)
+        finish(session)
+    gone.leave()
+    for key in KEYS:
+        ask(other, "queue_push", key, b"item")
+    assert heard(waiting) == b"\0"
+    finish(other)
+    assert nothing_is_left(engine)
+
+
+def test_a_barrier_that_is_entered_after_a_multi_set_of_its_key_stays_closed(engine: Engine) -> None:
+    early, late, many, other = greeted(engine), greeted(engine), greeted(engine), greeted(engine)
+    ask(many, "wait", KEYS)
+    finish(many)
+    ask(other, "multi_set", [(key, b"0") for key in KEYS])
+    while other.incremental is not None:
+        other.receive(b"")
+    assert engine.keyspace.work
+    ask(late, "barrier", b"k9", 2)
+    finish(other)
+    assert (heard(many), heard(late)) == (b"\0", b"")
+    ask(early, "barrier", b"k9", 2)
+    assert (heard(early), heard(late)) == (b"\0", b"\0")
+    assert nothing_is_left(engine)
+
+
+def test_a_second_multi_set_of_awaited_keys_follows_the_first(engine: Engine) -> None:
+    many, fetching, first, second = greeted(engine), greeted(engine), greeted(engine), greeted(engine)
+    ask(many, "wait", KEYS)
+    finish(many)
+    ask(fetching, "fetch", b"k9")
+    ask(first, "multi_set", PAIRS)
+    ask(second, "multi_set", [(key, b"newer") for key in KEYS])
+    while first.incremental is not None or second.incremental is not None:
+        for session in (first, second):
+            if session.incremental is not None:
+                session.receive(b"")
+        if engine.keyspace.work:
+            engine.keyspace.step()
+    finish(first)
+    assert (heard(many), heard(fetching)) == (b"\0", NEW)
+    assert engine.keyspace.values[b"k9"] == pack(b"newer")
+    assert nothing_is_left(engine)
+
+
 def test_a_cancel_behind_a_long_wait_follows_it(engine: Engine) -> None:
     session = greeted(engine)
     session.receive(Command("wait", KEYS).frame + Command("cancel_wait").frame + Command("ping", 7).frame)
