@@ -51,7 +51,14 @@ _REASONS: Final = (
 )
 """Parts of OpenSSL's names of errors, and what they mean to whoever reads the log."""
 
-_FINAL: Final = ("UNKNOWN_CA", "PROTOCOL", "WRONG_VERSION", "BAD_RECORD_TYPE", "ALERT_UNEXPECTED_MESSAGE")
+_FINAL: Final = (
+    "CERTIFICATE",
+    "UNKNOWN_CA",
+    "PROTOCOL",
+    "WRONG_VERSION",
+    "BAD_RECORD_TYPE",
+    "ALERT_UNEXPECTED_MESSAGE",
+)
 """Parts of the names of errors that do not pass by themselves."""
 
 
@@ -68,11 +75,16 @@ def reason_of(error: ssl.SSLError) -> str:
     """Say what was wrong with a peer, of which "it" is the pronoun."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate was not accepted: certificate verify failed: {error.verify_message}"
-    name = error.reason or ""
+    name = _name_of(error)
     for part, text in _REASONS:
         if part in name:
             return text
     return name.replace("_", " ").lower() or str(error)
+
+
+def _name_of(error: Any) -> str:
+    """Return OpenSSL's name of an error; "" if it has none, though its type says otherwise."""
+    return error.reason or ""
 
 
 class TlsStream:
@@ -222,8 +234,5 @@ def is_mismatch(reply: bytes) -> bool:
 
 def _is_final(error: ssl.SSLError) -> bool:
     """Whether the error is about certificates or versions, which do not change by themselves."""
-    return (
-        isinstance(error, ssl.SSLCertVerificationError)
-        or "CERTIFICATE" in (error.reason or "")
-        or any(part in (error.reason or "") for part in _FINAL)
-    )
+    name = _name_of(error)
+    return isinstance(error, ssl.SSLCertVerificationError) or any(part in name for part in _FINAL)
