@@ -13,8 +13,12 @@
 # Next: slurm-secure-task-prolog.sh.
 set -eu
 umask 077
+folder=/run/tcpstore/$SLURM_JOB_ID
 install -d -m 0711 /run/tcpstore
-install -d -m 0700 -o "$SLURM_JOB_UID" "/run/tcpstore/$SLURM_JOB_ID"
+rm -rf "$folder"
+mkdir "$folder"
 tcpstore token create --token-keys /etc/tcpstore/token.keys --prefix "$SLURM_JOB_ID/" --rights write \
-    --expires 604800 --max-bytes 1000000000 >"/run/tcpstore/$SLURM_JOB_ID/token"
-chown "$SLURM_JOB_UID" "/run/tcpstore/$SLURM_JOB_ID/token"
+    --expires 604800 --max-bytes 1000000000 >"$folder/token"
+# The folder comes last: in one of its own, the user could put a link in the token's place, for root to write to and to chown.
+chown "$SLURM_JOB_UID" "$folder/token"
+chown "$SLURM_JOB_UID" "$folder"

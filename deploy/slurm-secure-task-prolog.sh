@@ -5,18 +5,32 @@
 # The relay admits only processes of the job's user: another user's job on the node cannot use it. It belongs to the step, so
 # Slurm ends it with the step. The server keeps jobs apart by their keys, so each rank joins as a client whose keys begin with
 # the job's number: TCPSTORE_INSTALL has PyTorch's env:// do so. Change STORE.
+#
+# The kernel chooses the relay's port, and the tasks read it in the job's own folder: on a port that can be foretold, another
+# user's process could listen first, and the ranks would take it for their relay, and unpickle what it sends.
 set -eu
 STORE=store.example:29400
 folder=/run/tcpstore/$SLURM_JOB_ID
-port=$((20000 + SLURM_JOB_ID % 10000))
+port_file=$folder/port.$SLURM_STEP_ID
+log=$folder/relay.$SLURM_STEP_ID.log
 if [ "$SLURM_LOCALID" = 0 ]; then
     # Nothing of the relay may hold the prolog's standard output, which Slurm reads to its end. The log is in the job's own
     # folder: a name in /tmp could be someone else's link.
     TCPSTORE_CA=/etc/tcpstore/ca.pem TCPSTORE_TOKEN_FILE=$folder/token \
-        tcpstore relay --upstream "tcps://$STORE" --port "$port" --same-user >/dev/null 2>"$folder/relay.log" </dev/null &
+        tcpstore relay --upstream "tcps://$STORE" --port 0 --port-file "$port_file" --same-user \
+        >/dev/null 2>"$log" </dev/null &
 fi
+tries=0
+until [ -s "$port_file" ]; do
+    tries=$((tries + 1))
+    if [ $tries -gt 300 ]; then
+        echo "print the relay has not started: see $log"
+        exit 1
+    fi
+    sleep 0.1
+done
 echo "export MASTER_ADDR=127.0.0.1"
-echo "export MASTER_PORT=$port"
+echo "export MASTER_PORT=$(cat "$port_file")"
 echo "export TCPSTORE_INSTALL=1"
 echo "export TCPSTORE_JOIN=1"
 echo "export TCPSTORE_JOB=$SLURM_JOB_ID"

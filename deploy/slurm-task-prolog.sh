@@ -3,7 +3,9 @@
 #
 # On each node of the step, the first task starts a relay, and every task is told to use it. The store runs on the
 # job's first node: `tcpstore serve --host :: --port 29400 &` in the batch script. The relay belongs to the step, so
-# Slurm ends it with the step, and admits only the job's user. For TLS and a token per job: slurm-secure-prolog.sh. The port differs from job to job, since jobs may share a node.
+# Slurm ends it with the step, and admits only the job's user. The port differs from job to job, since jobs may share a node;
+# another user's process that listens there first is taken for the relay. For nodes that users share, and for TLS and a token
+# per job: slurm-secure-prolog.sh.
 set -eu
 port=$((20000 + SLURM_JOB_ID % 10000))
 if [ "$SLURM_LOCALID" = 0 ]; then

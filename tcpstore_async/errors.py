@@ -59,6 +59,10 @@ class AccessDeniedError(DistStoreError):
     """Whether the server has refused what the client presents, and not just for now."""
 
 
+class ConnectionDeniedError(AccessDeniedError, DistNetworkError):
+    """The server has closed the connection: a call exceeded a limit of the client's token, or that is not valid now."""
+
+
 class PeerError(Exception):
     """The peer did something for which its connection, and only that one, is closed."""
 

@@ -7,7 +7,9 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from support import LIMIT, RawPeer
+from support import LIMIT, RawPeer, tcpstore_server
+from tls.certificates import certificates
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -150,6 +153,14 @@ def test_what_the_base_runs(tmp_path: Path, environment: dict[str, str]) -> None
         assert done.returncode == 0
 
 
+@pytest.mark.parametrize("file", ["kustomize/base/store.yaml", "kubernetes-secure.yaml"])
+def test_a_server_disconnects_peers_before_it_has_too_much_memory(file: str) -> None:
+    text = (DEPLOY / file).read_text()
+    [budget] = re.findall(r"budget_bytes=(\d+)", text)
+    [gibibytes] = re.findall(r"limits: {memory: (\d+)Gi}", text)
+    assert 1.5 * int(budget) < int(gibibytes) << 30
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 def test_kustomize_takes_the_base() -> None:
     done = subprocess.run(
@@ -234,3 +245,90 @@ def test_a_job_whose_server_does_not_start(tmp_path: Path, slurm: dict[str, str]
         check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "Error: no such luck\n")
+
+
+def prolog(script: str, folder: Path, store: str = "") -> str:
+    """The text of a script of a cluster with tokens, with this test's folders and server instead of the cluster's."""
+    text = (DEPLOY / script).read_text()
+    for place, own in (("/run/tcpstore", folder / "run"), ("/etc/tcpstore", folder / "etc")):
+        assert place in text
+        text = text.replace(place, str(own))
+    return text.replace("store.example:29400", store)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a job on a node that has the cluster's keys; commands that were run are in `tmp_path/pids`."""
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "token.keys").touch(0o600)
+    (tmp_path / "etc" / "token.keys").write_text("k1:a secret that nobody knows\n")
+    shutil.copy(certificates().ours.ca, tmp_path / "etc" / "ca.pem")
+    tcpstore = (tmp_path / "tcpstore").read_text()
+    (tmp_path / "tcpstore").write_text(tcpstore.replace("\nexec ", f"\necho $$ >>{tmp_path}/pids\nexec "))
+    allotted = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_JOB_UID": str(os.getuid())}
+    return {**environment, **allotted}
+
+
+JOINING = """
+import sys
+from tcpstore_async import rendezvous
+
+store, rank, world = next(rendezvous("env://"))
+store.set(f"rank{rank}", b"here")
+store.wait([f"rank{other}" for other in range(world)])
+sys.stdout.write(f"{rank} of {world}\\n")
+"""
+
+
+def test_a_job_with_a_token_of_its_own(tmp_path: Path, cluster: dict[str, str]) -> None:
+    keys = str(tmp_path / "etc" / "token.keys")
+    options = ["--token-keys", keys, "--require-auth=all", *certificates().serving(), "--require-tls"]
+    with tcpstore_server(*options) as server:
+        script = prolog("slurm-secure-prolog.sh", tmp_path)
+        subprocess.run(["sh", "-c", script], env=cluster, cwd=tmp_path, timeout=LIMIT, check=True)
+        folder = tmp_path / "run" / "17"
+        assert [path.name for path in folder.iterdir()] == ["token"]
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "token")] == [0o700, 0o600]
+        script = prolog("slurm-secure-task-prolog.sh", tmp_path, f"127.0.0.1:{server.port}")
+        tasks = [
+            subprocess.Popen(
+                ["sh", "-c", script], env=cluster | {"SLURM_LOCALID": str(task)}, cwd=tmp_path, stdout=subprocess.PIPE,
+                text=True,
+            )
+            for task in reversed(range(2))
+        ]  # fmt: skip
+        try:
+            said = [task.communicate(timeout=LIMIT)[0] for task in tasks]
+            assert said[0] == said[1]
+            exported = dict(line.removeprefix("export ").split("=", 1) for line in said[0].splitlines())
+            assert exported["MASTER_PORT"] != "20017"  # nor another port on which a stranger could listen first
+            ranks = [
+                subprocess.Popen(
+                    [sys.executable, "-c", JOINING], env={**cluster, **exported, "RANK": str(rank), "WORLD_SIZE": "2"},
+                    cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+                )
+                for rank in range(2)
+            ]  # fmt: skip
+            assert [rank.communicate(timeout=LIMIT)[0] for rank in ranks] == ["0 of 2\n", "1 of 2\n"]
+        finally:
+            os.kill(int((tmp_path / "pids").read_text().split()[-1]), signal.SIGTERM)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="it takes root to give files to another user")
+def test_a_prolog_writes_and_changes_nothing_where_the_user_could_have_put_a_link(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    """What the user's other processes can reach while root is at work is neither written to nor given away."""
+    user = 65534
+    folder = tmp_path / "run" / "17"
+    folder.mkdir(parents=True)  # left behind by the job before it was requeued
+    os.chown(folder, user, user)
+    (folder / "token").symlink_to(tmp_path / "mine")
+    (tmp_path / "tcpstore").write_text(f'#!/bin/sh\nstat -c "%u %a" "{folder}" >"{tmp_path}/seen"\necho made\n')
+    script = prolog("slurm-secure-prolog.sh", tmp_path)
+    job = {**cluster, "SLURM_JOB_UID": str(user)}
+    subprocess.run(["sh", "-c", script], env=job, cwd=tmp_path, timeout=LIMIT, check=True)
+    assert (tmp_path / "seen").read_text() == "0 700\n"
+    assert not (tmp_path / "mine").exists()
+    assert (folder / "token").read_text() == "made\n"
+    assert [path.stat().st_uid for path in (folder, folder / "token")] == [user, user]

@@ -97,7 +97,10 @@ sessions as it allows). If it is not `ok`, `reason` says why. If it is, the othe
 token with a prefix *P* gives access to the keys that begin with `/`*P*. From then on, the server closes the connection
 when it receives a command that the token does not allow, and executes no part of that command. A session on a link may
 do what the link's connection may, until it presents its own token. A server started with `--require-auth` closes
-connections that do anything else first; there is no other way to find out whether AUTH is needed.
+connections that do anything else first; there is no other way to find out whether AUTH is needed. If the server has
+closed another connection with the same token, from the same host and process (the number in its first PING), within the
+last five seconds, because a command was not allowed, `closed` says why: a client of ours asks when it loses its
+connection.
 
 When a call of our client times out, the client asks why with MISSING, in one round trip. Each member of the reply may
 be absent:

@@ -4,6 +4,7 @@ This module has the options, the table and the ways to end; it does not know how
 Invariant: the results of finished operations are printed, whatever ends the benchmark.
 """
 
+import copy
 import signal
 import socket
 import sys
@@ -112,6 +113,8 @@ def bench(context: ClientContext, ranks: int, ops: list[str], requests: int, val
         failure, status = "interrupted", 128 + interrupt.number
     finally:
         progress.end()
+    if not done and status in (UNREACHABLE, FAILED) and (refusal := _refusal(context)):
+        failure, status = refusal, NOT_ALLOWED
     if done and context.output == "json":
         about = {"ranks": ranks, "value_size": value_size, **server, "complete": not failure}
         print_json({**about, "operations": done})
@@ -173,6 +176,24 @@ def _identify(context: ClientContext) -> dict[str, str] | None:
     if server is None:
         return {"server": OTHER_SERVER}
     return {"server": server.server, "version": server.version, "backend": server.backend, "build": server.build}
+
+
+def _refusal(context: ClientContext) -> str:
+    """Return why the server refuses this client, which the load cannot say; "" if it does not say so."""
+    brief = copy.copy(context)
+    brief.timeout = 0.0  # one attempt
+
+    async def ask() -> None:
+        async with await brief.connect() as store:
+            await store.check([])
+
+    try:
+        run_loop(ask())
+    except AccessDeniedError as error:
+        return str(error)
+    except DistError:
+        pass
+    return ""
 
 
 class _Progress:

@@ -165,8 +165,8 @@ def _status(error: DistError) -> int:
     kinds = (
         (StoreEndedError, FAILED),
         (StoreTimeoutError, TIMED_OUT),
-        (DistNetworkError, UNREACHABLE),
         (AccessDeniedError, NOT_ALLOWED),
+        (DistNetworkError, UNREACHABLE),
     )
     return next((status for kind, status in kinds if isinstance(error, kind)), FAILED)
 

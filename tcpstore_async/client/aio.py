@@ -27,7 +27,7 @@ from ..values import Framed, unpack
 from . import capabilities, exchanges, explanation, requests
 from .async_connection import AsyncConnection
 from .client_info import introduction
-from .connect import connect, why_ended
+from .connect import connect, lost_error
 from .credentials import find_token
 from .requests import ANOTHER, Request
 from .resume import resume
@@ -688,15 +688,15 @@ class AsyncTCPStore:
         peer, session = await connect(
             self.host, self.port, Deadline(self._timeout), token=self._token, tls=self._tls, name=self._name
         )
-        why_lost = None
-        if self._name is not None:
-            why_lost = functools.partial(why_ended, self.host, self.port, self._token, self._tls, self._name)
+        explained = None
+        if self._name is not None or self._token:
+            explained = functools.partial(lost_error, self.host, self.port, self._token, self._tls, self._name)
         connection = AsyncConnection(
             session,
             _weak(self._connection_lost),
             _weak(self._connection_freed),
             functools.partial(resume, self.host, self.port, self._token, self._tls),
-            why_lost,
+            explained,
         )
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=peer)
         try:

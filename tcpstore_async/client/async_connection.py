@@ -36,17 +36,17 @@ class AsyncConnection(asyncio.Protocol):
         on_lost: Callable[["AsyncConnection", DistNetworkError], None],
         on_free: Callable[["AsyncConnection"], None],
         reach: Callable[[ClientSingleLink, Deadline], Awaitable[tuple[socket.socket, bytes]]] | None = None,
-        why_lost: Callable[[], Awaitable[str]] | None = None,
+        lost_error: Callable[[str], Awaitable[DistNetworkError]] | None = None,
     ) -> None:
         """`reach` connects again for a link; it returns the connection, and the reply to LINK on it.
 
-        `why_lost` finds out why the server has closed the connection; it returns "" if that is not known.
+        `lost_error` returns the error with this text, and with why the server has closed the connection.
         """
         self.session = session
         self.link: ClientSingleLink | None = None
         """Set if the server keeps the session when the connection breaks."""
         self._reach = reach
-        self._why_lost = why_lost
+        self._lost_error = lost_error
         self.is_broken = False
         """Whether it was lost because it was broken, before it was a link."""
         self._held = False
@@ -167,9 +167,9 @@ class AsyncConnection(asyncio.Protocol):
     def close(self, reason: DistNetworkError | None = None, lost: bool = False) -> None:
         """Close the connection, perhaps because the store has been lost with another one. Calls in progress fail."""
         self._closing = True
-        self._is_lost = lost
-        if lost:
+        if lost and not self._is_lost:  # else its socket may be closed, and has been looked at
             self._silence = describe_silence(self.transport.get_extra_info("socket"))
+        self._is_lost = lost
         if self._resuming is not None:
             self._resuming.cancel()
         self._flush()
@@ -231,11 +231,11 @@ class AsyncConnection(asyncio.Protocol):
         self.is_broken = is_break(error)
         reason = (LOST if error is None else reason_of(error)) + size_hint(self._longest)
         idle = f" ({self._silence})" if self._silence and not self._futures else ""
-        if self._why_lost is None or self._closing or self.lost is not None:
+        if self._lost_error is None or self._closing or self.lost is not None:
             self._fail(DistNetworkError(reason + idle))
         else:
             self._held = True
-            self._resuming = self._loop.create_task(self._fail_with_reason(reason + idle, self._why_lost))
+            self._resuming = self._loop.create_task(self._fail_with_reason(reason + idle, self._lost_error))
 
     def pause_writing(self) -> None:
         self._drained = self._loop.create_future()
@@ -302,10 +302,10 @@ class AsyncConnection(asyncio.Protocol):
             rest = link.resume(reply)
         except (OSError, ProtocolError, DistNetworkError, AccessDeniedError) as error:
             text = f"{reason}; {reason_of(error)}" + size_hint(self._longest)
-            if self._why_lost is None:
+            if self._lost_error is None:
                 self._fail(DistNetworkError(text))
             else:
-                await self._fail_with_reason(text, self._why_lost)
+                await self._fail_with_reason(text, self._lost_error)
             self.transport.abort()
             return
         self._resuming = None
@@ -318,9 +318,8 @@ class AsyncConnection(asyncio.Protocol):
         """Return whether the connection was closed, or its store lost, meanwhile."""
         return self._closing or self.lost is not None
 
-    async def _fail_with_reason(self, text: str, why_lost: Callable[[], Awaitable[str]]) -> None:
-        why = await why_lost()
-        self._fail(DistNetworkError(f"{why}: {text}" if why else text))
+    async def _fail_with_reason(self, text: str, lost_error: Callable[[str], Awaitable[DistNetworkError]]) -> None:
+        self._fail(await lost_error(text))
 
     def _write(self, data: bytes, call: PendingCall | None = None) -> None:
         if not self._outbox:
@@ -375,7 +374,7 @@ class AsyncConnection(asyncio.Protocol):
 
     def _error_of(self, call: PendingCall, error: DistNetworkError) -> DistNetworkError:
         """Return the error of a call that was in progress when the connection was lost."""
-        return DistNetworkError(f"{error}{lost_during((call.command, call.fields), self._silence)}")
+        return type(error)(f"{error}{lost_during((call.command, call.fields), self._silence)}")
 
 
 def _expire(future: "asyncio.Future[Any]", request: Request, seconds: float) -> None:

@@ -22,12 +22,20 @@ from aiohappyeyeballs import start_connection
 
 from ..addresses import is_loopback
 from ..deadline import MIN_ROUND_TRIP, Deadline, backoff
-from ..errors import DistNetworkError, DistStoreError, ProtocolError, reason_of
+from ..errors import (
+    AccessDeniedError,
+    ConnectionDeniedError,
+    DistNetworkError,
+    DistStoreError,
+    ProtocolError,
+    reason_of,
+)
 from ..session.client import ClientSession, PendingCall
+from ..session.tls import is_mismatch
 from . import requests
 from .admission import admission
 from .store_name import StoreEndedError, StoreName
-from .tls import ClientTls, TlsFailed
+from .tls import ClientTls, TlsFailed, tls_required
 
 _LAST_TRY: Final = 0.05
 """Seconds reserved for the last attempt."""
@@ -37,9 +45,7 @@ _NO_ANSWER: Final = "no answer"
 _HANG_UPS: Final = 2
 """Handshakes cut off in a row before the next one is made without PING, or with it again. One may be a reset."""
 
-_HINT: Final = " (a server at its connection limit also does this; see its log)"
-_PLAIN_HINT: Final = " (a server at its connection limit, or one that requires TLS, also does this; see its log)"
-"""What else may cut off a handshake, with TLS and without."""
+_FULL: Final = " (a server at its connection limit also does this; see its log)"
 
 _STAGGER: Final = 0.1
 """Seconds until the next address is tried in parallel with one that has not answered."""
@@ -98,7 +104,7 @@ class _Tries:
         if self._hung_up == _HANG_UPS:
             self._hung_up = 0
             self.pings = not self.pings
-        cause = _cause(error) + (error.hint if isinstance(error, _HungUp) else "")
+        cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
         if cause == _NO_ANSWER and self.name is not None:
             cause = self.name.missing() or cause
         if cause != _NO_ANSWER or not self._short or not self.cause:
@@ -125,8 +131,6 @@ def _cause(error: Exception) -> str:
 
 class _HungUp(ConnectionError):
     """The connection was lost before the handshake was answered."""
-
-    hint = _HINT
 
 
 # On an event loop
@@ -156,19 +160,28 @@ async def connect(
         await asyncio.sleep(pause)
 
 
-async def why_ended(host: str, port: int, token: bytes, tls: ClientTls | None, name: StoreName) -> str:
-    """Return why the store with this name has ended; "" if it has not, or if that cannot be found out now."""
-    ended = name.of_a_guest()
-    ended.waits = False
+async def lost_error(
+    host: str, port: int, token: bytes, tls: ClientTls | None, name: StoreName | None, text: str
+) -> DistNetworkError:
+    """Return the error for a lost connection, with why the server has ended that, or the store with this name.
+
+    Without that, if the server does not say so now.
+    """
+    ended = None if name is None else name.once()
     try:
         deadline = Deadline(MIN_ROUND_TRIP)
-        peer, _ = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
+        peer, session = await connect(host, port, deadline, refused_is_final=True, token=token, tls=tls, name=ended)
         peer.close()
+        if session.refusal:
+            return ConnectionDeniedError(f"{session.refusal}: {text}")
     except StoreEndedError as error:
-        return str(error)
+        return DistNetworkError(f"{error}: {text}")
+    except AccessDeniedError as error:
+        if error.final:  # else there are too many sessions with the token: perhaps the one that was lost
+            return ConnectionDeniedError(f"{error}: {text}")
     except (DistNetworkError, DistStoreError, OSError):
         pass
-    return ""
+    return DistNetworkError(text)
 
 
 async def _try(
@@ -447,11 +460,7 @@ def leaves_host(peer: socket.socket) -> bool:
 def _hung_up(error: ConnectionError, tls: ClientTls | None) -> ConnectionError:
     """Return why the handshake was cut off."""
     cause = None if tls is None else tls.cause()
-    if cause is not None:
-        return cause
-    lost = _HungUp(*error.args)
-    lost.hint = _HINT if tls is not None else _PLAIN_HINT
-    return lost
+    return _HungUp(*error.args) if cause is None else cause
 
 
 def _hello(peer: socket.socket, pings: bool) -> tuple[ClientSession, bytes, PendingCall]:
@@ -500,9 +509,14 @@ def _receive(session: ClientSession, chunk: bytes) -> None:
 
 
 def check_hello(call: PendingCall) -> None:
-    """Check that it was a store's server that has answered the handshake. Raises ProtocolError."""
+    """Check that it was a store's server that has answered the handshake.
+
+    Raises ProtocolError, and AccessDeniedError if it requires TLS.
+    """
     pid = os.getpid()
     if call.command.method == "ping" and call.result != pid:
+        if is_mismatch(call.result.to_bytes(4, "little")):
+            raise tls_required()
         raise ProtocolError(f"Ping failed, invalid value returned from server. Expected: {pid}, Got: {call.result}")
 
 

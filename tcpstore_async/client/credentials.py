@@ -90,5 +90,5 @@ def authenticate(
     showing, shown = session.request(*requests.auth(token))
     assert shown is not None
     yield showing, shown
-    session.access = read_auth_reply(unpack(shown.result))
+    session.access, session.refusal = read_auth_reply(unpack(shown.result))
     return with_access(identity, session.access)

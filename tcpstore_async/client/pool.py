@@ -26,7 +26,16 @@ from threading import RLock, get_ident
 from typing import Any, Final
 
 from ..deadline import IDLE_SECONDS, MIN_ROUND_TRIP, Deadline
-from ..errors import DistError, DistNetworkError, DistStoreError, ProtocolError, StoreTimeoutError, reason_of
+from ..errors import (
+    AccessDeniedError,
+    ConnectionDeniedError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    ProtocolError,
+    StoreTimeoutError,
+    reason_of,
+)
 from ..session.client import PendingCall
 from ..session.identity import SINGLE_LINKS, Identity, check_admitted, granted_access, read_identity
 from ..session.single_client import UNANSWERED_BYTES, ClientSingleLink, is_break
@@ -90,8 +99,10 @@ class TCPClient:
         asks for the server's identity next, and begins that with the handshake.
         """
         self.name = name
-        self._why_ended: str | None = None
-        """Why the store with a name has ended, if it has; None before that was asked."""
+        self._why_lost: str | None = None
+        """Why the server has ended the store with a name, or the connection, if it has; None before that was asked."""
+        self._denied = False
+        """Whether that is for what the token does not allow."""
         self.host = host
         self.port = port
         self.timeout = timeout
@@ -928,32 +939,37 @@ class TCPClient:
     def _lost_error(self, details: str = "") -> DistNetworkError:
         """Return a new error for a call on a lost store."""
         text = self._lost + ("" if self.closed else details)
-        if self.name is not None and not self.closed:
-            why = self._ask_why_ended(self.name)
+        if (self.name is not None or self.token) and not self.closed:
+            why = self._ask_why_lost()
             text = f"{why}: {text}" if why else text
         if self.server_crash is not None and not self.closed:
             crash = self.server_crash()
             text = f"{text}: {crash}" if crash else text
-        error = DistNetworkError(text)
+        error = ConnectionDeniedError(text) if self._denied and not self.closed else DistNetworkError(text)
         error.__cause__ = None  # hides the context, in compiled code too
         return error
 
-    def _ask_why_ended(self, name: StoreName) -> str:
-        """Return why the store with this name has ended; "" if it has not, or if that cannot be found out now."""
-        why = self._why_ended
+    def _ask_why_lost(self) -> str:
+        """Return why the server has ended the store, or the connection; "" if it has not, or does not say so now."""
+        why = self._why_lost
         if why is None and not background.is_running_here():
-            why = self._why_ended = ""
-            ended = name.of_a_guest()
-            ended.waits = False
+            why = self._why_lost = ""
+            ended = None if self.name is None else self.name.once()
             tls = None if self.tls is None else self.tls.renewed()
             try:
                 deadline = Deadline(MIN_ROUND_TRIP)
-                peer, _ = connect_blocking(
+                peer, session = connect_blocking(
                     self.host, self.port, deadline, refused_is_final=True, token=self.token, tls=tls, name=ended
                 )
                 peer.close()
+                why = self._why_lost = session.refusal
+                self._denied = bool(why)
             except StoreEndedError as error:
-                why = self._why_ended = str(error)
+                why = self._why_lost = str(error)
+            except AccessDeniedError as error:
+                if error.final:  # else there are too many sessions with the token: perhaps the one that was lost
+                    why = self._why_lost = str(error)
+                    self._denied = True
             except (DistNetworkError, DistStoreError, OSError):
                 pass
             finally:

@@ -120,6 +120,12 @@ class StoreName:
         self.asked = False
         """Whether a server has been asked, and has not answered."""
 
+    def once(self) -> "StoreName":
+        """Return the name as for a client that does not own the store, and does not wait for it either."""
+        found = self.of_a_guest()
+        found.waits = False
+        return found
+
     def of_a_guest(self) -> "StoreName":
         """Return the same store for a client that does not own it."""
         guest = StoreName(self.name)

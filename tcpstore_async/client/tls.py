@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-from ..errors import DistNetworkError
+from ..errors import AccessDeniedError, DistNetworkError
 from ..secret_files import TlsFiles, load_certificates
 from ..session.tls import TlsError, TlsStream
 from . import background
@@ -63,6 +63,13 @@ class TlsFailed(ConnectionError):
         super().__init__(text)
         self.final = final
         """Whether another attempt would end the same way."""
+
+
+def tls_required() -> AccessDeniedError:
+    """Return the error of a client that has not used TLS with a server that requires it."""
+    error = AccessDeniedError("the server requires TLS: use tcps://, or set TCPSTORE_TLS=1")
+    error.final = True
+    return error
 
 
 def wants_tls(tls: bool | None, server: ServerUrl | None = None, environment: Mapping[str, str] = os.environ) -> bool:

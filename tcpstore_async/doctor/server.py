@@ -37,12 +37,19 @@ def check_server(way: Way, seconds: float) -> list[Finding]:
         return [_unreachable(host, port, f"no answer within {seconds:g} s")]
     except AccessDeniedError as error:
         text = f"{format_address(host, port)} refuses this client: {error}"
-        return [Finding("server", FAIL, text, "export TCPSTORE_TOKEN_FILE=FILE (from tcpstore token create)")]
+        return [Finding("server", FAIL, text, _credentials(str(error)))]
     except DistError as error:
         if connected:
             text = f"{format_address(host, port)} accepts the connection and then closes it: {error}"
             return [Finding("server", FAIL, text, "see its log; if it requires a token, use --token-file FILE")]
         return [_unreachable(host, port, str(error))]
+
+
+def _credentials(refusal: str) -> str:
+    """Return what gives a client what it lacks."""
+    if "requires TLS" in refusal:
+        return "export TCPSTORE_TLS=1 TCPSTORE_CA=FILE (the certificate of the CA that signed the server's)"
+    return "export TCPSTORE_TOKEN_FILE=FILE (from tcpstore token create)"
 
 
 def _unreachable(host: str, port: int, reason: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Telling ranks why their relay has no server: it has refused the relay's token for good.
+"""Telling ranks why their relay has no server: it refuses the relay's token for good, or TLS cannot be agreed on.
 
 A rank's connection is served as by a server that admits nobody: it can ask who the server is, and is told the reason;
 anything else closes it. This module knows sessions and asyncio's transports; it must not know links.
@@ -28,7 +28,7 @@ _MOST_UNSENT: Final = 64 * 1024
 
 
 class Refusal:
-    """What the ranks are told that connect while the server refuses the relay."""
+    """What the ranks are told that connect while the relay can use no server."""
 
     def __init__(
         self,

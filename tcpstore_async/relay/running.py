@@ -118,8 +118,8 @@ async def run(
     With the pipe or socket `owner_fd` signals are ignored, and its end ends the relay: the process that started it
     holds the other end. `same_user`, `token`, `tls` and `store` are as for `relay`. `ready` is called once connections
     are accepted. A socket that systemd has passed takes the place of the address. Raises DistNetworkError if the
-    address, or the socket `fd`, cannot be had, or if `same_user` is not possible, and AccessDeniedError if the server's
-    first reply is that it refuses the relay's token.
+    address, or the socket `fd`, cannot be had, or if `same_user` is not possible, and AccessDeniedError if the first
+    attempt shows that the server refuses the relay's token, or that one end does not accept the other's TLS.
     """
     if owner_fd is None:
         signals = watch_signals()
@@ -146,7 +146,8 @@ async def run(
 async def _first_attempt(running: Relay, signals: "asyncio.Queue[signal.Signals]") -> None:
     """Wait a moment, or until a signal, for the first attempt to reach the server. Raises AccessDeniedError.
 
-    A server that cannot be reached may start later, but a token that it refuses is a mistake that somebody has to mend.
+    A server that cannot be reached may start later, but a token that it refuses, or a certificate that one end does not
+    accept, is a mistake that somebody has to mend.
     """
     trying = asyncio.ensure_future(running.tried.wait())
     told = asyncio.ensure_future(signals.get())

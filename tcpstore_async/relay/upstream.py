@@ -23,11 +23,12 @@ from ..client.connect import leaves_host, open_connection
 from ..client.credentials import warn_of_clear_text
 from ..client.forwarding import ForwardedConnection
 from ..client.requests import Request
-from ..client.tls import ClientTls
+from ..client.tls import ClientTls, TlsFailed, tls_required
 from ..deadline import backoff
 from ..errors import AccessDeniedError, ProtocolError, counted
 from ..session.identity import LINKS, NAMES, QUESTIONS, TOKENS, Identity, check_admitted, read_auth_reply, read_identity
 from ..session.link import LINK_REFUSED, RESUMED, UNKNOWN, LinkReply
+from ..session.tls import is_mismatch
 from ..wire.commands import BY_METHOD, MAGIC
 from .core import LINKED, Relay
 from .refusing import Refusal, RefusedConnection
@@ -91,7 +92,7 @@ class Upstream:
         """Set when the link's connection is lost."""
         self._reason = ""
         self._refusal: Refusal | None = None
-        """What ranks are told that connect now, if all servers have refused the relay for good."""
+        """What ranks are told that connect now, if no server can be used until somebody mends that."""
         self._grace = 0.0
         self._keep_alive = 0.0
         self._giving_up: asyncio.TimerHandle | None = None
@@ -136,10 +137,10 @@ class Upstream:
                 peer, reply = await asyncio.wait_for(self._reach(server), _ATTEMPT_SECONDS)
             except (OSError, ProtocolError, asyncio.TimeoutError, AccessDeniedError, _RefusedError) as error:
                 causes.append(f"{format_address(*server)}: {_cause(error)}")
-                if isinstance(error, AccessDeniedError) and error.final:
+                if isinstance(error, (AccessDeniedError, TlsFailed)) and error.final:
                     refusals += 1
-                    if self._giving_up is not None and server == self._server:
-                        self._give_up(_cause(error))
+                    if isinstance(error, AccessDeniedError) and self._giving_up is not None and server == self._server:
+                        self._give_up(_cause(error))  # a certificate may be mended while the link lasts
                 continue
             self._note_refusal("")
             with closing(peer):
@@ -160,7 +161,7 @@ class Upstream:
         return False
 
     def _note_refusal(self, reason: str) -> None:
-        """Note how an attempt has ended: why all servers have refused the relay for good, or nothing."""
+        """Note how an attempt has ended: why the relay can use no server, until somebody mends that, or nothing."""
         relay = self.relay
         relay.refusal = reason
         relay.tried.set()
@@ -168,7 +169,7 @@ class Upstream:
             self._refusal = None
         elif self._refusal is None or reason not in self._refusal.reason:
             where = format_address(relay.host, relay.port)
-            text = f"the relay at {where} is not allowed to use its server: {reason}"
+            text = f"the relay at {where} cannot use its server: {reason}"
             self._refusal = Refusal(text, self.refused, partial(relay.log_limited, "refused"), relay.left)
 
     def _candidates(self) -> list[tuple[str, int]]:
@@ -414,10 +415,16 @@ class _DirectConnection(ForwardedConnection):
 
 
 async def _identify(peer: socket.socket) -> Identity | None:
-    """Ask a server, on a new connection, who it is; None if it is not one of ours. Raises OSError and ProtocolError."""
+    """Ask a server, on a new connection, who it is; None if it is not one of ours.
+
+    Raises OSError, ProtocolError, and AccessDeniedError if it requires TLS.
+    """
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(peer, _encode((BY_METHOD["validate"], (MAGIC,))) + _encode(requests.HAS_EXTENSION))
-    if await _read_exactly(peer, 1) != _READY:
+    answer = await _read_exactly(peer, 1)
+    if is_mismatch(answer):
+        raise tls_required()
+    if answer != _READY:
         return None
     await loop.sock_sendall(peer, _encode(requests.WHO_ARE_YOU))
     return read_identity(await _read_value(peer))

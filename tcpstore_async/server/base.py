@@ -46,6 +46,12 @@ _SUPPRESSED_SECONDS: Final = 1.0
 
 _MIN_EXPIRY_SECONDS: Final = 0.001
 
+_REFUSED_SECONDS: Final = 5.0
+"""Time for which a client can ask why its connection was closed: clients of ours ask at once."""
+
+_MOST_REFUSED: Final = 1024
+"""Connections of which that is remembered."""
+
 _TICK_SECONDS: Final = 1.0
 """Time between two looks at the links."""
 
@@ -92,6 +98,8 @@ class Server:
         """Refused peers that have not read their replies, with the time at which they are closed, in order."""
         self._finish_expected = False
         """Whether `_close_refused` will be called."""
+        self._refused: dict[tuple[str, str, int], tuple[str, float]] = {}
+        """Why connections were closed, and when, by token, host and process, oldest first."""
         self._working: bool = False
         """Whether `_work` will be called."""
         self.host: str = listener.getsockname()[0]
@@ -315,6 +323,8 @@ class Server:
         text = f"closed the connection from {session}: {error}"
         kind = _kind_of(error)
         self.closed_for[kind] = self.closed_for.get(kind, 0) + 1
+        if isinstance(error, NotAllowedError):
+            self._remember(session, str(error))
         if kind in ("access", "tls") or self.engine.must_authenticate(session):
             self.log_refusal(session.host, text)
         else:
@@ -331,6 +341,26 @@ class Server:
         if not self._finish_expected:
             self._finish_expected = True
             self.call_soon(self._close_refused)
+
+    def _remember(self, session: ServerSession, refusal: str) -> None:
+        """Keep why the connection of a token's holder is closed, which cannot be told there, until the client asks."""
+        access = self.engine.granted.get(session)
+        if access is None:
+            return
+        refused = self._refused
+        holder = access.identity, session.host, session.pid
+        refused.pop(holder, None)  # to be the newest
+        refused[holder] = refusal, time.monotonic()
+        if len(refused) > _MOST_REFUSED:
+            del refused[next(iter(refused))]
+
+    def refused_before(self, session: ServerSession) -> str:
+        """Return why another connection of the same process and token has just been closed; empty if none was."""
+        access = self.engine.granted.get(session)
+        if access is None:
+            return ""
+        refusal, at = self._refused.get((access.identity, session.host, session.pid), ("", 0.0))
+        return refusal if time.monotonic() - at < _REFUSED_SECONDS else ""
 
     def _close_refused(self) -> None:
         """Close refused peers that have not read their replies: they may be blocked sending what nobody reads."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ..errors import NotAllowedError, PeerError
+from ..errors import PeerError
 from ..limits import Limits
 from ..session.budget import SESSION_BYTES
 from ..session.server import Transport
@@ -164,6 +164,9 @@ class Connection(Transport):
         if self.session.backlog is not None:
             self.server.writer.add(self)
 
+    def refused_before(self) -> str:
+        return self.server.refused_before(self.session)
+
     def resumed(self) -> None:
         """Its thread looks after each read, one of which has just brought LINK."""
 
@@ -222,7 +225,7 @@ class TlsConnection(Connection):
         self._first = True
 
     def in_handshake(self) -> bool:
-        return self.channel is not None and not self.channel.stream.established
+        return self.tls.required if self.channel is None else not self.channel.stream.established
 
     # Its own thread
 
@@ -249,14 +252,12 @@ class TlsConnection(Connection):
 
     def _admits_plain(self) -> bool:
         """Return whether the peer may do without TLS; if not, close the connection."""
-        try:
-            self.tls.admit_plain()
-        except NotAllowedError as error:
-            with self.server.lock:
-                if not self.is_closed:
-                    self.server.close_for(self, error)
-            return False
-        return True
+        if not self.tls.required:
+            return True
+        with self.server.lock:
+            if not self.is_closed:
+                self.server.close_for(self, self.session.plain_refused())
+        return False
 
     def _shake_hands(self, chunk: bytes) -> bool:
         """Return whether the handshake, which began with these bytes, is complete."""

@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..errors import DistNetworkError, NotAllowedError, ProtocolError
+from ..errors import DistNetworkError, ProtocolError
 from ..secret_files import TlsFiles, load_certificates
 from ..session.server import Transport
 from ..session.tls import TlsStream
@@ -44,9 +44,10 @@ class ServerTls:
     """The certificate of one server, and its handshakes under way."""
 
     def __init__(self, files: TlsFiles, required: bool = False) -> None:
-        """With `required`, peers that do not use TLS are refused. Raises DistNetworkError if a file cannot be used."""
+        """Raises DistNetworkError if a file cannot be used."""
         self.files = files
         self.required = required
+        """Whether peers have to use TLS."""
         self.context = make_context(files)
         self.handshakes: dict[Transport, bool] = {}
         """Connections in the middle of a handshake, oldest first."""
@@ -59,13 +60,6 @@ class ServerTls:
             log.error("%s; the previous certificate stays in use", error)
         else:
             log.info("reloaded the certificate %s", self.files.cert)
-
-    def admit_plain(self) -> None:
-        """Raise NotAllowedError if peers have to use TLS."""
-        if self.required:
-            raise NotAllowedError(
-                "it uses plain TCP, but the server was started with --require-tls; use tcps://, or a relay"
-            )
 
     def begin(self, connection: Transport) -> Transport | None:
         """Count a handshake; return the oldest one, to be closed, if there are too many."""

@@ -203,6 +203,9 @@ class Connection(Transport):
     def send_again(self, replies: list[Framed], taken: int) -> None:
         self.keep(replies, taken)
 
+    def refused_before(self) -> str:
+        return self.server.refused_before(self.session)
+
     def resumed(self) -> None:
         if self.session.stalled() and not self.queued:
             self.server.put_off(self)
@@ -303,7 +306,9 @@ class TlsConnection(Connection):
         """Whether the kernel had no more ciphertext when it was last asked, and has reported none since."""
 
     def in_handshake(self) -> bool:
-        return bool(self.hello) or (self.channel is not None and not self.channel.stream.established)
+        if self.channel is None:
+            return bool(self.hello) or self.tls.required
+        return not self.channel.stream.established
 
     def attend(self, events: int) -> None:
         self.drained = False  # also if reading has been put off: nothing more may be reported
@@ -343,7 +348,8 @@ class TlsConnection(Connection):
             self._end()
             return False
         if chunk[0] != HANDSHAKE:
-            self.tls.admit_plain()
+            if self.tls.required:
+                raise self.session.plain_refused()
             server.use_no_tls(self)
             server.received += len(chunk)
             self.session.receive(chunk)

@@ -59,6 +59,8 @@ class ClientSession:
         """The server's identity on this connection, if that was requested before its first call."""
         self.asked: PendingCall | None = None
         """The question whether the server is one of ours, if that went with the handshake."""
+        self.refusal: str = ""
+        """Why the server has just closed another connection of this process with the same token, if it has."""
         self._pings = pings
         """Whether the server knows PING, which PyTorch's do since 2.5."""
         self.pending: deque[PendingCall] = deque()

@@ -56,6 +56,8 @@ class AuthReply(Granted, frozen=True, kw_only=True, omit_defaults=True):
     """One of the following."""
     reason: str = ""
     """Why it was refused."""
+    closed: str = ""
+    """Why the server has just closed another connection of the same process, if that was not allowed something."""
 
 
 OK: Final = "ok"
@@ -185,9 +187,9 @@ def _granted(access: Access) -> dict[str, Any]:
     return dict(zip(Granted.__struct_fields__, fields, strict=True))
 
 
-def auth_reply(access: Access) -> bytes:
+def auth_reply(access: Access, closed: str = "") -> bytes:
     """Encode the reply to AUTH with a token that allows this."""
-    return msgspec.json.encode(AuthReply(status=OK, **_granted(access)))
+    return msgspec.json.encode(AuthReply(status=OK, closed=closed, **_granted(access)))
 
 
 def auth_refusal(status: str, reason: str) -> bytes:
@@ -195,8 +197,11 @@ def auth_refusal(status: str, reason: str) -> bytes:
     return msgspec.json.encode(AuthReply(status=status, reason=reason))
 
 
-def read_auth_reply(raw: bytes) -> Access:
-    """Return what the token allows. Raises AccessDeniedError if it was refused, and ProtocolError."""
+def read_auth_reply(raw: bytes) -> tuple[Access, str]:
+    """Return what the token allows, and why another connection has just been closed, if one was.
+
+    Raises AccessDeniedError if the token was refused, and ProtocolError.
+    """
     try:
         reply = msgspec.json.decode(raw, type=AuthReply)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -207,7 +212,7 @@ def read_auth_reply(raw: bytes) -> Access:
         raise error
     access = granted_access(reply)
     assert access is not None
-    return access
+    return access, reply.closed
 
 
 def build() -> str:

@@ -48,7 +48,7 @@ from .identity import (
 )
 from .key_list_cache import KeyListCache, SharedKeys
 from .missing import Questions
-from .tls import HANDSHAKE
+from .tls import HANDSHAKE, MISMATCH
 from .unsent import Unsent
 
 if TYPE_CHECKING:
@@ -573,8 +573,12 @@ class Transport:
         """Return whether there are other sessions on the same connection, and closing this one leaves it open."""
         return False
 
+    def refused_before(self) -> str:
+        """Return why another connection of the same process and token has just been closed; empty if none was."""
+        return ""
+
     def in_handshake(self) -> bool:
-        """Return whether the peer has begun a TLS handshake and not finished it."""
+        """Return whether the peer has begun a TLS handshake, or has to, and has not finished it."""
         return False
 
 
@@ -949,6 +953,7 @@ class ServerSession(Holder):
         engine = self.engine
         if self.table is engine.handshake:
             if opcode == HANDSHAKE:
+                self._alert()
                 return ProtocolError("it began a TLS handshake, but this server does not use TLS")
             return ProtocolError(f"first frame has opcode {opcode}, expected VALIDATE")
         if self.table is NO_COMMANDS:
@@ -957,6 +962,18 @@ class ServerSession(Holder):
         if command is not None and engine.must_authenticate(self):
             return self._stranger(command.name)
         return ProtocolError(f"unknown opcode {opcode}")
+
+    def plain_refused(self) -> NotAllowedError:
+        """Return the error of a session whose peer does not use TLS, and has to; tell the peer."""
+        self._alert()
+        return NotAllowedError(
+            "it uses plain TCP, but the server was started with --require-tls; use tcps://, or a relay"
+        )
+
+    def _alert(self) -> None:
+        """Tell the peer that it uses TLS and the server does not, or the other way round."""
+        self.out.append(MISMATCH)
+        self.unsent += len(MISMATCH)
 
     def _stranger(self, what: str) -> NotAllowedError:
         """Return the error of a session that has not authenticated, and has to."""
@@ -1015,7 +1032,8 @@ class ServerSession(Holder):
             self.unsent += len(reply)
             raise NotAllowedError(found)
         self.grant_access(found)
-        return pack(auth_reply(found))
+        owner = self.owner
+        return pack(auth_reply(found, owner.refused_before() if isinstance(owner, Transport) else ""))
 
     def ping(self, nonce: int) -> int:
         if self.pid == NO_PID:

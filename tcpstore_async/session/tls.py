@@ -18,6 +18,11 @@ from ..errors import ProtocolError
 HANDSHAKE: Final = 0x16
 """The first byte that a TLS client sends; that of every other peer is the opcode of VALIDATE."""
 
+MISMATCH: Final = bytes((0x15, 3, 3, 0, 2, 2, 10))
+"""The alert `unexpected_message`: what a server sends to a peer that uses TLS where there is none, or does not use it
+where it is required, so that the peer can say what is wrong. As a store's reply it makes no sense: it is too short for
+one with eight bytes, and shorter ones do not begin so."""
+
 _AT_ONCE: Final = 17 * 1024
 """Bytes given to OpenSSL at once: one record of the largest size fits."""
 
@@ -41,9 +46,20 @@ _REASONS: Final = (
     ("UNKNOWN_PROTOCOL", "it sent something that is not TLS"),
     ("PACKET_LENGTH", "it sent something that is not TLS"),
     ("BAD_RECORD_TYPE", "it sent something that is not TLS"),
+    ("ALERT_UNEXPECTED_MESSAGE", "it does not use TLS"),
     ("UNEXPECTED_MESSAGE", "it sent something that is not TLS"),
 )
 """Parts of OpenSSL's names of errors, and what they mean to whoever reads the log."""
+
+_FINAL: Final = (
+    "CERTIFICATE",
+    "UNKNOWN_CA",
+    "PROTOCOL",
+    "WRONG_VERSION",
+    "BAD_RECORD_TYPE",
+    "ALERT_UNEXPECTED_MESSAGE",
+)
+"""Parts of the names of errors that do not pass by themselves."""
 
 
 class TlsError(ProtocolError):
@@ -59,11 +75,16 @@ def reason_of(error: ssl.SSLError) -> str:
     """Say what was wrong with a peer, of which "it" is the pronoun."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate was not accepted: certificate verify failed: {error.verify_message}"
-    name = error.reason or ""
+    name = _name_of(error)
     for part, text in _REASONS:
         if part in name:
             return text
     return name.replace("_", " ").lower() or str(error)
+
+
+def _name_of(error: Any) -> str:
+    """Return OpenSSL's name of an error; "" if it has none, though its type says otherwise."""
+    return error.reason or ""
 
 
 class TlsStream:
@@ -206,10 +227,12 @@ class TlsStream:
         self.readable = False
 
 
+def is_mismatch(reply: bytes) -> bool:
+    """Return whether these are the first bytes of an alert of TLS, where a store's reply was expected."""
+    return MISMATCH.startswith(reply[:2]) and len(reply) > 0
+
+
 def _is_final(error: ssl.SSLError) -> bool:
     """Whether the error is about certificates or versions, which do not change by themselves."""
-    return (
-        isinstance(error, ssl.SSLCertVerificationError)
-        or "CERTIFICATE" in (error.reason or "")
-        or any(part in (error.reason or "") for part in ("UNKNOWN_CA", "PROTOCOL", "WRONG_VERSION", "BAD_RECORD_TYPE"))
-    )
+    name = _name_of(error)
+    return isinstance(error, ssl.SSLCertVerificationError) or any(part in name for part in _FINAL)

@@ -22,6 +22,14 @@ class DistStoreError(errors.DistStoreError, DistError, dist.DistStoreError):
     """As `torch.distributed.DistStoreError`."""
 
 
+class AccessDeniedError(errors.AccessDeniedError, DistStoreError):
+    """The client's token does not allow the call, or the server refused it; a `torch.distributed.DistStoreError`."""
+
+
+class ConnectionDeniedError(errors.ConnectionDeniedError, AccessDeniedError, DistNetworkError):
+    """That is why the connection was closed; a `torch.distributed.DistNetworkError` too."""
+
+
 class StoreTimeoutError(errors.StoreTimeoutError, DistStoreError):
     """A store operation timed out; a `torch.distributed.DistStoreError`."""
 
@@ -34,6 +42,8 @@ class QueueEmptyError(errors.QueueEmptyError, DistStoreError, _QUEUE_EMPTY):  # 
 
 
 _JOINT: Final[dict[type[errors.DistError], type[errors.DistError]]] = {
+    errors.ConnectionDeniedError: ConnectionDeniedError,
+    errors.AccessDeniedError: AccessDeniedError,
     errors.StoreTimeoutError: StoreTimeoutError,
     errors.QueueEmptyError: QueueEmptyError,
     errors.DistStoreError: DistStoreError,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hmac
 import os
+import ssl
 import struct
 import tempfile
 from collections.abc import Callable
@@ -18,8 +20,11 @@ from typing import Any
 import msgspec
 
 from tcpstore_async.access import Access
+from tcpstore_async.client import tls as client_tls
 from tcpstore_async.errors import AccessDeniedError, DistStoreError, PeerError, ProtocolError
 from tcpstore_async.limits import Limits
+from tcpstore_async.secret_files import TlsFiles
+from tcpstore_async.server import tls as server_tls
 from tcpstore_async.server.process import protocol
 from tcpstore_async.server.process.child import Owner
 from tcpstore_async.server.process.protocol import Event, LineReader
@@ -29,12 +34,14 @@ from tcpstore_async.session.link_client import ClientLink, Stream, read_reply
 from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.server import ALL, Engine, ServerSession, Transport
 from tcpstore_async.session.single_client import ClientSingleLink
+from tcpstore_async.session.tls import MISMATCH, TlsError, TlsStream
 from tcpstore_async.stores.file.records import next_record, record
 from tcpstore_async.stores.file.replica import Replica
 from tcpstore_async.stores.file.store import FileStore
 from tcpstore_async.tokens import TokenKeys, parse_keys
 from tcpstore_async.values import ABSENT, pack
 from tcpstore_async.wire.commands import BY_METHOD, COMMANDS, Command
+from tls.certificates import certificates
 
 
 class Broken(AssertionError):
@@ -457,6 +464,67 @@ def token_keys(data: bytes) -> None:
         _demand(str(error).startswith("the file") and str(error).isascii(), "a file is shown")
 
 
+# TLS
+
+_PLAIN = bytes(range(100))
+_TURNS = 10
+
+
+@functools.cache
+def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    known = certificates()
+    return client_tls.make_context(known.trusting), server_tls.make_context(TlsFiles("", *known.server))
+
+
+def tls(program: bytes) -> None:
+    """Whatever is done to the bytes between two ends: each reads what the other has written, from its beginning, or
+    TlsError or ConnectionError is raised, and nothing is read before the handshake is complete.
+
+    An instruction has three bytes, for what one end sends next: the first one, modulo 5, says whether it arrives as it
+    is, with one byte changed, without its end, twice, or is the rest of the program instead; the others say where, and
+    what.
+    """
+    with_client, with_server = _contexts()
+    ends = [TlsStream(with_client, "127.0.0.1"), TlsStream(with_server)]
+    heard = [b"", b""]
+    try:
+        ends[0].shake_hands()
+        for turn in range(_TURNS):
+            sender, receiver = ends[turn % 2], ends[1 - turn % 2]
+            if sender.established:
+                sender.write(_PLAIN)
+            sent = _altered(sender.outgoing(), program[3 * turn : 3 * turn + 3], program[3 * turn + 3 :])
+            if sent:
+                receiver.feed(sent)
+            while receiver.readable:
+                if receiver.established:
+                    heard[1 - turn % 2] += receiver.read(64)
+                else:
+                    receiver.shake_hands()
+    except (TlsError, ConnectionError):
+        pass
+    for end, said in zip(ends, heard, strict=True):
+        _demand((_PLAIN * _TURNS).startswith(said), "what was read was not written")
+        _demand(end.established or not said, "something was read within the handshake")
+    _demand(bool(program) or all(heard), "nothing was read although nothing was done to it")
+
+
+def _altered(sent: bytes, instruction: bytes, rest: bytes) -> bytes:
+    if len(instruction) < 3:
+        return sent
+    at = min(len(sent), instruction[1] * (1 + len(sent) // 256))
+    match instruction[0] % 5:
+        case 1:
+            return sent[:at] + instruction[2:] + sent[at + 1 :]
+        case 2:
+            return sent[:at]
+        case 3:
+            return sent + sent
+        case 4:
+            return rest
+    return sent
+
+
 def _demand(holds: bool, otherwise: str) -> None:
     if not holds:
         raise Broken(otherwise)
@@ -475,6 +543,7 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
     "auth": auth,
     "auth_reply": auth_reply,
     "token_keys": token_keys,
+    "tls": tls,
 }
 
 
@@ -615,6 +684,19 @@ def _token_key_seeds() -> dict[str, bytes]:
     return {"keys": b"# one\n\nk1:secret\nk2:hush\n", "none": b"", "twice": b"a:1\na:2", "half": b"k1:", "id": b"a b:c"}
 
 
+def _tls_seeds() -> dict[str, bytes]:
+    unchanged = bytes(3)
+    return {
+        "unchanged": b"",
+        **{f"changed-{turn}": unchanged * turn + b"\1\x20\xff" for turn in range(_TURNS)},
+        **{f"cut-{turn}": unchanged * turn + b"\2\x40\0" for turn in range(4)},
+        **{f"twice-{turn}": unchanged * turn + b"\3\0\0" for turn in range(4)},
+        **{f"alert-{turn}": unchanged * turn + b"\4\0\0" + MISMATCH for turn in range(4)},
+        "plain": b"\4\0\0" + bytes.fromhex("00cef7853c"),
+        "endless": b"\4\0\0" + b"\x16\3\1\xff\xff" + bytes(300),
+    }
+
+
 def _link_seeds() -> dict[str, bytes]:
     same = struct.pack("<III", 2, 1, 2)
     address = b"\7\0127.0.0.1"
@@ -706,6 +788,7 @@ SEEDS: dict[str, dict[str, bytes]] = {
     "auth": _auth_seeds(),
     "auth_reply": _auth_reply_seeds(),
     "token_keys": _token_key_seeds(),
+    "tls": _tls_seeds(),
 }
 
 assert set(SEEDS) == set(DECODERS)

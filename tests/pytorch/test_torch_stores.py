@@ -20,6 +20,7 @@ from torch.distributed.elastic.utils import store as elastic
 
 import tcpstore_async
 import tcpstore_async.torch as ours
+from server.test_auth import KEYS
 from support import LIMIT, tcpstore_server
 from tcpstore_async.torch import stores
 from versions import methods, needs, timeout_message
@@ -152,6 +153,24 @@ def test_network_errors_are_of_both_trees() -> None:
             ours.TCPStore("127.0.0.1", 1, timeout=0.1)
         with pytest.raises(kind, match="The client socket has timed out after 100ms"):
             next(ours.rendezvous("tcp://127.0.0.1:1?rank=1&world_size=2", timeout=0.1))
+
+
+def test_refusals_are_of_both_trees(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret that nobody knows\n")
+    of_both = (tcpstore_async.AccessDeniedError, tcpstore_async.DistStoreError, dist.DistStoreError)
+    lost = (*of_both, tcpstore_async.DistNetworkError, dist.DistNetworkError)
+    with tcpstore_server("--token-keys", str(keys), "--require-auth=all") as server:
+        token = KEYS.create(prefix="job/", max_keys=1)
+        with ours.TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
+            for kind in of_both:
+                with pytest.raises(kind, match="grants access only to keys with the prefix"):
+                    store.set("k", "v")
+            store.set("job/a", "v")
+            for any_of_them in lost:
+                with pytest.raises(any_of_them, match="1 of the 1 allowed"):
+                    store.add("job/b", 1)
 
 
 def test_a_timeout_set_by_cpp(store: Any, cpp: Any) -> None:

@@ -15,6 +15,7 @@ from server.test_auth import KEYS, identity_of
 from support import LIMIT, RawPeer, tcpstore, tcpstore_relay, tcpstore_server
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
 from tcpstore_async.server.backends import BACKENDS
+from tls.certificates import certificates
 
 FOR_EVER = ("--link-grace", "100000")
 """No test waits until this is over."""
@@ -49,14 +50,14 @@ def test_ranks_of_a_relay_whose_token_is_revoked_are_closed_at_once(backend: str
             late.ping()
             late.send(set_(b"/k", b"v"))
             assert late.closed()
-        until(lambda: f"127.0.0.1:{relay.port} is not allowed to use its server: " in relay.log())
+        until(lambda: f"127.0.0.1:{relay.port} cannot use its server: " in relay.log())
 
 
 @pytest.mark.parametrize("tried", ["sync", "async", "command"])
 def test_clients_behind_a_relay_whose_token_is_revoked_are_told_so(tried: str, tmp_path: Path) -> None:
     token = KEYS.create()
     options, revoked, mine = files(tmp_path, token)
-    reason = f"not allowed to use its server: .*the server refused the token: token {identity_of(token)} is revoked"
+    reason = f"cannot use its server: .*the server refused the token: token {identity_of(token)} is revoked"
     with (
         tcpstore_server(*FOR_EVER, *options) as server,
         tcpstore_relay(server.port, "--token-file", str(mine)) as relay,
@@ -123,6 +124,44 @@ def test_a_relay_that_needs_a_token_and_has_none_ends(tmp_path: Path) -> None:
         done = tcpstore("relay", "--upstream", f"tcp://127.0.0.1:{server.port}", "--port", "0")
     assert done.returncode == 5, done.stderr
     assert "the server requires a token" in done.stderr.decode().splitlines()[-1]
+
+
+@pytest.mark.parametrize("tried", ["another CA", "no certificate", "no TLS there", "no TLS here"])
+def test_a_relay_that_does_not_agree_on_tls_with_its_server_ends(tried: str) -> None:
+    known = certificates()
+    options, ca, reason = {
+        "another CA": (known.serving(), known.others.ca, "certificate verify failed: unable to get local issuer"),
+        "no certificate": (known.serving(ca=True), known.ours.ca, "it requires a certificate from this side"),
+        "no TLS there": ([], known.ours.ca, "TLS handshake failed: it does not use TLS"),
+        "no TLS here": ([*known.serving(), "--require-tls"], known.ours.ca, "the server requires TLS: use tcps://"),
+    }[tried]
+    with tcpstore_server(*options) as server:
+        url = f"{'tcp' if tried == 'no TLS here' else 'tcps'}://127.0.0.1:{server.port}"
+        done = tcpstore("relay", "--upstream", url, "--port", "0", "--tls-ca", ca)
+    assert done.returncode == 5, done.stderr
+    assert not done.stdout
+    assert f"cannot connect to 127.0.0.1:{server.port}: " in done.stderr.decode().splitlines()[-1]
+    assert reason in done.stderr.decode().splitlines()[-1]
+
+
+def test_ranks_of_a_relay_that_no_longer_trusts_its_server_are_told_so() -> None:
+    known = certificates()
+    with tcpstore_server(*known.serving()) as first:
+        port = first.port
+        with tcpstore_relay(f"tcps://127.0.0.1:{port}", env={"TCPSTORE_CA": known.ours.ca}) as relay:
+            until(lambda: "linked to" in relay.log())
+            first.stop()
+            with tcpstore_server(*known.serving(known.expired), "--port", str(port)):
+                until(lambda: "certificate has expired" in relay.log())
+                with (
+                    TCPStore("127.0.0.1", relay.port, timeout=LIMIT) as late,
+                    pytest.raises(AccessDeniedError, match=r"cannot use its server: .*certificate has expired"),
+                ):
+                    late.get("k")
+            with tcpstore_server(*known.serving(), "--port", str(port)):
+                until(lambda: relay.log().count("linked to") == 2)
+                with RawPeer(relay.port) as rank:
+                    rank.ping()
 
 
 def test_ranks_wait_while_the_token_has_as_many_sessions_as_it_allows(tmp_path: Path) -> None:

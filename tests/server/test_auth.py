@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,13 +21,14 @@ import pytest
 from client.fakes import PROBE, proxy_to
 from client.test_resumed import resetter
 from client.test_sync import until
-from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, set_
+from conformance.frames import LIST_KEYS, NUM_KEYS, auth, check, get, i64, link, multi_set, ping, set_
 from support import LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, torch_server, u64
 from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, DistStoreError, TCPStore
 from tcpstore_async.access import Access
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.store_name import StoreName
 from tcpstore_async.deadline import Deadline
+from tcpstore_async.errors import ConnectionDeniedError
 from tcpstore_async.server.backends import BACKENDS
 from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.wire.commands import SERVER_KEY
@@ -671,9 +673,83 @@ def test_limits_of_a_token_close_with_one_line(server: Server) -> None:
         store.set("a", "1")
         store.set("b", "1")
         assert store.check(["a", "b"])
-        with pytest.raises(DistNetworkError):
+        with pytest.raises(DistNetworkError, match="2 of the 2 allowed") as told:
             store.add("c", 1)
+        assert isinstance(told.value, AccessDeniedError)
     (line,) = lines(server, "not allowed")
     assert f"ADD would add 1 key; 2 of the 2 allowed for token {identity_of(token)} are in use" in line
     assert num_keys(server) == 2
     assert i64(2) == u64(2)
+
+
+@pytest.mark.parametrize("tried", ["sync", "async"])
+def test_a_client_whose_connection_is_closed_is_told_why(tried: str, options: list[str], tmp_path: Path) -> None:
+    """The reason comes with the next connection: a limit of the token was exceeded, or the token is no longer valid."""
+    limited, revoked = KEYS.create(max_bytes=100), KEYS.create()
+    file = tmp_path / "revoked"
+    file.write_text("")
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret that nobody knows\n")
+    options = [*options[:2], "--token-keys", str(keys), "--revoked-tokens", str(file), "--require-auth=all"]
+    with tcpstore_server(*options) as server:
+
+        def revoke() -> None:
+            file.write_text(f"{identity_of(revoked)}\n")
+            server.process.send_signal(signal.SIGHUP)
+            lines(server, f"token {identity_of(revoked)} is revoked")
+
+        said = []
+        if tried == "sync":
+            for token in (limited, revoked):
+                with TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
+                    store.check(["k"])
+                    if token is revoked:
+                        revoke()
+                    for _ in range(2):  # later calls say so, too
+                        with pytest.raises(ConnectionDeniedError) as told:
+                            store.set("k", bytes(1000))
+                            store.get("k")
+                        said.append(str(told.value))
+        else:
+
+            async def main() -> None:
+                for token in (limited, revoked):
+                    async with await AsyncTCPStore.connect(
+                        "127.0.0.1", server.port, timeout=LIMIT, token=token
+                    ) as store:
+                        await store.check(["k"])
+                        if token is revoked:
+                            revoke()
+                        for _ in range(2):
+                            with pytest.raises(ConnectionDeniedError) as told:
+                                await store.set("k", bytes(1000))
+                                await store.get("k")
+                            said.append(str(told.value))
+
+            asyncio.run(main())
+        limit, again, gone, for_good = said
+        for text in (limit, again):
+            assert re.match(r"not allowed: SET would add [\d,]+ bytes; 0 of the 100 allowed for token", text)
+        for text in (gone, for_good):
+            assert text.startswith(f"the server refused the token: token {identity_of(revoked)} is revoked: ")
+        if tried == "sync":
+            for token, status in ((KEYS.create(), 0), (limited, 5)):
+                done = tcpstore("set", "k", "v" * 1000, "--url", f"tcp://127.0.0.1:{server.port}", TCPSTORE_TOKEN=token)
+                assert done.returncode == status, done.stderr
+
+
+def test_another_process_with_the_same_token_is_not_told(server: Server) -> None:
+    """Who has the token knows its limits; but what another process did is not why this one lost its connection."""
+    token = KEYS.create(max_keys=1)
+    reply = {}
+    with TCPStore("127.0.0.1", server.port, timeout=LIMIT, token=token) as store:
+        store.set("a", "1")
+        with pytest.raises(ConnectionDeniedError):
+            store.add("b", 1)
+    for pid in (os.getpid(), os.getpid() + 1):
+        with RawPeer(server.port) as peer:
+            peer.ask(ping(struct.pack("<I", pid)), 4)
+            reply[pid] = peer.read(int.from_bytes(peer.ask(auth(token.encode()), 8), "little"))
+    assert b'"closed":"not allowed: ADD would add 1 key; ' in reply[os.getpid()]
+    assert b'"closed"' not in reply[os.getpid() + 1]

@@ -23,18 +23,21 @@ import pytest
 from client.test_sync import until
 from conformance.frames import NUM_KEYS, auth, check, get, link, set_
 from server.test_auth import KEYS, REFUSED, REVOKED, _address, identity_of
-from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore_relay, tcpstore_server, u64
-from tcpstore_async import AccessDeniedError, AsyncTCPStore, DistNetworkError, TCPStore
+from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, tcpstore, tcpstore_relay, tcpstore_server, u64
+from tcpstore_async import AccessDeniedError, AsyncTCPStore, TCPStore
 from tcpstore_async.limits import Limits
 from tcpstore_async.server import base
 from tcpstore_async.server.backends import BACKENDS, server_class
 from tcpstore_async.serving import run
+from tcpstore_async.session.tls import MISMATCH
 from tcpstore_async.wire.commands import SERVER_KEY
 from tls.certificates import certificates
 from tls.peers import TlsPeer, context
 from tls.test_server import client_hello, old_version
 
 WRITE = set_(b"/k", b"v")
+
+TLS_REQUIRED = "the server requires TLS: use tcps://, or set TCPSTORE_TLS=1"
 
 
 @pytest.fixture(params=BACKENDS)
@@ -301,7 +304,7 @@ def test_a_certificate_is_enough_if_the_server_has_no_token_keys(backend: str, m
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plain_connections_to_a_server_that_requires_tls(backend: str, tmp_path: Path) -> None:
-    """They are closed at their first byte, from loopback too: nothing is answered, and no token asked for."""
+    """They are closed at their first byte, from loopback too: no token is asked for; our clients say why at once."""
     keys = tmp_path / "keys"
     keys.touch(0o600)
     keys.write_text("k1:a secret that nobody knows\n")
@@ -313,9 +316,15 @@ def test_plain_connections_to_a_server_that_requires_tls(backend: str, tmp_path:
             with RawPeer(server.port, validate=False) as plain:
                 here.append(port_of(plain))
                 plain.send(data)
+                assert plain.read(len(MISMATCH)) == MISMATCH
                 assert plain.closed()
-        with pytest.raises(DistNetworkError, match="or one that requires TLS, also does this"):
-            TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=0), token=OWNER)
+        with pytest.raises(AccessDeniedError, match=TLS_REQUIRED):
+            TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=-1), token=OWNER)
+        with pytest.raises(AccessDeniedError, match=TLS_REQUIRED):
+            asyncio.run(AsyncTCPStore.connect("127.0.0.1", server.port, timeout=-1, token=OWNER))
+        done = tcpstore("get", "k", "--url", f"tcp://127.0.0.1:{server.port}")
+        assert done.returncode == 5, done.stderr
+        assert TLS_REQUIRED in done.stderr.decode()
         for port in here:
             until(lambda port=port: f"127.0.0.1:{port}: not allowed: it uses plain TCP" in server.log())  # type: ignore[misc]
         assert other.ask(NUM_KEYS, 8) == u64(0)
@@ -418,6 +427,7 @@ def test_tls_where_there_is_none(server: Server, tmp_path: Path) -> None:
         rank.ping()
         with RawPeer(relay.port, validate=False) as peer:
             peer.send(client_hello())
+            assert peer.read(len(MISMATCH)) == MISMATCH
             assert peer.closed()
         rank.ping()
     with tcpstore_server("--admin", str(tmp_path / "admin")) as own, socket.socket(socket.AF_UNIX) as peer:

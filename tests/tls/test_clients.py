@@ -232,9 +232,25 @@ def test_refusals_are_final_and_say_why(
 
 @both
 def test_a_server_without_tls(backend: str, error: Callable[..., str], use_tls: Callable[..., None]) -> None:
+    """A server of ours says so, and the error comes at once; PyTorch's closes the connection, as if it were full."""
     use_tls()
     with tcpstore_server("--backend", backend) as server:
-        assert "closed the connection during the TLS handshake: does it use TLS?" in error(server.port, timeout=0.5)
+        assert error(server.port, timeout=-1).endswith("TLS handshake failed: it does not use TLS")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=_close_all, args=(other,), daemon=True).start()
+        try:
+            text = error(other.getsockname()[1], timeout=0.5)
+        finally:
+            other.shutdown(socket.SHUT_RDWR)
+    assert "closed the connection during the TLS handshake: does it use TLS?" in text
+
+
+def _close_all(listener: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(4096)
 
 
 @both
@@ -331,16 +347,6 @@ def test_a_relay(backend: str) -> None:
 
 def blob_of(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
-
-
-def test_a_relay_says_why_it_cannot_connect() -> None:
-    known = certificates()
-    with tcpstore_server(*known.serving(ca=True)) as server:
-        url = f"tcps://127.0.0.1:{server.port}"
-        with tcpstore_relay(url, "--tls-ca", known.ours.ca) as relay:
-            until(lambda: "it requires a certificate from this side" in relay.log())
-        with tcpstore_relay(url, "--tls-ca", known.others.ca) as relay:
-            until(lambda: "certificate verify failed" in relay.log())
 
 
 def test_a_relays_link_survives_a_reset() -> None:

@@ -38,6 +38,7 @@ def record(kind: int, content: bytes) -> bytes:
 
 WITHIN = {
     "a fatal alert": record(ALERT, b"\x02\x28"),
+    "a fatal alert that has no name": record(ALERT, b"\x02\x5c"),
     "warnings": record(ALERT, b"\x01\x5a") * 100,
     "the end, as an alert": record(ALERT, b"\x01\x00"),
     "an alert of no bytes": record(ALERT, b""),
@@ -75,6 +76,7 @@ def check_that_it_ends(server: Server, peer: RawPeer, other: RawPeer) -> None:
     here = peer.socket.getsockname()[1]
     lines = [line for line in server.log().splitlines() if f"127.0.0.1:{here}" in line]
     assert len(lines) <= 1, lines
+    assert "Traceback" not in server.log()
 
 
 @pytest.mark.parametrize("name", WITHIN)

@@ -57,6 +57,21 @@ def test_a_benchmark_that_is_not_allowed(server: Server, token: str, status: int
     assert (done.returncode, error in done.stderr, done.stdout) == (status, True, "")
 
 
+@pytest.mark.parametrize(("options", "error"), [((), "requires a token"), (("--require-tls",), "requires TLS")])
+def test_a_plain_benchmark_without_a_token_says_what_it_lacks(
+    options: tuple[str, ...], error: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("k1:a secret that nobody knows\n")
+    with tcpstore_server(
+        "--token-keys", str(keys), "--require-auth=all", *certificates().serving(), *options
+    ) as server:
+        done = tcpstore("bench", "--ranks", "2", "--requests", "2", "--url", f"tcp://127.0.0.1:{server.port}")
+    assert (done.returncode, done.stdout) == (5, "")
+    assert f"the server {error}" in done.stderr
+
+
 def test_a_recording_over_tls_and_its_replay(server: Server, tmp_path: Path) -> None:
     file, token = tmp_path / "job.jsonl", KEYS.create(prefix="job/")
     url = f"tcps://127.0.0.1:{server.port}"

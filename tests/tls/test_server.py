@@ -163,6 +163,13 @@ def test_a_handshake_byte_by_byte_has_the_time_limit(backend: str) -> None:
         logged(server, "TLS handshake not finished within 1 s")
 
 
+def test_who_has_to_use_tls_and_sends_nothing_has_not_finished_the_handshake(backend: str) -> None:
+    options = ["--backend", backend, "--limit", "validate_seconds=1", *certificates().serving(), "--require-tls"]
+    with tcpstore_server(*options) as server, RawPeer(server.port, validate=False) as peer:
+        assert peer.closed()
+        logged(server, "TLS handshake not finished within 1 s")
+
+
 def test_a_slow_handshake_succeeds(backend: str) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(tcpstore_server("--backend", backend, *certificates().serving()))

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from support import LIMIT, free_port, tcpstore_server
 from tcpstore_async import AsyncTCPStore
 from tcpstore_async.cli import main
+from tcpstore_async.client.tls import tls_required
 from tcpstore_async.doctor import examination, kernel, names, server
 from tcpstore_async.doctor.deadline import TooSlow, within
 from tcpstore_async.doctor.examination import Machine, examine
@@ -362,6 +363,7 @@ def test_a_server() -> None:
     [
         (DistNetworkError("refused"), "store:1 cannot be used: refused", "on store: tcpstore serve --host :: --port 1"),
         (AccessDeniedError("expired"), "store:1 refuses this client: expired", "export TCPSTORE_TOKEN_FILE=FILE "),
+        (tls_required(), f"store:1 refuses this client: {tls_required()}", "export TCPSTORE_TLS=1 TCPSTORE_CA=FILE "),
     ],
 )
 def test_a_server_that_cannot_be_used(error: Exception, text: str, fix: str) -> None:

@@ -444,6 +444,6 @@ def test_sessions_of_one_token() -> None:
 
 def test_what_a_reply_to_auth_leaves_out_is_empty_and_what_is_empty_it_leaves_out() -> None:
     short = b'{"id":"one","rights":"read","status":"ok"}'
-    assert read_auth_reply(short) == Access("one", "read", "", "", 0)
+    assert read_auth_reply(short) == (Access("one", "read", "", "", 0), "")
     assert auth_reply(Access("one", "read")) == short
     assert auth_refusal(REFUSED, "why") == b'{"status":"refused","reason":"why"}'
