@@ -1,16 +1,16 @@
 """Benchmarks.
 
-`python -m bench scale` measures thousands of ranks on every server (docs/benchmark.md):
+`python -m bench scale` measures thousands of ranks on every server (docs/benchmark.md), with the modules of `scale`:
 
     scenarios                   every scenario: its name, sizes, metrics and texts
     workloads, in_memory        what ranks do and what is timed, over sockets and without them
     start, in_memory_start      what the ranks of a job's start send; our sessions serve it without sockets
     loadgen/player              a start's ranks over sockets, played by the load generator in C
-    servers, server_process     start the servers under test; what runs in their processes
+    servers                 start the servers under test
     runner                      which points are measured, in which order, within which time
-    environment, run_file       the machine; the JSON file of a run
+    environment, results        the machine; the JSON file of a run
     stats, analysis             medians and intervals; who is ahead
-    formatting, figures, report, compare    what readers see
+    formatting, figures, report, comparison    what readers see
 
 Programs that measure one thing each, started with `python -m bench.NAME`:
 
@@ -30,5 +30,6 @@ Programs that measure one thing each, started with `python -m bench.NAME`:
     looking             how long it takes to see who is missing
     token_timing        whether the time of a refusal says where a forged token differs
 
-Both use `builds`, which chooses the build, and `commands`, which starts commands of `tcpstore`.
+Both use `server_process`, what servers under test run in, `builds`, which chooses the build, and `commands`, which
+starts commands of `tcpstore`.
 """

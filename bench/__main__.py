@@ -27,14 +27,14 @@ from bench import builds
 if __name__ == "__main__":
     builds.use()  # before the package is imported
 
-from bench.compare import compare_files
-from bench.environment import machine, open_files, versions
-from bench.report import write_report, write_report_of
-from bench.run_file import Ending, Run, RunFile, Transport
-from bench.runner import OURS, Plan, Runner
-from bench.scenarios import SCENARIOS, Scenario
-from bench.servers import SERVERS, hosting, reference_of
-from bench.start import BACKENDS, NCCL2, PRESETS, Pattern
+from bench.scale.comparison import compare_files
+from bench.scale.environment import machine, open_files, versions
+from bench.scale.report import write_report, write_report_of
+from bench.scale.results import Ending, Run, RunFile, Transport
+from bench.scale.runner import OURS, Plan, Runner
+from bench.scale.scenarios import SCENARIOS, Scenario
+from bench.scale.servers import SERVERS, hosting, reference_of
+from bench.scale.start import BACKENDS, NCCL2, PRESETS, Pattern
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build

@@ -30,7 +30,7 @@ from bench import builds
 
 builds.use()
 
-from bench.servers import Host, Server, hosting  # noqa: E402  (the path comes first)
+from bench.scale.servers import Host, Server, hosting  # noqa: E402  (the path comes first)
 from tcpstore_async.load.recording import read_recording  # noqa: E402
 from tcpstore_async.load.summary import summarize  # noqa: E402
 from tcpstore_async.serving import build  # noqa: E402

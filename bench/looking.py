@@ -33,7 +33,7 @@ if __name__ == "__main__":
     builds.use()  # before the package is imported
 
 from bench.commands import apart, started
-from bench.formatting import spread
+from bench.scale.formatting import spread
 from bench.stress import cpu_seconds
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.load.scripts import encode_request

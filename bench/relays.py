@@ -31,10 +31,10 @@ from bench import builds
 if __name__ == "__main__":
     builds.use()  # before the package is imported
 
-from bench.formatting import spread
-from bench.in_memory import BARRIERS
-from bench.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
-from bench.workloads import SECONDS, WINDOW, Connection, Measured, TestBed, generators
+from bench.scale.formatting import spread
+from bench.scale.in_memory import BARRIERS
+from bench.scale.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
+from bench.scale.workloads import SECONDS, WINDOW, Connection, Measured, TestBed, generators
 from tcpstore_async.errors import counted
 from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
 from tcpstore_async.load.workers import OpenLoop, worker_pool

@@ -39,8 +39,8 @@ from bench import builds
 if __name__ == "__main__":
     builds.use()  # before the package is imported
 
-from bench.formatting import spread
-from bench.servers import hosting
+from bench.scale.formatting import spread
+from bench.scale.servers import hosting
 from tcpstore_async import TCPStore
 from tcpstore_async.client.client_info import introduction
 from tcpstore_async.load.generator import Generator, Step

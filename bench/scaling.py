@@ -30,7 +30,7 @@ from typing import NamedTuple
 sys.path.append(str(Path(__file__).parent.parent))
 
 from bench import builds
-from bench.in_memory import Sessions
+from bench.scale.in_memory import Sessions
 from tcpstore_async.load.scripts import encode_request
 from tcpstore_async.serving import build, tune_gc
 from tcpstore_async.values import pack

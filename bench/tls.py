@@ -26,7 +26,7 @@ from pathlib import Path
 
 from bench import builds
 from bench.commands import apart, started
-from bench.formatting import spread
+from bench.scale.formatting import spread
 
 if __name__ == "__main__":
     builds.use()  # before the package is imported

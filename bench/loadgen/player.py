@@ -1,4 +1,4 @@
-"""Play what the ranks of a job send (`bench/start.py`) with the load generator, over thousands of connections.
+"""Play what the ranks of a job send (`bench/scale/start.py`) with the load generator, over thousands of connections.
 
 Must not know what the requests are for.
 Invariant: the load generator ends with the context or, if this process is killed, with it.
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from bench import loadgen
-from bench.start import GROUP, MEMBER, RANKS_PER_ROOT, ROOT, Action
+from bench.scale.start import GROUP, MEMBER, RANKS_PER_ROOT, ROOT, Action
 from tcpstore_async.load.generator import LoadError, Unreachable, late
 
 _WHO = {"all": 0, "roots": 1, "others": 2, "first": 3}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench import formatting
+from bench.scale import formatting
 from bench.stats import Ratio
 
 

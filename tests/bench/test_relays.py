@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from bench import relays
-from bench.scenarios import SCENARIOS
-from bench.servers import RANKS_PER_RELAY, Host, Impossible, hosting, relayed
-from bench.workloads import Connection, Point
+from bench.scale.scenarios import SCENARIOS
+from bench.scale.servers import RANKS_PER_RELAY, Host, Impossible, hosting, relayed
+from bench.scale.workloads import Connection, Point
 from support import LIMIT
 from tcpstore_async.load.scripts import hello
 

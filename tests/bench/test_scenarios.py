@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.scenarios import SCENARIOS, scenario_of, table
+from bench.scale.scenarios import SCENARIOS, scenario_of, table
 from bench_factories import samples
 
 
@@ -42,6 +42,6 @@ def test_cpu_is_per_operation() -> None:
 
 
 def test_the_documentation_has_the_table() -> None:
-    """`python -m bench.scenarios` prints it."""
+    """`python -m bench.scale.scenarios` prints it."""
     page = Path(__file__).parents[2] / "docs" / "benchmark.md"
     assert f"\n{table()}\n" in page.read_text()

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench import in_memory_start, loadgen
-from bench.in_memory_start import measure
+from bench import loadgen
 from bench.loadgen.player import playing
-from bench.servers import Host, Impossible, hosting, load_cores
-from bench.start import BACKENDS, GROUP, PRESETS, Group, Pattern, in_order_of_arrival, traffic
-from bench.workloads import Point, start, without_sockets
+from bench.scale import in_memory_start
+from bench.scale.in_memory_start import measure
+from bench.scale.servers import Host, Impossible, hosting, load_cores
+from bench.scale.start import BACKENDS, GROUP, PRESETS, Group, Pattern, in_order_of_arrival, traffic
+from bench.scale.workloads import Point, start, without_sockets
 from support import LIMIT
 from tcpstore_async.limits import MIB, Limits
 from tcpstore_async.load.generator import LoadError

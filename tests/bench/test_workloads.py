@@ -12,9 +12,18 @@ from functools import partial
 
 import pytest
 
-from bench.scenarios import SCENARIOS
-from bench.servers import Died, Host, Impossible, Server, can_mount, hosting
-from bench.workloads import Connection, Measured, Point, knows_barrier, measured, total, wait_for_ranks, without_sockets
+from bench.scale.scenarios import SCENARIOS
+from bench.scale.servers import Died, Host, Impossible, Server, can_mount, hosting
+from bench.scale.workloads import (
+    Connection,
+    Measured,
+    Point,
+    knows_barrier,
+    measured,
+    total,
+    wait_for_ranks,
+    without_sockets,
+)
 from support import LIMIT, free_port
 from tcpstore_async.load.generator import Late, Unreachable
 from tcpstore_async.load.scripts import encode_request, hello, join, make_step

@@ -1,5 +1,6 @@
-"""Drive our server's sessions without sockets: `python -m bench.in_memory SCENARIO RANKS [WORD…]` prints what it took.
+"""Drive our server's sessions without sockets.
 
+`python -m bench.scale.in_memory SCENARIO RANKS [WORD…]` prints what it took.
 Must not know the other servers, which cannot be driven so.
 Invariant: what is measured is what the server computes, without the kernel's part.
 """
@@ -11,9 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench import in_memory_start
+from bench.scale import in_memory_start
+from bench.scale.start import Pattern
 from bench.server_process import die_with_parent
-from bench.start import Pattern
 from tcpstore_async.limits import Limits
 from tcpstore_async.load.scripts import encode_request, join, one_message_barrier, store_based_barrier
 from tcpstore_async.serving import tune_gc

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench import analysis, formatting, run_file, stats
-from bench.analysis import Result, Series
-from bench.run_file import SATURATED, Ending, Machine, Run
-from bench.scenarios import COPYING, MEMORY, P50, P95, P99, PARKED, RELAY_CPU, Metric
+from bench import stats
+from bench.scale import analysis, formatting, results
+from bench.scale.analysis import Result, Series
+from bench.scale.results import SATURATED, Ending, Machine, Run
+from bench.scale.scenarios import COPYING, MEMORY, P50, P95, P99, PARKED, RELAY_CPU, Metric
 
 REPORT = "report.md"
 _SHOWN = {"seconds": formatting.seconds, "bytes": formatting.num_bytes, "ranks": "{:,.0f}".format}
@@ -76,7 +77,7 @@ def _figures(run: Run) -> dict[str, bytes]:
     """Return the figures' files, or nothing without matplotlib: the tables of an hour's run are worth having."""
     if find_spec("matplotlib") is None:
         return {}
-    from bench.figures import render_figures
+    from bench.scale.figures import render_figures
 
     return render_figures(run)
 
@@ -274,7 +275,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_report_of(path: Path, folder: Path) -> int:
     """Write the report of a run file; return the exit status: 2 for a file that cannot be read or written."""
     try:
-        written = write_report(run_file.read(path), folder)
+        written = write_report(results.read(path), folder)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

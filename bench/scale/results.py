@@ -60,7 +60,7 @@ class Sample(msgspec.Struct, frozen=True):
     """One measurement: one server at one size in one round."""
 
     scenario: str
-    """A name of `bench/scenarios.py`, or that and an operation: `operations-set`."""
+    """A name of `bench/scale/scenarios.py`, or that and an operation: `operations-set`."""
     server: str
     """`uvloop`, `relay`, `threaded`, `libuv`, `legacy`, or `control` (the reference a second time)."""
     transport: Transport

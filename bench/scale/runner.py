@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from bench import workloads
-from bench.run_file import Ending, Sample, Transport
-from bench.scenarios import Scenario
-from bench.servers import PYTORCH, RELAY, SERVERS, Died, Host, Impossible, has_torch
+from bench.scale import workloads
+from bench.scale.results import Ending, Sample, Transport
+from bench.scale.scenarios import Scenario
+from bench.scale.servers import PYTORCH, RELAY, SERVERS, Died, Host, Impossible, has_torch
+from bench.scale.workloads import Measured, Point
 from bench.stats import LEAST_ROUNDS
-from bench.workloads import Measured, Point
 from tcpstore_async.load.generator import Late, LoadError
 
 OURS = "uvloop"

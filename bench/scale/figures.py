@@ -24,10 +24,11 @@ from matplotlib.path import Path as Polyline
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from bench import analysis, formatting, stats
-from bench.analysis import Result, Series
-from bench.run_file import SATURATED, Ending, Run
-from bench.scenarios import P50, P95, P99, Metric
+from bench import stats
+from bench.scale import analysis, formatting
+from bench.scale.analysis import Result, Series
+from bench.scale.results import SATURATED, Ending, Run
+from bench.scale.scenarios import P50, P95, P99, Metric
 
 WIDTH, HEIGHT, DPI = 12.0, 8.0, 120
 """Inches, and dots per inch of the PNG files."""

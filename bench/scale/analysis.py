@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bench import formatting, stats
-from bench.run_file import SATURATED, Ending, Job, Run, Sample, Transport
-from bench.scenarios import SCENARIOS, Metric, Scenario, scenario_of
+from bench import stats
+from bench.scale import formatting
+from bench.scale.results import SATURATED, Ending, Job, Run, Sample, Transport
+from bench.scale.scenarios import SCENARIOS, Metric, Scenario, scenario_of
 
 TUTORIAL_RANKS = 98_304
 TUTORIAL_SECONDS = 100.0

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from bench.builds import ROOT
-from bench.run_file import Machine, Versions
-from bench.servers import CORES, can_mount, load_cores, server_cores
+from bench.scale.results import Machine, Versions
+from bench.scale.servers import CORES, can_mount, load_cores, server_cores
 from tcpstore_async.serving import build
 from tcpstore_async.version import VERSION
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import run_file
-from bench.compare import compare_files
-from bench.run_file import Job, Run
+from bench.scale import results
+from bench.scale.comparison import compare_files
+from bench.scale.results import Job, Run
 from bench_factories import MACHINE, VERSIONS, run, samples
 
 ONE = [1.0, 1.0, 1.0]
@@ -104,7 +104,7 @@ ELSEWHERE = msgspec.structs.replace(
 )
 def test_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str], a: Run, b: Run, texts: list[str]) -> None:
     for name, what in (("a.json", a), ("b.json", b)):
-        run_file.write(what, tmp_path / name)
+        results.write(what, tmp_path / name)
     assert compare_files(tmp_path / "a.json", tmp_path / "b.json") == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -114,7 +114,7 @@ def test_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str], a: Run, b: 
 
 def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, scenario in (("a.json", "init"), ("b.json", "barrier")):
-        run_file.write(run(samples("uvloop", [1.0], scenario=scenario)), tmp_path / name)
+        results.write(run(samples("uvloop", [1.0], scenario=scenario)), tmp_path / name)
     assert compare_files(tmp_path / "a.json", tmp_path / "b.json") == 1
     assert capsys.readouterr() == ("", "The runs have no measurement in common.\n")
 
@@ -125,7 +125,7 @@ def test_an_invalid_file_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str, content: bytes | None, why: str
 ) -> None:
     for name in ("a.json", "b.json"):
-        run_file.write(run(), tmp_path / name)
+        results.write(run(), tmp_path / name)
     (tmp_path / broken).unlink()
     if content is not None:
         (tmp_path / broken).write_bytes(content)

@@ -1,7 +1,7 @@
 """The scenarios of the scale benchmark, each declared once: what is measured, at which sizes, and how it is described.
 
-The figures, the report and the table in docs/benchmark.md are derived from here (`python -m bench.scenarios` prints the
-table). Must not know statistics, files or figures.
+The figures, the report and the table in docs/benchmark.md are derived from here (`python -m bench.scale.scenarios`
+prints the table). Must not know statistics, files or figures.
 Invariant: of every metric, less is better.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
-from bench import workloads
-from bench.run_file import Job, Sample
-from bench.start import NCCL2, Pattern
-from bench.workloads import Measured
+from bench.scale import workloads
+from bench.scale.results import Job, Sample
+from bench.scale.start import NCCL2, Pattern
+from bench.scale.workloads import Measured
 
 
 class Metric(NamedTuple):
@@ -105,7 +105,7 @@ class Scenario:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return what describes a start to `bench.in_memory`."""
+        """Return what describes a start to `bench.scale.in_memory`."""
         return (self.job.backend, self.job.groups) if self.job else ()
 
     def replaying(self, pattern: Pattern, preset: str = "") -> Scenario:

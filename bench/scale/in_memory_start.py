@@ -1,4 +1,4 @@
-"""Play a job's start (`bench/start.py`) against our sessions without sockets, with the default limits.
+"""Play a job's start (`bench/scale/start.py`) against our sessions without sockets, with the default limits.
 
 Must not know the other scenarios.
 Invariant: every reply is compared with the known one; neither that nor copying requests and replies is in the server's
@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bench.servers import Server
-from bench.start import Action, Pattern, Traffic, in_order_of_arrival, traffic
+from bench.scale.servers import Server
+from bench.scale.start import Action, Pattern, Traffic, in_order_of_arrival, traffic
 from tcpstore_async.errors import LimitError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.server import Engine, ServerSession

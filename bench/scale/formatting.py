@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from bench.run_file import Transport
+from bench.scale.results import Transport
 from bench.stats import Ratio
 
 SERVERS = {

@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from bench.builds import environment
-from bench.in_memory import BARRIERS
 from bench.loadgen.player import playing
-from bench.servers import FOREIGN, RANKS_PER_RELAY, RELAY, Host, Impossible, Server, load_cores
-from bench.start import NCCL2, Pattern, Traffic, traffic
+from bench.scale.in_memory import BARRIERS
+from bench.scale.servers import FOREIGN, RANKS_PER_RELAY, RELAY, Host, Impossible, Server, load_cores
+from bench.scale.start import NCCL2, Pattern, Traffic, traffic
 from tcpstore_async.load.generator import Late, LoadError, Step, Unreachable, late
 from tcpstore_async.load.scripts import (
     OPERATIONS,
@@ -424,7 +424,7 @@ def without_sockets(scenario: str, size: int, limit: float, words: Sequence[str]
     """Drive our sessions in memory, in a child process; `words` describe a start. Raises LoadError."""
     if words:
         _, limit = _plan(Pattern.of(*words), size, limit)
-    command = [sys.executable, "-m", "bench.in_memory", scenario, str(size), *words]
+    command = [sys.executable, "-m", "bench.scale.in_memory", scenario, str(size), *words]
     stdin, ours = os.pipe()  # open as long as this process lives: the child exits when it ends
     try:
         done = subprocess.run(

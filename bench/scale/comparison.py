@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import analysis, formatting, run_file, stats
-from bench.analysis import Result, Series
-from bench.run_file import Run
-from bench.scenarios import Metric
+from bench import stats
+from bench.scale import analysis, formatting, results
+from bench.scale.analysis import Result, Series
+from bench.scale.results import Run
+from bench.scale.scenarios import Metric
 
 
 class Change(NamedTuple):
@@ -62,7 +63,7 @@ def compare_files(a: Path, b: Path) -> int:
 
 def _read(path: Path) -> Run:
     try:
-        return run_file.read(path)
+        return results.read(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
 

@@ -1,0 +1,1 @@
+"""The scale benchmark, `python -m bench scale`: thousands of ranks on every server (docs/benchmark.md)."""
