@@ -15,7 +15,7 @@
 Programs that measure one thing each, started with `python -m bench.NAME`:
 
     clients             our clients and PyTorch's C++ client, on one server process
-    loadgen.compare     servers under the same load, from the load generator in C
+    compare             servers under the same load, from the load generator in C
     micro               one command in our own code, without system calls
     scaling             a rank, as the job grows, without sockets
     turns               the longest time for which one request holds the event loop
@@ -26,10 +26,10 @@ Programs that measure one thing each, started with `python -m bench.NAME`:
     rendezvous          the rendezvous of torchrun's agents
     relays              what relays save and cost (relay_process: relays under test)
     stores              what a store with a name costs
-    tls                 what TLS costs
+    security            what TLS costs
     looking             how long it takes to see who is missing
     token_timing        whether the time of a refusal says where a forged token differs
 
-Both use `server_process`, what servers under test run in, `builds`, which chooses the build, and `commands`, which
+Both use `processes`, what servers under test run in, `builds`, which chooses the build, and `commands`, which
 starts commands of `tcpstore`.
 """

@@ -15,7 +15,7 @@ import os
 import sys
 from functools import partial
 
-from bench.server_process import die_with_parent
+from bench.processes import die_with_parent
 from tcpstore_async.relay.core import LINKED, Relay
 from tcpstore_async.relay.upstream import Upstream
 from tcpstore_async.server.listen_socket import CONNECTION_ERRORS, listen, raise_file_limit

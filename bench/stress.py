@@ -52,7 +52,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench import loadgen
-from bench.loadgen.compare import Server, run_job
+from bench.compare import Server, run_job
 
 NAMESPACE_MARK = "STRESS_NETNS"
 HOST = "127.0.0.1"

@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from bench.processes import die_with_parent
 from bench.scale import in_memory_start
 from bench.scale.start import Pattern
-from bench.server_process import die_with_parent
 from tcpstore_async.limits import Limits
 from tcpstore_async.load.scripts import encode_request, join, one_message_barrier, store_based_barrier
 from tcpstore_async.serving import tune_gc

@@ -47,7 +47,7 @@ FOREIGN = "127.9.8.7"
 """A loopback address without a name in /etc/hosts."""
 RESOLVER = "127.9.8.53"
 """The address of the name server that stops answering."""
-_PYTHON = [sys.executable, "-W", "ignore", "-m", "bench.server_process"]
+_PYTHON = [sys.executable, "-W", "ignore", "-m", "bench.processes"]
 
 
 class Impossible(LoadError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPARE = ROOT / "bench/loadgen/compare.py"
+COMPARE = ROOT / "bench/compare.py"
 SERVER = f"{sys.executable} -m tcpstore_async serve --port {{port}}"
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""What TLS costs a server: `python -m bench.tls [--rounds 5] [PART …]`.
+"""What TLS costs a server: `python -m bench.security [--rounds 5] [PART …]`.
 
 Parts: `link`, CPU of the server for an ADD of one of 64 ranks on a link, with TLS and without, by how many ADDs a batch
 has; `relay`, the same behind a real relay, whose batches are as they come; `handshake`, CPU of the server for one TLS

@@ -1,8 +1,8 @@
 """The processes that servers under test run in.
 
-    python -m bench.server_process uvloop|threaded|libuv|legacy     one server
-    python -m bench.server_process KIND --busy                      a trainer that owns one and never pauses
-    python -m bench.server_process --pytorch    each line of standard input, `libuv`, `legacy` or empty, replaces the
+    python -m bench.processes uvloop|threaded|libuv|legacy     one server
+    python -m bench.processes KIND --busy                      a trainer that owns one and never pauses
+    python -m bench.processes --pytorch    each line of standard input, `libuv`, `legacy` or empty, replaces the
                                                 server: importing torch takes seconds
 
 A server is announced by the line of `tcpstore serve` or by `PORT PID`, the process that serves. Serving in a process

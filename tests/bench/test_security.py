@@ -6,15 +6,15 @@ import shutil
 
 import pytest
 
-from bench import tls
+from bench import security
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="the program openssl makes the certificate")
 
 
-@pytest.mark.parametrize("part", tls.PARTS)
+@pytest.mark.parametrize("part", security.PARTS)
 def test_every_part_reports(part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(tls, "RANKS", 4)
-    monkeypatch.setattr(tls, "STOPPED", 20)
-    monkeypatch.setattr(tls, "COUNTS", {"link": 5, "relay": 500, "handshake": 20, "stopped": 200})
-    tls.main([part, "--rounds", "1"])
+    monkeypatch.setattr(security, "RANKS", 4)
+    monkeypatch.setattr(security, "STOPPED", 20)
+    monkeypatch.setattr(security, "COUNTS", {"link": 5, "relay": 500, "handshake": 20, "stopped": 200})
+    security.main([part, "--rounds", "1"])
     assert capsys.readouterr().out.startswith(f"{part}: ")

@@ -1,6 +1,6 @@
 """Compare TCPStore servers under the same load, in one run.
 
-    python bench/loadgen/compare.py --server 'ours=tcpstore serve --port {port}' --server libuv --control
+    python bench/compare.py --server 'ours=tcpstore serve --port {port}' --server libuv --control
 
 A server is `NAME=COMMAND`, a command that stays in the foreground, with {port} in place of the port, or PyTorch's
 `libuv` or `legacy`. Servers run on CPU 0 and the load generator on CPU 1, in a private network namespace with its own
@@ -33,7 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench import loadgen
 
