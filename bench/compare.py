@@ -16,10 +16,8 @@ served while CLIENTS others keep the server busy. Without jobs, a standard set r
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
-import os
 import random
 import shlex
 import socket
@@ -35,9 +33,8 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench import loadgen
+from bench import processes
 
-INSIDE: Final = "LOADGEN_NETNS"
 FIRST_PORT: Final = 21_000
 START_SECONDS: Final = 60.0
 RUN_SECONDS: Final = 600.0
@@ -139,7 +136,7 @@ def measure(
     servers: dict[str, str | None], jobs: list[tuple[str, str]], reps: int, fresh: bool
 ) -> tuple[list[Record], int]:
     """Run every job on every server, interleaved; return all records and the number of failed runs."""
-    generator, names = loadgen.build(), list(servers)
+    generator, names = processes.load_generator(), list(servers)
     port, records, failures = FIRST_PORT, [], 0
     running: dict[str, Server] = {}
     try:
@@ -194,7 +191,7 @@ def _cell(rows: dict[int, Record], base: dict[int, Record], field: str, compared
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND", help="or libuv, or legacy")
     parser.add_argument("--base", help="the server that ratios refer to (default: libuv if present, else the last)")
     parser.add_argument("--control", action="store_true", help="run the base a second time to measure the noise")
@@ -204,9 +201,8 @@ def main() -> int:
     parser.add_argument("--no-netns", action="store_true", help="use the current network namespace")
     parser.add_argument("jobs", nargs="*", metavar="NAME: JOB")
     options = parser.parse_args()
-    if not options.no_netns and INSIDE not in os.environ:
-        os.environ[INSIDE] = "1"
-        os.execvp("unshare", ["unshare", "-n", "bash", "-c", loadgen.NAMESPACE, "compare", sys.executable, *sys.argv])
+    if not options.no_netns:
+        processes.enter_namespace()
     servers: dict[str, str | None] = {}
     for given in options.server:
         name, _, command = given.partition("=")

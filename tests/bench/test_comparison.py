@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.scale import results
-from bench.scale.comparison import compare_files
+from bench.scale.report import compare_files
 from bench.scale.results import Job, Run
 from bench_factories import MACHINE, VERSIONS, run, samples
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from bench.scale.runner import ActiveSeries, Plan, Runner, _in_order
-from bench.scale.scenarios import SCENARIOS, Scenario
-from bench.scale.servers import Died, hosting
-from bench.scale.workloads import SECONDS, Measured, Point
+from bench.scale.scenarios import SCENARIOS, SECONDS, Scenario
+from bench.scale.servers import Died, Measured, Point, hosting
 from support import LIMIT
 from tcpstore_async.load.generator import Late, LoadError
 
@@ -153,7 +152,7 @@ IN_MEMORY = scenario(memory=(4096,))
 def test_a_run_fails_if_a_requested_size_exceeds_the_file_limit(
     fields: dict[str, Any], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.scale.workloads.without_sockets", lambda *_: Measured(0.1, 1, 0.1, 0.0, 0.0))
+    monkeypatch.setattr("bench.scale.runner.without_sockets", lambda *_: Measured(0.1, 1, 0.1, 0.0, 0.0))
     runner = run(plan_of(**{"open_files": 1700, **fields}))
     assert any("files open here" in failure for failure in runner.failures) == fails
     assert bool(runner.failures) == fails

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.builds import environment
+from bench.processes import environment
 from bench.scale import servers
-from bench.scale.environment import machine
+from bench.scale.results import machine
 from bench.scale.runner import Plan
-from bench.scale.servers import command_of, has_torch, hosting, reference_of
-from bench.scale.workloads import Connection
+from bench.scale.servers import Connection, command_of, has_torch, hosting, reference_of
 from faults.fault_helpers import Watch
 from support import LIMIT
 from tcpstore_async.load.generator import Late, Unreachable
@@ -92,7 +91,7 @@ def test_how_peers_are_named_is_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
         return machine(plan.measures_torch).names
 
     for possible, expected in ((True, "files only"), (False, "this machine's")):
-        monkeypatch.setattr("bench.scale.environment.can_mount", lambda possible=possible: possible)
+        monkeypatch.setattr("bench.scale.results.can_mount", lambda possible=possible: possible)
         assert names() == names(servers=["uvloop", "legacy"]) == expected
         assert names(servers=["uvloop", "threaded"]) == names(transports=["memory"]) == ""
 
