@@ -40,15 +40,15 @@ from bench.scale.servers import (
     Host,
     Measured,
     TestBed,
-    generators,
     hosting,
     load_cores,
+    loaded,
     relayed,
 )
 from bench.stats import spread
 from tcpstore_async.errors import counted
 from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
-from tcpstore_async.load.workers import OpenLoop, worker_pool
+from tcpstore_async.load.workers import OpenLoop
 from tcpstore_async.serving import build
 from tcpstore_async.values import pack
 
@@ -78,19 +78,7 @@ def bed(host: Host, way: Way, ranks: int) -> Iterator[TestBed]:
         server = stack.enter_context(host.running(way.server, new=True))
         if way.ranks_per_link >= 0:
             server = stack.enter_context(relayed(server, ranks, way.ranks_per_link, way.ranks_per_process))
-        cores = load_cores()
-        ports = [relay.port for relay in server.relays]
-        load = stack.enter_context(
-            worker_pool(
-                "127.0.0.1",
-                server.port,
-                ranks - 1,
-                generators=generators(ranks, len(cores), len(ports)),
-                ports=ports,
-                cores=cores,
-            )
-        )
-        yield TestBed(server, load, LIMIT)
+        yield stack.enter_context(loaded(server, ranks - 1, LIMIT))
 
 
 def start_and_barriers(host: Host, way: Way, ranks: int) -> dict[str, Measured]:

@@ -539,6 +539,19 @@ def generators(connections: int, cores: int, relays: int = 0) -> int:
     return max(min(4, cores), relays if needed > 1 else 1, needed)
 
 
+@contextmanager
+def loaded(
+    server: Server, connections: int, limit: float, *, source: str = "", pinned: bool = True
+) -> Iterator[TestBed]:
+    """Start the generators for a server."""
+    cores, ports = load_cores(), [relay.port for relay in server.relays]
+    with worker_pool(
+        "127.0.0.1", server.port, connections, source=source, ports=ports,
+        generators=generators(connections, len(cores), len(ports)), cores=cores if pinned else None,
+    ) as load:  # fmt: skip
+        yield TestBed(server, load, limit)
+
+
 class Point(NamedTuple):
     """What to measure: a server at a size, within a limit of seconds for each step."""
 
@@ -548,23 +561,13 @@ class Point(NamedTuple):
     limit: float
 
     @contextmanager
-    def started(
-        self, connections: int, *, source: str = "", busy: bool = False, silent_resolver: bool = False,
-        new: bool = False,
-    ) -> Iterator[TestBed]:  # fmt: skip
-        """Start the server and the generators; the options are those of `Host.running`."""
-        cores = load_cores()
+    def started(self, connections: int, *, source: str = "", busy: bool = False, **how: bool) -> Iterator[TestBed]:
+        """Start the server and the generators; the other options are those of `Host.running`."""
         with (
-            self.host.running(
-                self.server, ranks=connections, busy=busy, silent_resolver=silent_resolver, new=new
-            ) as server,
-            worker_pool(
-                "127.0.0.1", server.port, connections, source=source,
-                generators=generators(connections, len(cores), len(server.relays)),
-                ports=[relay.port for relay in server.relays], cores=None if busy else cores,
-            ) as load,
-        ):  # fmt: skip
-            yield TestBed(server, load, self.limit)
+            self.host.running(self.server, ranks=connections, busy=busy, **how) as server,
+            loaded(server, connections, self.limit, source=source, pinned=not busy) as bed,
+        ):
+            yield bed
 
     @contextmanager
     def connected(self) -> Iterator[TestBed]:
