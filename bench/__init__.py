@@ -1,34 +1,30 @@
 """Benchmarks.
 
-`python -m bench scale` measures thousands of ranks on every server (docs/benchmark.md):
+`python -m bench scale` measures thousands of ranks on every server (docs/benchmark.md); its modules are in `scale`:
 
-    scenarios                   every scenario: its name, sizes, metrics and texts
-    workloads, in_memory        what ranks do and what is timed, over sockets and without them
-    start, in_memory_start      what the ranks of a job's start send; our sessions serve it without sockets
-    loadgen/player              a start's ranks over sockets, played by the load generator in C
-    servers, server_process     start the servers under test; what runs in their processes
-    runner                      which points are measured, in which order, within which time
-    environment, run_file       the machine; the JSON file of a run
-    stats, analysis             medians and intervals; who is ahead
-    formatting, figures, report, compare    what readers see
+    scale/scenarios     every scenario: its name, what its ranks do, sizes, metrics and texts
+    scale/start         what the ranks of a job's start send, played over sockets by the load generator in C
+    scale/in_memory     the same without sockets; the cost of a rank as the job grows (`python -m bench growth`)
+    scale/servers       start the servers under test; connections to them
+    scale/runner        which points are measured, in which order, within which time
+    scale/results       the machine; the JSON file of a run
+    scale/analysis      a run's samples as series, and who is ahead
+    scale/figures, scale/report    what readers see
 
-Programs that measure one thing each, started with `python -m bench.NAME`:
+Programs that measure one thing each, started with `python -m bench.NAME` or `python bench/NAME.py`:
 
-    clients             our clients and PyTorch's C++ client, on one server process
-    loadgen.compare     servers under the same load, from the load generator in C
-    micro               one command in our own code, without system calls
-    scaling             a rank, as the job grows, without sockets
-    turns               the longest time for which one request holds the event loop
-    fill                what a server counts against its budget, and the memory that it takes
-    stress              tens of thousands of connections, misbehaving clients, and others that watch
-    server_ready        how long `is_master=True` waits for its server process
-    gloo                what PyTorch's switches save when a gloo group is made
-    rendezvous          the rendezvous of torchrun's agents
-    relays              what relays save and cost (relay_process: relays under test)
-    stores              what a store with a name costs
-    tls                 what TLS costs
-    looking             how long it takes to see who is missing
-    token_timing        whether the time of a refusal says where a forged token differs
+    clients       our clients and PyTorch's C++ client, on one server process
+    compare       servers under the same load, from the load generator in C (loadgen)
+    micro         one command in our own code, without system calls
+    turns         the longest time for which one request holds the event loop
+    fill          what a server counts against its budget, and the memory that it takes
+    stress        tens of thousands of connections, misbehaving clients, and others that watch
+    looking       how long it takes to see who is missing
+    relays        what relays save and cost
+    stores        what a store with a name costs, and how long one waits for its server process
+    security      what TLS costs, and whether the time of a refusal says where a forged token differs
+    rendezvous    the rendezvous of torchrun's agents
+    gloo          what PyTorch's switches save when a gloo group is made
 
-Both use `builds`, which chooses the build, and `commands`, which starts commands of `tcpstore`.
+All use `processes`, which chooses the build and starts and measures processes, and `stats`, medians and intervals.
 """

@@ -1,4 +1,4 @@
-"""`python -m bench`: `scale` measures, `compare` compares two runs, `report` redraws one.
+"""`python -m bench`: `scale` measures, `compare` compares two runs, `report` redraws one; `growth` drives one server.
 
 Must not know how anything is measured or drawn.
 Invariant: results are on disk before anything is drawn from them, whatever ends a run; exit status 0 only if the run is
@@ -22,19 +22,18 @@ from types import FrameType
 import click
 from msgspec import structs
 
-from bench import builds
+from bench import processes
 
 if __name__ == "__main__":
-    builds.use()  # before the package is imported
+    processes.use_build()  # before the package is imported
 
-from bench.compare import compare_files
-from bench.environment import machine, open_files, versions
-from bench.report import write_report, write_report_of
-from bench.run_file import Ending, Run, RunFile, Transport
-from bench.runner import OURS, Plan, Runner
-from bench.scenarios import SCENARIOS, Scenario
-from bench.servers import SERVERS, hosting, reference_of
-from bench.start import BACKENDS, NCCL2, PRESETS, Pattern
+from bench.scale import in_memory
+from bench.scale.report import compare_files, write_report, write_report_of
+from bench.scale.results import Ending, Run, RunFile, Transport, machine, open_files, versions
+from bench.scale.runner import OURS, Plan, Runner
+from bench.scale.scenarios import SCENARIOS, Scenario
+from bench.scale.servers import SERVERS, hosting, reference_of
+from bench.scale.start import BACKENDS, NCCL2, PRESETS, Pattern
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build
@@ -85,6 +84,27 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     if value is not None and math.isnan(value):
         raise click.BadParameter("not a number", ctx, param)
     return value
+
+
+@main.command()
+@click.option(
+    "--sizes", callback=_sizes, default="1000,19000,98304,1000000", show_default=True, metavar="N,N,…", help="Ranks."
+)
+@click.option("--runs", type=click.IntRange(1), default=3, show_default=True, help="Processes for each row.")
+@click.option("--max-growth", type=float, metavar="FACTOR", help="Fail if a row grows by more than that.")
+def growth(sizes: tuple[int, ...], runs: int, max_growth: float | None) -> None:
+    """Measure the cost of a rank as the job grows.
+
+    Our sessions are driven in memory. A row is the CPU time of the engine per rank, in microseconds, and its ratio to
+    the smallest size. Each run has a process of its own; its first pass does not count, and small sizes are repeated on
+    new engines until some 20,000 ranks have been served. Shown is the minimum over the runs of the median over the
+    passes. The garbage collector is set as the server sets it (`tuned`) or as Python does (`default`). `leave_waiting`
+    is the disconnection of all ranks while each waits for a key; `give_up_so_many_keys` is one client that waits for so
+    many keys and disconnects.
+    """
+    worst = in_memory.growth(sizes, runs)
+    if max_growth is not None and worst.factor > max_growth:
+        raise click.ClickException(f"{worst.row}: {worst.factor:.2f} times the smallest size's (max {max_growth:g})")
 
 
 @main.command()

@@ -14,18 +14,15 @@ checkout. A server of another build than the client's is refused with exit statu
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,9 +31,9 @@ import uvloop
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from bench import builds, stats
+from bench import processes, stats
 
-builds.use()
+processes.use_build()
 
 import tcpstore_async  # noqa: E402  (the path comes first)
 from tcpstore_async.serving import build  # noqa: E402
@@ -46,62 +43,16 @@ ASYNC_IN_FLIGHT = 64
 ASYNC_BATCH = 40 * ASYNC_IN_FLIGHT
 TIMEOUT = timedelta(seconds=60)
 
-TORCH_SERVER = """
-import datetime, sys, torch
-store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=300), wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-
-BUSY = """
-import sys
-from datetime import timedelta
-if sys.argv[1] == "ours":
-    from tcpstore_async import TCPStore
-else:
-    from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=300), False)
-print(store.port, flush=True)
-while True:
-    sum(range(1000))
-"""
-"""A trainer that owns the store and whose main thread runs Python without pause."""
-
 
 class BuildMismatch(Exception):
     """Client and server run different builds."""
 
 
-@contextmanager
-def process(command: list[str], core: int | None = None) -> Iterator[str]:
-    """Start a process; yield the line that it prints when it is ready."""
-    pin = ["taskset", "-c", str(core)] if core is not None else []
-    child = subprocess.Popen(
-        [*pin, *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=tempfile.gettempdir(),
-        text=True,
-    )
-    assert child.stdout is not None
-    try:
-        yield child.stdout.readline()
-    finally:
-        child.kill()
-        child.communicate()
-
-
-@contextmanager
-def server(kind: str, core: int | None) -> Iterator[int]:
-    if kind == "libuv":
-        with process([sys.executable, "-W", "ignore", "-c", TORCH_SERVER], core) as line:
-            yield int(line)
-    else:
-        with process([sys.executable, "-m", "tcpstore_async", "serve", "--port", "0"], core) as line:
-            port = json.loads(line)["port"]
-            check_build(port)
-            yield port
+def in_child(*words: str, core: int | None = None) -> AbstractContextManager[tuple[int, int]]:
+    """Start a server of `bench.processes`; yield its port and process."""
+    pin = [] if core is None else ["taskset", "-c", str(core)]
+    command = [*pin, *processes.CHILD, *words]
+    return processes.announced(command, env=processes.environment(), stderr=subprocess.DEVNULL)
 
 
 def check_build(port: int) -> None:
@@ -263,12 +214,10 @@ def busy_master(count: int) -> None:
     """Measure stores whose owner's main thread never pauses, with the C++ client on both."""
     import torch.distributed as dist
 
-    command = [sys.executable, "-W", "ignore", "-c", BUSY]
-    with process([*command, "ours"]) as ours, process([*command, "theirs"]) as theirs:
-        check_build(int(ours))
+    with in_child("uvloop", "--busy") as (ours, _), in_child("libuv", "--busy") as (theirs, _):
+        check_build(ours)
         stores: list[Any] = [
-            dist.TCPStore("127.0.0.1", int(line), None, False, TIMEOUT, wait_for_workers=False)
-            for line in (ours, theirs)
+            dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT, wait_for_workers=False) for port in (ours, theirs)
         ]
         mine, other = (functools.partial(store.add, "n", 1) for store in stores)
         report("add, busy main thread in the master", pairs(timed(mine, BATCH), timed(other, BATCH), count))
@@ -276,7 +225,9 @@ def busy_master(count: int) -> None:
 
 def measure(kind: str, pin: bool, count: int) -> None:
     """Print all rows. Raises BuildMismatch."""
-    with server(kind, 1 if pin else None) as port:
+    with in_child("libuv" if kind == "libuv" else "uvloop", core=1 if pin else None) as (port, _):
+        if kind == "ours":
+            check_build(port)
         print(f"server: {kind}; package: {build()}; {'pinned apart' if pin else 'nothing pinned'}", flush=True)
         calls(port, count)
         creating(port, count)
@@ -286,7 +237,7 @@ def measure(kind: str, pin: bool, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--server", choices=["ours", "libuv"], default="ours", help="the server (ours)")
     parser.add_argument("--pin", action="store_true", help="client on core 0, server on core 1")
     parser.add_argument("--pairs", type=int, default=30, help="paired batches (30)")

@@ -1,162 +1,229 @@
-"""Compare two runs: what changed, and by more than noise.
+"""Compare TCPStore servers under the same load, in one run.
 
-Must not know how anything is measured.
-Invariant: a change is beyond the noise only if it exceeds the spread of both runs' rounds and the difference between
-the reference and the control in either. Without a control, as in memory, no change is.
+    python bench/compare.py --server 'ours=tcpstore serve --port {port}' --server libuv --control
+
+A server is `NAME=COMMAND`, a command that stays in the foreground, with {port} in place of the port, or PyTorch's
+`libuv` or `legacy`. Servers run on CPU 0 and the load generator on CPU 1, in a private network namespace with its own
+somaxconn and port range, which needs root (--no-netns uses the current one). Repetitions are interleaved (A B C,
+B C A, ...). The output has medians and their ratios to the base server: the median of the ratios of each repetition,
+with its 90 % bootstrap interval. A difference is real if the whole interval lies on one side of 1. --control runs the
+base a second time; its interval is the noise. If the machine does other work, trust CPU time over wall time. --fresh
+starts a new server for each run, as memory figures require.
+
+A job is `NAME: LOADGEN ARGUMENTS`, or `NAME: join NEW CLIENTS`, which measures how long NEW connections take to be
+served while CLIENTS others keep the server busy. Without jobs, a standard set runs. Exit status 1 if a run failed.
 """
 
 from __future__ import annotations
 
+import collections
+import json
+import random
+import shlex
+import socket
+import statistics
+import struct
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final
 
-from bench import analysis, formatting, run_file, stats
-from bench.analysis import Result, Series
-from bench.run_file import Run
-from bench.scenarios import Metric
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from bench import processes
+
+FIRST_PORT: Final = 21_000
+START_SECONDS: Final = 60.0
+RUN_SECONDS: Final = 600.0
+HEAD_START_SECONDS: Final = 0.7
+"""Time for the busy clients of a `join` job before the new ones connect."""
+
+STANDARD: Final = [
+    "small ops, 64 clients: -n 64 -t 0.4 -w 0.1 -m add,setget,get,check",
+    "small ops, 1024 clients: -n 1024 -t 0.4 -w 0.1 -m add,setget,add@16",
+    "bulk: -n 1 -t 0.4 -w 0.1 -m mget,bigset,bigget",
+    "10000 ranks: -n 10000 -c 512 -r 3 -m init,barrier,barrier18",
+    "NCCL's IDs for 16000 ranks: -n 16000 -k 125 -m park,wake,readywait,mget128",
+    "joining a busy server: join 500 1024",
+]
+
+TORCH_SERVER: Final = """
+import datetime, resource, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+import torch
+torch.set_num_threads(1)
+store = torch.distributed.TCPStore("127.0.0.1", int(sys.argv[1]), None, True, datetime.timedelta(seconds=300),
+                                   wait_for_workers=False, use_libuv=sys.argv[2] == "libuv")
+while True:
+    time.sleep(1000)
+"""
+
+SHOWN: Final = {
+    "init": ["srv_cpu_us_per_conn", "wall_ms", "p99_us", "rss_per_conn"],
+    "barrier": ["srv_cpu_us_per_rank", "mean_ms"],
+    "barrier18": ["srv_cpu_us_per_rank", "mean_ms"],
+    "tput": ["srv_cpu_us_per_op", "ops", "p50_us", "p99_us"],
+    "park": ["srv_cpu_us_per_rank", "rss_per_rank", "wall_ms"],
+    "wake": ["srv_cpu_us_per_rank", "wall_ms"],
+    "readywait": ["srv_cpu_us_per_rank", "wall_ms"],
+    "mget128": ["srv_cpu_us_per_rank", "wall_ms"],
+    "join": ["wall_ms", "p99_us"],
+}
+
+Record = dict[str, Any]
 
 
-class Change(NamedTuple):
-    """One server at one size, in both runs."""
+class Server:
+    """A server under measurement, from its start until `stop`."""
 
-    scenario: str
-    series: Series
-    size: int
-    time: stats.Ratio
-    """B over A, of the scenario's metric."""
-    cpu: stats.Ratio | None
-    before: stats.Ratio | None
-    """To the reference in A; `after` in B, None if its reference is another one."""
-    after: stats.Ratio | None
+    def __init__(self, name: str, command: str | None, port: int) -> None:
+        if command is None:
+            arguments = [sys.executable, "-c", TORCH_SERVER, str(port), name]
+        else:
+            arguments = shlex.split(command.format(port=port))
+        self.port = port
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by stop)
+        self.process = subprocess.Popen(["taskset", "-c", "0", *arguments], stdout=self._log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + START_SECONDS
+        while not _answers(port):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self._log.seek(0)
+                text = self._log.read().decode(errors="replace")[-2000:]
+                self.stop()
+                raise SystemExit(f"{name} did not start: {text}")
+            time.sleep(0.1)
 
-    @property
-    def reproduced(self) -> bool | None:
-        """Whether B's ratio to the reference is within A's interval; None without one."""
-        if self.before is None or self.after is None or not self.before.judged:
-            return None
-        return self.before.low <= self.after.median <= self.before.high
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
 
 
-def compare_files(a: Path, b: Path) -> int:
-    """Print B over A for everything that both measured.
+def _answers(port: int) -> bool:
+    """Whether a server on the port completes the handshake."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as peer:
+        peer.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0dping")
+        return peer.recv(4) == b"ping"
+    return False
 
-    Returns the exit status: 1 if they have nothing in common, 2 if a file cannot be read.
-    """
+
+def run_job(generator: Path, server: Server, arguments: str) -> tuple[list[Record], str]:
+    """Run one job on one server; return its records, and an error message if it failed."""
+    base = ["taskset", "-c", "1", str(generator), "-p", str(server.port), "-P", str(server.process.pid)]
+    words = arguments.split()
+    load = None
+    if words[0] == "join":
+        busy = [*base, "-n", words[2], "-t", "30", "-m", "add"]
+        load = subprocess.Popen(busy, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(HEAD_START_SECONDS)
+        words = ["-n", words[1], "-c", words[1], "-m", "init"]
     try:
-        before, after = _read(a), _read(b)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    for difference in differences(before, after):
-        print(difference)
-    found = list(changes(before, after))
-    if not found:
-        print("The runs have no measurement in common.", file=sys.stderr)
-        return 1
-    print(_table(found))
-    print(_summary(found))
-    return 0
+        done = subprocess.run([*base, *words], capture_output=True, text=True, timeout=RUN_SECONDS)
+    finally:
+        if load is not None:
+            load.kill()
+            load.wait()
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    if done.returncode or any("error" in record for record in records):
+        return [], f"{done.stdout[-200:]} {done.stderr[-200:]}"
+    return [{**record, "mode": "join"} if load else record for record in records], ""
 
 
-def _read(path: Path) -> Run:
+def measure(
+    servers: dict[str, str | None], jobs: list[tuple[str, str]], reps: int, fresh: bool
+) -> tuple[list[Record], int]:
+    """Run every job on every server, interleaved; return all records and the number of failed runs."""
+    generator, names = processes.load_generator(), list(servers)
+    port, records, failures = FIRST_PORT, [], 0
+    running: dict[str, Server] = {}
     try:
-        return run_file.read(path)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
+        for repetition in range(reps):
+            first = repetition % len(names)
+            for title, arguments in jobs:
+                for name in names[first:] + names[:first]:
+                    if fresh and name in running:
+                        running.pop(name).stop()
+                    if name not in running:
+                        port += 1
+                        running[name] = Server(name, servers[name], port)
+                    found, error = run_job(generator, running[name], arguments)
+                    if error:
+                        failures += 1
+                        print(f"FAILED {name}, {title}: {error}", flush=True)
+                    records += [{**record, "tag": name, "job": title, "rep": repetition} for record in found]
+    finally:
+        for server in running.values():
+            server.stop()
+    return records, failures
 
 
-def differences(a: Run, b: Run) -> Iterator[str]:
-    """Yield what else may explain a change, a line each."""
-    for what, one, other in (("machine", a.machine, b.machine), ("versions", a.versions, b.versions)):
-        for field in one.__struct_fields__:
-            was, is_now = getattr(one, field), getattr(other, field)
-            if was != is_now and field != "load_average":  # which is never the same
-                yield f"different {what}: {field} {_shown(was)} in A, {_shown(is_now)} in B"
-    if a.reference != b.reference:
-        yield f"different reference: {_shown(a.reference)} in A, {_shown(b.reference)} in B"
-    for name in sorted(a.jobs.keys() & b.jobs.keys()):
-        if a.jobs[name] != b.jobs[name]:
-            yield f"different job of {name}: {a.jobs[name]} in A, {b.jobs[name]} in B"
-    for name, run in (("A", a), ("B", b)):
-        if not run.complete:
-            yield f"{name} is not complete"
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Return the median and its 90 % bootstrap interval."""
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return statistics.median(ratios), medians[50], medians[949]
 
 
-def _shown(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value) or "none"
+def report(records: list[Record], names: list[str], base: str) -> None:
+    """Print, for each job and mode, every server's medians and ratios to the base."""
+    groups: dict[tuple[str, str, str], dict[str, dict[int, Record]]] = {}
+    for record in records:
+        what = f"{record['op']} depth {record['depth']}" if record["mode"] == "tput" else record["mode"]
+        group = groups.setdefault((record["job"], what, record["mode"]), collections.defaultdict(dict))
+        group[record["tag"]][record["rep"]] = record
+    for (job, what, mode), by_name in groups.items():
+        print(f"\n{job} | {what}")
+        for name in names:
+            cells = [_cell(by_name[name], by_name[base], field, name != base) for field in SHOWN[mode] if by_name[name]]
+            if cells:
+                print(f"  {name:10}", "  ".join(cells))
 
 
-def changes(a: Run, b: Run) -> Iterator[Change]:
-    """Yield the changes in the order of the report."""
-    others = {(result.scenario.name, result.detail): result for result in analysis.results(b)}
-    for result in analysis.results(a):
-        other = others.get((result.scenario.name, result.detail))
-        if other is None:
-            continue
-        for series in result.series:
-            again = other.find(series.server, series.transport)
-            if again is not None:
-                yield from _changes(result, series, other, again)
+def _cell(rows: dict[int, Record], base: dict[int, Record], field: str, compared: bool) -> str:
+    cell = f"{field} {statistics.median(row[field] for row in rows.values()):.2f}"
+    pairs = [row[field] / base[rep][field] for rep, row in rows.items() if base.get(rep, {}).get(field)]
+    if pairs and compared:
+        cell += " ({:.2f}x {:.2f}–{:.2f})".format(*interval(pairs))
+    return cell
 
 
-def _changes(result: Result, series: Series, other: Result, again: Series) -> Iterator[Change]:
-    name = f"{result.scenario.name} {result.detail}".strip()
-    metric = result.scenario.metric
-    for size in series.sizes:
-        time = _ratio(result, series, other, again, size, metric)
-        if time is None:
-            continue
-        cpu = _ratio(result, series, other, again, size, result.scenario.cpu)
-        after = other.ratio(again, size, metric) if result.reference_name == other.reference_name else None
-        yield Change(name, series, size, time, cpu, result.ratio(series, size, metric), after)
+def main() -> int:
+    parser = processes.parser(__doc__)
+    parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND", help="or libuv, or legacy")
+    parser.add_argument("--base", help="the server that ratios refer to (default: libuv if present, else the last)")
+    parser.add_argument("--control", action="store_true", help="run the base a second time to measure the noise")
+    parser.add_argument("--reps", type=int, default=5, help="repetitions (5)")
+    parser.add_argument("--fresh", action="store_true", help="start a new server for each run")
+    parser.add_argument("--json", type=Path, help="write all records to this file, one per line")
+    parser.add_argument("--no-netns", action="store_true", help="use the current network namespace")
+    parser.add_argument("jobs", nargs="*", metavar="NAME: JOB")
+    options = parser.parse_args()
+    if not options.no_netns:
+        processes.enter_namespace()
+    servers: dict[str, str | None] = {}
+    for given in options.server:
+        name, _, command = given.partition("=")
+        if not command and name not in ("libuv", "legacy"):
+            parser.error(f"--server {name}: expected NAME=COMMAND, libuv or legacy")
+        servers[name] = command or None
+    base = options.base or ("libuv" if "libuv" in servers else list(servers)[-1])
+    if options.control:
+        servers["control"] = servers[base] or _torch_command(base)
+    pairs = (job.partition(":") for job in options.jobs or STANDARD)
+    jobs = [(title.strip(), arguments.strip()) for title, _, arguments in pairs]
+    records, failures = measure(servers, jobs, options.reps, options.fresh)
+    if options.json:
+        options.json.write_text("\n".join(map(json.dumps, records)) + "\n")
+    report(records, list(servers), base)
+    return 1 if failures else 0
 
 
-def _ratio(
-    result: Result, series: Series, other: Result, again: Series, size: int, metric: Metric
-) -> stats.Ratio | None:
-    noises = [one.noise(series.transport, size, metric) for one in (result, other)]
-    return stats.unpaired(
-        list(again.values(size, metric).values()),
-        list(series.values(size, metric).values()),
-        max((noise for noise in noises if noise is not None), default=None),
-    )
+def _torch_command(name: str) -> str:
+    return shlex.join([sys.executable, "-c", TORCH_SERVER]) + f" {{port}} {name}"
 
 
-def _table(found: Sequence[Change]) -> str:
-    head = ["scenario", "server", "size", "B/A", "", "CPU B/A", "", "to the reference, A", "B", "B within A's"]
-    rows = [_row(change) for change in found]
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    )
-
-
-def _row(change: Change) -> list[str]:
-    cpu = change.cpu
-    return [
-        change.scenario,
-        change.series.label,
-        f"{change.size:,}",
-        formatting.ratio(change.time),
-        change.time.verdict,
-        formatting.ratio(cpu) if cpu else "–",
-        cpu.verdict if cpu else "",
-        formatting.ratio(change.before) if change.before else "–",
-        formatting.ratio(change.after) if change.after else "–",
-        {True: "yes", False: "no", None: "–"}[change.reproduced],
-    ]
-
-
-def _summary(found: Sequence[Change]) -> str:
-    beyond = sum(change.time.verdict == "beyond the noise" for change in found)
-    unknown = sum(change.time.verdict == "noise unknown" for change in found)
-    judged = [change for change in found if change.reproduced is not None and change.series.server != "control"]
-    reproduced = sum(bool(change.reproduced) for change in judged)
-    text = f"{beyond} of {len(found)} differ from A by more than the noise."
-    if unknown:
-        text += f" For {unknown} the noise is unknown: neither run has a control."
-    if not judged:
-        return f"{text} No ratio to a reference is in both runs with an interval."
-    return f"{text} {reproduced} of {len(judged)} ratios to the reference are within A's interval."
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,9 +29,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from bench import builds
+from bench import processes
 
-builds.use()
+processes.use_build()
 
 from tcpstore_async import Limits, serve  # noqa: E402  (the path comes first)
 from tcpstore_async.serving import build, tune_gc  # noqa: E402
@@ -317,7 +317,7 @@ def measure(name: str, budget: int, backend: str, most_peers: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--budget", type=int, default=256, help="MiB that the server may use (256)")
     parser.add_argument("--backend", default="uv", help="uv or threaded (uv)")
     parser.add_argument("--peers", type=int, default=8000, help="connections at which a server counts as full (8000)")

@@ -12,7 +12,6 @@ many sockets.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -26,11 +25,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import builds
+from bench import processes
 
-builds.use()
+processes.use_build()
 
-from bench.servers import Host, Server, hosting  # noqa: E402  (the path comes first)
+from bench.scale.servers import Host, Server, hosting  # noqa: E402  (the path comes first)
 from tcpstore_async.load.recording import read_recording  # noqa: E402
 from tcpstore_async.load.summary import summarize  # noqa: E402
 from tcpstore_async.serving import build  # noqa: E402
@@ -187,7 +186,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("--ranks", default="16,32,64", help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=3, help="groups for each row (default: %(default)s)")
     parser.add_argument("--server", default="uvloop", choices=["uvloop", "threaded", "libuv"])

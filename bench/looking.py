@@ -27,14 +27,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bench import builds
+from bench import processes
 
 if __name__ == "__main__":
-    builds.use()  # before the package is imported
+    processes.use_build()  # before the package is imported
 
-from bench.commands import apart, started
-from bench.formatting import spread
-from bench.stress import cpu_seconds
+from bench.processes import apart, cpu_seconds, started
+from bench.stats import spread
 from tcpstore_async.errors import ProtocolError
 from tcpstore_async.load.scripts import encode_request
 from tcpstore_async.serving import build
@@ -132,14 +131,13 @@ def _job(port: int, options: argparse.Namespace, absent: frozenset[int]) -> Iter
 def _settle(server: int) -> None:
     """Return when the server has nothing to do."""
     before = -1.0
-    while (now := cpu_seconds(server)) != before:
+    while (now := cpu_seconds(server)) > before + 0.01:
         before = now
         time.sleep(0.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.looking", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = processes.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=98_304)
     parser.add_argument("--missing", type=int, default=7)
     parser.add_argument("--hosts", type=int, default=12_288)

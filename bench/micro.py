@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from bench import builds, stats
+from bench import processes, stats
 from tcpstore_async.client import requests
 from tcpstore_async.limits import Limits
 from tcpstore_async.serving import build
@@ -177,7 +177,7 @@ def measured(tree: Path, words: list[str], runs: int) -> Found:
         capture_output=True,
         check=False,
         cwd=tempfile.gettempdir(),
-        env=builds.environment(tree),
+        env=processes.environment(tree),
     )
     if done.returncode:
         raise Impossible(f"{tree}: {done.stderr.decode(errors='replace').strip().splitlines()[-1]}")
@@ -224,7 +224,7 @@ def compare(trees: list[Path], rounds: int, words: list[str], runs: int, across_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     parser.add_argument("rows", nargs="*", help="only rows with one of these words")
     parser.add_argument("--tree", type=Path, action="append", help="measure the package in this folder; twice: compare")
     parser.add_argument("--rounds", type=int, default=11, help="processes for each tree (11)")
@@ -235,7 +235,7 @@ def main() -> None:
     if options.one:
         one(options.rows, options.runs)
         return
-    trees = options.tree or [builds.chosen()]
+    trees = options.tree or [processes.chosen_build()]
     if len(trees) > 2:
         parser.error("at most two trees can be compared")
     try:

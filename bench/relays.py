@@ -16,7 +16,6 @@ What is compared alternates in one run. CPU time is the server's; that of the re
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -26,18 +25,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from bench import builds
+from bench import processes
 
 if __name__ == "__main__":
-    builds.use()  # before the package is imported
+    processes.use_build()  # before the package is imported
 
-from bench.formatting import spread
-from bench.in_memory import BARRIERS
-from bench.servers import RANKS_PER_LINK, RANKS_PER_RELAY, Host, Server, hosting, load_cores, relayed
-from bench.workloads import SECONDS, WINDOW, Connection, Measured, TestBed, generators
+from bench.scale.in_memory import BARRIERS
+from bench.scale.scenarios import SECONDS
+from bench.scale.servers import (
+    RANKS_PER_LINK,
+    RANKS_PER_RELAY,
+    WINDOW,
+    Connection,
+    Host,
+    Measured,
+    TestBed,
+    hosting,
+    load_cores,
+    loaded,
+    relayed,
+)
+from bench.stats import spread
 from tcpstore_async.errors import counted
 from tcpstore_async.load.scripts import encode_request, hello, make_step, one_message_barrier, store_based_barrier
-from tcpstore_async.load.workers import OpenLoop, worker_pool
+from tcpstore_async.load.workers import OpenLoop
 from tcpstore_async.serving import build
 from tcpstore_async.values import pack
 
@@ -67,19 +78,7 @@ def bed(host: Host, way: Way, ranks: int) -> Iterator[TestBed]:
         server = stack.enter_context(host.running(way.server, new=True))
         if way.ranks_per_link >= 0:
             server = stack.enter_context(relayed(server, ranks, way.ranks_per_link, way.ranks_per_process))
-        cores = load_cores()
-        ports = [relay.port for relay in server.relays]
-        load = stack.enter_context(
-            worker_pool(
-                "127.0.0.1",
-                server.port,
-                ranks - 1,
-                generators=generators(ranks, len(cores), len(ports)),
-                ports=ports,
-                cores=cores,
-            )
-        )
-        yield TestBed(server, load, LIMIT)
+        yield stack.enter_context(loaded(server, ranks - 1, LIMIT))
 
 
 def start_and_barriers(host: Host, way: Way, ranks: int) -> dict[str, Measured]:
@@ -93,13 +92,10 @@ def start_and_barriers(host: Host, way: Way, ranks: int) -> dict[str, Measured]:
         steps = [step for number in range(BARRIERS) for step in one_message_barrier(b"/barrier:%d" % number, others)]
         found["BARRIER"] = test.play(steps)
         memory = test.server.memory() - idle
-        _note(f"{way.name}: {connections(test.server)} connections, {memory / ranks:.0f} B resident per rank")
+        _note(
+            f"{way.name}: {processes.open_files(test.server.pid)} connections, {memory / ranks:.0f} B resident per rank"
+        )
         return {part: one._replace(memory=memory) for part, one in found.items()}
-
-
-def connections(server: Server) -> int:
-    """Return the open files of the server's process, nearly all of them connections."""
-    return len(os.listdir(f"/proc/{server.pid}/fd"))
 
 
 def per_rank(part: str, found: Measured, ranks: int) -> float:
@@ -137,7 +133,7 @@ def ratios(host: Host, ranks: int, rounds: int) -> None:
     _compare(f"{ranks:,} ranks", direct, (eight,), rounds, lambda way: start_and_barriers(host, way, ranks), ranks)
 
 
-def processes(host: Host, ranks: int, rounds: int) -> None:
+def relay_processes(host: Host, ranks: int, rounds: int) -> None:
     """Real relay processes: each wakes, and wakes the server, by itself."""
     ways = [Way(f"relay processes of {each}", "uvloop", 0, each) for each in (64, 8)]
 
@@ -263,39 +259,24 @@ def _note(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.relays", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=98_304,
-        help=f"ranks in `many`; `ratios` has at most {ONE_LINK:,} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=2,
-        help="rounds of `many`; the other parts have at least five (default: %(default)s)",
-    )
-    parsed = parser.parse_args(arguments)
-    for part in parsed.part:
-        if part not in PARTS:
-            parser.error(f"argument PART: invalid choice: {part!r} (choose from {', '.join(PARTS)})")
-    parts = parsed.part or PARTS
+    parser = processes.parser(__doc__, PARTS)
+    most = f"ranks in `many`; `ratios` has at most {ONE_LINK:,} (%(default)s)"
+    parser.add_argument("--ranks", type=int, default=98_304, help=most)
+    few = "rounds of `many`; the other parts have at least five (%(default)s)"
+    parser.add_argument("--rounds", type=int, default=2, help=few)
+    given = parser.parse_args(arguments)
+    rounds = max(5, given.rounds)
     print(f"{build()} build")
     with hosting("libuv") as host:
-        if "many" in parts:
-            many(host, parsed.ranks, parsed.rounds)
-        if "ratios" in parts:
-            ratios(host, min(parsed.ranks, ONE_LINK), max(5, parsed.rounds))
-        if "processes" in parts:
-            processes(host, 1024, max(5, parsed.rounds))
-        if "latency" in parts:
-            latency(host, max(5, parsed.rounds))
-        if "fairness" in parts:
-            fairness(host, max(5, parsed.rounds))
+        run = {
+            "many": lambda: many(host, given.ranks, given.rounds),
+            "ratios": lambda: ratios(host, min(given.ranks, ONE_LINK), rounds),
+            "processes": lambda: relay_processes(host, 1024, rounds),
+            "latency": lambda: latency(host, rounds),
+            "fairness": lambda: fairness(host, rounds),
+        }
+        for part in given.parts:
+            run[part]()
 
 
 if __name__ == "__main__":

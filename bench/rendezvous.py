@@ -17,7 +17,6 @@ The compiled build is measured if it is up to date; otherwise, and with BENCH_BU
 
 from __future__ import annotations
 
-import argparse
 import base64
 import logging
 import pickle
@@ -34,13 +33,13 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from bench import builds
+from bench import processes
 
 if __name__ == "__main__":
-    builds.use()  # before the package is imported
+    processes.use_build()  # before the package is imported
 
-from bench.formatting import spread
-from bench.servers import hosting
+from bench.scale.servers import hosting
+from bench.stats import spread
 from tcpstore_async import TCPStore
 from tcpstore_async.client.client_info import introduction
 from tcpstore_async.load.generator import Generator, Step
@@ -387,7 +386,7 @@ def show_assignments(sizes: Sequence[int]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = processes.parser(__doc__)
     parser.add_argument("--agents", type=int, nargs="+", default=SIZES)
     parser.add_argument("--handlers", type=int, default=256, help="size up to which real handlers are measured")
     parser.add_argument("--runs", type=int, default=3)

@@ -1,9 +1,9 @@
-"""Medians, intervals and ratios of repeated measurements.
+"""Medians, intervals and ratios of repeated measurements, and how numbers are written.
 
 Must not know servers, scenarios or files. Not called `statistics`, which scripts of this folder import from Python's
 library with this folder first on their path.
 Invariant: nothing is random, so the same rounds give the same answer; an interval consists of measured values and has a
-known confidence.
+known confidence; no number is written without its unit.
 
 The interval of a median lies between two order statistics: whatever the distribution, all of n values are above its
 median with probability 2**-n, and all below it with the same. Min to max of three rounds has 75 % confidence, of five
@@ -58,6 +58,14 @@ class Ratio(NamedTuple):
     def judged(self) -> bool:
         """Whether the interval includes the noise, so that somebody may be said to be ahead."""
         return self.verdict in ("within the noise", "beyond the noise")
+
+    def __str__(self) -> str:
+        """Return the ratio with its interval, or say why it has none."""
+        if self.verdict == "too few rounds":
+            return f"{format_times(self.median)} ({format_rounds(self.rounds)}, no interval)"
+        if self.verdict == "noise unknown":
+            return f"{format_times(self.median)} (noise unknown)"
+        return f"{format_times(self.median)} ({format_interval(self.low, self.high)})"
 
 
 def median(values: Sequence[float]) -> float:
@@ -149,3 +157,62 @@ def unpaired(subject: Sequence[float], reference: Sequence[float], noise: float 
         min(len(above), len(below)),
         noise,
     )
+
+
+# How numbers are written
+
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+_BYTES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+
+
+def _digits(value: float, significant: int = 3) -> str:
+    """Round to this many significant digits, but keep all before the point; separate thousands."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    # Take the exponent of the rounded number: 0.9999 is 1.00 in three digits.
+    exponent = int(f"{value:.{significant - 1}e}".partition("e")[2])
+    after = max(0, significant - 1 - exponent)
+    return f"{value:,.{after}f}"
+
+
+def format_seconds(value: float) -> str:
+    """Format seconds in a suitable unit: 15.3 µs."""
+    return _scaled(value, _SECONDS)
+
+
+def format_bytes(value: float) -> str:
+    """Format bytes in a suitable unit: 1.50 KiB."""
+    return _scaled(value, _BYTES)
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    if value == 0:
+        return f"0 {units[-1][0] if units is _BYTES else 's'}"
+    # 999.9 µs rounds to 1 ms.
+    unit, scale = next(((unit, scale) for unit, scale in units if abs(value) >= scale * 0.9995), units[-1])
+    return f"{_digits(value / scale)} {unit}"
+
+
+def format_size(size: int) -> str:
+    """Format a size as the libuv tutorial does: 1K, 96K; others in full."""
+    if size >= 1024 and size % 1024 == 0:
+        return f"{size // 1024}K"
+    return f"{size // 1_000_000}M" if size >= 1_000_000 and size % 1_000_000 == 0 else f"{size:,}"
+
+
+def format_times(value: float) -> str:
+    """Format a ratio: 0.92×."""
+    return f"{value:,.2f}×" if 0.1 <= value < 100 else f"{_digits(value, 2)}×"
+
+
+def format_interval(low: float, high: float) -> str:
+    return f"{format_times(low)[:-1]}–{format_times(high)[:-1]}"
+
+
+def format_rounds(count: int) -> str:
+    return "one round" if count == 1 else f"{count} rounds"
+
+
+def spread(values: Sequence[float], unit: str = "") -> str:
+    """Format the median, and in brackets the least and the greatest value."""
+    return f"{statistics.median(values):.2f}{unit} ({min(values):.2f}–{max(values):.2f})"

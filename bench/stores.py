@@ -1,33 +1,37 @@
-"""What a store with a name costs a server: `python -m bench.stores [--rounds 7] [PART …]`.
+"""What a store with a name costs a server, and one with a server process its owner.
+
+    python -m bench.stores [--rounds 7] [PART …]
 
 Parts: `memory`, CPU of the engine and its sessions, without sockets: a store is created, two ranks join it, it ends;
 and the same two ranks join the store without a name. `sockets`, CPU of `tcpstore serve` for the same by `TCPStore`s, as
-programs make them; and how much more memory and how many more descriptors it has afterwards. Must not know how a server
-holds its stores.
+programs make them; and how much more memory and how many more descriptors it has afterwards. `process`, how long
+`is_master=True` waits for its server process before its first request: bind, listen, start the process, wait until it
+is ready; run it on an idle machine. Must not know how a server holds its stores.
 Invariant: what is compared alternates in one run; CPU is the server's alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
-from bench import builds
-from bench.commands import started
+from bench import processes
+from bench.processes import cpu_seconds, memory, open_files, started
+from bench.stats import spread
 
 if __name__ == "__main__":
-    builds.use()  # before the package is imported
+    processes.use_build()  # before the package is imported
 
 from tcpstore_async import TCPStore
 from tcpstore_async.client import requests
 from tcpstore_async.limits import Limits
+from tcpstore_async.server.master import host
 from tcpstore_async.serving import build, tune_gc
 from tcpstore_async.session.client import ClientSession
 from tcpstore_async.session.history import History
@@ -35,8 +39,7 @@ from tcpstore_async.session.identity import identity
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, ServerSession
 
-PARTS = ("memory", "sockets")
-COUNTS = {"memory": 2000, "sockets": 250}
+COUNTS = {"memory": 2000, "sockets": 250, "process": 60}
 """Stores in one measurement."""
 ROUNDS = 7
 LIMIT = 60.0
@@ -112,7 +115,7 @@ class Engines:
             self.engine.keyspace.step()
 
 
-def memory(rounds: int, count: int) -> None:
+def in_memory(rounds: int, count: int) -> None:
     tune_gc()
     for observed in (False, True):
         engines = Engines(observed)
@@ -135,7 +138,7 @@ def time_of(do: Callable[[Pair], object], pairs: list[Pair]) -> float:
     return time.process_time() - began
 
 
-def sockets(rounds: int, count: int) -> None:
+def over_sockets(rounds: int, count: int) -> None:
     with started("serve") as (port, pid), ThreadPoolExecutor(1) as other:
         number = 0
 
@@ -153,56 +156,67 @@ def sockets(rounds: int, count: int) -> None:
         for kind in kinds.values():
             measured(kind, pid, count)  # warm up
         found: dict[str, list[float]] = {name: [] for name in kinds}
-        before, memory = held(pid), 0
+        files, grown = open_files(pid), 0
         for _ in range(rounds):
             for name, kind in kinds.items():
-                began = held(pid)
+                began = memory(pid)
                 found[name].append(measured(kind, pid, count))
                 if name == "a store":  # of those that join the store without a name, it keeps the tokens
-                    memory += held(pid)[0] - began[0]
+                    grown += memory(pid) - began
         report("over sockets", found)
-        print(f"  after {rounds * count} stores: {memory:+} KiB, {held(pid)[1] - before[1]:+} descriptors")
+        print(f"  after {rounds * count} stores: {grown // 1024:+} KiB, {open_files(pid) - files:+} descriptors")
 
 
 def measured(do: Callable[[], object], pid: int, count: int) -> float:
     """CPU seconds of a process for one."""
-    began = cpu(pid)
+    began = cpu_seconds(pid)
     for _ in range(count):
         do()
-    return (cpu(pid) - began) / count
-
-
-def cpu(pid: int) -> float:
-    """Seconds of CPU that the threads of a process have used, to the nanosecond."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-def held(pid: int) -> tuple[int, int]:
-    """Resident KiB, and open descriptors."""
-    fields = Path(f"/proc/{pid}/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") // 1024, len(os.listdir(f"/proc/{pid}/fd"))
+    return (cpu_seconds(pid) - began) / count
 
 
 def report(title: str, found: dict[str, list[float]]) -> None:
-    print(f"{title} ({build()}), CPU of the server in µs: median (least-most)")
+    print(f"{title} ({build()}), CPU of the server in µs: median (least–most)")
     for name, seconds in found.items():
-        least, middle, most = (one * 1e6 for one in (min(seconds), statistics.median(seconds), max(seconds)))
-        print(f"  {name:10} {middle:8.1f} ({least:.1f}-{most:.1f})")
+        print(f"  {name:10} {spread([one * 1e6 for one in seconds])}")
     joins, stores = found.values()
-    ratios = sorted(store / join for store, join in zip(stores, joins, strict=True))
-    print(f"  ratio      {statistics.median(ratios):8.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+    print(f"  ratio      {spread([store / join for store, join in zip(stores, joins, strict=True)])}")
+
+
+def server_process(rounds: int, count: int) -> None:
+    starts, stops = [], []
+    began = time.perf_counter()
+    host(0).release()
+    first = time.perf_counter() - began
+    for _ in range(count):
+        began = time.perf_counter()
+        hosted = host(0)
+        ready = time.perf_counter()
+        hosted.release()
+        starts.append(ready - began)
+        stops.append(time.perf_counter() - ready)
+    print(f"{build()} build, {count} starts, server in a {os.environ.get('TCPSTORE_SERVER') or 'process'}")
+    print(f"machine: {os.cpu_count()} CPUs, {platform.platform()}, Python {platform.python_version()}")
+    print(f"first start and stop: {first * 1000:.1f} ms")
+    for what, seconds in (("start to ready", starts), ("stop to port free", stops)):
+        cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+        print(f"{what:>18}: " + ", ".join(f"p{cut} {cuts[cut - 1] * 1000:.1f} ms" for cut in (50, 95, 99)))
+
+
+PARTS: dict[str, Callable[[int, int], None]] = {
+    "memory": in_memory,
+    "sockets": over_sockets,
+    "process": server_process,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="memory, sockets; default: both")
+    parser = processes.parser(__doc__, PARTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--count", type=int, help="stores in one measurement")
     asked = parser.parse_args()
-    run = {"memory": memory, "sockets": sockets}
-    for part in asked.parts or PARTS:
-        run[part](asked.rounds, asked.count or COUNTS[part])
+    for part in asked.parts:
+        PARTS[part](asked.rounds, asked.count or COUNTS[part])
 
 
 if __name__ == "__main__":

@@ -51,10 +51,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench import loadgen
-from bench.loadgen.compare import Server, run_job
+from bench import processes
+from bench.compare import Server, run_job
 
-NAMESPACE_MARK = "STRESS_NETNS"
 HOST = "127.0.0.1"
 FIRST_PORT = 21_500
 TIMEOUT = 120.0
@@ -123,18 +122,17 @@ def held(command: str, generator: Path, count: int, port: int) -> bool:
             record = json.loads(load.stdout.readline() or '{"error": "the generator exited"}')
             if "error" in record:
                 raise SystemExit(f"cannot hold {count} connections: {record}")
-            files = open_files(pid)
-            status = Path(f"/proc/{pid}/status").read_text()
-            memory = int(status.split("VmRSS:")[1].split()[0]) // 1024
+            files = processes.open_files(pid)
+            memory = processes.memory(pid) >> 20
             one_more = generate(generator, server, "-n 1 -m init")
-            before = cpu_seconds(pid)
+            before = processes.cpu_seconds(pid)
         finally:
             load.kill()
             load.communicate()
         deadline = time.monotonic() + TIMEOUT
-        while (left := open_files(pid)) > files - count and time.monotonic() < deadline:
+        while (left := processes.open_files(pid)) > files - count and time.monotonic() < deadline:
             time.sleep(0.01)
-        closing = (cpu_seconds(pid) - before) / count * 1e6
+        closing = (processes.cpu_seconds(pid) - before) / count * 1e6
     print(
         f"{count} held: the server has {files} open files and uses {memory} MiB; one more is served in "
         f"{one_more['wall_ms']} ms; closing all at once takes {closing:.1f} µs each"
@@ -142,25 +140,9 @@ def held(command: str, generator: Path, count: int, port: int) -> bool:
     return files >= count and left <= files - count
 
 
-def open_files(pid: int) -> int:
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def enter_namespace() -> None:
-    """Start anew in a private network namespace, unless this is one."""
-    if NAMESPACE_MARK not in os.environ:
-        os.environ[NAMESPACE_MARK] = "1"
-        os.execvp("unshare", ["unshare", "-n", "bash", "-c", loadgen.NAMESPACE, "stress", sys.executable, *sys.argv])
-
-
 def thundering_herd(options: argparse.Namespace) -> bool:
-    enter_namespace()
-    generator, port = loadgen.build(), FIRST_PORT
+    processes.enter_namespace()
+    generator, port = processes.load_generator(), FIRST_PORT
     good = [at_once(options.server, generator, options.at_once, port + run) for run in range(options.runs)]
     for number, count in enumerate((1000, options.held), options.runs):
         good.append(held(options.server, generator, count, port + number))
@@ -241,7 +223,7 @@ def misbehave(name: str, port: int) -> None:
 @contextmanager
 def misbehaving_clients(port: int, rates: dict[str, list[float]]) -> Iterator[None]:
     """Run all of them; add their rates to `rates`."""
-    processes = {
+    children = {
         name: subprocess.Popen(
             [sys.executable, __file__, "misbehaving", "--child", name, "--port", str(port)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -249,18 +231,18 @@ def misbehaving_clients(port: int, rates: dict[str, list[float]]) -> Iterator[No
         for name in ACTIONS
     }  # fmt: skip
     try:
-        for process in processes.values():
+        for process in children.values():
             assert process.stdout is not None
             process.stdout.readline()
         time.sleep(0.5)  # until the slow ones hold what they hold
         yield
-        for name, process in processes.items():
+        for name, process in children.items():
             output, _ = process.communicate("", timeout=TIMEOUT)
             if process.returncode:
                 raise SystemExit(f"the client {name} failed")
             rates.setdefault(name, []).append(float(output))
     finally:
-        for process in processes.values():
+        for process in children.values():
             process.kill()
             process.wait()
 
@@ -271,7 +253,7 @@ def misbehaving(options: argparse.Namespace) -> bool:
         return True
     ratios: list[float] = []
     rates: dict[str, list[float]] = {}
-    generator = loadgen.build()
+    generator = processes.load_generator()
 
     def load(seconds: float) -> dict[str, Any]:
         return generate(generator, server, f"-n 64 -t {seconds} -w 0.2 -m add")
@@ -379,8 +361,8 @@ class Lookers:
 
 
 def looking(options: argparse.Namespace) -> bool:
-    enter_namespace()
-    generator = loadgen.build()
+    processes.enter_namespace()
+    generator = processes.load_generator()
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         admin = Path(folder) / "admin"
@@ -424,7 +406,7 @@ def looking(options: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = processes.parser(__doc__)
     commands = parser.add_subparsers(required=True)
     many = commands.add_parser("thundering-herd", help="open many connections at once; hold many")
     many.add_argument("--at-once", type=int, default=10_000)

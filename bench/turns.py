@@ -14,7 +14,6 @@ about 4 µs for each peer, comes on top: `server/uv.py` bounds the peers and byt
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import os
@@ -24,10 +23,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import builds
+from bench import processes
 
 if __name__ != "__mp_main__":  # a child process has the path of its parent
-    builds.use()
+    processes.use_build()
 
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import MAX_LEASES
@@ -656,9 +655,7 @@ def longest(name: str, situation: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.turns", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = processes.parser(__doc__)
     parser.add_argument("--runs", type=int, default=5, help="print the median of this many runs (default: 5)")
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="measure only this command; repeatable")
     options = parser.parse_args()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bench.run_file import Ending, Job, Machine, Run, Sample, Transport, Versions
+from bench.scale.results import Ending, Job, Machine, Run, Sample, Transport, Versions
 
 MACHINE = Machine("made up", 2, 8 << 30, "Linux 6.18", 20_000)
 VERSIONS = Versions("0.1.0", "compiled", "abc1234", "3.11.7", "0.23.0", "2.13.0")

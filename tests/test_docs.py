@@ -305,7 +305,7 @@ def test_where_is(question: str, answer: str) -> None:
         ("the place where a join is counted", "joins.py"),
         ("unsent bytes", "session/unsent.py"),
         ("torchrun's entry", "torchrun.py"),
-        ("the drawing of a figure", "bench/figures.py"),
+        ("the drawing of a figure", "bench/scale/figures.py"),
         ("TLS", "server/tls.py"),
     ],
 )

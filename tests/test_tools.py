@@ -92,7 +92,7 @@ def test_what_runs_when_names_only_files_that_exist() -> None:
 
 
 def test_the_index_of_the_benchmarks_is_complete() -> None:
-    """A listing of forty files tells a reader little: the package's docstring says what each is for."""
+    """A listing tells a reader little: the package's docstring says what each is for."""
     index = ast.get_docstring(ast.parse((ROOT / "bench" / "__init__.py").read_text())) or ""
     paths = [path.relative_to(ROOT / "bench") for path in (ROOT / "bench").rglob("*.py") if "__" not in path.name]
     missing = [

@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import builds
+from bench import processes
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = ROOT / "build" / "third-party"
@@ -300,7 +300,7 @@ def run(name: str, mode: str) -> dict[str, Any]:
     launcher = [part.format(port=free_port()) for part in job.launcher]
     env = {key: text for key, text in os.environ.items() if not key.startswith(("TCPSTORE_", "PYTHONPATH"))}
     env |= {"TCPSTORE_INSTALL": mode, "OMP_NUM_THREADS": "1", "RAY_DISABLE_IMPORT_WARNING": "1"}
-    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(builds.chosen())}
+    env |= {"ACCELERATE_USE_CPU": "true", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(processes.chosen_build())}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as times:
         env[TIMES] = times
         launched = time.monotonic()
@@ -381,7 +381,7 @@ def main() -> None:
     if unknown := sorted({*given.names} - {*JOBS}):
         parser.error(f"unknown job: {', '.join(unknown)}")
     prepare()
-    print(f"the package is in {builds.chosen()}", flush=True)
+    print(f"the package is in {processes.chosen_build()}", flush=True)
     wrong = 0
     for name in given.names or JOBS:
         package = JOBS[name].package

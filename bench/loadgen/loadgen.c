@@ -388,6 +388,18 @@ static void do_init(int quiet) {
            hq(.99) / 1e3, maxl / 1e6, (double)(r1 - r0) / N, r1 / 1048576.0);
   fflush(stdout);
 }
+// wait until something has arrived, for so many milliseconds at most
+static int wait_events(int ms, const char *stall) {
+  int k;
+  do
+    k = epoll_wait(ep, EV, NEV, ms);
+  while (k < 0 && errno == EINTR);
+  if (k <= 0) {
+    errno = ETIMEDOUT;
+    die(stall);
+  }
+  return k;
+}
 // BARRIER, opcode 18: one request and one reply for every rank
 static void do_barrier_opcode() {
   double total = 0, least = 1e18, cpu = 0;
@@ -404,13 +416,7 @@ static void do_barrier_opcode() {
       sendall(&C[i], request, p - request);
     }
     while (done < N) {
-      int k = epoll_wait(ep, EV, NEV, 30000);
-      if (k <= 0) {
-        if (k < 0 && errno == EINTR)
-          continue;
-        errno = ETIMEDOUT;
-        die("barrier opcode stall");
-      }
+      int k = wait_events(30000, "barrier opcode stall");
       for (int j = 0; j < k; j++) {
         conn *c = &C[EV[j].data.u32];
         if (!(EV[j].events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
@@ -475,13 +481,7 @@ static void do_barrier() {
       sendall(c, m1, n1);
     }
     while (done < N) {
-      int k = epoll_wait(ep, EV, NEV, 30000);
-      if (k <= 0) {
-        if (k < 0 && errno == EINTR)
-          continue;
-        errno = ETIMEDOUT;
-        die("barrier stall");
-      }
+      int k = wait_events(30000, "barrier stall");
       for (int j = 0; j < k; j++) {
         conn *c = &C[EV[j].data.u32];
         if (!(EV[j].events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
@@ -703,13 +703,7 @@ static void do_tput(int op) {
   int stop = 0;
   uint64_t c1 = 0, m1 = 0, T1 = 0;
   while (outst > 0) {
-    int k = epoll_wait(ep, EV, NEV, 10000);
-    if (k <= 0) {
-      if (k < 0 && errno == EINTR)
-        continue;
-      errno = ETIMEDOUT;
-      die("tput stall");
-    }
+    int k = wait_events(10000, "tput stall");
     uint64_t t = now();
     if (!measuring && t >= TW) {
       measuring = 1;
@@ -957,7 +951,7 @@ static void do_ids(const char *mode, int op, size_t size) {
          (double)(srvrss() - r0) / ranks);
   fflush(stdout);
 }
-// ---- play: ranks 1 to N of a job send what a script says (bench/loadgen/player.py writes it): u32 ranks per root,
+// ---- play: ranks 1 to N of a job send what a script says (bench/scale/start.py writes it): u32 ranks per root,
 // replies, actions; for each reply u32 length, length if known, bytes; for each action u32 who, size of a group, ranks in
 // such groups, number of its reply, length, fields, then u32 offset and kind of each field, and the request
 enum { WHO_ALL, WHO_ROOTS, WHO_OTHERS, WHO_FIRST };

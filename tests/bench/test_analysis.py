@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench import analysis
-from bench.run_file import Run, Sample
+from bench.scale import analysis
+from bench.scale.results import Run, Sample
 from bench_factories import operations, run, samples
 
 

@@ -1,135 +1,66 @@
-"""Comparing two runs: changes, other differences, and invalid files."""
+"""The load generator against our server, and `compare.py`'s report of it."""
 
-from __future__ import annotations
-
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from bench import run_file
-from bench.compare import compare_files
-from bench.run_file import Job, Run
-from bench_factories import MACHINE, VERSIONS, run, samples
+ROOT = Path(__file__).resolve().parents[2]
+COMPARE = ROOT / "bench/compare.py"
+SERVER = f"{sys.executable} -m tcpstore_async serve --port {{port}}"
 
-ONE = [1.0, 1.0, 1.0]
-REFERENCE = [*samples("libuv", ONE), *samples("control", ONE)]
-
-
-def ours(*walls: float) -> Run:
-    return run([*samples("uvloop", walls), *REFERENCE])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("cc") or not shutil.which("taskset"), reason="needs a C compiler and taskset"),
+]
 
 
-def in_memory(*walls: float) -> Run:
-    return run([*samples("uvloop", walls, transport="memory"), *ours(*ONE).samples])
+def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(COMPARE), "--no-netns", "--reps", "1", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
 
 
-def two_operations(first: float) -> Run:
-    named = samples("uvloop", [first] * 3, scenario="operations-set")
-    return run([*named, *samples("uvloop", ONE, scenario="operations-get")])
+def test_every_mode_runs_on_our_server(tmp_path: Path) -> None:
+    out = tmp_path / "records"
+    modes = "init,barrier,barrier18,ping,add,check,get,setget,tget,mget,bigset,bigget,park,wake,readywait,mget128,add@4"
+    done = compare(
+        "--server", f"ours={SERVER}", "--json", str(out), f"all: -n 4 -t 0.05 -w 0.01 -r 2 -b 65536 -m {modes}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record.get("op", record["mode"]) for record in records] == [
+        mode.partition("@")[0] for mode in modes.split(",")
+    ]
+    assert all(record.get("ops", 1) > 0 for record in records)
 
 
-NOISY = run([*samples("uvloop", [0.4] * 3), *samples("libuv", ONE), *samples("control", [2.5] * 3)])
-ELSEWHERE = msgspec.structs.replace(
-    ours(*ONE),
-    machine=msgspec.structs.replace(MACHINE, cores=64, load_average=9.0),
-    versions=msgspec.structs.replace(VERSIONS, torch="", build="interpreted"),
-    complete=False,
-)
+def test_a_wrong_reply_fails_the_run() -> None:
+    echo = (
+        "import socket, sys\n"
+        "listener = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
+        "while True:\n"
+        "    peer = listener.accept()[0]\n"
+        "    first = peer.recv(6)\n"
+        "    while data := peer.recv(4096):\n"
+        "        peer.sendall(data[-4:] if len(data) < 11 else bytes(4096))\n"
+    )
+    done = compare("--server", f'echo={sys.executable} -c "{echo}" {{port}}', "one: -n 1 -t 0.05 -w 0.01 -m get")
+    assert done.returncode == 1
+    assert "FAILED echo, one" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "texts"),
-    [
-        (
-            ours(0.8, 0.82, 0.84),
-            ours(0.4, 0.41, 0.43),
-            [
-                "init ours on uvloop, sockets 1,024 0.50× (0.48–0.54) beyond the noise",
-                "0.82× (0.80–0.84) 0.41× (0.40–0.43) no",
-                "1 of 3 differ from A by more than the noise. 0 of 1 ratios to the reference are within A's interval",
-            ],
-        ),
-        (  # no more than the spread of the rounds
-            ours(0.8, 0.9, 1.0),
-            ours(0.9, 0.95, 1.1),
-            ["1,024 1.06× (0.90–1.38) within the noise", "0 of 3 differ", "1 of 1 ratios"],
-        ),
-        # no more than the control differs, in B alone
-        (ours(0.8, 0.8, 0.8), NOISY, ["ours on uvloop, sockets 1,024 0.50× (0.20–1.25) within the noise"]),
-        (  # the control over sockets says nothing of memory
-            in_memory(*ONE),
-            in_memory(1.6, 1.6, 1.6),
-            [
-                "ours on uvloop, memory (no sockets) 1,024 1.60× (noise unknown) noise unknown",
-                "0 of 4 differ from A by more than the noise. For 1 the noise is unknown",
-            ],
-        ),
-        (
-            run(samples("uvloop", [1.0])),
-            run(samples("uvloop", [3.0])),
-            ["3.00× (one round, no interval) too few"],
-        ),
-        (two_operations(1.0), two_operations(2.0), ["operations set ours on uvloop, sockets 1,024 2.00×", "get ours"]),
-        (  # only what both measured
-            run([*samples("uvloop", [1.0]), *samples("uvloop", [1.0], size=2048), *samples("legacy", [1.0])]),
-            run([*samples("uvloop", [1.0]), *samples("uvloop", [1.0], scenario="barrier")]),
-            ["0 of 1 differ"],
-        ),
-        (
-            ours(0.8, 0.8, 0.8),
-            run([*ours(0.8, 0.8, 0.8).samples, *samples("legacy", [0.8] * 3)], reference="legacy"),
-            [
-                "different reference: libuv in A, legacy in B",
-                "No ratio to a reference is in both runs",
-            ],
-        ),
-        (
-            run(samples("uvloop", [1.0], scenario="start"), jobs={"start": Job("nccl2", "", "at once")}),
-            run(samples("uvloop", [1.0], scenario="start"), jobs={"start": Job("gloo", "2x4:gloo", "at once")}),
-            [
-                "different job of start: nccl2, ranks arrive at once in A, gloo, groups 2x4:gloo, ranks arrive at once "
-                "in B"
-            ],
-        ),
-        (
-            ours(*ONE),
-            ELSEWHERE,
-            [
-                "different machine: cores 2 in A, 64 in B different versions: build compiled in A, interpreted in B "
-                "different versions: torch 2.13.0 in A, none in B B is not complete scenario",
-            ],
-        ),
-    ],
-)
-def test_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str], a: Run, b: Run, texts: list[str]) -> None:
-    for name, what in (("a.json", a), ("b.json", b)):
-        run_file.write(what, tmp_path / name)
-    assert compare_files(tmp_path / "a.json", tmp_path / "b.json") == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    for text in texts:
-        assert text in " ".join(out.split())
+def test_the_same_server_twice_is_reported_as_a_ratio() -> None:
+    done = compare("--server", f"ours={SERVER}", "--control", "add: -n 2 -t 0.05 -w 0.01 -m add")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "control" in done.stdout
+    assert "x " in done.stdout
 
 
-def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, scenario in (("a.json", "init"), ("b.json", "barrier")):
-        run_file.write(run(samples("uvloop", [1.0], scenario=scenario)), tmp_path / name)
-    assert compare_files(tmp_path / "a.json", tmp_path / "b.json") == 1
-    assert capsys.readouterr() == ("", "The runs have no measurement in common.\n")
-
-
-@pytest.mark.parametrize(("content", "why"), [(b"{", "not a benchmark run: "), (None, "No such file or directory")])
-@pytest.mark.parametrize("broken", ["a.json", "b.json"])
-def test_an_invalid_file_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str, content: bytes | None, why: str
-) -> None:
-    for name in ("a.json", "b.json"):
-        run_file.write(run(), tmp_path / name)
-    (tmp_path / broken).unlink()
-    if content is not None:
-        (tmp_path / broken).write_bytes(content)
-    assert compare_files(tmp_path / "a.json", tmp_path / "b.json") == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"{tmp_path / broken}: {why}")
+@pytest.mark.parametrize("modes", ["wake", "park,readywait"])
+def test_only_parked_ranks_are_woken(modes: str) -> None:
+    done = compare("--server", f"ours={SERVER}", f"ids: -n 4 -k 2 -m {modes}")
+    assert done.returncode == 1
+    assert "wake follows park, and nothing else does" in done.stdout

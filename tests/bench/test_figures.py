@@ -13,9 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from bench import analysis
-from bench.figures import draw, render_figures
-from bench.run_file import Ending, Run, Sample
+from bench.scale import analysis
+from bench.scale.figures import draw, render_figures
+from bench.scale.results import Ending, Run, Sample
 from bench_factories import operations, run, samples
 
 SERVERS = ("uvloop", "threaded", "libuv", "legacy", "control")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import run_file
-from bench.run_file import Job
+from bench.scale import results
+from bench.scale.results import Job
 from faults.fault_helpers import gone
 from support import LIMIT
 
@@ -41,7 +41,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_run_leaves_its_file_and_a_report(tmp_path: Path) -> None:
     done = scale("--scenario", "init", "--server", "uvloop", "--sizes", "8", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    run = run_file.read(tmp_path / "run.json")
+    run = results.read(tmp_path / "run.json")
     assert run.complete
     assert [(one.scenario, one.transport, one.size) for one in run.samples] == [("init", "sockets", 8)]
     assert done.stdout.splitlines()[0] == str(tmp_path / "report.md")
@@ -52,7 +52,7 @@ def test_a_start_is_the_only_scenario_where_none_is_named(tmp_path: Path) -> Non
     words = ["--groups", "1x4:gloo", "--sizes", "8", "--transport", "memory", "--rounds", "1", "--out", str(tmp_path)]
     done = scale(*words)
     assert done.returncode == 0, done.stderr
-    assert [(one.scenario, one.size, one.parked) for one in run_file.read(tmp_path / "run.json").samples] == [
+    assert [(one.scenario, one.size, one.parked) for one in results.read(tmp_path / "run.json").samples] == [
         ("start", 8, 7),
         ("start-spread", 8, 7),
     ]
@@ -68,7 +68,7 @@ def test_a_preset_at_another_size_is_measured_where_the_preset_is(tmp_path: Path
     done = scale(*words)
     assert done.returncode == 0, done.stderr
     assert "Note: --preset frontier is a job of 98,304 ranks; measuring frontier at 1,500 ranks\n" in done.stderr
-    run = run_file.read(tmp_path / "run.json")
+    run = results.read(tmp_path / "run.json")
     assert [(one.transport, one.size) for one in run.samples] == [("memory", 1500)]
     assert run.jobs == {"start": Job("nccl2", "", "at once", "frontier at 1,500 ranks")}
 
@@ -131,7 +131,7 @@ def children(pid: int) -> list[int]:
 
 
 def has_init_only(folder: Path) -> bool:
-    run = run_file.read(folder / "run.json")
+    run = results.read(folder / "run.json")
     return not run.complete and any(one.scenario == "init" for one in run.samples)
 
 
@@ -165,7 +165,7 @@ def test_a_closed_standard_error_does_not_end_the_run(tmp_path: Path) -> None:
     assert process.stderr is not None
     process.stderr.close()
     process.wait(LIMIT)
-    assert run_file.read(tmp_path / "run.json").complete
+    assert results.read(tmp_path / "run.json").complete
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_the_file_limit_ends_the_series(tmp_path: Path) -> None:
         bench("scale", *words), capture_output=True, timeout=LIMIT, cwd=ROOT, check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700)),
     )  # fmt: skip
-    run = run_file.read(tmp_path / "run.json")
+    run = results.read(tmp_path / "run.json")
     assert [one.size for one in run.samples] == [8]
     assert "files open" in run.endings[0].reason
     assert done.returncode == 1

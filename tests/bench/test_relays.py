@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench import relays
-from bench.scenarios import SCENARIOS
-from bench.servers import RANKS_PER_RELAY, Host, Impossible, hosting, relayed
-from bench.workloads import Connection, Point
+from bench import processes, relays
+from bench.scale.scenarios import SCENARIOS
+from bench.scale.servers import RANKS_PER_RELAY, Connection, Host, Impossible, Point, hosting, relayed
 from support import LIMIT
 from tcpstore_async.load.scripts import hello
 
@@ -43,7 +42,7 @@ def test_eight_ranks_share_a_link(host: Host) -> None:
         for peer in peers:
             for step in hello():
                 peer.call(step.request, step.reply)
-        others = relays.connections(server) - len(peers) // 8
+        others = processes.open_files(server.pid) - len(peers) // 8
         assert others < 20
         for peer in peers:
             peer.__exit__()
@@ -54,7 +53,7 @@ def test_all_parts_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     with hosting("libuv") as host:
         relays.many(host, 48, 1)
         relays.ratios(host, 24, 2)
-        relays.processes(host, 64, 1)
+        relays.relay_processes(host, 64, 1)
         relays.latency(host, 1, 50)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     parts = ["init", "store_based_barrier", "BARRIER"]

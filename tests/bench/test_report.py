@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import run_file
-from bench.report import render, write_report, write_report_of
-from bench.run_file import Ending, Job, Run
+from bench.scale import results
+from bench.scale.report import render, write_report, write_report_of
+from bench.scale.results import Ending, Job, Run
 from bench_factories import MACHINE, run, samples
 
 MEMORY = samples("uvloop", [1.0, 1.5, 1.25], transport="memory", size=98_304)
@@ -129,14 +129,14 @@ def test_a_report_has_its_figures_and_can_be_redrawn(tmp_path: Path, capsys: pyt
     text = written[0].read_text()
     assert "![Store initialization](init.png)" in text
     assert "(steady.png)" in text
-    run_file.write(run([*SOCKETS, *FEW]), tmp_path / "run.json")
+    results.write(run([*SOCKETS, *FEW]), tmp_path / "run.json")
     assert write_report_of(tmp_path / "run.json", tmp_path) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.md'}\n"
     assert all((tmp_path / file.name).read_bytes() == file.read_bytes() for file in written)
 
 
 def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.report.find_spec", lambda name: None)
+    monkeypatch.setattr("bench.scale.report.find_spec", lambda name: None)
     [written] = write_report(run(SOCKETS), tmp_path)
     text = written.read_text()
     assert "No figures: matplotlib is not installed" in text
@@ -158,8 +158,8 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line(
     error: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bench.report._figures", lambda run: {})
-    run_file.write(run(SOCKETS), Path("run.json"))
+    monkeypatch.setattr("bench.scale.report._figures", lambda run: {})
+    results.write(run(SOCKETS), Path("run.json"))
     Path("broken.json").write_text("{")
     Path("folder/report.md").mkdir(parents=True)
     Path("full").mkdir()

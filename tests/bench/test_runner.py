@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.runner import ActiveSeries, Plan, Runner, _in_order
-from bench.scenarios import SCENARIOS, Scenario
-from bench.servers import Died, hosting
-from bench.workloads import SECONDS, Measured, Point
+from bench.scale.runner import ActiveSeries, Plan, Runner, _in_order
+from bench.scale.scenarios import SCENARIOS, SECONDS, Scenario
+from bench.scale.servers import Died, Measured, Point, hosting
 from support import LIMIT
 from tcpstore_async.load.generator import Late, LoadError
 
@@ -58,7 +57,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("bench.runner.time", made)
+    monkeypatch.setattr("bench.scale.runner.time", made)
     return made
 
 
@@ -153,7 +152,7 @@ IN_MEMORY = scenario(memory=(4096,))
 def test_a_run_fails_if_a_requested_size_exceeds_the_file_limit(
     fields: dict[str, Any], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.workloads.without_sockets", lambda *_: Measured(0.1, 1, 0.1, 0.0, 0.0))
+    monkeypatch.setattr("bench.scale.runner.without_sockets", lambda *_: Measured(0.1, 1, 0.1, 0.0, 0.0))
     runner = run(plan_of(**{"open_files": 1700, **fields}))
     assert any("files open here" in failure for failure in runner.failures) == fails
     assert bool(runner.failures) == fails

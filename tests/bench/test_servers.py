@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import servers
-from bench.builds import environment
-from bench.environment import machine
-from bench.runner import Plan
-from bench.servers import command_of, has_torch, hosting, reference_of
-from bench.workloads import Connection
+from bench.processes import environment
+from bench.scale import servers
+from bench.scale.results import machine
+from bench.scale.runner import Plan
+from bench.scale.servers import Connection, command_of, has_torch, hosting, reference_of
 from faults.fault_helpers import Watch
 from support import LIMIT
 from tcpstore_async.load.generator import Late, Unreachable
@@ -34,7 +33,7 @@ with_torch = pytest.mark.skipif(not has_torch(), reason="PyTorch is not installe
 def test_the_reference_is_one_that_the_run_has(
     monkeypatch: pytest.MonkeyPatch, chosen: list[str], torch: bool, reference: str
 ) -> None:
-    monkeypatch.setattr("bench.servers.has_torch", lambda: torch)
+    monkeypatch.setattr("bench.scale.servers.has_torch", lambda: torch)
     assert reference_of(chosen) == reference
 
 
@@ -92,7 +91,7 @@ def test_how_peers_are_named_is_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
         return machine(plan.measures_torch).names
 
     for possible, expected in ((True, "files only"), (False, "this machine's")):
-        monkeypatch.setattr("bench.environment.can_mount", lambda possible=possible: possible)
+        monkeypatch.setattr("bench.scale.results.can_mount", lambda possible=possible: possible)
         assert names() == names(servers=["uvloop", "legacy"]) == expected
         assert names(servers=["uvloop", "threaded"]) == names(transports=["memory"]) == ""
 

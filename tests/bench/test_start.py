@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench import in_memory_start, loadgen
-from bench.in_memory_start import measure
-from bench.loadgen.player import playing
-from bench.servers import Host, Impossible, hosting, load_cores
-from bench.start import BACKENDS, GROUP, PRESETS, Group, Pattern, in_order_of_arrival, traffic
-from bench.workloads import Point, start, without_sockets
+from bench import processes
+from bench.scale import in_memory
+from bench.scale.in_memory import measure_start, without_sockets
+from bench.scale.scenarios import start
+from bench.scale.servers import Host, Impossible, Point, hosting, load_cores
+from bench.scale.start import BACKENDS, GROUP, PRESETS, Group, Pattern, in_order_of_arrival, playing, traffic
 from support import LIMIT
 from tcpstore_async.limits import MIB, Limits
 from tcpstore_async.load.generator import LoadError
@@ -93,7 +93,7 @@ def test_a_wrong_pattern(backend: str, groups: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_start_in_memory(backend: str, roots_last: bool) -> None:
     ranks = 20 if backend == "gloo" else 300
-    found = measure(Pattern(backend, GROUPS if ranks > 130 and backend != "torchrun" else ()), ranks, roots_last)
+    found = measure_start(Pattern(backend, GROUPS if ranks > 130 and backend != "torchrun" else ()), ranks, roots_last)
     assert found["operations"] == ranks
     assert found["parked"] == ranks - 1
     assert found["cpu"] > 0
@@ -139,12 +139,12 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise subprocess.CalledProcessError(1, "cc")
 
-    monkeypatch.setattr(loadgen, "build", missing)
+    monkeypatch.setattr(processes, "load_generator", missing)
     with pytest.raises(LoadError, match="the load generator needs a C compiler"), playing(1, [], 3, 0.0, {0}):
         pass
 
 
 def test_a_start_in_memory_fails_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_memory_start, "Limits", lambda: Limits(budget_bytes=9 * MIB))
+    monkeypatch.setattr(in_memory, "Limits", lambda: Limits(budget_bytes=9 * MIB))
     with pytest.raises(SystemExit, match=r"a limit was reached: .*budget_bytes="):
-        measure(Pattern(), 10_000, True)
+        measure_start(Pattern(), 10_000, True)

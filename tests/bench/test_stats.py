@@ -1,10 +1,11 @@
-"""Medians, intervals and ratios: known values and properties."""
+"""Medians, intervals and ratios: known values and properties; and how numbers are written."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import statistics
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -148,3 +149,45 @@ def test_unpaired_is_as_wide_as_both(subject: list[float], reference: list[float
     assert found.median == pytest.approx(middle)
     assert found.low <= middle / 1.5 * 1.000001
     assert found.high >= middle * 1.5 * 0.999999
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (stats.format_seconds, 0.0, "0 s"),
+        (stats.format_seconds, 1e-10, "0.100 ns"),
+        (stats.format_seconds, 3.14159e-6, "3.14 µs"),
+        (stats.format_seconds, 0.0009999, "1.00 ms"),
+        (stats.format_seconds, 1234.5, "1,234 s"),
+        (stats.format_bytes, 0, "0 B"),
+        (stats.format_bytes, 12, "12.0 B"),
+        (stats.format_bytes, 1536, "1.50 KiB"),
+        (stats.format_bytes, 8 << 30, "8.00 GiB"),
+        (stats.format_size, 256, "256"),
+        (stats.format_size, 1024, "1K"),
+        (stats.format_size, 19_000, "19,000"),
+        (stats.format_size, 98_304, "96K"),
+        (stats.format_size, 1_000_000, "1M"),
+        (stats.format_size, 1_000_001, "1,000,001"),
+        (stats.format_times, 0.92, "0.92×"),
+        (stats.format_times, 0.0341, "0.034×"),
+        (stats.format_times, 12.345, "12.35×"),
+        (stats.format_times, 123.4, "123×"),
+        (stats.format_times, 1234.0, "1,234×"),
+    ],
+)
+def test_numbers(function: Callable[[float], str], value: float, text: str) -> None:
+    assert function(value) == text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (stats.Ratio(0.5, 0.5, 0.5, 1, None), "0.50× (one round, no interval)"),
+        (stats.Ratio(0.5, 0.4, 0.6, 2, None), "0.50× (2 rounds, no interval)"),
+        (stats.Ratio(0.5, 0.4, 0.6, 3, None), "0.50× (noise unknown)"),
+        (stats.Ratio(0.5, 0.4, 0.6, 3, 1.0), "0.50× (0.40–0.60)"),
+    ],
+)
+def test_a_ratio_has_an_interval_or_the_reason_why_not(ratio: stats.Ratio, text: str) -> None:
+    assert str(ratio) == text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import commands, stores
+from bench import processes, stores
 
 
 @pytest.mark.parametrize("observed", [False, True])
@@ -29,11 +29,14 @@ def test_what_is_measured_is_not_what_the_working_directory_has(
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text("print('{\"port\": 0}', flush=True)")
     monkeypatch.chdir(tmp_path)
-    with commands.started("serve") as (port, _):
+    with processes.started("serve") as (port, _):
         assert port
 
 
 def test_all_parts_report(capsys: pytest.CaptureFixture[str]) -> None:
-    stores.memory(1, 2)
-    stores.sockets(1, 1)
-    assert capsys.readouterr().out.count("ratio") == 3
+    stores.in_memory(1, 2)
+    stores.over_sockets(1, 1)
+    stores.server_process(1, 2)
+    out = capsys.readouterr().out
+    assert out.count("ratio") == 3
+    assert "start to ready: p50 " in out

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from bench import workloads
-from bench.run_file import Ending, Sample, Transport
-from bench.scenarios import Scenario
-from bench.servers import PYTORCH, RELAY, SERVERS, Died, Host, Impossible, has_torch
+from bench.scale.in_memory import without_sockets
+from bench.scale.results import Ending, Sample, Transport
+from bench.scale.scenarios import Scenario
+from bench.scale.servers import PYTORCH, RELAY, SERVERS, Died, Host, Impossible, Measured, Point, has_torch
 from bench.stats import LEAST_ROUNDS
-from bench.workloads import Measured, Point
 from tcpstore_async.load.generator import Late, LoadError
 
 OURS = "uvloop"
@@ -331,7 +330,7 @@ class Runner:
         began, starts, imports = time.monotonic(), self._host.starts, self._host.imports
         try:
             if series.transport == "memory":
-                found = [workloads.without_sockets(scenario.name, size, limit, scenario.words)]
+                found = [without_sockets(scenario.name, size, limit, scenario.words)]
             else:
                 found = scenario.measure(Point(self._host, series.server, size, limit))
         except Died as error:

@@ -10,20 +10,33 @@
                 first agent gathers the roles and sets the ranks. What a real rendezvous adds is left out: lost
                 compare-sets, keep-alives and the barrier at the end.
 
-A group made by splitting another one sends nothing. Must not know how requests travel.
+A group made by splitting another one sends nothing. The load generator plays it over thousands of connections, and
+`in_memory` without any.
 Invariant: a request is the same bytes for all ranks, except for numbers of eight digits; its reply is known, except for
-the sum of an ADD.
+the sum of an ADD. The load generator ends with its context or, if this process is killed, with it.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import re
-from collections.abc import Callable, Iterator
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
+from bench import processes
+from bench.scale.servers import Impossible
+from tcpstore_async.load.generator import LoadError, Unreachable, late
 from tcpstore_async.load.scripts import encode_request, join
 from tcpstore_async.values import pack
 
+REQUESTS_PER_SECOND = 20_000
+"""At least, of a start: what it may take beyond the limit."""
 RANKS_PER_ROOT = 128
 ID_BYTES = 128
 STATE_BYTES = 120
@@ -183,6 +196,15 @@ def traffic(pattern: Pattern, ranks: int) -> Traffic:
     return Traffic(joining, first, actions)
 
 
+def planned(pattern: Pattern, ranks: int, limit: float) -> tuple[Traffic, float]:
+    """Return what the ranks of a start send, and a limit of seconds that grows with it. Raises Impossible."""
+    try:
+        plan = traffic(pattern, ranks)
+    except ValueError as error:
+        raise Impossible(str(error)) from None
+    return plan, limit + len(plan.actions) * ranks / REQUESTS_PER_SECOND
+
+
 def in_order_of_arrival(ranks: int, roots_last: bool) -> list[int]:
     """Return the ranks but 0 as they arrive: mixed, and the same in every run.
 
@@ -262,3 +284,96 @@ def _wait(senders: Senders, keys: list[bytes]) -> Action:
 def _action(senders: Senders, request: bytes, reply: bytes = b"") -> Action:
     fields = tuple(Field(match.start(), match[0]) for match in _PLACEHOLDER.finditer(request))
     return Action(senders, request, reply, len(reply), fields)
+
+
+# The load generator plays it
+
+_WHO = {"all": 0, "roots": 1, "others": 2, "first": 3}
+_PLACEHOLDERS = (GROUP, MEMBER, ROOT)
+_U32 = struct.Struct("<I")
+
+
+class Played(NamedTuple):
+    """Times in seconds."""
+
+    began: float
+    """Of the monotonic clock, as `ended`: when the last rank had its last reply."""
+    ended: float
+    cpu: float
+    """Of the load generator."""
+    share: float
+    """Of the time in which it computed or waited for a core."""
+    requests: int
+    parked: int
+    """The most ranks that waited for the reply to a WAIT at the same time."""
+
+
+def script(actions: Sequence[Action]) -> bytes:
+    """Encode actions for the load generator's mode `play`: little-endian u32 numbers and bytes, see `play_load`."""
+    replies: dict[tuple[int, bytes], int] = {}
+    for action in actions:
+        replies.setdefault((action.reply_bytes, action.reply), len(replies))
+    found = [_numbers(RANKS_PER_ROOT, len(replies), len(actions))]
+    for size, reply in replies:
+        found += [_numbers(size, len(reply)), reply]
+    for action in actions:
+        found.append(_numbers(_WHO[action.senders.who], action.senders.size, action.senders.ranks))
+        found.append(_numbers(replies[action.reply_bytes, action.reply], len(action.request), len(action.fields)))
+        found += [_numbers(at, _PLACEHOLDERS.index(what)) for at, what in action.fields]
+        found.append(action.request)
+    return b"".join(found)
+
+
+def _numbers(*numbers: int) -> bytes:
+    return b"".join(map(_U32.pack, numbers))
+
+
+class Player:
+    """A load generator at work; made by `playing`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def result(self, limit: float) -> Played:
+        """Wait, so many seconds at most, until all ranks are done. Raises LoadError."""
+        try:
+            out, _ = self._process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise late(limit, "some ranks are not done") from None
+        if not out:
+            raise LoadError(f"the load generator exited with status {self._process.returncode}")
+        found = json.loads(out)
+        if "error" in found:
+            lost = found["errno"] in (errno.ECONNRESET, errno.EPIPE, errno.ECONNREFUSED)
+            raise (Unreachable if lost else LoadError)(f"the load generator failed: {found['error']}")
+        wall = found["ended"] - found["began"]
+        share = (found["cpu"] + found["waited"]) / wall
+        return Played(found["began"], found["ended"], found["cpu"], share, found["requests"], found["parked"])
+
+
+@contextmanager
+def playing(port: int, actions: Sequence[Action], others: int, seconds: float, cores: set[int]) -> Iterator[Player]:
+    """Play the ranks but 0 of a job, which arrive within so many seconds; 0 for all at once. Raises LoadError."""
+    try:
+        generator = processes.load_generator()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LoadError(f"the load generator needs a C compiler: {error}") from None
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(script(actions))
+        file.flush()
+        words = ["-p", port, "-n", others, "-A", seconds, "-f", file.name, "-m", "play"]
+        # In a session of its own: Ctrl-C is for the parent, which ends it.
+        process = subprocess.Popen(
+            [generator, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        player = Player(process)
+        try:
+            os.sched_setaffinity(process.pid, cores)
+            yield player
+        except LoadError:
+            if process.poll():  # then this is the reason
+                player.result(0)
+            raise
+        finally:
+            process.kill()
+            process.communicate()

@@ -1,18 +1,17 @@
-"""Start the servers under test, each in a process and, with two cores, on a core of its own.
+"""Servers under test, each in a process and, with two cores, on a core of its own, and the connections to them.
 
-Must not know what is measured.
-Invariant: whatever ends this process, nothing that it started is left, and it ends nothing else.
+Must not know what ranks do, rounds, time budgets or files.
+Invariant: whatever ends this process, nothing that it started is left, and it ends nothing else; a measurement has a
+new server; its times exclude preparation; a failure is a LoadError of one line; nothing waits longer than the limit.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import select
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-from bench.builds import environment
-from tcpstore_async.load.generator import Late, LoadError, Unreachable
-from tcpstore_async.load.scripts import join
-from tcpstore_async.load.workers import ClosedLoop, process_clock, worker_pool
+from bench import processes
+from tcpstore_async.load.generator import Late, LoadError, Step, Unreachable, late
+from tcpstore_async.load.scripts import encode_request, hello, join
+from tcpstore_async.load.workers import ClosedLoop, Took, WorkerPool, worker_pool
 
 SERVERS = ("uvloop", "relay", "threaded", "libuv", "legacy", "control")
 RELAY = "relay"
@@ -43,11 +42,16 @@ EXIT_SECONDS = 2.0
 """Within which a process that has closed its connections exits."""
 TIMEOUT = 60.0
 """Seconds for a server to start, or to stop."""
+WINDOW = 512
+"""Ranks that connect concurrently, where not all do."""
+POLL_SECONDS = 0.01
+"""Between two looks at the number of ranks, as in PyTorch's `waitForWorkers`."""
+_CONNECTIONS_PER_GENERATOR = 19_200
+"""A process may have 20,000 files open here. Only relays allow more in all."""
 FOREIGN = "127.9.8.7"
 """A loopback address without a name in /etc/hosts."""
 RESOLVER = "127.9.8.53"
 """The address of the name server that stops answering."""
-_PYTHON = [sys.executable, "-W", "ignore", "-m", "bench.server_process"]
 
 
 class Impossible(LoadError):
@@ -71,7 +75,7 @@ class Server:
     def cpu(self) -> float:
         """Return CPU seconds so far, of all threads but a trainer's main thread."""
         try:
-            total = time.clock_gettime(process_clock(self.pid))
+            total = processes.cpu_seconds(self.pid)
             if not self._in_trainer:
                 return total
             return total - int(Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0]) / 1e9
@@ -97,8 +101,7 @@ class Server:
 
     def _memory(self, row: str) -> int:
         try:
-            status = Path(f"/proc/{self.pid}/status").read_text()
-            return int(status.split(row)[1].split()[0]) * 1024
+            return processes.memory(self.pid, row)
         except (OSError, IndexError):
             raise Died("the server has exited") from None
 
@@ -190,7 +193,7 @@ class Host:
         kind = self.kind_of(server)
         if server not in self._torch:
             began = time.monotonic()
-            self._torch[server] = _popen(self._without_dns([*_PYTHON, "--pytorch"]), server_cores())
+            self._torch[server] = _popen(self._without_dns([*processes.CHILD, "--pytorch"]), server_cores())
             _warm_up(_replace(self._torch[server], kind))
             self.imports += time.monotonic() - began
         process = self._torch[server]
@@ -257,7 +260,7 @@ def _file(text: str) -> IO[str]:
 
 
 def command_of(kind: str, busy: bool) -> list[str]:
-    return [*_PYTHON, kind, *(["--busy"] if busy else [])]
+    return [*processes.CHILD, kind, *(["--busy"] if busy else [])]
 
 
 @contextmanager
@@ -268,7 +271,7 @@ def _started(command: list[str], *, trainer: bool) -> Iterator[Server]:
         line = _announcement(process)
         if not line:
             raise LoadError(f"the server did not start: {' '.join(command)} exited with status {process.wait(TIMEOUT)}")
-        port, pid = _ready(line)
+        port, pid = processes.announcement(line)
         yield Server(port, pid, in_trainer=trainer and pid == process.pid)
     except LoadError as error:
         raise _why(error, process) from None
@@ -286,18 +289,17 @@ def relayed(
     """
     count = max(1, -(-ranks // processes_for))
     share = -(-max(1, ranks + 1) // count)  # rank 0 connects to the first one, beside its share of the others
-    words = [str(server.port), str(ranks_per_link), str(share)]
-    command = [sys.executable, "-W", "ignore", "-m", "bench.relay_process", *words]
-    processes: list[subprocess.Popen[bytes]] = []
+    command = [*processes.CHILD, "--relays", str(server.port), str(ranks_per_link), str(share)]
+    started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            processes.append(_popen(command, load_cores()))
-        relays = [Server(*_ready(_announcement(process))) for process in processes]
+            started.append(_popen(command, load_cores()))
+        relays = [Server(*processes.announcement(_announcement(process))) for process in started]
         yield Server(server.port, server.pid, relays=relays)
     except ValueError:
         raise Died("a relay did not start") from None
     finally:
-        for process in processes:
+        for process in started:
             _stop(process)
 
 
@@ -307,7 +309,7 @@ def _replace(process: subprocess.Popen[bytes], kind: str) -> Server:
     try:
         process.stdin.write(kind.encode() + b"\n")
         process.stdin.flush()
-        return Server(*_ready(_announcement(process)))
+        return Server(*processes.announcement(_announcement(process)))
     except (OSError, ValueError):
         raise Died(f"PyTorch's {kind} server did not start") from None
 
@@ -336,14 +338,6 @@ def _announcement(process: subprocess.Popen[bytes]) -> bytes:
     return process.stdout.readline()
 
 
-def _ready(line: bytes) -> tuple[int, int]:
-    if line.startswith(b"{"):
-        event = json.loads(line)
-        return int(event["port"]), int(event["pid"])
-    port, pid = line.split()
-    return int(port), int(pid)
-
-
 def _popen(command: list[str], cores: set[int] | None) -> subprocess.Popen[bytes]:
     """Start a process on these cores, in a session of its own: Ctrl-C is for the benchmark."""
     mine = os.sched_getaffinity(0)
@@ -357,7 +351,7 @@ def _popen(command: list[str], cores: set[int] | None) -> subprocess.Popen[bytes
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd=tempfile.gettempdir(),
-            env=environment(),
+            env=processes.environment(),
         )
     finally:
         os.sched_setaffinity(0, mine)
@@ -404,3 +398,187 @@ def _serve_names(stub: socket.socket, silent: threading.Event, over: threading.E
         if not silent.is_set():
             # Header of a response: recursion available, NXDOMAIN, one question (echoed), no records.
             stub.sendto(question[:2] + b"\x81\x83\0\1\0\0\0\0\0\0" + question[12:], peer)
+
+
+# Connections, and what is measured over them
+
+
+class Measured(NamedTuple):
+    """One measurement; seconds and bytes."""
+
+    wall: float
+    operations: int
+    """What the server's CPU is for: answered requests, or ranks."""
+    server_cpu: float
+    generator_cpu: float
+    share: float
+    quantiles: tuple[float | None, float | None, float | None] = (None, None, None)
+    memory: int | None = None
+    part: str = ""
+    """The operation, if the scenario has several."""
+    parked: int | None = None
+    copy_cpu: float | None = None
+    relay_cpu: float | None = None
+
+
+class Connection:
+    """A blocking connection to a server under test. `limit`: seconds for each reply. Raises LoadError."""
+
+    def __init__(self, port: int, limit: float, *, name: str = "a connection", source: str = "") -> None:
+        self._name = name
+        self._limit = limit
+        try:
+            self._socket = socket.create_connection(("127.0.0.1", port), limit, (source, 0) if source else None)
+        except TimeoutError:
+            raise self._late() from None
+        except OSError as error:
+            raise Unreachable(f"{name} cannot be made: {error.strerror or error}") from None
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._socket.close()
+
+    def call(self, request: bytes, reply: int) -> bytes:
+        """Send a request; return its reply, of `reply` bytes."""
+        answer = b""
+        try:
+            self._socket.sendall(request)
+            while len(answer) < reply:
+                piece = self._socket.recv(reply - len(answer))
+                if not piece:
+                    raise Unreachable(f"{self._name} was closed by the server")
+                answer += piece
+        except TimeoutError:
+            raise self._late() from None
+        except OSError as error:
+            raise Unreachable(f"{self._name} was lost: {error.strerror or error}") from None
+        return answer
+
+    def _late(self) -> Late:
+        return late(self._limit, f"{self._name} was not answered")
+
+
+def wait_for_ranks(rank0: Connection, ranks: int, limit: float) -> float:
+    """Poll as PyTorch's constructor does until all ranks have joined; return that time. Raises LoadError."""
+    deadline = time.monotonic() + limit
+    wait, get = encode_request("wait", [b"init/"]), encode_request("get", b"init/")
+    while time.monotonic() < deadline:
+        rank0.call(wait, 1)
+        size = int.from_bytes(rank0.call(get, 8), "little")
+        if int(rank0.call(b"", size)) >= ranks:
+            return time.perf_counter()
+        time.sleep(POLL_SECONDS)
+    raise late(limit, "rank 0 has not seen all others")
+
+
+class TestBed:
+    """A server under test and the generators' connections to it."""
+
+    __test__ = False
+
+    def __init__(self, server: Server, load: WorkerPool, limit: float) -> None:
+        self.server = server
+        self.load = load
+        self.limit = limit
+
+    def connect(self, **how: str) -> Connection:
+        return Connection(self.server.port, self.limit, **how)
+
+    def prepare(self, steps: list[Step]) -> None:
+        """Play without measuring."""
+        self.load.run(ClosedLoop(steps, self.limit, window=WINDOW))
+
+    def play(
+        self,
+        steps: list[Step],
+        *,
+        repeat: int = 1,
+        window: int = 0,
+        background: int = 0,
+        background_steps: list[Step] | None = None,
+    ) -> Measured:
+        before, relays = self.server.cpu(), self.server.relay_cpu()
+        order = ClosedLoop(
+            steps, self.limit, repeat=repeat, window=window, background=background, background_steps=background_steps
+        )
+        found = measured(self.load.run(order), self.server.cpu() - before)
+        return found._replace(relay_cpu=self.relay_cpu_since(relays))
+
+    def relay_cpu_since(self, before: float | None) -> float | None:
+        now = self.server.relay_cpu()
+        return None if now is None or before is None else now - before
+
+    def join(self, ranks: int, window: int, source: str = "") -> Measured:
+        """Let rank 0 join, then the others, until rank 0 has seen all; operations are ranks."""
+        cpu, relays, began = self.server.cpu(), self.server.relay_cpu(), time.perf_counter()
+        with self.connect(name="rank 0's connection", source=source) as rank0:
+            for step in join():
+                rank0.call(step.request, step.reply)
+            self.load.send(ClosedLoop(join(), self.limit, window=window))
+            ended = wait_for_ranks(rank0, ranks, self.limit)
+            took = self.load.collect()
+        found = measured(took, self.server.cpu() - cpu)
+        return found._replace(wall=ended - began, operations=ranks, relay_cpu=self.relay_cpu_since(relays))
+
+
+def measured(took: Took, cpu: float) -> Measured:
+    quantiles = (took.quantile(0.5), took.quantile(0.95), took.quantile(0.99))
+    return Measured(took.wall, took.operations + took.background_operations, cpu, took.cpu, took.share, quantiles)
+
+
+def generators(connections: int, cores: int, relays: int = 0) -> int:
+    """Return how many processes make the load: one for each core, and enough for their limits on open files.
+
+    Several relays for many ranks have one each, so that ranks that share a link are active at the same time, as those
+    of a host are.
+    """
+    needed = -(-connections // _CONNECTIONS_PER_GENERATOR)
+    return max(min(4, cores), relays if needed > 1 else 1, needed)
+
+
+@contextmanager
+def loaded(
+    server: Server, connections: int, limit: float, *, source: str = "", pinned: bool = True
+) -> Iterator[TestBed]:
+    """Start the generators for a server."""
+    cores, ports = load_cores(), [relay.port for relay in server.relays]
+    with worker_pool(
+        "127.0.0.1", server.port, connections, source=source, ports=ports,
+        generators=generators(connections, len(cores), len(ports)), cores=cores if pinned else None,
+    ) as load:  # fmt: skip
+        yield TestBed(server, load, limit)
+
+
+class Point(NamedTuple):
+    """What to measure: a server at a size, within a limit of seconds for each step."""
+
+    host: Host
+    server: str
+    size: int
+    limit: float
+
+    @contextmanager
+    def started(self, connections: int, *, source: str = "", busy: bool = False, **how: bool) -> Iterator[TestBed]:
+        """Start the server and the generators; the other options are those of `Host.running`."""
+        with (
+            self.host.running(self.server, ranks=connections, busy=busy, **how) as server,
+            loaded(server, connections, self.limit, source=source, pinned=not busy) as bed,
+        ):
+            yield bed
+
+    @contextmanager
+    def connected(self) -> Iterator[TestBed]:
+        """Start the server and connect `size` clients."""
+        with self.started(self.size) as bed:
+            bed.prepare(hello())
+            yield bed
+
+    @property
+    def others(self) -> int:
+        """Ranks besides rank 0. Raises Impossible if there are none."""
+        if self.size < 2:
+            raise Impossible("rank 0 has no other ranks to wait for")
+        return self.size - 1

@@ -1,24 +1,28 @@
-"""The report of a run: one page of Markdown with machine, method, figures and tables.
+"""What readers see: the report of a run, and what changed between two runs, by more than noise.
 
+The report is one page of Markdown with machine, method, figures and tables.
 Must not know how anything is measured or drawn.
 Invariant: every number comes from the run and has its transport, what is missing is text to be missing, and the same
-run gives the same page.
+run gives the same page. A change is beyond the noise only if it exceeds the spread of both runs' rounds and the
+difference between the reference and the control in either. Without a control, as in memory, no change is.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from bench import analysis, formatting, run_file, stats
-from bench.analysis import Result, Series
-from bench.run_file import SATURATED, Ending, Machine, Run
-from bench.scenarios import COPYING, MEMORY, P50, P95, P99, PARKED, RELAY_CPU, Metric
+from bench import stats
+from bench.scale import analysis
+from bench.scale.analysis import Result, Series
+from bench.scale.results import SATURATED, Ending, Machine, Run, read
+from bench.scale.scenarios import COPYING, MEMORY, P50, P95, P99, PARKED, RELAY_CPU, Metric
 
 REPORT = "report.md"
-_SHOWN = {"seconds": formatting.seconds, "bytes": formatting.num_bytes, "ranks": "{:,.0f}".format}
+_SHOWN = {"seconds": stats.format_seconds, "bytes": stats.format_bytes, "ranks": "{:,.0f}".format}
 
 _NAMES = {
     "": "unknown, or no such server was measured",
@@ -76,7 +80,7 @@ def _figures(run: Run) -> dict[str, bytes]:
     """Return the figures' files, or nothing without matplotlib: the tables of an hour's run are worth having."""
     if find_spec("matplotlib") is None:
         return {}
-    from bench.figures import render_figures
+    from bench.scale.figures import render_figures
 
     return render_figures(run)
 
@@ -137,7 +141,7 @@ def _machine(run: Run) -> str:
     rows = [
         ("processor", machine.processor),
         ("cores", str(machine.cores)),
-        ("memory", formatting.num_bytes(machine.memory_bytes)),
+        ("memory", stats.format_bytes(machine.memory_bytes)),
         ("kernel", machine.kernel),
         ("cores of the servers; of the load", _pinned(machine)),
         ("load average of the minute before", f"{machine.load_average:.2f}"),
@@ -147,7 +151,7 @@ def _machine(run: Run) -> str:
         ("tcpstore_async", f"{versions.tcpstore_async}, {versions.build}, commit {versions.commit or 'unknown'}"),
         ("Python, uvloop", f"{versions.python}, {versions.uvloop}"),
         ("PyTorch", versions.torch or "not installed"),
-        ("reference", formatting.server(run.reference) or "none: there are no ratios"),
+        ("reference", analysis.server_name(run.reference) or "none: there are no ratios"),
         ("control", "yes" if any(sample.server == "control" for sample in run.samples) else "none: noise unknown"),
     ]
     return "\n".join(["## Machine and versions", "", _table(["", ""], rows), ""])
@@ -176,7 +180,7 @@ def _section(results: Sequence[Result], image: str | None) -> str:
 
 
 def _ending(ending: Ending, result: Result, results: Sequence[Result]) -> str:
-    name = formatting.series(ending.server, ending.transport) + (f" ({result.detail})" if result.detail else "")
+    name = analysis.series_name(ending.server, ending.transport) + (f" ({result.detail})" if result.detail else "")
     measured = analysis.series_of(ending, result, results) is not None
     return f"* {name} {f'ends before {ending.size:,}' if measured else 'not measured'}: {ending.reason}"
 
@@ -187,7 +191,8 @@ def _tables(result: Result) -> list[str]:
         series = [one for one in result.series if one.transport == transport]
         if not series:
             continue
-        text += [f"### {result.detail + ', ' if result.detail else ''}{formatting.TRANSPORTS[series[0].transport]}", ""]
+        where = analysis.TRANSPORT_NAMES[transport]
+        text += [f"### {result.detail + ', ' if result.detail else ''}{where}", ""]
         text += [_numbers(result, series), ""]
         text += [note for one in series if (note := _marginal(result, one))]
     return text
@@ -219,12 +224,12 @@ def _row(result: Result, one: Series, size: int) -> list[str]:
     share = max(sample.generator_share for sample in samples)
     return [
         f"{size:,}",
-        formatting.server(one.server),
+        analysis.server_name(one.server),
         _measured(one, size, result.scenario.metric),
         _compared(result, one, size, result.scenario.metric),
         _measured(one, size, result.scenario.cpu),
         _compared(result, one, size, result.scenario.cpu),
-        formatting.seconds(generator),
+        stats.format_seconds(generator),
         f"{share:.0%}{' sat.' if one.saturated(size) else ''}",
     ]
 
@@ -245,13 +250,13 @@ def _compared(result: Result, one: Series, size: int, metric: Metric) -> str:
     found = result.ratio(one, size, metric)
     if found is None:
         return "–"
-    text = formatting.ratio(found)
+    text = str(found)
     return f"**{text}**" if found.verdict == "beyond the noise" and one.server != "control" else text
 
 
 def _latency(one: Series, size: int) -> str:
     medians = [one.median(size, metric) for metric in (P50, P95, P99)]
-    return " / ".join("–" if median is None else formatting.seconds(median) for median in medians)
+    return " / ".join("–" if median is None else stats.format_seconds(median) for median in medians)
 
 
 def _marginal(result: Result, one: Series) -> str | None:
@@ -262,8 +267,8 @@ def _marginal(result: Result, one: Series) -> str | None:
     if first is None or last is None:
         return None
     each = (last * most - first * least) / (most - least)
-    server = formatting.server(one.server)
-    return f"* {server}: {formatting.num_bytes(each)} for each more rank between {least:,} and {most:,}.\n"
+    server = analysis.server_name(one.server)
+    return f"* {server}: {stats.format_bytes(each)} for each more rank between {least:,} and {most:,}.\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -274,7 +279,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_report_of(path: Path, folder: Path) -> int:
     """Write the report of a run file; return the exit status: 2 for a file that cannot be read or written."""
     try:
-        written = write_report(run_file.read(path), folder)
+        written = write_report(read(path), folder)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -283,3 +288,150 @@ def write_report_of(path: Path, folder: Path) -> int:
         return 2
     print(written[0])
     return 0
+
+
+# The comparison of two runs
+
+
+class Change(NamedTuple):
+    """One server at one size, in both runs."""
+
+    scenario: str
+    series: Series
+    size: int
+    time: stats.Ratio
+    """B over A, of the scenario's metric."""
+    cpu: stats.Ratio | None
+    before: stats.Ratio | None
+    """To the reference in A; `after` in B, None if its reference is another one."""
+    after: stats.Ratio | None
+
+    @property
+    def reproduced(self) -> bool | None:
+        """Whether B's ratio to the reference is within A's interval; None without one."""
+        if self.before is None or self.after is None or not self.before.judged:
+            return None
+        return self.before.low <= self.after.median <= self.before.high
+
+
+def compare_files(a: Path, b: Path) -> int:
+    """Print B over A for everything that both measured.
+
+    Returns the exit status: 1 if they have nothing in common, 2 if a file cannot be read.
+    """
+    try:
+        before, after = _read(a), _read(b)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for difference in differences(before, after):
+        print(difference)
+    found = list(changes(before, after))
+    if not found:
+        print("The runs have no measurement in common.", file=sys.stderr)
+        return 1
+    print(_changes_table(found))
+    print(_summary(found))
+    return 0
+
+
+def _read(path: Path) -> Run:
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+
+
+def differences(a: Run, b: Run) -> Iterator[str]:
+    """Yield what else may explain a change, a line each."""
+    for what, one, other in (("machine", a.machine, b.machine), ("versions", a.versions, b.versions)):
+        for field in one.__struct_fields__:
+            was, is_now = getattr(one, field), getattr(other, field)
+            if was != is_now and field != "load_average":  # which is never the same
+                yield f"different {what}: {field} {_shown(was)} in A, {_shown(is_now)} in B"
+    if a.reference != b.reference:
+        yield f"different reference: {_shown(a.reference)} in A, {_shown(b.reference)} in B"
+    for name in sorted(a.jobs.keys() & b.jobs.keys()):
+        if a.jobs[name] != b.jobs[name]:
+            yield f"different job of {name}: {a.jobs[name]} in A, {b.jobs[name]} in B"
+    for name, run in (("A", a), ("B", b)):
+        if not run.complete:
+            yield f"{name} is not complete"
+
+
+def _shown(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value) or "none"
+
+
+def changes(a: Run, b: Run) -> Iterator[Change]:
+    """Yield the changes in the order of the report."""
+    others = {(result.scenario.name, result.detail): result for result in analysis.results(b)}
+    for result in analysis.results(a):
+        other = others.get((result.scenario.name, result.detail))
+        if other is None:
+            continue
+        for series in result.series:
+            again = other.find(series.server, series.transport)
+            if again is not None:
+                yield from _changes(result, series, other, again)
+
+
+def _changes(result: Result, series: Series, other: Result, again: Series) -> Iterator[Change]:
+    name = f"{result.scenario.name} {result.detail}".strip()
+    metric = result.scenario.metric
+    for size in series.sizes:
+        time = _ratio(result, series, other, again, size, metric)
+        if time is None:
+            continue
+        cpu = _ratio(result, series, other, again, size, result.scenario.cpu)
+        after = other.ratio(again, size, metric) if result.reference_name == other.reference_name else None
+        yield Change(name, series, size, time, cpu, result.ratio(series, size, metric), after)
+
+
+def _ratio(
+    result: Result, series: Series, other: Result, again: Series, size: int, metric: Metric
+) -> stats.Ratio | None:
+    noises = [one.noise(series.transport, size, metric) for one in (result, other)]
+    return stats.unpaired(
+        list(again.values(size, metric).values()),
+        list(series.values(size, metric).values()),
+        max((noise for noise in noises if noise is not None), default=None),
+    )
+
+
+def _changes_table(found: Sequence[Change]) -> str:
+    head = ["scenario", "server", "size", "B/A", "", "CPU B/A", "", "to the reference, A", "B", "B within A's"]
+    rows = [_change_row(change) for change in found]
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    )
+
+
+def _change_row(change: Change) -> list[str]:
+    cpu = change.cpu
+    return [
+        change.scenario,
+        change.series.label,
+        f"{change.size:,}",
+        str(change.time),
+        change.time.verdict,
+        str(cpu) if cpu else "–",
+        cpu.verdict if cpu else "",
+        str(change.before) if change.before else "–",
+        str(change.after) if change.after else "–",
+        {True: "yes", False: "no", None: "–"}[change.reproduced],
+    ]
+
+
+def _summary(found: Sequence[Change]) -> str:
+    beyond = sum(change.time.verdict == "beyond the noise" for change in found)
+    unknown = sum(change.time.verdict == "noise unknown" for change in found)
+    judged = [change for change in found if change.reproduced is not None and change.series.server != "control"]
+    reproduced = sum(bool(change.reproduced) for change in judged)
+    text = f"{beyond} of {len(found)} differ from A by more than the noise."
+    if unknown:
+        text += f" For {unknown} the noise is unknown: neither run has a control."
+    if not judged:
+        return f"{text} No ratio to a reference is in both runs with an interval."
+    return f"{text} {reproduced} of {len(judged)} ratios to the reference are within A's interval."

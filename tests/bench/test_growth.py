@@ -11,11 +11,11 @@ import pytest
 
 from tcpstore_async.serving import build
 
-SCRIPT = Path(__file__).parent.parent.parent / "bench" / "scaling.py"
+ROOT = Path(__file__).parent.parent.parent
 
 
-def scaling(package: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *words]
+def growth(package: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", "growth", *words]
     environment = {**os.environ, "BENCH_BUILD": package}
     return subprocess.run(command, capture_output=True, timeout=110, check=False, text=True, env=environment)
 
@@ -23,7 +23,7 @@ def scaling(package: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_nothing_is_quadratic() -> None:
     """Quadratic cost would be sixteen times as much; the caches of a busy machine make it three times."""
-    done = scaling(build(), "--ranks", "1000", "16000", "--runs", "2", "--max-growth", "6")
+    done = growth(build(), "--sizes", "1000,16000", "--runs", "2", "--max-growth", "6")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()[1:]
     assert [row.split()[1:3] for row in rows] == [
@@ -35,7 +35,7 @@ def test_nothing_is_quadratic() -> None:
 
 @pytest.mark.slow
 def test_a_row_that_grows_too_much_is_named() -> None:
-    done = scaling("interpreted", "--ranks", "2000", "1000", "--runs", "1", "--max-growth", "0.01")
+    done = growth("interpreted", "--sizes", "2000,1000", "--runs", "1", "--max-growth", "0.01")
     assert done.returncode == 1
     rows = [row.split()[:3] for row in done.stdout.splitlines()[1:]]  # in whatever order the sizes were given
     assert rows[:2] == [["interpreted", "tuned", "1,000"], ["interpreted", "tuned", "2,000"]]

@@ -1,16 +1,27 @@
-"""What TLS costs a server: `python -m bench.tls [--rounds 5] [PART …]`.
+"""What TLS costs a server, and whether the time of a refusal says where a forged token differs.
+
+    python -m bench.security [--rounds 5] [--tries 100000] [PART …]
 
 Parts: `link`, CPU of the server for an ADD of one of 64 ranks on a link, with TLS and without, by how many ADDs a batch
 has; `relay`, the same behind a real relay, whose batches are as they come; `handshake`, CPU of the server for one TLS
 connection; `stopped`, the latency of others beside 10,000 clients that stop inside the handshake: right after they have
-come, when the server still answers them, and once it has.
-Needs the program `openssl`, which makes the certificate. Must not know how a server or a relay works.
+come, when the server still answers them, and once it has; `tokens`, the time that a check of a forged token takes.
+
+Tokens of several kinds are checked in random order, so that whatever disturbs the machine meets all kinds alike. All
+are made from the same valid ones, right before: where one lies in memory must not tell it from others. Each kind is
+compared with the first: the probability that a check of it takes longer (Mann-Whitney, ties count half), with its
+99 % interval from 20 blocks. The last kind is the first one once more: what differs between these two is the
+measurement's error.
+
+All but `tokens` need the program `openssl`, which makes the certificate. Must not know how a server or a relay works.
 Invariant: what is compared alternates in one run; CPU is the server's alone.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
+import random
+import secrets
 import selectors
 import shutil
 import socket
@@ -20,22 +31,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from bench import builds
-from bench.commands import apart, started
-from bench.formatting import spread
+from bench import processes
+from bench.processes import apart, cpu_seconds, started
+from bench.stats import spread
 
 if __name__ == "__main__":
-    builds.use()  # before the package is imported
+    processes.use_build()  # before the package is imported
 
 from tcpstore_async.load.scripts import encode_request
 from tcpstore_async.session.link_client import ClientLink, Stream
+from tcpstore_async.tokens import TokenKeys
 from tcpstore_async.wire.commands import MAGIC
 
-PARTS = ("link", "relay", "handshake", "stopped")
+PARTS = ("link", "relay", "handshake", "stopped", "tokens")
 COUNTS = {"link": 200, "relay": 3000, "handshake": 500, "stopped": 4000}
 """Operations of each rank, or client, in one measurement; for `link`, batches in one burst."""
 RANKS = 64
@@ -45,6 +57,11 @@ BURSTS = 40
 """For each server in one round."""
 STOPPED = 10_000
 LIMIT = 60.0
+_TOKENS = 512
+"""Tokens of each kind."""
+_BLOCKS = 20
+_STUDENT = 2.861
+"""The quantile of Student's distribution for 99 % and so many blocks."""
 _ADD = encode_request("add", b"/sum", 1)
 _HELLO = encode_request("validate", MAGIC)
 
@@ -58,12 +75,6 @@ def make_certificate(folder: Path) -> tuple[str, str]:
     names = ["-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     subprocess.run(["openssl", "req", "-x509", *curve, *names], check=True, capture_output=True)
     return cert, key
-
-
-def cpu(pid: int) -> float:
-    """Seconds of CPU that a process has used."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def writes(pid: int) -> int:
@@ -143,9 +154,9 @@ class Carrier:
 
     def per_add(self, ranks: int, batches: int) -> float:
         """Seconds of the server's CPU for an ADD, if so many ranks make one in each batch."""
-        before = cpu(self.pid)
+        before = cpu_seconds(self.pid)
         self.ask(self.ranks[:ranks], batches)
-        return (cpu(self.pid) - before) / batches / ranks
+        return (cpu_seconds(self.pid) - before) / batches / ranks
 
 
 def link(cert: str, key: str, rounds: int) -> None:
@@ -205,9 +216,9 @@ def through_relay(serving: Sequence[str], scheme: str, relaying: Sequence[str], 
         front, _ = stack.enter_context(started("relay", "--upstream", f"{scheme}://127.0.0.1:{port}", *relaying))
         peers = [stack.enter_context(connected(front)) for _ in range(RANKS)]
         adds(peers, count // 10)
-        written, before = writes(pid), cpu(pid)
+        written, before = writes(pid), cpu_seconds(pid)
         adds(peers, count)
-        return (cpu(pid) - before) / count / RANKS, count * RANKS / max(1, writes(pid) - written)
+        return (cpu_seconds(pid) - before) / count / RANKS, count * RANKS / max(1, writes(pid) - written)
 
 
 def relay(cert: str, key: str, rounds: int) -> None:
@@ -232,13 +243,13 @@ def handshake(cert: str, key: str, rounds: int) -> None:
     found = []
     with started("serve", "--tls-cert", cert, "--tls-key", key) as (port, pid):
         for _ in range(max(1, rounds)):
-            before = cpu(pid)
+            before = cpu_seconds(pid)
             for _ in range(count):
                 plain = socket.create_connection(("127.0.0.1", port), LIMIT)
                 with using.wrap_socket(plain, server_hostname="127.0.0.1") as peer:
                     peer.sendall(_HELLO + _ADD)
                     peer.recv(8)
-            found.append((cpu(pid) - before) / count)
+            found.append((cpu_seconds(pid) - before) / count)
     print(f"handshake: {spread([1000 * one for one in found])} ms of server CPU")
 
 
@@ -283,23 +294,113 @@ def p99(peer: socket.socket, count: int) -> tuple[float, float]:
     return statistics.quantiles(times, n=100)[98], max(times)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args(arguments)
-    known: dict[str, Callable[[str, str, int], None]] = {
-        "link": link,
-        "relay": relay,
-        "handshake": handshake,
-        "stopped": stopped,
+# Tokens
+
+OTHER = TokenKeys([("k1", b"of a server that has nothing to do with it")])
+
+Change = tuple[slice, bytes]
+"""A part of a token, and what stands there in the forged one."""
+
+
+def kinds(token: bytes) -> dict[str, Change]:
+    """Return what is changed in a valid token, by kind. The length stays as it is."""
+    mac = token.rindex(b".") + 1
+    claims = token.index(b".", token.index(b".") + 1) + 1
+    middle = (mac + len(token)) // 2
+    first: Change = slice(mac, mac + 1), b"!"
+    return {
+        "signature, first byte": first,
+        "signature, middle byte": (slice(middle, middle + 1), b"!"),
+        "signature, last byte": (slice(len(token) - 1, len(token)), b"!"),
+        "all of the signature": (slice(mac, len(token)), b"!" * (len(token) - mac)),
+        "claims, first byte": (slice(claims, claims + 1), b"!"),
+        "unknown key": (slice(claims - 3, claims - 1), b"zz"),
+        "signature, first again": first,
     }
-    if not set(given.parts) <= set(PARTS):
-        parser.error(f"the parts are {', '.join(PARTS)}")
+
+
+def check_times(keys: TokenKeys, tries: int, rng: random.Random) -> dict[str, list[int]]:
+    """Return the times, in ns, of so many checks of each kind."""
+    valid = [keys.create(prefix="job/").encode() for _ in range(_TOKENS)]
+    changes = kinds(valid[0])
+    names = list(changes)
+    made_of = list(changes.values())
+    order = list(range(len(names))) * tries
+    rng.shuffle(order)
+    neutral = OTHER.create(prefix="job/").encode()
+    taken = []
+    clock, check, choice = time.perf_counter_ns, keys.check, rng.choice
+    for number in order:  # nothing here but the token may depend on the kind
+        made = bytearray(choice(valid))
+        part, other = made_of[number]
+        made[part] = other
+        token = bytes(made)
+        check(neutral, 0)  # so that caches and predictions are the same, however the token was made
+        began = clock()
+        check(token, 0)
+        taken.append(clock() - began)
+    by_kind: dict[str, list[int]] = {name: [] for name in changes}
+    for number, nanoseconds in zip(order, taken, strict=True):
+        by_kind[names[number]].append(nanoseconds)
+    return by_kind
+
+
+def superiority(these: list[int], those: list[int]) -> float:
+    """Return the probability that one of these is above one of those; ties count half."""
+    marked = sorted([(value, True) for value in these] + [(value, False) for value in those])
+    ranks = 0.0
+    at = 0
+    while at < len(marked):
+        stop = at
+        mine = 0
+        while stop < len(marked) and marked[stop][0] == marked[at][0]:
+            mine += marked[stop][1]
+            stop += 1
+        ranks += mine * (at + stop + 1) / 2
+        at = stop
+    n = len(these)
+    return (ranks - n * (n + 1) / 2) / (n * len(those))
+
+
+def compare(these: list[int], those: list[int]) -> tuple[float, float]:
+    """Return the mean of that over blocks of successive checks, and half the width of its 99 % interval.
+
+    What disturbs the machine lasts for many checks: single ones are not independent of each other, blocks are.
+    """
+    size = len(these) // _BLOCKS
+    parts = [slice(size * number, size * (number + 1)) for number in range(_BLOCKS)]
+    found = [superiority(these[part], those[part]) for part in parts]
+    return statistics.mean(found), _STUDENT * statistics.stdev(found) / math.sqrt(_BLOCKS)
+
+
+def tokens(tries: int, seed: int) -> None:
+    rng = random.Random(seed)
+    keys = TokenKeys([("k1", secrets.token_bytes(32)), ("k2", secrets.token_bytes(32))])
+    taken = check_times(keys, tries, rng)
+    first, reference = next(iter(taken.items()))
+    print(f"{tries:,} checks of each kind; P: that one takes longer than one of {first!r}, 99 % interval")
+    for name, times in taken.items():
+        found, half = compare(times, reference)
+        verdict = "no difference" if abs(found - 0.5) <= half else "DIFFERS"
+        text = "" if times is reference else f"  P = {found:.4f} ± {half:.4f}  {verdict}"
+        print(f"{name:24} median {statistics.median(times):6.0f} ns{text}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = processes.parser(__doc__, PARTS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tries", type=int, default=100_000, help="checks of each kind of token (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="for the order of the checks (%(default)s)")
+    given = parser.parse_args(arguments)
+    of_tls = {"link": link, "relay": relay, "handshake": handshake, "stopped": stopped}
     with tempfile.TemporaryDirectory() as folder:
-        cert, key = make_certificate(Path(folder))
+        certificate = make_certificate(Path(folder)) if of_tls.keys() & {*given.parts} else None
         for part in given.parts:
-            known[part](cert, key, given.rounds)
+            if part in of_tls:
+                assert certificate is not None
+                of_tls[part](*certificate, given.rounds)
+            else:
+                tokens(given.tries, given.seed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A run's samples as series, ratios between them, and who is ahead.
 
-Must not know files, Markdown or figures.
+Must not know files, Markdown or figures. A server is never named without its transport.
 Invariant: a ratio is taken between measurements of one run, one transport and one size; only the noise is taken from
 all sizes.
 """
@@ -10,15 +10,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bench import formatting, stats
-from bench.run_file import SATURATED, Ending, Job, Run, Sample, Transport
-from bench.scenarios import SCENARIOS, Metric, Scenario, scenario_of
+from bench import stats
+from bench.scale.results import SATURATED, Ending, Job, Run, Sample, Transport
+from bench.scale.scenarios import SCENARIOS, Metric, Scenario, scenario_of
 
 TUTORIAL_RANKS = 98_304
 TUTORIAL_SECONDS = 100.0
 """From the tutorial's figure: PyTorch's libuv server, init of 98,304 ranks."""
 
 _OURS = ("uvloop", "threaded")
+
+SERVER_NAMES = {
+    "uvloop": "ours on uvloop",
+    "relay": "ours behind relays of 8 ranks",
+    "threaded": "ours with threads",
+    "libuv": "PyTorch libuv",
+    "legacy": "PyTorch legacy",
+    "control": "control (the reference again)",
+}
+"""In the order of legends and tables."""
+
+TRANSPORT_NAMES: dict[Transport, str] = {"sockets": "sockets", "memory": "memory (no sockets)"}
+
+
+def server_name(name: str) -> str:
+    """Return a server's display name; an unknown one keeps its own."""
+    return SERVER_NAMES.get(name, name)
+
+
+def series_name(name: str, transport: Transport) -> str:
+    """Return a server's display name with its transport."""
+    return f"{server_name(name)}, {TRANSPORT_NAMES[transport]}"
+
+
+def capitalized(name: str) -> str:
+    """Capitalize the first letter only."""
+    return name[:1].upper() + name[1:]
+
+
+def sort_key(name: str, transport: Transport) -> tuple[int, str, bool]:
+    """Sort ours first, then PyTorch's, the control, and others by name."""
+    names = list(SERVER_NAMES)
+    return (names.index(name) if name in names else len(names), name, transport != "sockets")
 
 
 @dataclass(frozen=True)
@@ -31,7 +64,7 @@ class Series:
 
     @property
     def label(self) -> str:
-        return formatting.series(self.server, self.transport)
+        return series_name(self.server, self.transport)
 
     @property
     def sizes(self) -> list[int]:
@@ -185,7 +218,7 @@ def _series(samples: Iterable[Sample]) -> list[Series]:
         key = (sample.server, sample.transport)
         one = series.setdefault(key, Series(*key, {}))
         one.points.setdefault(sample.size, {})[sample.round] = sample
-    return sorted(series.values(), key=lambda one: formatting.sort_key(one.server, one.transport))
+    return sorted(series.values(), key=lambda one: sort_key(one.server, one.transport))
 
 
 def series_of(ending: Ending, result: Result, results: Sequence[Result]) -> Series | None:
@@ -206,30 +239,30 @@ def verdict(result: Result) -> str:
     found = result.comparison()
     if found is None:
         return _alone(result)
-    reference = formatting.server(found.reference.server)
-    where = f"at {found.size:,} {result.scenario.sizes_are}, {formatting.TRANSPORTS[found.subject.transport]}"
+    reference = server_name(found.reference.server)
+    where = f"at {found.size:,} {result.scenario.sizes_are}, {TRANSPORT_NAMES[found.subject.transport]}"
     judged = found.time.judged
-    ratio = formatting.ratio(found.time) if judged else formatting.times(found.time.median)
+    ratio = str(found.time) if judged else stats.format_times(found.time.median)
     text = f"{ratio} the {result.scenario.metric.name} of {reference} {where}{'' if judged else ', no interval'}"
-    cpu = f" ({result.scenario.cpu.axis}: {formatting.times(found.cpu.median)})" if found.cpu else ""
+    cpu = f" ({result.scenario.cpu.axis}: {stats.format_times(found.cpu.median)})" if found.cpu else ""
     return f"{_ahead(found)} {text}{cpu}{'; the generator was saturated there' if found.saturated else ''}"
 
 
 def _ahead(found: Comparison) -> str:
-    subject, reference = formatting.server(found.subject.server), formatting.server(found.reference.server)
+    subject, reference = server_name(found.subject.server), server_name(found.reference.server)
     if not found.time.judged:
         return f"{_why_unjudged(found.time)}: {subject}"
     if found.time.verdict == "within the noise":
         return f"No difference beyond the noise: {subject}"
     if found.time.median < 1:
-        return f"{formatting.capitalized(subject)} is ahead:"
-    return f"{formatting.capitalized(reference)} is ahead: {subject}"
+        return f"{capitalized(subject)} is ahead:"
+    return f"{capitalized(reference)} is ahead: {subject}"
 
 
 def _why_unjudged(found: stats.Ratio) -> str:
     """Say why nobody is called ahead, as the beginning of a sentence."""
     if found.verdict == "too few rounds":
-        return formatting.capitalized(formatting.rounds(found.rounds))
+        return capitalized(stats.format_rounds(found.rounds))
     return "No control, noise unknown"
 
 
@@ -254,12 +287,12 @@ def verdict_of_all(results: Sequence[Result]) -> str:
     if not found:
         return _alone(results[0])
     comparisons = [comparison for _, comparison in found]
-    subject, reference = (formatting.server(one.server) for one in (comparisons[0].subject, comparisons[0].reference))
+    subject, reference = (server_name(one.server) for one in (comparisons[0].subject, comparisons[0].reference))
     ratios = [comparison.time.median for comparison in comparisons]
     text = (
-        f"{subject} takes {formatting.times(stats.median(ratios))} the time per operation of {reference} "
+        f"{subject} takes {stats.format_times(stats.median(ratios))} the time per operation of {reference} "
         f"{_where_all(results[0].scenario, comparisons)} (median of {len(ratios)} operations, "
-        f"{formatting.interval(min(ratios), max(ratios))})"
+        f"{stats.format_interval(min(ratios), max(ratios))})"
     )
     saturated = sum(comparison.saturated for comparison in comparisons)
     marked = f"; the generator was saturated in {saturated} of {len(ratios)}" if saturated else ""
@@ -280,7 +313,7 @@ def _leader(subject: str, reference: str, ours: Sequence[str], theirs: Sequence[
         return "Mixed"
     if not ours and not theirs:
         return "No difference beyond the noise"
-    who = formatting.capitalized(subject if ours else reference)
+    who = capitalized(subject if ours else reference)
     count = len(ours or theirs)
     return f"{who} is ahead" if count == of_all else f"{who} is ahead in {count} of {of_all}"
 
@@ -288,7 +321,7 @@ def _leader(subject: str, reference: str, ours: Sequence[str], theirs: Sequence[
 def _where_all(scenario: Scenario, comparisons: Sequence[Comparison]) -> str:
     sizes = sorted({comparison.size for comparison in comparisons})
     text = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    return f"at {text} {scenario.sizes_are}, {formatting.TRANSPORTS[comparisons[0].subject.transport]}"
+    return f"at {text} {scenario.sizes_are}, {TRANSPORT_NAMES[comparisons[0].subject.transport]}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -305,7 +338,7 @@ def headline(run: Run) -> str | None:
         return None
     values = list(measured.values(TUTORIAL_RANKS, init.scenario.metric).values())
     text = (
-        f"{formatting.capitalized(formatting.server(measured.server))} initialized {TUTORIAL_RANKS:,} ranks in "
+        f"{capitalized(server_name(measured.server))} initialized {TUTORIAL_RANKS:,} ranks in "
         f"{stats.median(values):,.2f} s {_how(measured.transport)} "
         f"({_rounds_shown(values)}), "
         f"against the {TUTORIAL_SECONDS:.0f} s in the tutorial of PyTorch's libuv server "
@@ -316,8 +349,8 @@ def headline(run: Run) -> str | None:
 
 def _rounds_shown(values: Sequence[float]) -> str:
     if len(values) == 1:
-        return formatting.rounds(1)
-    return f"median of {formatting.rounds(len(values))}, {min(values):,.2f}–{max(values):,.2f}"
+        return stats.format_rounds(1)
+    return f"median of {stats.format_rounds(len(values))}, {min(values):,.2f}–{max(values):,.2f}"
 
 
 def _tutorial_series(init: Result) -> Series | None:
@@ -337,6 +370,6 @@ def _estimate(init: Result, server: str) -> str:
         return "this run has no connections over sockets to estimate from what they would cost"
     each = one.median(sizes[-1], init.scenario.cpu) or 0.0
     return (
-        f"over sockets the server spent {formatting.seconds(each)} of CPU on each of {sizes[-1]:,} ranks, × "
+        f"over sockets the server spent {stats.format_seconds(each)} of CPU on each of {sizes[-1]:,} ranks, × "
         f"{TUTORIAL_RANKS:,} = {each * TUTORIAL_RANKS:,.2f} s of CPU, which is an estimate and was not measured"
     )

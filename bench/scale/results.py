@@ -1,6 +1,6 @@
-"""The JSON file of a run: its schema, and how it is read and written.
+"""The JSON file of a run: its schema, the machine and versions in it, and how it is read and written.
 
-Must not know how anything is measured or drawn.
+Must not know how anything is measured or drawn. What is unknown of the machine is empty.
 Invariant: the file is always absent or complete, another run's samples are never overwritten, and a number that was not
 measured is not in it; where a series stops, an `Ending` says why.
 """
@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
+import resource
+import subprocess
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
+from bench.processes import ROOT
+from bench.scale.servers import CORES, can_mount, load_cores, server_cores
 from tcpstore_async.load.quick_bench import SATURATED as SATURATED
+from tcpstore_async.serving import build
+from tcpstore_async.version import VERSION
 
 FORMAT = 1
 
@@ -60,7 +68,7 @@ class Sample(msgspec.Struct, frozen=True):
     """One measurement: one server at one size in one round."""
 
     scenario: str
-    """A name of `bench/scenarios.py`, or that and an operation: `operations-set`."""
+    """A name of `bench/scale/scenarios.py`, or that and an operation: `operations-set`."""
     server: str
     """`uvloop`, `relay`, `threaded`, `libuv`, `legacy`, or `control` (the reference a second time)."""
     transport: Transport
@@ -192,3 +200,64 @@ def _backup_name(path: Path) -> Path:
         began = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
     names = (f"run-{began:%Y%m%dT%H%M%S}{suffix}.json" for suffix in ("", *map("-{}".format, range(2, 99))))
     return next(found for name in names if not (found := path.with_name(name)).exists())
+
+
+# The machine and the versions
+
+
+def open_files() -> int:
+    """Return this process's limit on open files."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def machine(resolves_names: bool) -> Machine:
+    """Describe this machine; `resolves_names`: whether a server under test resolves the names of its peers."""
+    names: Literal["files only", "this machine's"] = "files only" if can_mount() else "this machine's"
+    return Machine(
+        processor=_processor(),
+        cores=len(CORES),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        kernel=platform.release(),
+        open_files=open_files(),
+        backlog=_backlog(),
+        load_average=os.getloadavg()[0],
+        server_cores=",".join(map(str, sorted(server_cores()))),
+        load_cores=",".join(map(str, sorted(load_cores()))),
+        names=names if resolves_names else "",
+    )
+
+
+def _backlog() -> int:
+    try:
+        return int(Path("/proc/sys/net/core/somaxconn").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def versions() -> Versions:
+    kind: Literal["compiled", "interpreted"] = "compiled" if build() == "compiled" else "interpreted"
+    return Versions(VERSION, kind, _commit(), platform.python_version(), _version("uvloop"), _version("torch"))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode().strip()

@@ -24,10 +24,11 @@ from matplotlib.path import Path as Polyline
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 from matplotlib.transforms import Bbox
 
-from bench import analysis, formatting, stats
-from bench.analysis import Result, Series
-from bench.run_file import SATURATED, Ending, Run
-from bench.scenarios import P50, P95, P99, Metric
+from bench import stats
+from bench.scale import analysis
+from bench.scale.analysis import Result, Series
+from bench.scale.results import SATURATED, Ending, Run
+from bench.scale.scenarios import P50, P95, P99, Metric
 
 WIDTH, HEIGHT, DPI = 12.0, 8.0, 120
 """Inches, and dots per inch of the PNG files."""
@@ -168,7 +169,7 @@ def _ticks(low: float, high: float, unit: Unit) -> list[float]:
 def _tick(value: float, unit: Unit) -> str:
     if unit in ("times", "ranks"):
         return f"{value:,.9g}"
-    shown = formatting.seconds(value) if unit == "seconds" else formatting.num_bytes(value)
+    shown = stats.format_seconds(value) if unit == "seconds" else stats.format_bytes(value)
     number, _, scale = shown.partition(" ")
     return f"{float(number.replace(',', '')):,.9g} {scale}"
 
@@ -241,7 +242,7 @@ def _scale_sizes(axes: Axes, result: Result) -> None:
         if all(abs(math.log(size / other)) >= 0.055 * math.log(high / low) for other in labelled):
             labelled.append(size)
     axes.xaxis.set_major_locator(FixedLocator(sorted(labelled)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formatting.short(round(value))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: stats.format_size(round(value))))
     axes.xaxis.set_minor_locator(NullLocator())
 
 
@@ -281,7 +282,7 @@ def _label_ratios(figure: Figure, axes: Axes, result: Result, metric: Metric) ->
             figure.add_artist(Line2D([x, x], bar, color=color, linewidth=2.4, gid=gid))
         found = result.last_ratio(series, metric)
         if found:
-            text = formatting.times(found[1].median) + _fewer_rounds(result, series, *found, metric)
+            text = stats.format_times(found[1].median) + _fewer_rounds(result, series, *found, metric)
             wanted.append((_label_box(*places[found[0]], text), text, color))
     low, high = axes.get_position().y0, axes.get_position().y1
     for box, text, color in sorted(wanted, key=lambda label: (-label[0].x0, label[0].y0)):
@@ -318,7 +319,7 @@ def _fewer_rounds(result: Result, series: Series, size: int, ratio: stats.Ratio,
     reference = result.reference(series.transport)
     if reference is None or ratio.rounds >= len(reference.values(size, metric)):
         return ""
-    return f", {formatting.rounds(ratio.rounds)}"
+    return f", {stats.format_rounds(ratio.rounds)}"
 
 
 def _write_label(figure: Figure, axes: Axes, text: str, color: str, box: Bbox) -> None:
@@ -350,7 +351,7 @@ def _legend_with_details(figure: Figure, result: Result) -> None:
     drawn = {(series.server, series.transport) for series in result.series}
     for ending in result.endings:
         if (ending.server, ending.transport) not in drawn:
-            name = formatting.series(ending.server, ending.transport)
+            name = analysis.series_name(ending.server, ending.transport)
             found.append((Line2D([], [], linestyle="none"), name, [f"not measured: {_reason(ending, reasons)}"]))
     if _any_saturated(result.series):
         found.append((_hollow_handle(), "hollow", [HOLLOW]))
@@ -382,7 +383,7 @@ def _details(result: Result, series: Series, reasons: dict[str, str]) -> list[st
     for metric in (result.scenario.metric, result.scenario.cpu):
         found = result.last_ratio(series, metric)
         if found:
-            text.append(f"{metric.name} {formatting.ratio(found[1])} at {found[0]:,}")
+            text.append(f"{metric.name} {found[1]} at {found[0]:,}")
     zero = [f"{size:,}" for size in series.sizes if series.median(size, result.scenario.metric) == 0]
     if zero:
         text.append(f"{result.scenario.metric.name} 0 at {', '.join(zero)}: not on a logarithmic axis")
@@ -394,7 +395,7 @@ def _details(result: Result, series: Series, reasons: dict[str, str]) -> list[st
 
 def _reason(ending: Ending, reasons: dict[str, str]) -> str:
     """Give a reason in full once, then refer to the series that had it first (kept in `reasons`)."""
-    name = formatting.series(ending.server, ending.transport)
+    name = analysis.series_name(ending.server, ending.transport)
     first = reasons.setdefault(ending.reason, name)
     return ending.reason if first == name else f"as {first}"
 
@@ -408,7 +409,7 @@ def _draw_operations(all_results: Sequence[Result], run: Run) -> Figure:
     title, verdict = results[0].title, analysis.verdict_of_all(results)
     figure = _canvas(title, verdict, run, [series for result in results for series in result.series])
     every = {
-        formatting.sort_key(series.server, series.transport): series for result in results for series in result.series
+        analysis.sort_key(series.server, series.transport): series for result in results for series in result.series
     }
     order = sorted(every)
     missing = _missing(all_results)
@@ -419,7 +420,7 @@ def _draw_operations(all_results: Sequence[Result], run: Run) -> Figure:
     lower = figure.add_axes((left, bottom, width, height), sharex=upper)
     for place, result in enumerate(results):
         for series in result.series:
-            column = order.index(formatting.sort_key(series.server, series.transport))
+            column = order.index(analysis.sort_key(series.server, series.transport))
             _draw_operation(upper, lower, place + (column - (len(order) - 1) / 2) * 0.8 / len(order), series)
         _label_operation(upper, place, result)
     _scale_values(upper, "times", "operations per second")
@@ -454,8 +455,8 @@ def _label_operation(axes: Axes, place: int, result: Result) -> None:
     if found is None:
         return
     axes.annotate(
-        formatting.times(found.time.median), (place, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom",
-        fontsize=9, fontweight="bold" if found.time.verdict == "beyond the noise" else "normal",
+        stats.format_times(found.time.median), (place, 1.0), xycoords=("data", "axes fraction"), ha="center",
+        va="bottom", fontsize=9, fontweight="bold" if found.time.verdict == "beyond the noise" else "normal",
     )  # fmt: skip
 
 
@@ -466,7 +467,7 @@ def _missing(results: Sequence[Result]) -> list[str]:
         for ending in result.endings:
             series = analysis.series_of(ending, result, results)
             how = f"goes to {series.sizes[-1]:,} {result.scenario.sizes_are}" if series else "not measured"
-            key = (formatting.series(ending.server, ending.transport), how, ending.reason)
+            key = (analysis.series_name(ending.server, ending.transport), how, ending.reason)
             found.setdefault(key, []).append(result.detail or "all")
     names: dict[str, list[str]] = {}
     for (name, how, reason), details in found.items():

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import run_file
-from bench.run_file import RunFile
+from bench.scale import results
+from bench.scale.results import RunFile
 from bench_factories import run, samples
 
 
@@ -16,9 +16,9 @@ def test_an_earlier_run_is_renamed_and_an_empty_run_replaces_nothing(tmp_path: P
     before, now = run(samples("uvloop", [1.0])), run(samples("libuv", [2.0]))
     for one in (before, run(), now, now, before):
         RunFile(tmp_path).write(one)
-    assert run_file.read(tmp_path / "run.json") == before
+    assert results.read(tmp_path / "run.json") == before
     renamed = [tmp_path / f"run-20261121T070000{suffix}.json" for suffix in ("", "-2", "-3")]
-    assert [run_file.read(path) for path in renamed] == [before, now, now]
+    assert [results.read(path) for path in renamed] == [before, now, now]
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -27,7 +27,7 @@ def test_another_file_is_renamed_too(tmp_path: Path) -> None:
     file = RunFile(tmp_path)
     for walls in ([1.0], [1.0, 2.0]):
         file.write(run(samples("uvloop", walls)))
-    assert len(run_file.read(tmp_path / "run.json").samples) == 2
+    assert len(results.read(tmp_path / "run.json").samples) == 2
     assert [path.read_text() for path in tmp_path.glob("run-*")] == ["mine"]
 
 
@@ -48,10 +48,10 @@ def test_an_invalid_file_is_rejected_in_one_line(tmp_path: Path, content: bytes,
     path = tmp_path / "run.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{path}: .*{why}[^\n]*$"):
-        run_file.read(path)
+        results.read(path)
 
 
 @pytest.mark.parametrize("name", ["run", "earlier"])
 def test_the_committed_runs_can_be_read(name: str) -> None:
-    found = run_file.read(Path(__file__).parents[2] / "bench" / "results" / f"{name}.json")
+    found = results.read(Path(__file__).parents[2] / "bench" / "results" / f"{name}.json")
     assert found.complete
