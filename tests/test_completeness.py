@@ -8,7 +8,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from conformance.script import Deed
 from conformance.vectors import libuv_vectors
 from properties.test_codec_properties import REPLIES, REQUESTS
 from support import LIMIT
-from tcpstore_async import PrefixStore, Store, TCPStore, serve
+from tcpstore_async import HashStore, PrefixStore, Store, TCPStore, serve
 from tcpstore_async.client import capabilities, requests
 from tcpstore_async.client.aio import AsyncTCPStore
+from tcpstore_async.client.methods import DECLARED, Methods
 from tcpstore_async.errors import PeerError
 from tcpstore_async.keyspace import Keyspace
 from tcpstore_async.limits import Limits
 from tcpstore_async.session import identity
-from tcpstore_async.session.history import History
+from tcpstore_async.session.history import _NO_VALUES, History
 from tcpstore_async.session.identity import LINKS, NAMES, SINGLE_LINKS
 from tcpstore_async.session.server import Engine, ServerSession
 from tcpstore_async.wire import codecs
@@ -80,30 +81,76 @@ def test_a_command_has_a_client_method(command: Command) -> None:
             f"no client sends {command.name}; without Flag.INTERNAL, the stores need methods"
         )
         return
-    missing = list(_methods_missing(command.method))
+    missing = list(_methods_missing(command))
     assert not missing, f"{command.name} is no internal command: add {'; '.join(missing)}"
 
 
 def _methods_missing(
-    method: str, sync: type[TCPStore] = TCPStore, asynchronous: type[AsyncTCPStore] = AsyncTCPStore
+    command: Command, sync: type[TCPStore] = TCPStore, asynchronous: type[AsyncTCPStore] = AsyncTCPStore
 ) -> Iterator[str]:
-    """Yield what users lack who want to call this method, and where to add it."""
+    """Yield what users lack who want to call this command's method, and where to add it."""
+    method = command.method
+    if method in DECLARED:
+        return
+    parts: list[tuple[type, str]] = [
+        (sync, "stores/tcp"), (PrefixStore, "stores/prefix"), (asynchronous, "client/aio")
+    ]  # fmt: skip
+    if not command.parks and not any(method in vars(kind) for kind, _ in parts):
+        yield f"Methods.{method} to client/methods.py"
+        return
     if f'BY_METHOD["{method}"]' not in (ROOT / "tcpstore_async" / "client" / "requests.py").read_text():
         yield f'a request with BY_METHOD["{method}"] to client/requests.py'
-    for store, file in ((Store, "base"), (sync, "tcp"), (PrefixStore, "prefix")):
-        if not inspect.isfunction(vars(store).get(method)):
-            yield f"{store.__name__}.{method} to stores/{file}.py"
-    if not inspect.iscoroutinefunction(getattr(asynchronous, method, None)):
-        yield f"AsyncTCPStore.{method} to client/aio.py"
-    if f"`{method}" not in (ROOT / "docs" / "reference.md").read_text():
-        yield f"`{method}(…)` to docs/reference.md"
+    for kind, file in ((Store, "stores/base"), *parts):
+        if not inspect.isfunction(vars(kind).get(method)):
+            yield f"{kind.__name__}.{method} to {file}.py"
 
 
 def test_missing_methods_are_named() -> None:
-    assert [text.partition(" to ")[2] for text in _methods_missing("meet")] == [
-        "stores/base.py", "stores/tcp.py", "stores/prefix.py", "client/aio.py", "docs/reference.md"
+    assert list(_methods_missing(BY_METHOD["attend"])) == ["Methods.attend to client/methods.py"]
+    assert [text.partition(" to ")[2] for text in _methods_missing(BY_METHOD["wait_count"])] == [
+        "stores/base.py", "stores/tcp.py", "stores/prefix.py", "client/aio.py"
     ]  # fmt: skip
-    assert "client/requests.py" in next(_methods_missing("no_such_method"))
+    unknown = Command(0xFF, "UNKNOWN", codecs.KEY, codecs.WAKE, "unknown", Flag.PARKS, "")
+    assert "client/requests.py" in next(_methods_missing(unknown))
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_declaration_is_a_method_of_every_store(name: str) -> None:
+    """With the parameters, the result type and the docstring that it declares."""
+    assert BY_METHOD[name].method == name
+    declared = vars(Methods)[name].call
+    for kind in (Store, TCPStore, PrefixStore, AsyncTCPStore):
+        method = getattr(kind, name)
+        assert method.__doc__ == declared.__doc__ is not None, f"Methods.{name} in client/methods.py has no docstring"
+        assert [*inspect.signature(method).parameters] == [*inspect.signature(declared).parameters]
+        assert inspect.signature(method).return_annotation == method.__annotations__["return"]
+        assert inspect.iscoroutinefunction(method) == (kind is AsyncTCPStore)
+
+
+SAMPLES = {"keys": ["k"], "values": ["v"]}
+"""Arguments by the names of parameters; others get text, or 1 if they are numbers."""
+
+
+def _samples(method: Callable[..., Any]) -> list[Any]:
+    """Return arguments for the parameters without defaults."""
+    parameters = [*inspect.signature(method).parameters.items()][1:]
+    return [
+        SAMPLES.get(name, 1 if one.annotation in (int, "int") else "k")
+        for name, one in parameters
+        if one.default is one.empty
+    ]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_view_puts_its_prefix_before_all_keys(name: str) -> None:
+    """So parameters that are keys have to be named `key` or `keys`."""
+    declared = vars(Methods)[name].call
+    store = HashStore()
+    setattr(store, name, functools.partial(declared, store))  # returns the request
+    command, fields = declared(store, *_samples(declared))[0]
+    _, prefixed = getattr(PrefixStore("p", store), name)(*_samples(declared))[0]
+    expected = [b"/p" + key for key in command.request.keys(fields)]
+    assert command.request.keys(prefixed) == expected, f"name the keys of Methods.{name} `key` or `keys`"
 
 
 def test_a_view_forwards_every_method() -> None:
@@ -135,10 +182,7 @@ async def _not_gated(
     method: str, sync: type[TCPStore] = TCPStore, asynchronous: type[AsyncTCPStore] = AsyncTCPStore
 ) -> list[str]:
     """Return which clients call a method of the extension on a server that does not have it."""
-    samples = {"key": "k", "keys": ["k"], "value": "v", "values": ["v"]}
-    signature = inspect.signature(getattr(sync, method))
-    needed = [name for name, one in signature.parameters.items() if one.default is one.empty and name != "self"]
-    arguments = [samples.get(name, 1) for name in needed]
+    arguments = _samples(getattr(sync, method))
     found: list[str] = []
 
     def call(port: int) -> None:
@@ -171,22 +215,21 @@ async def test_that_a_method_is_not_gated_is_noticed() -> None:
 
 @commands
 def test_who_wrote_a_value_is_noted(command: Command) -> None:
-    """Of a command that may enlarge the store: that it writes a value, or that it is one of these, which do not."""
+    """Of every command that changes what is stored under a key, but those that are known to change no value."""
     noted = History(Engine(Limits())).recorded(command.method, len) is not len
-    assert noted or not command.stores or command.method in ("queue_push", "meet", "attend"), (
-        f"{command.name}: session/history.py does not note what it writes"
-    )
+    assert noted == (command.mutates and command.method not in _NO_VALUES) or command.method == "cancel_wait"
 
 
 @commands
 def test_a_command_has_codecs_for_both_directions(command: Command) -> None:
-    """That they round-trip is shown in tests/properties/test_codec_properties.py, for every codec listed there."""
+    """That they round-trip is shown in tests/properties/test_codec_properties.py, for every codec."""
     shown = {id(getattr(codecs, name)) for name, _ in [*REQUESTS, *REPLIES]}
     assert id(command.request) in shown
     assert id(command.reply) in shown
     assert type(command.request).decode is not RequestCodec.decode
     assert type(command.request).encode is not RequestCodec.encode
     assert type(command.reply).decode is not ReplyCodec.decode
+    assert command.reply.measure is None or command.method == "list_keys", "Engine._list_keys would execute it"
 
 
 @functools.cache

@@ -1,9 +1,9 @@
-"""Write the table of methods into docs/compatibility.md: `python tools/make_method_table.py`.
+"""Write the methods into docs/compatibility.md and docs/reference.md: `python tools/make_method_table.py`.
 
-The classes tell which store has which method. The differences from PyTorch's stores are declared here, each with the
-probes that show it. tests/contract/test_table.py checks that the page is up to date and runs
-tests/contract/table_probes.py on PyTorch's stores and on ours: the results differ where the table says so, and nowhere
-else.
+The classes tell which store has which method, and the docstrings of `Store` what they do. The differences from
+PyTorch's stores are declared here, each with the probes that show it. tests/contract/test_table.py checks that the
+pages are up to date and runs tests/contract/table_probes.py on PyTorch's stores and on ours: the results differ where
+the table says so, and nowhere else.
 
 Not probed, because PyTorch's behaviour is unsafe or not deterministic:
 
@@ -15,11 +15,15 @@ Not probed, because PyTorch's behaviour is unsafe or not deterministic:
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
-from tcpstore_async import AsyncTCPStore, FileStore, HashStore, PrefixStore, TCPStore
+from tcpstore_async import AsyncTCPStore, FileStore, HashStore, PrefixStore, Store, TCPStore
+from tcpstore_async.client.methods import DECLARED
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+COMPATIBILITY, REFERENCE = DOCS / "compatibility.md", DOCS / "reference.md"
 BEGIN, END = "<!-- methods -->", "<!-- /methods -->"
 
 STORES: tuple[type, ...] = (TCPStore, FileStore, HashStore, PrefixStore, AsyncTCPStore)
@@ -273,16 +277,36 @@ def render_methods() -> str:
     return "\n".join(lines)
 
 
-def put(page: str) -> str:
-    """Return the page with the table in place, or at its end if it has no place for it."""
-    table = f"{BEGIN}\n\n{render_methods()}\n\n{END}"
-    if BEGIN not in page:
-        return f"{page or '# Compatibility'}\n## Methods\n\n{table}\n".replace(
-            "# Compatibility\n##", "# Compatibility\n\n##"
-        )
+OF_THE_STORE = ("timeout", "set_timeout", "has_extended_api", "clone", "close")
+"""Members of `Store` that concern the store as a whole: the last rows of the reference."""
+
+RETURNS: dict[Any, str] = {None: "–", list[str]: "list of str", list[bytes]: "list of bytes", "Store": "a store"}
+"""How the reference writes types, if not by their names."""
+
+
+def render_reference() -> str:
+    """Return the table of what the methods of every store do, from their signatures and docstrings."""
+    names = [name for name in (*vars(Store), *DECLARED) if not name.startswith("_")]
+    names.sort(key=lambda name: OF_THE_STORE.index(name) if name in OF_THE_STORE else -1)
+    return "\n".join(["| method | returns | |", "|---|---|---|", *map(_reference_row, names)])
+
+
+def _reference_row(name: str) -> str:
+    member = getattr(Store, name)
+    function: Any = member.fget if isinstance(member, property) else member
+    signature = inspect.signature(function)
+    given = ", ".join(str(one.replace(annotation=one.empty)) for one in [*signature.parameters.values()][1:])
+    call = name if isinstance(member, property) else f"{name}({given})"
+    returns = RETURNS.get(signature.return_annotation) or signature.return_annotation.__name__
+    return f"| `{call}` | {returns} | {' '.join(function.__doc__.split())} |"
+
+
+def put(page: str, table: str) -> str:
+    """Return the page with the table in its place."""
     before, _, rest = page.partition(BEGIN)
-    return before + table + rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(put(PAGE.read_text() if PAGE.exists() else ""))
+    for page, table in ((COMPATIBILITY, render_methods()), (REFERENCE, render_reference())):
+        page.write_text(put(page.read_text(), table))

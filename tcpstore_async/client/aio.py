@@ -29,6 +29,7 @@ from .async_connection import AsyncConnection
 from .client_info import introduction
 from .connect import connect, lost_error
 from .credentials import find_token
+from .methods import AsyncMethods
 from .requests import ANOTHER, Request
 from .resume import resume
 from .store_name import StoreEndedError, StoreName, find_server, name_of
@@ -51,7 +52,7 @@ class _CallDeadline(Deadline):
         return StoreTimeoutError(requests.timeout_message(self._request, self._seconds))
 
 
-class AsyncTCPStore:
+class AsyncTCPStore(AsyncMethods):
     """A client of a TCPStore server for asyncio, created by `connect` and bound to the loop that created it.
 
     The methods are those of `torch.distributed.TCPStore`, with `await`. Each raises StoreTimeoutError, which is a
@@ -250,10 +251,6 @@ class AsyncTCPStore:
     async def delete_key(self, key: Text) -> bool:
         """Remove a key; return whether it existed."""
         return bool(await self._call(requests.delete_key(key)) == 1)
-
-    async def num_keys(self) -> int:
-        """Return the number of keys, including PyTorch's own counter of workers."""
-        return int(await self._call(requests.NUM_KEYS))
 
     async def list_keys(self) -> list[str]:
         """Return all keys, unordered, without PyTorch's own. Raises UnicodeDecodeError if one is not UTF-8."""
@@ -522,6 +519,13 @@ class AsyncTCPStore:
             opening.result()
 
     # Making calls
+
+    def _send(self, request: Request) -> Awaitable[Any]:
+        return self._send_of_extension(request) if request[0].since else self._call(request)
+
+    async def _send_of_extension(self, request: Request) -> Any:
+        await self._require(capabilities.EXTENSION, request)
+        return await self._call(request)
 
     def _call(self, request: Request) -> Awaitable[Any]:
         """Make a call that the server answers at once, or not at all."""

@@ -18,37 +18,7 @@ import msgspec
 from ..limits import GIB, MIB
 from ..values import INT64_MAX, INT64_MIN, PREFIX, Framed
 from ..version import VERSION
-from ..wire.codecs import (
-    CANCELED,
-    COUNTED_KEYS,
-    DEFERRED_POPPED,
-    DEFERRED_VALUE,
-    ECHO,
-    I64,
-    ITEMS,
-    KEY,
-    KEY_I64,
-    KEY_VALUE,
-    KEY_VALUE_2_I64,
-    KEY_VALUE_3_I64,
-    KEY_VALUE_VALUE,
-    KEYS,
-    NAMED_VALUES,
-    NO_REPLY,
-    NO_VALUE,
-    NOTHING,
-    NUMBER,
-    POPPED,
-    PRESENCE,
-    TOKEN,
-    U32,
-    VALUE,
-    VALUES,
-    WAKE,
-    Fields,
-    ReplyCodec,
-    RequestCodec,
-)
+from ..wire.codecs import NO_REPLY, VALUES, Fields, ReplyCodec, RequestCodec
 from ..wire.commands import COMMANDS, Command
 
 FORMAT: Final = "tcpstore-recording"
@@ -67,41 +37,22 @@ _MOST_BYTES: Final = 4 * GIB
 
 Row = list[Any]
 
+_RECORDED_AS: Final = {"u": "", "t": "", "m": "i"}
+"""Kinds of fields that are recorded as another kind, or not at all, like tokens."""
+
 FIELDS: Final[dict[RequestCodec, str]] = {
-    NOTHING: "",
-    U32: "",
-    I64: "n",
-    KEY: "k",
-    KEY_I64: "kn",
-    KEY_VALUE: "kv",
-    KEY_VALUE_2_I64: "kvnn",
-    KEY_VALUE_3_I64: "kvnnn",
-    KEY_VALUE_VALUE: "kvv",
-    KEYS: "l",
-    ITEMS: "i",
-    NAMED_VALUES: "i",
-    TOKEN: "",
+    command.request: "".join([_RECORDED_AS.get(kind, kind) for kind in command.request.kinds]) for command in COMMANDS
 }
-"""What a request's row holds, by codec: `n` a number, `k` a key, `l` a list of keys, `v` a value, `i` pairs of key and
-value; keys, lists and values by their numbers."""
+"""What a request's row holds, by codec: the kinds of its fields, as `FIELD_LAYOUTS` of `wire/codecs.py` has them; keys,
+lists and values by their numbers."""
+
+_RECORDED_REPLIES: Final = "nbvwcp"
 
 REPLIES: Final[dict[ReplyCodec, str]] = {
-    NO_REPLY: "",
-    ECHO: "",
-    WAKE: "",
-    CANCELED: "",
-    NO_VALUE: "",
-    NUMBER: "n",
-    PRESENCE: "b",
-    VALUE: "v",
-    DEFERRED_VALUE: "v",
-    VALUES: "w",
-    COUNTED_KEYS: "c",
-    POPPED: "p",
-    DEFERRED_POPPED: "p",
+    command.reply: command.reply.kind if command.reply.kind in _RECORDED_REPLIES else "" for command in COMMANDS
 }
-"""What a reply's row holds, by codec: `n` a number, `b` true or false, `v` a value, `w` a list of values, `c` a number
-of keys and of bytes, `p` a length and perhaps a value."""
+"""What a reply's row holds, by codec: the kind of its result, unless that is always the same; of a list of keys, their
+number and that of their bytes."""
 
 _LEAST_FIELDS: Final = {"": 0, "c": 2}
 """Fields of a reply's row, if not one."""
@@ -164,7 +115,7 @@ class RowEncoder:
     def add_request(self, now: float, connection: int, command: Command, fields: Fields) -> None:
         """Add a request."""
         row: Row = []
-        for kind, field in zip(FIELDS[command.request], fields, strict=False):
+        for kind, field in zip(command.request.kinds, fields, strict=True):
             if kind == "n":
                 row.append(field)
             elif kind == "k":
@@ -173,7 +124,7 @@ class RowEncoder:
                 row.append(self._value(field))
             elif kind == "l":
                 row.append(self._list(field))
-            else:
+            elif kind in ("i", "m"):
                 row.append([[self._key(key), self._value(value)] for key, value in field])
         self.add(now, connection, command.name, *row)
 

@@ -17,7 +17,7 @@ from ..incremental import FreeDict
 from ..keys import BARRIER_LAST, BARRIER_MEMBERS
 from ..values import Framed
 from ..wire.codecs import Handler
-from ..wire.commands import WORKERS_KEY
+from ..wire.commands import BY_METHOD, WORKERS_KEY, Command
 
 if TYPE_CHECKING:
     from .server import Engine, ServerSession
@@ -59,9 +59,12 @@ _MOST_ITEMS: Final = 1000
 
 
 _RECORDED: Final = frozenset(
-    ("set", "append", "add", "compare_set", "multi_set", "delete_key", "barrier", "join", "cancel_wait")
+    ("set", "append", "add", "compare_set", "multi_set", "delete_key", "barrier", "cancel_wait")
 )
-"""Methods of which something is noted."""
+"""Methods of which something is noted that their rows do not tell."""
+
+_NO_VALUES: Final = frozenset(("queue_push", "queue_pop", "lease", "lease_later", "meet", "attend"))
+"""Methods that change what is stored under a key, but no value."""
 
 
 class Barrier:
@@ -206,7 +209,10 @@ class History:
         Nothing is noted of a command that raises. The keyspace's own methods are called without a detour.
         """
         if method not in _RECORDED:
-            return call
+            command = BY_METHOD[method]
+            if not command.mutates or method in _NO_VALUES:
+                return call
+            return lambda *fields: self._changed(command, command.request.keys(fields), call(*fields))
         if getattr(call, "__self__", None) is self.keyspace:
             if method == "set":
                 return self._set
@@ -226,8 +232,6 @@ class History:
             return lambda key: self._deleted(key, call(key))
         if method == "barrier":
             return lambda key, size: self._entered(key, call(key, size))
-        if method == "join":
-            return lambda key, token: self._wrote(key, call(key, token))
         assert method == "cancel_wait"
         return lambda: self._canceled(call)
 
@@ -299,6 +303,15 @@ class History:
         if result:
             self._note(key, False)
             self._forget_barrier(key)
+        return result
+
+    def _changed(self, command: Command, keys: list[bytes], result: Any) -> Any:
+        """Note what a command has done to values, as far as its row tells."""
+        for key in keys[:_MOST_ITEMS]:
+            if key not in self.keyspace.values:
+                self._deleted(key, None)
+            elif command.stores:
+                self._note(key, False)
         return result
 
     def _canceled(self, call: Handler) -> Any:

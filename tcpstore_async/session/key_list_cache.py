@@ -15,7 +15,7 @@ from ..keyspace import Keyspace
 from ..limits import MIB, Limits
 from ..values import PREFIX
 from ..waiter_types import KeyList
-from ..wire.codecs import KEY, KEYS, CountedList, Handler, PartialList, PartialRequest, alone, key_stop, take_keys
+from ..wire.codecs import KEY, CountedList, Handler, PartialList, PartialRequest, alone, key_stop, take_keys
 from .budget import Budget
 
 FEWEST: Final = 4
@@ -116,7 +116,7 @@ class SharedKeys(CountedList):
     """The codec of a request that names keys. Lists of several keys are looked for among the known ones."""
 
     def __init__(self, cache: KeyListCache, call: Handler) -> None:
-        super().__init__(KEY, KEYS.layout, alone)
+        super().__init__("l", KEY, alone)
         self.cache = cache
         self.call = call
         """Executes the command for a `KeyList`."""

@@ -233,8 +233,9 @@ class Engine:
     def _make_slot(self, command: Command) -> _Slot:
         known = self.root.commands[command.opcode]
         slot = _Slot(command, self._method(command, command.method), Tally() if known is None else known.tally)
-        if command.request is KEYS:
-            slot.request = SharedKeys(self.key_lists, self._method(command, command.method + "_shared"))
+        shared = command.method + "_shared"
+        if command.request is KEYS and hasattr(self.keyspace, shared):
+            slot.request = SharedKeys(self.key_lists, self._method(command, shared))
         if self.history is not None:
             slot.call = self.history.recorded(command.method, slot.call)
         if self._monitors:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, TypeVar
 
+from ..client.methods import SyncMethods
 from ..coercion import Text, Timeout, to_bytes, to_bytes_list, to_int64, to_pairs, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..keys import BARRIER_LAST, BARRIER_MEMBERS
@@ -16,7 +17,7 @@ from ..keys import BARRIER_LAST, BARRIER_MEMBERS
 Self = TypeVar("Self", bound="Store")
 
 
-class Store:
+class Store(SyncMethods):
     """A key-value store shared by the ranks of a job, with the methods of `torch.distributed.Store`.
 
     Keys and values are bytes, bytearray, or str, which is encoded as UTF-8; values are returned as bytes. A timeout is
@@ -59,7 +60,7 @@ class Store:
         raise NotImplementedError
 
     def add(self, key: Text, amount: int) -> int:
-        """Add to a counter, which starts at 0, and return the sum."""
+        """Add to a counter, which starts at 0, and return the sum. A value that is not a number is an error."""
         raise NotImplementedError
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
@@ -79,10 +80,6 @@ class Store:
 
     def delete_key(self, key: Text) -> bool:
         """Remove a key; return whether it existed."""
-        raise NotImplementedError
-
-    def num_keys(self) -> int:
-        """Return the number of keys, including those that PyTorch keeps for itself, as in PyTorch."""
         raise NotImplementedError
 
     def list_keys(self) -> list[str]:
@@ -110,7 +107,7 @@ class Store:
             self.set(key, value)
 
     def queue_push(self, key: Text, value: Text) -> None:
-        """Append an item to a queue."""
+        """Append an item to a queue; one caller will get it."""
         raise NotImplementedError(NO_QUEUES)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
@@ -127,9 +124,9 @@ class Store:
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         """Block until `world_size` calls have arrived at this key. It is never reset: use a new key for every round.
 
-        Raises StoreTimeoutError; a call that times out stays counted. As in PyTorch's base class, two keys named after
-        `key` implement it, unless the store has something better.
+        Raises StoreTimeoutError; a call that times out stays counted.
         """
+        # As in PyTorch's base class, two keys named after `key`, for stores that have nothing better.
         name = to_bytes("key", key)
         size = to_int64("world_size", world_size)
         limit = self.timeout if timeout is None else timedelta(seconds=to_seconds("timeout", timeout))

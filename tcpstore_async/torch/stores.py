@@ -55,8 +55,10 @@ _timeout_in_cpp: Final[Callable[[Any], timedelta]] = cast(Any, dist.Store).timeo
 
 _FORWARDED: Final = tuple(
     name
-    for name, member in vars(base.Store).items()
-    if callable(member) and not name.startswith("_") and name not in ("clone", "close", "set_timeout")
+    for name in dir(base.Store)
+    if callable(getattr(base.Store, name))
+    and not name.startswith("_")
+    and name not in ("clone", "close", "set_timeout")
 )
 """The methods that call the plain store's and do nothing else; a new one of `base.Store` is one of them."""
 

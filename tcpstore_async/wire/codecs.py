@@ -49,6 +49,20 @@ _PAIR_BYTES: Final = 160
 """Bytes counted for a key and a value of an incomplete list."""
 
 
+FIELD_LAYOUTS: Final = {
+    "u": "u32",
+    "n": "i64",
+    "k": "key",
+    "v": "value",
+    "t": "value",
+    "l": "u64 *n*, *n* × key",
+    "i": "u64 *n*, *n* × (key, value)",
+    "m": "u64 *n*, *n* × (name, value)",
+}
+"""Kinds of fields in requests: a 32-bit number, a number, a key, a value, a token, a list of keys, pairs of key and
+value, pairs of name and value. The texts are for `docs/wire.md`."""
+
+
 class PartialRequest:
     """The state of a request that has been decoded in part."""
 
@@ -76,14 +90,15 @@ class PartialRequest:
 class RequestCodec:
     """The layout of a request's fields, which follow the opcode."""
 
-    arity: int = 1
-    """The number of fields."""
-
-    layout: str = ""
-    """The fields as `docs/wire.md` writes them."""
-
-    names_keys: bool = False
-    """Whether there are keys among the fields."""
+    def __init__(self, kinds: str) -> None:
+        self.kinds: Final = kinds
+        """What each field is, by the letters of `FIELD_LAYOUTS`."""
+        self.arity: Final = len(kinds)
+        """The number of fields."""
+        self.layout: Final = ", ".join([FIELD_LAYOUTS[kind] for kind in kinds])
+        """The fields as `docs/wire.md` writes them."""
+        self.names_keys: Final = not {"k", "l", "i"}.isdisjoint(kinds)
+        """Whether there are keys among the fields."""
 
     def keys(self, fields: Fields) -> list[bytes]:
         """Return the keys among the fields."""
@@ -112,8 +127,7 @@ class _BeginsWithKey(RequestCodec):
 
 class _Nothing(RequestCodec):
     def __init__(self) -> None:
-        self.arity = 0
-        self.layout = ""
+        super().__init__("")
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         return call(), at
@@ -124,7 +138,7 @@ class _Nothing(RequestCodec):
 
 class _U32Field(RequestCodec):
     def __init__(self) -> None:
-        self.layout = "u32"
+        super().__init__("u")
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         stop = at + 4
@@ -138,7 +152,7 @@ class _U32Field(RequestCodec):
 
 class _I64Field(RequestCodec):
     def __init__(self) -> None:
-        self.layout = "i64"
+        super().__init__("n")
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         stop = at + 8
@@ -180,8 +194,7 @@ def _value_stop(data: bytes, at: int, end: int, limits: Limits) -> int:
 
 class _Key(_BeginsWithKey):
     def __init__(self) -> None:
-        self.names_keys = True
-        self.layout = "key"
+        super().__init__("k")
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
@@ -197,9 +210,7 @@ class _Key(_BeginsWithKey):
 
 class _KeyI64(_BeginsWithKey):
     def __init__(self) -> None:
-        self.names_keys = True
-        self.arity = 2
-        self.layout = "key, i64"
+        super().__init__("kn")
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
         start = at + 8
@@ -214,11 +225,11 @@ class _KeyI64(_BeginsWithKey):
         return pack(fields[0]) + _I64.pack(fields[1])
 
 
-class _ShortValue(RequestCodec):
+class _Token(RequestCodec):
     """A value with a maximum length of its own, in bytes."""
 
     def __init__(self, most: int) -> None:
-        self.layout = "value"
+        super().__init__("t")
         self.most = most
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
@@ -240,9 +251,7 @@ class _KeyValues(_BeginsWithKey):
     """A key and one or more values."""
 
     def __init__(self, values: int, large: bool) -> None:
-        self.names_keys = True
-        self.arity = 1 + values
-        self.layout = "key" + ", value" * values
+        super().__init__("k" + "v" * values)
         self.large = large
         """Whether a large value may be received as a `LargeValue`."""
 
@@ -302,9 +311,7 @@ class _KeyValueNumbers(_BeginsWithKey):
     """A key, a short value and numbers."""
 
     def __init__(self, numbers: int) -> None:
-        self.names_keys = True
-        self.arity = 2 + numbers
-        self.layout = "key, value" + ", i64" * numbers
+        super().__init__("kv" + "n" * numbers)
         self.numbers = Struct(f"<{numbers}q")
 
     def decode(self, call: Handler, data: bytes, at: int, end: int, limits: Limits) -> tuple[Any, int]:
@@ -395,9 +402,8 @@ def _pair(key: bytes, value: Framed) -> tuple[bytes, Framed]:
 class CountedList(RequestCodec):
     """A count and as many items."""
 
-    def __init__(self, item: RequestCodec, layout: str, pick: Handler, names_keys: bool = True) -> None:
-        self.layout = f"u64 *n*, *n* × {layout}"
-        self.names_keys = names_keys
+    def __init__(self, kind: str, item: RequestCodec, pick: Handler) -> None:
+        super().__init__(kind)
         self.item = item
         self.pick = pick
         """Makes a list item from its fields."""
@@ -498,6 +504,10 @@ class PartialList(PartialRequest):
 class ReplyCodec:
     """The layout of a reply."""
 
+    kind: str = ""
+    """What the result is: `u` a 32-bit number, `n` a number, `b` true or false, `d` true, `v` a value, `a` its absence,
+    `w` a list of values, `c` a list of keys, `p` a length and perhaps a value; empty for nothing."""
+
     layout: str = ""
     """The reply as `docs/wire.md` writes it."""
 
@@ -559,6 +569,7 @@ class _NoReply(ReplyCodec):
 
 class _Echo(ReplyCodec):
     def __init__(self) -> None:
+        self.kind = "u"
         self.layout = "u32"
         self.encode = _U32.pack
 
@@ -571,6 +582,7 @@ class _Echo(ReplyCodec):
 
 class _Number(ReplyCodec):
     def __init__(self) -> None:
+        self.kind = "n"
         self.layout = "i64"
         self.encode = _I64.pack
 
@@ -591,7 +603,8 @@ WAIT_CANCELED: Final = 1
 class _Byte(ReplyCodec):
     """One byte: `yes` for a true result, `no` for a false one; if `no` is None, a false one has no reply."""
 
-    def __init__(self, yes: int, no: int | None, layout: str, error: str) -> None:
+    def __init__(self, kind: str, yes: int, no: int | None, layout: str, error: str) -> None:
+        self.kind = kind
         self.layout = layout
         self.yes = yes
         self.no = no
@@ -621,6 +634,7 @@ def _framed_stop(data: bytes, at: int, end: int) -> int:
 
 class _Value(ReplyCodec):
     def __init__(self, layout: str) -> None:
+        self.kind = "v"
         self.layout = layout
         self.encode = None
 
@@ -635,6 +649,7 @@ class _NoValue(ReplyCodec):
     """The end of a FETCH without a value: a length that no value has."""
 
     def __init__(self) -> None:
+        self.kind = "a"
         self.layout = "8 bytes `ff`"
         self.encode = None
 
@@ -651,6 +666,7 @@ class _Values(ReplyCodec):
     """One value for each key of the request."""
 
     def __init__(self) -> None:
+        self.kind = "w"
         self.layout = "*n* × value"
         self.encode = None
         self.in_pieces = True
@@ -663,6 +679,7 @@ class _CountedKeys(ReplyCodec):
     """A count and as many keys."""
 
     def __init__(self) -> None:
+        self.kind = "c"
         self.layout = "i64 *n*, *n* × key"
         self.encode = _encode_keys
         self.measure = _measure_keys
@@ -693,6 +710,7 @@ class _Popped(ReplyCodec):
     """A length and, if it is more than 0, a value."""
 
     def __init__(self, layout: str, encode: Callable[[Any], Any]) -> None:
+        self.kind = "p"
         self.layout = layout
         self.encode = encode
         self.in_pieces = True
@@ -728,17 +746,17 @@ KEY_VALUE: Final[RequestCodec] = _KeyValue(1, large=True)
 KEY_VALUE_VALUE: Final[RequestCodec] = _KeyValues(2, large=True)
 KEY_VALUE_2_I64: Final[RequestCodec] = _KeyValueNumbers(2)
 KEY_VALUE_3_I64: Final[RequestCodec] = _KeyValueNumbers(3)
-KEYS: Final[RequestCodec] = CountedList(KEY, "key", alone)
-ITEMS: Final[RequestCodec] = CountedList(_KeyValue(1, large=False), "(key, value)", _pair)
-NAMED_VALUES: Final[RequestCodec] = CountedList(_KeyValue(1, large=False), "(name, value)", _pair, names_keys=False)
-TOKEN: Final[RequestCodec] = _ShortValue(MAX_TOKEN)
+KEYS: Final[RequestCodec] = CountedList("l", KEY, alone)
+ITEMS: Final[RequestCodec] = CountedList("i", _KeyValue(1, large=False), _pair)
+NAMED_VALUES: Final[RequestCodec] = CountedList("m", _KeyValue(1, large=False), _pair)
+TOKEN: Final[RequestCodec] = _Token(MAX_TOKEN)
 
 NO_REPLY: Final[ReplyCodec] = _NoReply()
 ECHO: Final[ReplyCodec] = _Echo()
 NUMBER: Final[ReplyCodec] = _Number()
-PRESENCE: Final[ReplyCodec] = _Byte(READY, NOT_READY, "u8: 0 or 1", "ready or not_ready response expected")
-WAKE: Final[ReplyCodec] = _Byte(STOP_WAITING, None, "u8: 0, now or later", "Stop_waiting response is expected")
-CANCELED: Final[ReplyCodec] = _Byte(WAIT_CANCELED, None, "u8: 1", "wait_canceled response is expected")
+PRESENCE: Final[ReplyCodec] = _Byte("b", READY, NOT_READY, "u8: 0 or 1", "ready or not_ready response expected")
+WAKE: Final[ReplyCodec] = _Byte("d", STOP_WAITING, None, "u8: 0, now or later", "Stop_waiting response is expected")
+CANCELED: Final[ReplyCodec] = _Byte("d", WAIT_CANCELED, None, "u8: 1", "wait_canceled response is expected")
 VALUE: Final[ReplyCodec] = _Value("value")
 DEFERRED_VALUE: Final[ReplyCodec] = _Value("value, now or later")
 NO_VALUE: Final[ReplyCodec] = _NoValue()

@@ -51,34 +51,15 @@ class Broken(AssertionError):
 # The client's session
 
 ASKED = [command for command in COMMANDS if command.method != "validate"]
-_FIELDS: dict[str, tuple[Any, ...]] = {
-    "_U32Field": (7,),
-    "_I64Field": (3,),
-    "_Key": (b"/k",),
-    "_KeyI64": (b"/k", 3),
-    "_Nothing": (),
-}
 
 
 def _fields(command: Command, count: int) -> tuple[Any, ...]:
-    keys, values = [b"/k"] * count, [(b"/k", pack(b"v"))] * count
-    by_method: dict[str, tuple[Any, ...]] = {"check": (keys,), "wait": (keys,), "multi_get": (keys,)}
-    by_method |= {
-        "multi_set": (values,),
-        "introduce": (values,),
-        "enter": ([(b"name", pack(b"a")), (b"owner", pack(b"o"))],),
-        "link": (values,),
-        "missing": ([(b"/k", pack(b""))] * count,),
-        "compare_set": (b"/k", pack(b""), pack(b"v")),
-    }
-    by_method |= dict.fromkeys(("set", "append", "queue_push", "join"), (b"/k", pack(b"v")))
-    by_method |= {
-        "auth": (pack(b"t"),),
-        "link": (values,),
-        "meet": (b"/k", pack(b"a"), 1, 2, -1),
-        "attend": (b"/k", pack(b"a"), 1, 5),
-    }
-    return by_method.get(command.method) or _FIELDS[type(command.request).__name__]
+    """Return fields for a command; so many items, if one is a list."""
+    if command.method == "enter":
+        return ([(b"name", pack(b"a")), (b"owner", pack(b"o"))],)
+    keys, pairs = [b"/k"] * count, [(b"/k", pack(b"v"))] * count
+    samples = {"u": 7, "n": 3, "k": b"/k", "v": pack(b"v"), "t": pack(b"t"), "l": keys, "i": pairs, "m": pairs}
+    return tuple(samples[kind] for kind in command.request.kinds)
 
 
 def client_session(program: bytes) -> None:

@@ -21,36 +21,42 @@ values = st.binary(max_size=60).map(pack)
 i64 = st.integers(-(2**63), 2**63 - 1)
 u32 = st.integers(0, 2**32 - 1)
 
+pairs = st.lists(st.tuples(keys, values), max_size=8)
+
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "u": u32,
+    "n": i64,
+    "k": keys,
+    "v": values,
+    "t": values,
+    "l": st.lists(keys, max_size=8),
+    "i": pairs,
+    "m": pairs,
+}
+"""By kind of field."""
+
+RESULTS: dict[str, st.SearchStrategy[Any]] = {
+    "": st.none(),
+    "u": u32,
+    "n": i64,
+    "b": st.booleans(),
+    "d": st.just(True),
+    "v": values,
+    "a": st.just(ABSENT),
+    "w": st.lists(values, max_size=8),
+    "c": st.lists(keys, max_size=8),
+    "p": st.just((0, None)) | st.just((-1, None)) | st.tuples(st.integers(1, 2**62), values),
+}
+"""By kind of reply."""
+
 REQUESTS: list[tuple[str, st.SearchStrategy[tuple[Any, ...]]]] = [
-    ("NOTHING", st.tuples()),
-    ("U32", st.tuples(u32)),
-    ("I64", st.tuples(i64)),
-    ("KEY", st.tuples(keys)),
-    ("KEY_I64", st.tuples(keys, i64)),
-    ("KEY_VALUE", st.tuples(keys, values)),
-    ("KEY_VALUE_VALUE", st.tuples(keys, values, values)),
-    ("KEY_VALUE_2_I64", st.tuples(keys, values, i64, i64)),
-    ("KEY_VALUE_3_I64", st.tuples(keys, values, i64, i64, i64)),
-    ("KEYS", st.tuples(st.lists(keys, max_size=8))),
-    ("TOKEN", st.tuples(values)),
-    ("NAMED_VALUES", st.tuples(st.lists(st.tuples(keys, values), max_size=8))),
-    ("ITEMS", st.tuples(st.lists(st.tuples(keys, values), max_size=8))),
+    (name, st.tuples(*[FIELDS[kind] for kind in codec.kinds]))
+    for name, codec in vars(codecs).items()
+    if isinstance(codec, RequestCodec)
 ]
 
 REPLIES: list[tuple[str, st.SearchStrategy[Any]]] = [
-    ("NO_REPLY", st.none()),
-    ("ECHO", u32),
-    ("NUMBER", i64),
-    ("PRESENCE", st.booleans()),
-    ("WAKE", st.just(True)),
-    ("CANCELED", st.just(True)),
-    ("VALUE", values),
-    ("DEFERRED_VALUE", values),
-    ("NO_VALUE", st.just(ABSENT)),
-    ("VALUES", st.lists(values, max_size=8)),
-    ("COUNTED_KEYS", st.lists(keys, max_size=8)),
-    ("POPPED", st.just((0, None)) | st.tuples(st.integers(1, 2**62), values)),
-    ("DEFERRED_POPPED", st.just((0, None)) | st.just((-1, None)) | st.tuples(st.integers(1, 2**62), values)),
+    (name, RESULTS[codec.kind]) for name, codec in vars(codecs).items() if isinstance(codec, ReplyCodec)
 ]
 
 
@@ -75,8 +81,8 @@ def encoded_reply(reply: ReplyCodec, result: Any) -> bytes:
 
 
 def test_every_codec_is_tried() -> None:
-    names = {name for name in vars(codecs) if isinstance(getattr(codecs, name), RequestCodec | ReplyCodec)}
-    assert names == {name for name, _ in REQUESTS} | {name for name, _ in REPLIES}
+    assert {"NOTHING", "KEY_VALUE", "ITEMS"} <= {name for name, _ in REQUESTS}
+    assert {"NO_REPLY", "VALUE", "POPPED"} <= {name for name, _ in REPLIES}
 
 
 @pytest.mark.parametrize(("name", "fields"), REQUESTS)

@@ -116,7 +116,7 @@ def test_every_method_from_python(store: Any) -> None:
     assert isinstance(store, dist.Store)
 
 
-PUBLIC = [name for name, member in vars(tcpstore_async.Store).items() if inspect.isfunction(member) and name[0] != "_"]
+PUBLIC = [name for name, _ in inspect.getmembers(tcpstore_async.Store, inspect.isfunction) if name[0] != "_"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

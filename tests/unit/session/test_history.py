@@ -18,6 +18,8 @@ from tcpstore_async.errors import ProtocolError
 from tcpstore_async.limits import Limits
 from tcpstore_async.session.history import History
 from tcpstore_async.session.server import Engine, ServerSession
+from tcpstore_async.wire import codecs
+from tcpstore_async.wire.commands import BY_METHOD, STORES, Command, Flag
 
 
 def by(world: World, key: bytes) -> tuple[int, float] | None:
@@ -109,6 +111,26 @@ def test_whatever_executes_a_command_is_called() -> None:
         world.history.recorded(method, lambda *given: called.append(given))(*[b"/k", 1][:fields])
     assert [len(given) for given in called] == [2, 2, 2, 1, 1]
     assert not world.engine.keyspace.values
+
+
+@pytest.mark.parametrize(("flags", "expected"), [(STORES, (1, 5.0)), (Flag.MUTATES, (0, 0.0))])
+def test_what_the_row_of_a_new_command_tells(flags: Flag, expected: tuple[int, float]) -> None:
+    """One that may enlarge the store has written the value; after any other, the value may be gone."""
+    world = World()
+    world.connect(0)
+    world.connect(1)
+    command = Command(0x7F, "NEW", codecs.KEY, codecs.NO_REPLY, "new", flags, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BY_METHOD, "new", command)
+        new = world.history.recorded("new", world.engine.keyspace.values.get)
+        delete = world.history.recorded("new", world.engine.keyspace.values.pop)
+    world.set(0, b"/k")
+    world.history.now = 5.0
+    world.engine.serving = world.sessions[1]
+    new(b"/k")
+    assert by(world, b"/k") == expected
+    delete(b"/k")
+    assert by(world, b"/k") is None
 
 
 def test_a_command_that_fails_is_not_noted() -> None:
