@@ -25,7 +25,8 @@ from ..limits import Limits
 from ..serving import build
 from ..version import VERSION
 from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store_option
-from .client import OTHER_SERVER, ClientContext, client_command, ping_milliseconds
+from .client import ping_milliseconds
+from .context import OTHER_SERVER, ClientContext, client_command
 from .output import escape, print_json, print_result, to_json
 
 _FIRST_INTERVAL: Final = 0.3

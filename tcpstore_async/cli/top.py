@@ -22,7 +22,7 @@ from ..diagnosis.rates import Interval, Look, between
 from ..interrupts import die_of
 from ..keys import caller_key
 from .asking import admin_option, asked, in_bytes, in_seconds, store_option
-from .client import ClientContext, client_command
+from .context import ClientContext, client_command
 from .look import look_at, store_figures
 from .output import escape, print_json
 

@@ -36,7 +36,8 @@ from .credentials import TOKEN, TOKEN_FILE, find_token
 from .forwarding import ForwardedConnection
 from .server_url import ServerUrl
 from .store_name import StoreName
-from .tls import CA, CERT, KEY, ClientTls, files_from_environment
+from .tls import ClientTls
+from .tls_settings import CA, CERT, KEY, files_from_environment
 
 _VALIDATE_BYTES: Final = 5
 _BACKLOG: Final = 128

@@ -45,7 +45,7 @@ from ..client.credentials import find_token
 from ..client.named_ports import LastingPort
 from ..client.server_url import ServerUrl
 from ..client.store_name import StoreName
-from ..client.tls import wants_tls
+from ..client.tls_settings import wants_tls
 from ..relay.process import RelayProcess
 from ..rendezvous_url import ROUND_VARIABLE
 from ..server.rate_limited_log import RateLimitedLog
