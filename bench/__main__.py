@@ -29,12 +29,14 @@ if __name__ == "__main__":
 
 from bench.compare import compare_files
 from bench.environment import machine, open_files, versions
+from bench.formatting import seconds as seconds_text
 from bench.report import write_report, write_report_of
 from bench.run_file import Ending, Run, RunFile, Transport
 from bench.runner import OURS, Plan, Runner
 from bench.scenarios import SCENARIOS, Scenario
 from bench.servers import SERVERS, hosting, reference_of
 from bench.start import BACKENDS, NCCL2, PRESETS, Pattern
+from tcpstore_async.errors import counted
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build
@@ -180,7 +182,7 @@ def scale(
     except OSError as error:
         raise click.ClickException(f"cannot write {file.path}: {error.strerror}") from None
     if run.samples:
-        _print(f"{len(run.samples)} samples in {run.seconds:.0f} s: {file.path}")
+        _print(f"{counted(len(run.samples), 'sample')} in {seconds_text(run.seconds)}: {file.path}")
         try:
             for path in write_report(run, out):
                 click.echo(path)

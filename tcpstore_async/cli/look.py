@@ -294,7 +294,7 @@ def _bars(title: str, times: Histogram) -> Iterable[str]:
         yield f"{title}: no samples yet"
         return
     p50, p99 = times.quantile(0.5), times.quantile(0.99)
-    yield f"{title}: p50 {in_seconds(p50)}, p99 {in_seconds(p99)}, {sum(times.counts)} samples"
+    yield f"{title}: p50 {in_seconds(p50)}, p99 {in_seconds(p99)}, {counted(sum(times.counts), 'sample')}"
     bounds = [f"≤ {in_seconds(bound)}" for bound in times.bounds]
     labels = [*bounds, f"> {in_seconds(times.bounds[-1])}"]
     used = [at for at, number in enumerate(times.counts) if number]
