@@ -250,7 +250,7 @@ def latency(context: ClientContext, count: int, admin: Path | None) -> None:
         found: list[float] = []
         await store.ping()  # the first one is slow
         for _ in range(count):
-            found.append(await ping_milliseconds(store) / 1000)
+            found.append(round(await ping_milliseconds(store) / 1000, 6))
             await asyncio.sleep(_PAUSE)
         return sorted(found)
 
