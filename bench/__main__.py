@@ -34,6 +34,8 @@ from bench.scale.runner import OURS, Plan, Runner
 from bench.scale.scenarios import SCENARIOS, Scenario
 from bench.scale.servers import SERVERS, hosting, reference_of
 from bench.scale.start import BACKENDS, NCCL2, PRESETS, Pattern
+from bench.stats import format_seconds
+from tcpstore_async.errors import counted
 from tcpstore_async.load.generator import LoadError
 from tcpstore_async.server.listen_socket import raise_file_limit
 from tcpstore_async.serving import build
@@ -200,7 +202,7 @@ def scale(
     except OSError as error:
         raise click.ClickException(f"cannot write {file.path}: {error.strerror}") from None
     if run.samples:
-        _print(f"{len(run.samples)} samples in {run.seconds:.0f} s: {file.path}")
+        _print(f"{counted(len(run.samples), 'sample')} in {format_seconds(run.seconds)}: {file.path}")
         try:
             for path in write_report(run, out):
                 click.echo(path)

@@ -5,11 +5,13 @@ It must not know what the secrets are for. Invariant: nothing of a file's conten
 
 import logging
 import os
-import ssl
 import stat
-from typing import BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
 
 from .errors import DistNetworkError
+
+if TYPE_CHECKING:
+    import ssl
 
 log = logging.getLogger("tcpstore_async")
 
@@ -43,11 +45,13 @@ def read_secret(path: str | os.PathLike[str], what: str) -> str:
         raise ValueError(f"{what} {os.fspath(path)} is not UTF-8 text") from None
 
 
-def load_certificates(context: ssl.SSLContext, files: TlsFiles) -> None:
+def load_certificates(context: "ssl.SSLContext", files: TlsFiles) -> None:
     """Load a certificate and its key, and trusted CAs, if they are given.
 
     Warns if others than its owner may use the key. Raises DistNetworkError.
     """
+    import ssl  # most commands use no certificates
+
     ca, cert, key = files
     path = ca
     try:

@@ -65,8 +65,14 @@ PROGRAMS = {
 checks whose they are, as a server does; the other two are the commands `tcpstore relay` and `tcpstore http`.
 """
 
-BY_NAME = {("__init__.py", "import_module"), ("torch/install.py", "import_module")}
-"""Modules that import others whose names are values: the public names on first use, and one of PyTorch's."""
+BY_NAME = {
+    ("__init__.py", "import_module"),
+    ("torch/install.py", "import_module"),
+    ("cli/commands.py", "import_module"),
+}
+"""Modules that import others whose names are values: the public names on first use, one of PyTorch's, and the commands
+of their own package.
+"""
 
 BY_VALUE = {"import_module", "__import__", "run_module", "run_path", "modules", "find_spec", "exec_module"}
 """What imports a module by its name, or finds one that has been imported."""

@@ -3,48 +3,53 @@
 Exit status: 0 success, 1 failure, 2 usage error, 3 timeout, 4 server unreachable, 5 not allowed.
 """
 
-import dataclasses
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
 import click
 
-from ..errors import DistError
-from ..limits import Limits
-from ..server.backends import BACKENDS, DEFAULT_BACKEND
-from ..serving import build, run, run_loop, serve_owner
-from ..session.server import ALL, REMOTE
-from ..tokens import TokenFiles
-from .bench import bench
-from .client import add_client_commands
-from .commands import Program
-from .doctor import doctor_command
-from .http import Where, http_command, listen_for_http, parse_address
-from .listen import (
-    grace_option,
-    linger_option,
-    link_grace_option,
-    listen_options,
-    log_format_option,
-    tls_server_options,
-    write_atomically,
+from .commands import Program, ProgramCommands
+from .output import open_standard_streams
+
+_COMMANDS: Final = ProgramCommands(
+    {
+        "add": "client.add",
+        "append": "client.append",
+        "barrier": "client.barrier",
+        "bench": "bench.bench",
+        "check": "client.check",
+        "clients": "who.clients",
+        "compare-set": "client.compare_set",
+        "completion": "client.completion",
+        "delete": "client.delete",
+        "doctor": "doctor.doctor_command",
+        "get": "client.get",
+        "http": "http.http_command",
+        "info": "look.info",
+        "keys": "look.keys",
+        "latency": "look.latency",
+        "monitor": "look.monitor",
+        "num-keys": "client.num_keys",
+        "ping": "client.ping",
+        "queue": "client.queue",
+        "record": "record.record_command",
+        "relay": "relay.relay_command",
+        "replay": "record.replay",
+        "serve": "serve.serve",
+        "set": "client.set_",
+        "stat": "look.stat",
+        "stores": "who.stores",
+        "token": "token.token",
+        "top": "top.top",
+        "wait": "client.wait",
+        "waiters": "who.waiters",
+        "who": "who.who",
+    }
 )
-from .look import info, keys, latency, monitor, stat
-from .output import print_json, stdout_is_closed
-from .record import record_command, replay
-from .relay import relay_command
-from .stdio import fail, log_without_blocking, open_standard_streams
-from .token import token
-from .top import top
-from .who import clients, stores, waiters, who
-
-if TYPE_CHECKING:
-    from ..server.base import Server
-    from ..web.process import HttpOptions
 
 
-@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Program, commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(package_name="tcpstore_async")
 def main() -> None:
     """Key-value store for distributed jobs, compatible with PyTorch's TCPStore.
@@ -62,209 +67,3 @@ def main() -> None:
     3 timeout, 4 server unreachable, 5 not allowed (see 'tcpstore token'); 130 in a shell after Ctrl-C.
     """
     open_standard_streams()
-
-
-_LIMITS = [field.name for field in dataclasses.fields(Limits)]
-
-
-def _parse_limits(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> Limits:
-    """Return the limits that `--limit NAME=NUMBER` options ask for."""
-    chosen = {}
-    for text in given:
-        name, _, number = text.partition("=")
-        if name not in _LIMITS:
-            raise click.BadParameter(f"unknown limit {name!r}; choose from {', '.join(_LIMITS)}", ctx, param)
-        if not (number.isdecimal() and len(number) < 19):
-            raise click.BadParameter(f"{text!r} is not of the form NAME=NUMBER, with NUMBER below 10**18", ctx, param)
-        chosen[name] = int(number)
-    try:
-        return Limits(**chosen)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-
-
-@main.command()
-@listen_options
-@click.option(
-    "--backend",
-    default=DEFAULT_BACKEND,
-    show_default=True,
-    type=click.Choice(BACKENDS),
-    help="'uv' is event-driven; 'threaded', the legacy one, uses a thread per connection.",
-)
-@grace_option
-@link_grace_option
-@linger_option
-@log_format_option
-@tls_server_options
-@click.option(
-    "--token-keys",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Accept tokens signed by a key in this file: one id:secret per line. Reloaded on SIGHUP.",
-)
-@click.option(
-    "--revoked-tokens",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Refuse tokens whose ids are in this file, one per line. Reloaded on SIGHUP.",
-)
-@click.option(
-    "--require-auth",
-    is_flag=False,
-    flag_value=REMOTE,
-    default="",
-    type=click.Choice(["", REMOTE, ALL]),
-    metavar="[=all]",
-    help="Refuse connections without a token, except those from this host's loopback addresses; '=all' refuses those "
-    "too.",
-)
-@click.option(
-    "--require-tls",
-    is_flag=True,
-    help="Refuse connections without TLS, those from this host included. Stock PyTorch clients then need a relay.",
-)
-@click.option(
-    "--admin",
-    metavar="PATH",
-    help="Path of the admin socket, which 'tcpstore who' and other commands use; '' for none.  [default: a file named "
-    "after the port, in a directory that only this user can access]",
-)
-@click.option(
-    "--http",
-    metavar="HOST:PORT",
-    callback=parse_address,
-    help="Serve a status page (/), /metrics, /livez and /readyz over HTTP, from a separate process.",
-)
-@click.option(
-    "--owner-pid",
-    type=click.IntRange(1),
-    metavar="PID",
-    help="Exit when this parent process exits (internal). Needs --listen-fd and --control-fd.",
-)
-@click.option(
-    "--control-fd",
-    type=click.IntRange(0),
-    metavar="FD",
-    help="Inherited socket to the parent process (internal).",
-)
-@click.option(
-    "--limit",
-    "limits",
-    multiple=True,
-    metavar="NAME=NUMBER",
-    callback=_parse_limits,
-    help=f"Set a limit: NAME is one of {', '.join(_LIMITS)}. May be repeated.",
-)
-def serve(
-    host: str,
-    port: int,
-    backend: str,
-    listen_fd: int | None,
-    port_file: Path | None,
-    grace: float,
-    link_grace: float,
-    admin: str | None,
-    http: Where | None,
-    linger: float | None,
-    log_format: str,
-    token_keys: Path | None,
-    revoked_tokens: Path | None,
-    require_auth: str,
-    require_tls: bool,
-    tls_cert: str | None,
-    tls_key: str | None,
-    tls_ca: str | None,
-    owner_pid: int | None,
-    control_fd: int | None,
-    limits: Limits,
-) -> None:
-    """Run a server in the foreground.
-
-    Prints one line of JSON once it is ready to accept connections. On SIGTERM, open connections get up to --grace
-    seconds to finish; SIGINT stops at once. With --linger, the server exits once its job has ended.
-
-    On SIGHUP, the server reloads the files given by --tls-cert, --tls-key, --tls-ca, --token-keys and --revoked-tokens.
-    They apply to new connections; connections whose tokens are no longer valid are closed. SIGHUP never stops a server.
-
-    Under systemd, the server listens on the socket of its socket unit, if it has one, and reports when it is ready.
-    """
-    if bool(tls_cert) != bool(tls_key) or (tls_ca and not tls_cert):
-        raise click.UsageError("--tls-cert and --tls-key must be given together, and --tls-ca needs both.")
-    if require_tls and not tls_cert:
-        raise click.UsageError("--require-tls needs --tls-cert and --tls-key.")
-    if token_keys is None and revoked_tokens is not None:
-        raise click.UsageError("--revoked-tokens needs --token-keys.")
-    if require_auth and token_keys is None and tls_ca is None:
-        raise click.UsageError("--require-auth needs --token-keys or --tls-ca.")
-    if token_keys is not None and owner_pid is not None:
-        raise click.UsageError("--token-keys cannot be used with --owner-pid.")
-    if owner_pid is not None or control_fd is not None:
-        if owner_pid is None or control_fd is None or listen_fd is None:
-            raise click.UsageError("--owner-pid, --control-fd and --listen-fd must be given together.")
-        if port_file is not None:
-            raise click.UsageError("--port-file cannot be used with --owner-pid.")
-        if linger is not None:
-            raise click.UsageError("--linger cannot be used with --owner-pid.")
-        if http is not None:
-            raise click.UsageError("--http cannot be used with --owner-pid: use 'tcpstore http'.")
-    if http is not None and admin == "":
-        raise click.UsageError("--http needs the admin socket.")
-    log_without_blocking(log_format)
-    tokens = None
-    try:
-        if token_keys is not None:
-            tokens = TokenFiles(token_keys, revoked_tokens)
-    except OSError as error:
-        raise click.ClickException(f"cannot read {error.filename}: {error.strerror}") from None
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
-
-    page: HttpOptions | None = None
-
-    def announce(server: "Server") -> None:
-        if port_file is not None:
-            write_atomically(port_file, f"{server.port}\n")
-        event = {"event": "ready", "host": server.host, "port": server.port, "pid": os.getpid()}
-        if not stdout_is_closed():
-            tls = {} if server.tls is None else {"tls": True}
-            admin_path = {"admin": server.admin} if server.admin else {}
-            http_url = {} if page is None else {"http": page.url}
-            print_json({**event, "backend": backend, "build": build(), **tls, **admin_path, **http_url})
-
-    try:
-        if owner_pid is not None and control_fd is not None and listen_fd is not None:
-            serve_owner(listen_fd, owner_pid, control_fd, backend=backend, limits=limits, grace=grace)
-            return
-        if http is not None:
-            page = listen_for_http(http, same_user=require_auth == ALL, log_format=log_format)
-        running = run(
-            host,
-            port,
-            listen_fd,
-            backend=backend,
-            limits=limits,
-            grace=grace,
-            link_grace=link_grace,
-            admin=admin,
-            http=page,
-            linger=linger,
-            ready=announce,
-            tokens=tokens,
-            require_auth=require_auth,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
-            require_tls=require_tls,
-        )
-        run_loop(running)
-    except DistError as error:
-        fail(error, log_format)
-
-
-add_client_commands(main)
-for _command in (
-    bench, clients, doctor_command, http_command, info, keys, latency, monitor, record_command, relay_command, replay,
-    stat, stores, token, top, waiters, who,
-):  # fmt: skip
-    main.add_command(_command)

@@ -12,7 +12,7 @@ import click
 from ..client.admin import is_local
 from ..errors import DistError, DistNetworkError, StoreTimeoutError
 from ..server import admin_path
-from .client import FAILED, NOT_ALLOWED, TIMED_OUT, UNREACHABLE, ClientContext
+from .context import FAILED, NOT_ALLOWED, TIMED_OUT, UNREACHABLE, ClientContext
 
 Answer = TypeVar("Answer")
 

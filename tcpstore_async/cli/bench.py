@@ -20,7 +20,7 @@ from ..load.quick_bench import SATURATED, Row, measure
 from ..load.scripts import OPERATIONS
 from ..serving import run_loop
 from ..session.identity import Identity
-from .client import FAILED, NOT_ALLOWED, OTHER_SERVER, TIMED_OUT, UNREACHABLE, ClientContext, client_command
+from .context import FAILED, NOT_ALLOWED, OTHER_SERVER, TIMED_OUT, UNREACHABLE, ClientContext, client_command
 from .output import escape, print_error, print_json, print_result
 
 _QUIET_SECONDS = 2.0

@@ -1,6 +1,8 @@
 """The command groups: options before a command's name, and usage errors in the chosen output format."""
 
-from typing import IO, Any, Final
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import IO, Any, Final, cast
 
 import click
 
@@ -24,6 +26,27 @@ class Commands(click.Group):
         elif count and not ctx.resilient_parsing:
             ctx.fail("Missing command.")
         return super().parse_args(ctx, args)
+
+
+class ProgramCommands(Mapping[str, click.Command]):
+    """The commands of the program by name, each imported when it is used.
+
+    Most imports are those of a few commands, and take longer than what the others do.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        """`places` are MODULE.NAME, of a module of this package, by the name of the command."""
+        self._places = places
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, _, found = self._places[name].partition(".")
+        return cast(click.Command, getattr(import_module(f".{module}", __package__), found))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 class Program(Commands):

@@ -10,7 +10,7 @@ import click
 
 from ..client.server_url import ServerUrl
 from ..secret_files import TlsFiles
-from .client import (
+from .context import (
     DEFAULT_PORT,
     FAILED,
     ClientContext,

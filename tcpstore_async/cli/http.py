@@ -15,7 +15,7 @@ from ..errors import DistError
 from ..server.listen_socket import adopt, listen
 from ..web.process import HttpOptions
 from .asking import admin_option, find_admin
-from .client import url_option
+from .context import url_option
 from .listen import log_format_option
 from .output import print_json, stdout_is_closed
 from .stdio import fail, log_without_blocking

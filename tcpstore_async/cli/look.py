@@ -25,7 +25,8 @@ from ..limits import Limits
 from ..serving import build
 from ..version import VERSION
 from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store_option
-from .client import OTHER_SERVER, ClientContext, client_command, ping_milliseconds
+from .client import ping_milliseconds
+from .context import OTHER_SERVER, ClientContext, client_command
 from .output import escape, print_json, print_result, to_json
 
 _FIRST_INTERVAL: Final = 0.3
@@ -249,7 +250,7 @@ def latency(context: ClientContext, count: int, admin: Path | None) -> None:
         found: list[float] = []
         await store.ping()  # the first one is slow
         for _ in range(count):
-            found.append(await ping_milliseconds(store) / 1000)
+            found.append(round(await ping_milliseconds(store) / 1000, 6))
             await asyncio.sleep(_PAUSE)
         return sorted(found)
 
@@ -293,7 +294,7 @@ def _bars(title: str, times: Histogram) -> Iterable[str]:
         yield f"{title}: no samples yet"
         return
     p50, p99 = times.quantile(0.5), times.quantile(0.99)
-    yield f"{title}: p50 {in_seconds(p50)}, p99 {in_seconds(p99)}, {sum(times.counts)} samples"
+    yield f"{title}: p50 {in_seconds(p50)}, p99 {in_seconds(p99)}, {counted(sum(times.counts), 'sample')}"
     bounds = [f"≤ {in_seconds(bound)}" for bound in times.bounds]
     labels = [*bounds, f"> {in_seconds(times.bounds[-1])}"]
     used = [at for at, number in enumerate(times.counts) if number]

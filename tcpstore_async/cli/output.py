@@ -5,6 +5,7 @@ without control characters, as a pipe may lead to a terminal; only values, and w
 """
 
 import errno
+import os
 import re
 import select
 import sys
@@ -21,6 +22,15 @@ _QUIET_SECONDS: Final = 2.0
 
 _UNPRINTABLE: Final = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 """Control and format characters that JSON does not require to be escaped."""
+
+
+def open_standard_streams() -> None:
+    """Open descriptors 0 to 2 where the parent closed them, so that no socket gets the number of a standard stream."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def print_result(text: object, nl: bool = True) -> None:

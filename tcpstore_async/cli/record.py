@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ..client.server_url import ServerUrl
-from ..client.tls import wants_tls
+from ..client.tls_settings import wants_tls
 from ..errors import AccessDeniedError, DistError, DistNetworkError, StoreTimeoutError, counted
 from ..interrupts import die_of
 from ..load.player import Player, Report
@@ -22,7 +22,7 @@ from ..load.recording import Recording, RecordingError, read_recording
 from ..load.summary import Summary, summarize
 from ..secret_files import TlsFiles
 from ..serving import run_loop
-from .client import (
+from .context import (
     FAILED,
     NOT_ALLOWED,
     TIMED_OUT,

@@ -12,11 +12,11 @@ import click
 
 from ..client.credentials import find_token, read_token
 from ..client.server_url import ServerUrl
-from ..client.tls import wants_tls
+from ..client.tls_settings import wants_tls
 from ..errors import AccessDeniedError, DistError
 from ..secret_files import TlsFiles
 from ..serving import build, run_loop
-from .client import FAILED, NOT_ALLOWED, parse_url, tls_client_options, token_file_option
+from .context import FAILED, NOT_ALLOWED, parse_url, tls_client_options, token_file_option
 from .listen import grace_option, listen_options, log_format_option, write_atomically
 from .output import print_json, stdout_is_closed
 from .stdio import fail, log_without_blocking

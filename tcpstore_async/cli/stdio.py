@@ -5,7 +5,6 @@ of printable text, or several if it has a traceback.
 """
 
 import logging
-import os
 from types import TracebackType
 from typing import Final, NoReturn
 
@@ -19,15 +18,6 @@ STANDARD_ERROR: Final = 2
 TEXT: Final = "text"
 JSON: Final = "json"
 LOG_FORMATS: Final = (TEXT, JSON)
-
-
-def open_standard_streams() -> None:
-    """Open descriptors 0 to 2 where the parent closed them, so that no socket gets the number of a standard stream."""
-    for fd in (0, 1, STANDARD_ERROR):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]

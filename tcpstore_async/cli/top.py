@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ..diagnosis.rates import Interval, Look, between
+from ..errors import counted
 from ..interrupts import die_of
 from ..keys import caller_key
 from .asking import admin_option, asked, in_bytes, in_seconds, store_option
-from .client import ClientContext, client_command
+from .context import ClientContext, client_command
 from .look import look_at, store_figures
 from .output import escape, print_json
 
@@ -237,7 +238,7 @@ def screen(
         first,
         second,
         Text(""),
-        _joined(look, world_size, "have joined the unnamed store" if named else "have joined"),
+        _joined(look, world_size, " the unnamed store" if named else ""),
         Text(""),
         *([_table(("COMMAND", "PER SECOND", "SINCE START"), commands)] if store is None else []),
         _table(("LONGEST WAITS", "WAITING", "LONGEST", "COMMAND", "BY", *in_store), waits),
@@ -247,17 +248,20 @@ def screen(
     )
 
 
-def _joined(look: Look, world_size: int | None, have_joined: str) -> "RenderableType":
+def _joined(look: Look, world_size: int | None, where: str) -> "RenderableType":
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     joined, size = look.stats.joins.joined, _world_size(look, world_size)
     if size is None:
-        return Text(f"{joined} ranks {have_joined}", style="dim" if not joined else "")
+        return Text(
+            f"{counted(joined, 'rank')} {'has' if joined == 1 else 'have'} joined{where}",
+            style="dim" if not joined else "",
+        )
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
-        ProgressBar(total=size, completed=min(joined, size), width=40), f"{joined} of {size} ranks {have_joined}"
+        ProgressBar(total=size, completed=min(joined, size), width=40), f"{joined} of {size} ranks have joined{where}"
     )
     return bar
 

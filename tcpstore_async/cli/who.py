@@ -21,7 +21,7 @@ from ..diagnosis.ranks import Ranks, number_ranges
 from ..errors import counted
 from ..keys import caller_key
 from .asking import admin_option, asked, store_option
-from .client import ClientContext, client_command
+from .context import ClientContext, client_command
 from .output import escape, print_json, print_result
 
 _ENOUGH: Final = 32

@@ -33,7 +33,8 @@ from .methods import AsyncMethods
 from .requests import ANOTHER, Request
 from .resume import resume
 from .store_name import StoreEndedError, StoreName, find_server, name_of
-from .tls import ClientTls, files_from_environment, wants_tls
+from .tls import ClientTls
+from .tls_settings import files_from_environment, wants_tls
 
 _RETRY_SECONDS = 0.05
 """Seconds until a probe is repeated that failed for lack of time of another call."""

@@ -29,14 +29,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..deadline import DEFAULT_TIMEOUT, Deadline
-from ..errors import DistError, DistNetworkError
+from ..errors import DistError, DistNetworkError, reason_of
 from ..session.identity import CLOSED
 from .connect import connect
 from .credentials import TOKEN, TOKEN_FILE, find_token
 from .forwarding import ForwardedConnection
 from .server_url import ServerUrl
 from .store_name import StoreName
-from .tls import CA, CERT, KEY, ClientTls, files_from_environment
+from .tls import ClientTls
+from .tls_settings import CA, CERT, KEY, files_from_environment
 
 _VALIDATE_BYTES: Final = 5
 _BACKLOG: Final = 128
@@ -298,7 +299,17 @@ class _Port:
         except OSError as error:
             if not str(error).endswith(CLOSED):
                 with contextlib.suppress(OSError, ValueError):  # nobody may read it
-                    print(f"tcpstore: {error}", file=sys.stderr, flush=True)
+                    print(f"tcpstore: {self._lost(error)}", file=sys.stderr, flush=True)
+
+    def _lost(self, error: OSError) -> str:
+        """Return what has become of the connections, and what to do."""
+        if isinstance(error, ConnectionRefusedError):
+            return (
+                f"no process listens at {self.server} any more, so this host's processes have lost the store "
+                f"{self.name.name!r} there: the server has ended, or its machine was restarted. Start it again, and "
+                "restart the job"
+            )
+        return f"this host's processes have lost the store {self.name.name!r} at {self.server}: {reason_of(error)}"
 
     def left(self) -> None:
         self.connections -= 1

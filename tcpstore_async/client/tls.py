@@ -24,19 +24,14 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from ..errors import AccessDeniedError, DistNetworkError
 from ..secret_files import TlsFiles, load_certificates
 from ..session.tls import TlsError, TlsStream
 from . import background
-from .server_url import ServerUrl
-
-ENABLE: Final = "TCPSTORE_TLS"
-CA: Final = "TCPSTORE_CA"
-CERT: Final = "TCPSTORE_CERT"
-KEY: Final = "TCPSTORE_KEY"
+from .tls_settings import CERT, KEY
 
 _READ: Final = 128 * 1024
 
@@ -70,18 +65,6 @@ def tls_required() -> AccessDeniedError:
     error = AccessDeniedError("the server requires TLS: use tcps://, or set TCPSTORE_TLS=1")
     error.final = True
     return error
-
-
-def wants_tls(tls: bool | None, server: ServerUrl | None = None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether to use TLS: as the caller says, else the server's URL, else whether TCPSTORE_TLS is exactly 1."""
-    if tls is None and server is not None and server.tls:
-        return True
-    return environment.get(ENABLE) == "1" if tls is None else tls
-
-
-def files_from_environment(environment: Mapping[str, str] = os.environ) -> TlsFiles:
-    """Return the files that TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name."""
-    return TlsFiles(environment.get(CA, ""), environment.get(CERT, ""), environment.get(KEY, ""))
 
 
 def make_context(files: TlsFiles) -> ssl.SSLContext:

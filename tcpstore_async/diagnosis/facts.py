@@ -165,9 +165,9 @@ class Members:
 
 
 class Facts:
-    """Everything that was replied. What it has of sessions and keys, it also has by process, and by family.
+    """Everything that was replied. What it has of sessions and keys, it also has by process, by wait, and by family.
 
-    Both are done as lines arrive: whoever asks would otherwise wait for the server and only then begin.
+    That is done as lines arrive: whoever asks would otherwise wait for the server and only then begin.
     """
 
     def __init__(self) -> None:
@@ -180,6 +180,10 @@ class Facts:
         self.stores: list[NamedStore] = []
         self.processes: dict[Process, list[Session]] = {}
         """Without the connections of links."""
+        self.waits: dict[tuple[object, ...], tuple[Wait, list[Session]]] = {}
+        """The sessions that wait, with what they wait for, those that wait for the same together."""
+        self.waits_in_groups: dict[int, tuple[Wait, list[Session]]] = {}
+        """The same of those in groups of waiters, by group."""
         self.families: dict[Family, Members] = {}
         self._family = Family("", "")
         """The family of the last key, if its number is at its end."""
@@ -188,6 +192,21 @@ class Facts:
     def add_sessions(self, sessions: list[Session]) -> None:
         self.sessions += sessions
         group_by_process(self.processes, [one for one in sessions if one.carries is None and one.command != "LINK"])
+        waits, in_groups = self.waits, self.waits_in_groups
+        for one in sessions:
+            wait = one.wait
+            if wait is None:
+                continue
+            keys = wait.keys
+            if wait.group:
+                in_groups.setdefault(wait.group, (wait, []))[1].append(one)
+            elif keys:
+                same = (wait.kind, wait.target, keys[0]) if len(keys) == 1 else (wait.kind, wait.target, *sorted(keys))
+                known = waits.get(same)
+                if known is None:
+                    waits[same] = wait, [one]
+                else:
+                    known[1].append(one)
 
     def add_keys(self, keys: list[Key]) -> None:
         self.keys += keys
@@ -218,7 +237,7 @@ class Facts:
         others = [one for one in self.sessions if one.store != name]
         if others:
             sessions = [one for one in self.sessions if one.store == name]
-            self.sessions, self.processes = [], {}
+            self.sessions, self.processes, self.waits, self.waits_in_groups = [], {}, {}, {}
             self.add_sessions(sessions)
         return others
 
@@ -233,11 +252,10 @@ def group_by_process(groups: dict[Process, list[AnySession]], sessions: Iterable
         elif peer:
             process = one.pid, one.host, peer.get("host"), peer.get("rank")
         else:
-            process = one.pid, one.host, None, None
-        known = groups.get(process)
-        if known is None:
-            groups[process] = [one]
-        else:
+            process = one.pid, one.host
+        alone = [one]
+        known = groups.setdefault(process, alone)
+        if known is not alone:
             known.append(one)
 
 

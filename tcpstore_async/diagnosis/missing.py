@@ -7,13 +7,14 @@ Invariant: a rank is called missing only if the facts leave no other; where rank
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import msgspec
 
 from ..keys import describe_wait
-from ..similar_keys import Family, family_of
+from ..similar_keys import Family, family_of, number_after
 from .facts import Facts, Group, Members, Session, Wait
 from .patterns import (
     JOIN_COUNTER,
@@ -88,40 +89,26 @@ class Awaited(NamedTuple):
     sessions: list[Session]
 
 
+_host_of: Final[Callable[[Rank], str]] = attrgetter("host")
+_id_of: Final[Callable[[Session], int]] = attrgetter("id")
+_idle_of: Final[Callable[[Session], float]] = attrgetter("idle")
+"""Calls in C: there may be a hundred thousand ranks."""
+
 _MOST_NUMBERS: Final = 1_000_000
 """Numbers of ranks that are looked at, in all: any peer may have made one up, and wait for a key with it."""
 
 
 def awaited(facts: Facts) -> list[Awaited]:
     """Return what is waited for, each list of keys once."""
-    found: dict[tuple[Any, ...], Awaited] = {}
-    identity: tuple[Any, ...]
-    by_group: dict[int, Awaited] = {}
-    for session in facts.sessions:
-        wait = session.wait
-        if wait is None:
-            continue
-        if wait.group in by_group:
-            by_group[wait.group].sessions.append(session)
-            continue
-        group = facts.groups.get(wait.group) if wait.group else None
-        keys = wait.keys if group is None else group.keys
-        if not keys:
-            continue
-        if group is not None:
-            by_group[wait.group] = Awaited(wait, keys, group.all, [session])
-            continue
-        if len(keys) > 1:
-            keys = sorted(keys)
-            identity = (wait.kind, wait.target, *keys)
-        else:
-            identity = (wait.kind, wait.target, keys[0])
-        known = found.get(identity)
-        if known is None:
-            found[identity] = Awaited(wait, keys, [], [session])
-        else:
-            known.sessions.append(session)
-    return [*by_group.values(), *found.values()]
+    found: list[Awaited] = []
+    for number, (wait, sessions) in facts.waits_in_groups.items():
+        group = facts.groups.get(number)
+        if group is not None and group.keys:
+            found.append(Awaited(wait, group.keys, group.all, sessions))
+    for wait, sessions in facts.waits.values():
+        keys = wait.keys if len(wait.keys) == 1 else sorted(wait.keys)
+        found.append(Awaited(wait, keys, [], sessions))
+    return found
 
 
 def find_missing(facts: Facts, ranks: Ranks, waits: list[Awaited]) -> Missing:
@@ -157,11 +144,12 @@ class _Search:
         self.ranks = ranks
         joining = facts.counters.get(JOIN_COUNTER)
         self.joined = ranks.of(joining.members) if joining is not None else set()
-        self.joined_hosts = {rank.host for rank in self.joined}
         self.joined_count = joining.value if joining is not None else len([one for one in ranks.all if one.sessions])
         self.waiting: dict[str, list[Session]] = defaultdict(list)
         """By counter of a barrier: who waits for it to open."""
         self.exchanges: dict[Family, _Exchange] = defaultdict(_Exchange)
+        self._last: tuple[str, _Exchange] | None = None
+        """What precedes the number in the last key that was awaited by itself, if nothing follows; and its exchange."""
         self.roots: dict[str, _Exchange] = defaultdict(_Exchange)
         """By list of NCCL's IDs."""
         self._numbers_left = _MOST_NUMBERS
@@ -181,6 +169,13 @@ class _Search:
 
     def _sort(self, one: Awaited) -> None:
         """Note which barriers and exchanges these sessions wait for."""
+        if self._last is not None and len(one.keys) == 1 and not one.all:  # mostly of the same family as the one before
+            before, exchange = self._last
+            number = number_after(before, one.keys[0])
+            if number is not None:
+                exchange.awaited.add(number)
+                exchange.sessions += one.sessions
+                return
         by_family: dict[Family, tuple[set[int], set[int]]] = {}
         lists: set[str] = set()
         for key in one.keys:
@@ -202,6 +197,8 @@ class _Search:
                 exchange = self.exchanges[parsed[0]]
                 exchange.awaited.add(parsed[1])
                 exchange.sessions += one.sessions
+                if not parsed[0].after:
+                    self._last = parsed[0].before, exchange
             else:
                 by_family.setdefault(parsed[0], (set(), set()))[0].add(parsed[1])
         for key in one.all:
@@ -372,11 +369,11 @@ class _Search:
     # What they have in common
 
     def _waiters(self, exchange: _Exchange) -> set[Rank]:
-        return self.ranks.of([one.id for one in exchange.sessions])
+        return self.ranks.of(map(_id_of, exchange.sessions))
 
     def _since(self, exchange: _Exchange) -> float:
         """Return for how many seconds ranks have waited, the longest of them."""
-        return max([one.idle for one in exchange.sessions], default=0.0)
+        return max(map(_idle_of, exchange.sessions), default=0.0)
 
     def _elsewhere(self, ranks: Iterable[Rank]) -> list[Elsewhere]:
         found = []
@@ -390,9 +387,9 @@ class _Search:
 
     def _fewer_on(self, came: set[Rank]) -> list[Hosted]:
         """Return the hosts from which fewer have come than from most."""
-        hosts = Counter([rank.host for rank in came])
-        for host in self.joined_hosts:
-            hosts.setdefault(host, 0)
+        hosts = Counter(map(_host_of, came))
+        for rank in self.joined - came:
+            hosts.setdefault(rank.host, 0)
         if len(hosts) < 2:
             return []
         usual = Counter(hosts.values()).most_common(1)[0][0]

@@ -9,7 +9,10 @@ Invariant: no two ranks have the same number; where the facts contradict each ot
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Final, cast
+
+import msgspec
 
 from ..addresses import format_address
 from ..errors import counted
@@ -23,24 +26,21 @@ _MOST_RANGES: Final = 32
 """Ranges of numbers that a text has."""
 
 
-class Rank:
-    """A process that is a rank, or may be."""
+class Rank(msgspec.Struct, eq=False, gc=False):
+    """A process that is a rank, or may be. There may be a hundred thousand: a class of Python's takes twice as long."""
 
-    __slots__ = ("departed", "host", "number", "peer", "pid", "sessions", "source")
-
-    def __init__(self, sessions: Sequence[Session], departed: Sequence[Departed]) -> None:
-        """`sessions` are those that are connected, `departed` those that are not."""
-        first = sessions[0] if sessions else departed[0]
-        self.pid = first.pid
-        self.peer = first.peer
-        """What its client says of itself: all of its sessions have the same pid, and say the same rank."""
-        self.host = (first.peer.get("host") if first.peer else None) or first.host
-        """Its name if it is known, else its address."""
-        self.number: int | None = None
-        self.source = ""
-        """How the number is known: `client`, `environment` or `keys`."""
-        self.sessions = sessions
-        self.departed = departed
+    host: str
+    """Its name if it is known, else its address."""
+    pid: int | None
+    peer: dict[str, str]
+    """What its client says of itself: all of its sessions have the same pid, and say the same rank."""
+    sessions: Sequence[Session]
+    """Those that are connected."""
+    departed: Sequence[Departed] = ()
+    """Those that are not."""
+    number: int | None = None
+    source: str = ""
+    """How the number is known: `client`, `environment` or `keys`."""
 
     def __str__(self) -> str:
         where = self.host if self.pid is None else f"{self.host}, pid {self.pid}"
@@ -73,6 +73,8 @@ class Ranks:
         self.all: list[Rank] = []
         self.by_session: dict[int, Rank] = {}
         self.by_number: dict[int, Rank] = {}
+        self._described: list[Rank] = []
+        """Those of which their client says something."""
         self._make()
         self._environments = environments
         self.world_size = world_size or self._announced_size()
@@ -97,10 +99,14 @@ class Ranks:
             if len(found) > 1 or (left and process in left):
                 several.append((found, left.pop(process, ())))
                 continue
-            rank = Rank(found, ())  # the common case, without a call
+            first = found[0]  # the common case, without a call
+            peer = first.peer
+            rank = Rank((peer and peer.get("host")) or first.host, first.pid, peer, found)
             everyone.append(rank)
-            if found[0].id:
-                by_session[found[0].id] = rank
+            if peer:
+                self._described.append(rank)
+            if first.id:
+                by_session[first.id] = rank
         several += [((), departed) for departed in left.values()]
         ids = [[*[one.id for one in sessions], *[one.id for one in departed]] for sessions, departed in several]
         deeds = self._deeds(set(chain.from_iterable(ids)))
@@ -128,7 +134,8 @@ class Ranks:
         return deeds
 
     def _add(self, sessions: Sequence[Session], departed: Sequence[Departed]) -> None:
-        rank = Rank(sessions, departed)
+        first = sessions[0] if sessions else departed[0]
+        rank = Rank(first.peer.get("host") or first.host, first.pid, first.peer, sessions, departed)
         for session in sessions:
             if session.id:
                 self.by_session[session.id] = rank
@@ -136,14 +143,16 @@ class Ranks:
             if one.id:
                 self.by_session[one.id] = rank
         self.all.append(rank)
+        if rank.peer:
+            self._described.append(rank)
 
     # Which number each has
 
     def _number(self) -> None:
         claims: dict[int, list[Rank]] = defaultdict(list)
-        for rank in self.all:
-            number = said = _number_in(rank.peer.get("rank")) if rank.peer else None
-            if number is None and self._environments:
+        for rank in self.all if self._environments else self._described:
+            number = said = _number_in(rank.peer.get("rank"))
+            if number is None:
                 number = _number_in(self._environment(rank).get("RANK"))
             if number is not None:
                 rank.source = "environment" if said is None else "client"
@@ -167,8 +176,8 @@ class Ranks:
 
     def _name_writers(self, members: Members) -> None:
         """Number those who wrote the keys of a family, unless what is known already contradicts it."""
-        ranks = self.by_session
-        known = {number: ranks[writer] for number, writer in members.writers.items() if writer in ranks}
+        found = zip(members.writers, map(self.by_session.get, members.writers.values()), strict=True)
+        known = {number: rank for number, rank in found if rank is not None}
         if len(set(known.values())) != len(known):
             return
         if self.by_number:
@@ -205,11 +214,11 @@ class Ranks:
         announced = self.facts.server.get("joins")
         if isinstance(announced, int) and announced > 0:
             return announced
-        for session in self.facts.sessions:
-            wait = session.wait
+        for wait in map(attrgetter("wait"), self.facts.sessions):
             if wait is not None and wait.target and wait.keys == [JOIN_COUNTER]:
-                return wait.target
-        return _most_common(Counter([one.peer.get("world_size") for one in self.facts.sessions if one.peer]))
+                return int(wait.target)
+        sessions = chain.from_iterable([rank.sessions for rank in self._described])
+        return _most_common(Counter([one.peer.get("world_size") for one in sessions]))
 
     def _size_in_environments(self) -> int | None:
         return _most_common(Counter([self._environment(rank).get("WORLD_SIZE") for rank in self.all]))

@@ -213,7 +213,7 @@ class Interval(msgspec.Struct):
 def between(before: Stats, after: Stats) -> Interval:
     """Return what has happened between two looks, or since the start of a server that was started in between."""
     restarted = after.uptime < before.uptime
-    seconds = max(1e-6, after.uptime if restarted else after.uptime - before.uptime)
+    seconds = max(1e-6, after.uptime if restarted else round(after.uptime - before.uptime, 3))
 
     def rate(now: float, then: float) -> float:
         return max(0.0, now - (0 if restarted else then)) / seconds

@@ -22,7 +22,7 @@ _MOST_ROOTS: Final = 64
 def check_gloo(environ: Mapping[str, str], ranks: int) -> Finding:
     """Check that a gloo group of all ranks does not flood the store."""
     if ranks <= LARGE:
-        return Finding("gloo", OK, f"no settings are needed for {ranks} ranks")
+        return Finding("gloo", OK, f"no settings are needed for {_ranks(ranks)}")
     if is_lazy(environ):
         return Finding("gloo", OK, f"{LAZY} is set: addresses are fetched when they are needed")
     if not is_batched(environ):
@@ -43,7 +43,7 @@ def check_nccl(environ: Mapping[str, str], ranks: int) -> Finding:
     per_root = int(given) if given else _DEFAULT_RANKS_PER_ROOT
     roots = -(-ranks // per_root)
     if ranks <= per_root:
-        return Finding("NCCL", OK, f"one root creates the id for {ranks} ranks")
+        return Finding("NCCL", OK, f"one root creates the id for {_ranks(ranks)}")
     text = f"{roots} roots create ids ({_RANKS_PER_ROOT}={per_root}): {ranks} ranks wait for {ranks * roots:,} keys"
     if ranks * roots <= _MANY_KEYS:
         return Finding("NCCL", OK, text)
@@ -52,3 +52,7 @@ def check_nccl(environ: Mapping[str, str], ranks: int) -> Finding:
     if fewer > per_root:
         fix += f", or export {_RANKS_PER_ROOT}={fewer} for all ranks"
     return Finding("NCCL", WARN, f"{text}, which PyTorch's servers register one by one", fix)
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'' if number == 1 else 's'}"

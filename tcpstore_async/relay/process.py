@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..client.credentials import TOKEN, TOKEN_FILE
-from ..client.tls import CA, CERT, KEY
+from ..client.tls_settings import CA, CERT, KEY
 from ..errors import DistNetworkError
 from ..secret_files import TlsFiles
 from ..server.fork_safety import close_on_fork

@@ -7,7 +7,6 @@ does. It is removed by the server that made it, unless another one has replaced 
 """
 
 import os
-import secrets
 import socket
 import stat
 from contextlib import suppress
@@ -74,7 +73,7 @@ def is_live(path: Path) -> bool:
 
 def listen(path: Path) -> socket.socket:
     """Return a socket that listens at a path, for this user only. Raises DistNetworkError."""
-    temporary = path.with_name(f".{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{os.urandom(4).hex()}")
     if len(os.fsencode(path)) > _MOST_BYTES or len(os.fsencode(temporary)) > _MOST_BYTES:
         raise DistNetworkError(f"cannot listen at {path}: the path of a Unix socket is limited to {_MOST_BYTES} bytes")
     listener = socket.socket(socket.AF_UNIX)

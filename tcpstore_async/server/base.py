@@ -241,12 +241,17 @@ class Server:
             if self.engine.pending_flush:
                 self.flush_pending()
 
-    def end_rounds(self, why: str) -> None:
-        """Form no more rounds of agents, and close the connections of those whose rounds are not closed."""
+    def end_rounds(self, why: str, host: str, pid: int) -> None:
+        """Form no more rounds of agents, and close the connections of those whose rounds are not closed.
+
+        The agents of the process `pid` on the host of that name know, as it is they who end the server.
+        """
         with self.lock:
             for engine in (self.engine, *(store.engine for store in self.named.stores.values())):
                 for waiter in engine.keyspace.end_rounds(why):
-                    if isinstance(waiter, ServerSession) and waiter not in self.engine.evicted:
+                    if not isinstance(waiter, ServerSession) or waiter in self.engine.evicted:
+                        continue
+                    if waiter.pid != pid or waiter.peer.get("host") != host:
                         waiter.evict(ProtocolError(why))
             if self.engine.pending_flush:
                 self.flush_pending()

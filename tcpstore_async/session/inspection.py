@@ -226,9 +226,11 @@ class Inspection:
             "joined": self._age(session.connected_at),
             "idle": self._age(session.heard_at if heard else session.connected_at),
             "command": session.slot.command.name,
-            "unsent": session.unsent,
-            "held": session.held,
         }
+        if session.unsent:
+            fact["unsent"] = session.unsent
+        if session.held:
+            fact["held"] = session.held
         if session.pid != NO_PID:
             fact["pid"] = session.pid
         if session.peer:

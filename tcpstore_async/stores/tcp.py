@@ -30,7 +30,8 @@ from ..client.store_name import (
     name_of,
     process_id,
 )
-from ..client.tls import CERT, KEY, ClientTls, files_from_environment, wants_tls
+from ..client.tls import ClientTls
+from ..client.tls_settings import CERT, KEY, files_from_environment, wants_tls
 from ..coercion import Text, Timeout, call_seconds, in_milliseconds, to_bool, to_host, to_int64, to_port, to_world_size
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..errors import DistNetworkError, QueueEmptyError, StoreTimeoutError

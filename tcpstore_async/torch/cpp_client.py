@@ -20,7 +20,7 @@ from ..client.brief_join import BriefJoin
 from ..client.credentials import find_token
 from ..client.named_ports import listen, open_port
 from ..client.pool import TCPClient
-from ..client.tls import wants_tls
+from ..client.tls_settings import wants_tls
 from ..coercion import Timeout, to_seconds
 from ..deadline import Deadline
 from ..errors import AccessDeniedError, DistNetworkError, ProtocolError

@@ -10,6 +10,7 @@ and a name in the workers' environment for those that join a server that runs al
 unpickled.
 """
 
+import atexit
 import functools
 import itertools
 import json
@@ -45,7 +46,7 @@ from ..client.credentials import find_token
 from ..client.named_ports import LastingPort
 from ..client.server_url import ServerUrl
 from ..client.store_name import StoreName
-from ..client.tls import wants_tls
+from ..client.tls_settings import wants_tls
 from ..relay.process import RelayProcess
 from ..rendezvous_url import ROUND_VARIABLE
 from ..server.rate_limited_log import RateLimitedLog
@@ -176,6 +177,8 @@ class _Handler(RendezvousHandler):
         self._server: TCPStore | None = None
         self._seen: State | None = None
         self._seen_at = 0.0
+        self._at_exit = functools.partial(_end, weakref.ref(self))
+        atexit.register(self._at_exit)  # called before the functions that were registered earlier: the server's
 
     def get_backend(self) -> str:
         return BACKEND
@@ -217,9 +220,17 @@ class _Handler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         return self._look().waiting
 
+    def end(self) -> None:
+        """Send no more beats, which the server that this agent may host would not answer as it ends.
+
+        If torchrun ends because of a signal, it does not shut down the handler.
+        """
+        atexit.unregister(self._at_exit)
+        self._stop_beats()
+
     def shutdown(self) -> bool:
         """Close the rendezvous and the stores; the server's grace lets the other agents do the same."""
-        self._stop_beats()
+        self.end()
         try:
             self.set_closed()
             return True
@@ -394,6 +405,12 @@ class _Handler(RendezvousHandler):
             local_id=self._number,
             rank=rank,
         )
+
+
+def _end(handler: "weakref.ref[_Handler]") -> None:
+    alive = handler()
+    if alive is not None:
+        alive.end()
 
 
 class _Beats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import subprocess
@@ -41,6 +42,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_run_leaves_its_file_and_a_report(tmp_path: Path) -> None:
     done = scale("--scenario", "init", "--server", "uvloop", "--sizes", "8", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert re.search(r"^1 sample in [0-9.]+ (ms|s): ", done.stderr, re.MULTILINE)
     run = results.read(tmp_path / "run.json")
     assert run.complete
     assert [(one.scenario, one.transport, one.size) for one in run.samples] == [("init", "sockets", 8)]

@@ -137,6 +137,8 @@ class Machine:
             self.leave(slot)
         self.check()
         keyspace = self.engine.keyspace
+        while keyspace.work:
+            keyspace.step()
         if keyspace.waiters or keyspace.stale or keyspace.counters or keyspace.handoffs or self.engine.unfinished:
             raise Broken("a session that left is still registered")
         for key in list(keyspace.values):

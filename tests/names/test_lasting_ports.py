@@ -60,6 +60,32 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
                 port.close()
 
 
+def test_who_has_lost_the_server_is_told_what_for_and_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        tcpstore_server() as server,
+        TCPStore("node7", 4711, None, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}"),
+    ):
+        port = LastingPort(ServerUrl("127.0.0.1", server.port, False), "node7:4711")
+        with RawPeer(port.port) as rank:
+            rank.ping()
+            server.stop(signal.SIGKILL)
+            said = ""
+
+            def told() -> bool:
+                nonlocal said
+                said += capfd.readouterr().err
+                return "restart the job" in said
+
+            until(told, "the error is printed")
+        port.close()
+    [line] = [line for line in said.splitlines() if line.startswith("tcpstore: ")]
+    assert line == (
+        f"tcpstore: no process listens at tcp://127.0.0.1:{server.port} any more, so this host's processes have lost "
+        "the store 'node7:4711' there: the server has ended, or its machine was restarted. Start it again, and restart "
+        "the job"
+    )
+
+
 _OWNER = """
 import sys
 from tcpstore_async.client.named_ports import LastingPort

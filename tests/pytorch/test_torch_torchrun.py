@@ -231,6 +231,18 @@ def test_the_agents_server_ends_with_the_agent_that_hosts_it(job: Job) -> None:
         assert "a server of their own" not in said
 
 
+def test_sigterm_to_the_hosting_agent_is_an_ordinary_end(job: Job) -> None:
+    """Nothing is said of its own connection to its server."""
+    agent = hosting(job, "1")
+    job.until(lambda: len(job.seen()) == 1)
+    os.kill(agent.pid, signal.SIGTERM)
+    job.until(lambda: agent.poll() is not None)
+    said = agent.errors()
+    assert "death signal" in said
+    assert "closed the connection" not in said
+    assert "heartbeat" not in said
+
+
 def alone(job: Job) -> bool:
     """Whether a world of one agent has formed after one of two."""
     sums = [one["sum"] for one in job.seen()]

@@ -391,3 +391,13 @@ def test_an_error_is_the_last_line_of_a_json_log(tmp_path: Path) -> None:
 def test_a_masters_server_does_not_linger() -> None:
     words = ("--owner-pid", "1", "--control-fd", "3", "--listen-fd", "4", "--linger")
     assert "--linger cannot be used with --owner-pid" in usage_error(*words)
+
+
+def test_who_does_not_wait_for_imports_of_other_commands() -> None:
+    """They would take a fifth of the second in which it is to answer."""
+    program = (
+        "import sys; from tcpstore_async.cli import main; main.commands['who']; "
+        "print([name for name in ('asyncio', 'ssl', 'tcpstore_async.serving') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -64,7 +64,7 @@ def test_the_screen(server: Server) -> None:
     assert "pid" in rows["missing"]
     assert rows["[bold]large\\x1b[2J"] == ["4.9", "KiB"]  # no markup, and escaped
     assert "\x1b" not in text
-    assert "1 ranks have joined" in drawn(server, None)
+    assert "1 rank has joined" in drawn(server, None)
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])

@@ -242,6 +242,7 @@ def test_gloo() -> None:
 def test_nccl() -> None:
     per_root = "TORCH_NCCL_RANKS_PER_ROOT"
     assert check_nccl({}, 128).text == "one root creates the id for 128 ranks"
+    assert check_nccl({}, 1).text == "one root creates the id for 1 rank"
     assert check_nccl({}, 1024).status == OK
     assert check_nccl({}, 1024).text.startswith("8 roots create ids (")
     found = check_nccl({}, 98304)

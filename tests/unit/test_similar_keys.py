@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tcpstore_async.similar_keys import Search, family_of, neighbours, numbers, without_numbers
+from tcpstore_async.similar_keys import Search, family_of, neighbours, number_after, numbers, without_numbers
 
 
 def nearest(wanted: str, existing: list[str]) -> list[str]:
@@ -61,3 +61,15 @@ def test_a_family_and_its_number_are_the_key(key: str) -> None:
         assert family.key(number) == key
         assert number == numbers(key)[-1]
         assert without_numbers(str(family)) == without_numbers(family.key(0)).rpartition("#")[0] + "*" + family.after
+
+
+@given(st.text("ab/01²", max_size=6), st.text("ab/0123456789²", max_size=12))
+def test_a_number_that_follows_is_that_of_the_family(before: str, after: str) -> None:
+    number = number_after(before, before + after)
+    if number is not None and family_of(before + "1") == ((before, ""), 1):  # `before` is all that precedes the number
+        assert family_of(before + after) == ((before, ""), number)
+
+
+def test_a_number_that_follows() -> None:
+    assert number_after("/a/", "/a/12") == 12
+    assert [number_after("/a/", key) for key in ("/a/", "/b/1", "/a/01", "/a/1b", "/a/²", f"/a/{10**9}")] == [None] * 6

@@ -161,7 +161,8 @@ class Owner:
         server.announce(0)
         if self._complete is not None:
             server.dismiss_latecomers(self._complete)
-        server.end_rounds("the server exits with the process that hosts it, so agents cannot form rounds here")
+        why = "the server exits with the process that hosts it, so agents cannot form rounds here"
+        server.end_rounds(why, socket.gethostname(), self._pid)
         self.report(Event("stopped", remaining=server.count))
         await server.drain(grace)
 

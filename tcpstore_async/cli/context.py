@@ -1,0 +1,296 @@
+"""What the commands have in common that use a server: its address, the timeout, the output format, credentials.
+
+It knows options and exit statuses, and how a client is started, but not what a command asks for. Some commands only ask
+an admin socket, and must not wait for imports: what connects is imported by the method that does.
+"""
+
+import base64
+import math
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import click
+
+from ..client.server_url import ServerUrl, parse_server_url
+from ..client.tls_settings import CA, CERT, KEY, wants_tls
+from ..errors import AccessDeniedError, DistError, DistNetworkError, DistStoreError, StoreTimeoutError
+from ..secret_files import TlsFiles
+from .output import print_error, print_json, print_result, stdout_is_closed
+
+if TYPE_CHECKING:
+    from ..client.aio import AsyncTCPStore
+
+DEFAULT_PORT: Final = 29500
+DEFAULT_URL: Final = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+
+FAILED: Final = 1
+TIMED_OUT: Final = 3
+UNREACHABLE: Final = 4
+NOT_ALLOWED: Final = 5
+
+OTHER_SERVER: Final = "PyTorch or compatible"
+"""Printed for a server that does not identify itself as ours."""
+
+Operation = Callable[["AsyncTCPStore"], Awaitable[Any]]
+
+
+class ClientContext:
+    """What every client command needs: the server's address, the timeout in seconds, the output format, the token."""
+
+    def __init__(
+        self, url: ServerUrl, timeout: float, output: str, tls_files: TlsFiles, token_file: str | None = None
+    ) -> None:
+        self.host, self.port = url.host, url.port
+        self.tls = wants_tls(url.tls or None)
+        self.tls_files = tls_files
+        self.timeout = timeout
+        self.output = output
+        self.token_file = token_file
+        self.store: str | None = None
+        """The name of the store that is used; None for the one without a name."""
+
+    def run(self, operation: Operation, otherwise: "Callable[[DistError], Any] | None" = None) -> Any:
+        """Connect, execute the operation, disconnect and return its result; exit with the right status on failure.
+
+        If it fails, the result is what `otherwise` returns, unless that is None.
+        """
+        from ..serving import run_loop
+
+        results: list[Any] = []
+
+        async def main() -> None:
+            async with await self.connect() as store:
+                results.append(await operation(store))
+
+        try:
+            run_loop(main())
+        except DistError as error:
+            instead = None if otherwise is None else otherwise(error)
+            if instead is None:
+                self.fail(str(error), _status(error))
+            return instead
+        except NotImplementedError as error:
+            self.fail(str(error), FAILED)
+        except UnicodeDecodeError as error:
+            self.fail(f"cannot list the keys: {error.object!r} is not UTF-8", FAILED)
+        return results[0]
+
+    def run_write(self, key: str, value: bytes, write: Operation) -> None:
+        """Execute a write and wait until the server has done it; exit with the right status on failure."""
+
+        async def write_and_ping(store: "AsyncTCPStore") -> None:
+            try:
+                await write(store)
+                await store.ping()
+            except DistNetworkError:
+                reason = _exceeded_limit(key, value)
+                if not reason:
+                    raise
+                await self.check_connection()
+                raise DistStoreError(f"the server closed the connection: {reason}") from None
+
+        self.run(write_and_ping)
+
+    async def check_connection(self) -> None:
+        """Raise DistNetworkError if the server cannot be reached any more."""
+        async with await self.connect():
+            pass
+
+    async def connect(self) -> "AsyncTCPStore":
+        """Return a new store. Raises DistNetworkError, AccessDeniedError."""
+        from ..client.aio import AsyncTCPStore
+        from ..client.credentials import read_token
+        from ..client.store_name import StoreName
+        from ..client.tls import ClientTls
+
+        token = None if self.token_file is None else read_token(self.token_file).decode()
+        if self.store is not None:
+            name = StoreName(self.store)
+            name.waits = False
+            tls = ClientTls(self.tls_files) if self.tls else None
+            return AsyncTCPStore(self.host, self.port, self.timeout, token=token, tls=tls, name=name)
+        return await AsyncTCPStore.connect(
+            self.host, self.port, timeout=self.timeout, token=token, tls=self.tls, tls_files=self.tls_files, server=""
+        )
+
+    @contextmanager
+    def plain_address(self, key: str = "") -> Iterator[tuple[str, int]]:
+        """Give the host and port of a server for plain connections without tokens: of a relay, if it takes one.
+
+        Raises DistError; AccessDeniedError if the token does not allow to write `key`, unless that is empty.
+        """
+        from ..client.credentials import find_token, read_token
+        from ..relay.process import RelayProcess
+        from ..serving import run_loop
+
+        token = find_token() if self.token_file is None else read_token(self.token_file)
+        if not token and not self.tls:
+            yield self.host, self.port
+            return
+
+        async def check() -> None:
+            async with await self.connect() as store:
+                await store.check([])
+                if key:
+                    await store.delete_key(key)
+
+        run_loop(check())
+        url = str(ServerUrl(self.host, self.port, self.tls))
+        relay = RelayProcess(url, token=token.decode(), files=self.tls_files if self.tls else None, quiet=True)
+        with closing(relay):
+            yield "127.0.0.1", relay.port
+
+    def fail(self, text: str, status: int) -> NoReturn:
+        print_error(text, status, self.output)
+        sys.exit(status)
+
+    def show(self, name: str, value: Any) -> None:
+        """Print a result as it is, or as a JSON object."""
+        if self.output == "json":
+            print_json(_jsonable(name, value))
+        elif isinstance(value, bytes):
+            print_result(value, nl=False)
+        elif value is not None:
+            print_result(str(value).lower() if isinstance(value, bool) else value)
+
+    def answer(self, name: str, yes: bool) -> None:
+        """Print a yes or no, and exit with 0 or 1, even if standard output is closed."""
+        if not stdout_is_closed():
+            self.show(name, yes)
+        if not yes:
+            sys.exit(FAILED)
+
+
+def _status(error: DistError) -> int:
+    """Return the exit status for an error."""
+    from ..client.store_name import StoreEndedError
+
+    kinds = (
+        (StoreEndedError, FAILED),
+        (StoreTimeoutError, TIMED_OUT),
+        (AccessDeniedError, NOT_ALLOWED),
+        (DistNetworkError, UNREACHABLE),
+    )
+    return next((status for kind, status in kinds if isinstance(error, kind)), FAILED)
+
+
+def _exceeded_limit(key: str, value: bytes) -> str:
+    """Describe the default limit, of our server and PyTorch's, that a key or value exceeds; empty if none."""
+    from ..limits import Limits
+
+    limits = Limits()
+    for what, size, name, limit in (
+        ("key", len(os.fsencode(key)) + 1, "key_bytes", limits.key_bytes),
+        ("value", len(value), "value_bytes", limits.value_bytes),
+    ):
+        if size > limit:
+            return (
+                f"the {size}-byte {what} probably exceeds the server's limit ({limit} by default; see --limit {name})"
+            )
+    return ""
+
+
+def _jsonable(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, bytes):
+        return {name: value}
+    try:
+        return {name: value.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(value).decode()}
+
+
+def parse_url(ctx: click.Context, param: click.Parameter, text: str) -> ServerUrl:
+    """Return the address of an option tcp://HOST:PORT, or tcps://HOST:PORT for TLS. Raises BadParameter."""
+    try:
+        return parse_server_url(text, DEFAULT_PORT)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+def url_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option --url with this help, which a command gets as a `ServerUrl`."""
+    return click.option(
+        "--url",
+        envvar="TCPSTORE_URL",
+        default=DEFAULT_URL,
+        show_default=True,
+        show_envvar=True,
+        callback=parse_url,
+        help=text,
+    )
+
+
+_TLS_OPTIONS: Final = (
+    ("--tls-ca", CA, "For tcps://, trust these CAs (PEM) instead of the system's."),
+    ("--tls-cert", CERT, "For tcps://, present this client certificate (PEM) to the server."),
+    ("--tls-key", KEY, "The private key of --tls-cert (PEM, not encrypted)."),
+)
+
+
+def tls_client_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options to what connects to a server, which gets them as `tls_ca`, `tls_cert` and `tls_key`."""
+    for name, variable, text in reversed(_TLS_OPTIONS):
+        command = click.option(name, envvar=variable, default="", metavar="FILE", show_envvar=True, help=text)(command)
+    return command
+
+
+def parse_seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
+    if math.isnan(number) or number == math.inf:
+        raise click.BadParameter(f"{number} is not a finite number; use a negative number for no timeout", ctx, param)
+    return number
+
+
+output_option = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Output format of results and errors.",
+)
+
+token_file_option = click.option(
+    "--token-file",
+    type=click.Path(),
+    metavar="FILE",
+    help="File with the token to present; default: TCPSTORE_TOKEN, or the file named by TCPSTORE_TOKEN_FILE.",
+)
+
+
+def client_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of all client commands to a command, which gets them as a `ClientContext`."""
+
+    def command(
+        url: ServerUrl,
+        timeout: float,
+        output: str,
+        tls_ca: str,
+        tls_cert: str,
+        tls_key: str,
+        token_file: str | None,
+        **given: Any,
+    ) -> None:
+        function(ClientContext(url, timeout, output, TlsFiles(tls_ca, tls_cert, tls_key), token_file), **given)
+
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+    for option in (
+        tls_client_options,
+        output_option,
+        click.option(
+            "--timeout",
+            type=float,
+            default=10.0,
+            show_default=True,
+            callback=parse_seconds,
+            help="Timeout in seconds; negative for none.",
+        ),
+        url_option("Address of the server; tcps://HOST:PORT for TLS."),
+        token_file_option,
+    ):
+        command = option(command)
+    return command

@@ -1,0 +1,28 @@
+"""Whether a client uses TLS, and with which files: by its caller, the server's URL or its environment.
+
+Commands that may never connect import this; it must not import what connects.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from ..secret_files import TlsFiles
+from .server_url import ServerUrl
+
+ENABLE: Final = "TCPSTORE_TLS"
+CA: Final = "TCPSTORE_CA"
+CERT: Final = "TCPSTORE_CERT"
+KEY: Final = "TCPSTORE_KEY"
+
+
+def wants_tls(tls: bool | None, server: ServerUrl | None = None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether to use TLS: as the caller says, else the server's URL, else whether TCPSTORE_TLS is exactly 1."""
+    if tls is None and server is not None and server.tls:
+        return True
+    return environment.get(ENABLE) == "1" if tls is None else tls
+
+
+def files_from_environment(environment: Mapping[str, str] = os.environ) -> TlsFiles:
+    """Return the files that TCPSTORE_CA, TCPSTORE_CERT and TCPSTORE_KEY name."""
+    return TlsFiles(environment.get(CA, ""), environment.get(CERT, ""), environment.get(KEY, ""))
