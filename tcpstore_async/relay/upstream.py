@@ -309,7 +309,7 @@ class Upstream:
         if now - self._heard >= _MISSED * self._keep_alive:
             relay.disconnect()
             self._lost(f"nothing received for {now - self._heard:.0f} s")
-        elif not relay.link.is_acknowledged() or now - self._sent >= self._keep_alive:
+        elif now - self._sent >= self._keep_alive:
             self._sent = now
             relay.acknowledge()
 

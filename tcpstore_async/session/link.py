@@ -87,10 +87,8 @@ class Link:
         self._same_payload: bytes = b""
         self._same: list[int] = []
         """Sessions of the last DATA frame, which is not in `_frames` yet."""
-        self._told: int = 0
-        """The highest `taken` that was sent to the peer."""
         self._untold_bytes: int = 0
-        """Bytes of batches taken since."""
+        """Bytes of batches taken of which the peer has not been told."""
         self._incoming: int = 0
         """The number of the batch that is being handled."""
         self._incoming_bytes: int = 0
@@ -151,7 +149,7 @@ class Link:
             self.kept_bytes += len(batch)
             if self.connected:
                 self.out.append(batch)
-                self._note_told()
+                self._untold_bytes = 0
         elif self._untold_bytes >= ACKNOWLEDGE_BYTES:
             self.acknowledge()
 
@@ -159,7 +157,7 @@ class Link:
         """Put a batch without frames into `out`: it says what was taken, and that this end is alive."""
         if self.connected:
             self.out.append(BATCH_HEAD.pack(0, UNNUMBERED, 0, self.taken))
-            self._note_told()
+            self._untold_bytes = 0
 
     def held_bytes(self) -> int:
         """Return the bytes of frames that the peer has not acknowledged."""
@@ -172,17 +170,9 @@ class Link:
         self._same = []
         self.kept_bytes = self._frames_bytes = 0
 
-    def is_acknowledged(self) -> bool:
-        """Return whether the peer has been told of every batch that was taken."""
-        return self._told == self.taken
-
     def peer_taken(self) -> int:
         """Return the number of the last batch that the peer has acknowledged."""
         return self.number - len(self.kept)
-
-    def _note_told(self) -> None:
-        self._told = self.taken
-        self._untold_bytes = 0
 
     def _close_same(self) -> None:
         """Append the DATA frame that further sessions might have shared."""
@@ -318,7 +308,7 @@ class Link:
         self._acknowledged(taken)
         self.connected = True
         self.out = list(self.kept)
-        self._note_told()
+        self._untold_bytes = 0
 
     def disconnect(self) -> None:
         """Stop using the connection, which is gone."""
