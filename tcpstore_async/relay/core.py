@@ -31,8 +31,8 @@ from ..server.rate_limited_log import RateLimitedLog
 from ..session.link_client import ClientLink, Stream
 from .entering import Entry
 
-_read = os.read
-_write = os.write
+_read: Final = os.read
+_write: Final = os.write
 
 HEAD_BYTES: Final = 10
 """Bytes of a rank that tell who it is: its first two requests."""
@@ -232,7 +232,7 @@ class Rank(Stream):
         self.fd = -1
         self.unsent = None
         relay = self.relay
-        relay.ranks[fd] = None
+        del relay.ranks[fd]
         if self.leaving:
             relay.leaving.pop(self, None)
         if not self.number:
@@ -330,7 +330,7 @@ class Relay:
         self.make_link = make_link
         self.link: ClientLink = make_link()
         self.state = WAITING
-        self.ranks: list[Rank | None] = []
+        self.ranks: dict[int, Rank] = {}
         """By file descriptor."""
         self.silent: dict[Rank, None] = {}
         """Ranks that have sent nothing: OPEN goes with their first bytes, so that the server wakes once for both."""
@@ -404,9 +404,8 @@ class Relay:
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies of the descriptors, without touching the parent's connections."""
-        for rank in self.ranks:
-            if rank is not None and rank.fd >= 0:
-                os.close(rank.fd)
+        for fd in self.ranks:
+            os.close(fd)
         for fd, _, _, _ in self._waiting:
             os.close(fd)
         if self._upstream >= 0:
@@ -423,7 +422,6 @@ class Relay:
         self._upstream_ended = False
         self._unsent = b""
         self.heard = True
-        self._extend(fd)  # events of it may be reported when it is no longer ours
         self.poller.watch(fd)
         self._set_state(LINKED)
         self.flush()
@@ -460,9 +458,8 @@ class Relay:
 
     def close_ranks(self) -> None:
         """Close all ranks but those with connections of their own."""
-        for rank in self.ranks:
-            if rank is not None:
-                rank.close()
+        for rank in list(self.ranks.values()):
+            rank.close()
         self._to_read.clear()
         self._close_waiting_since(math.inf)
 
@@ -541,9 +538,9 @@ class Relay:
                 self._attend_upstream(events)
                 link = self.link
                 continue
-            rank = ranks[fd]
+            rank = ranks.get(fd)
             if rank is None:
-                continue
+                continue  # it was closed, or is the link's last connection
             try:
                 if (
                     events != READ
@@ -786,15 +783,9 @@ class Relay:
 
     def _admit_to_link(self, fd: int, host: str, port: int) -> None:
         rank = Rank(self, fd, host, port)
-        self._extend(fd)
         self.poller.watch(fd)
         self.ranks[fd] = rank
         self.silent[rank] = None
-
-    def _extend(self, fd: int) -> None:
-        ranks = self.ranks
-        while fd >= len(ranks):
-            ranks.extend([None] * (len(ranks) + 64))
 
 
 def _has_hung_up(fd: int) -> bool:

@@ -94,7 +94,14 @@ class Upstream:
         self._refusal: Refusal | None = None
         """What ranks are told that connect now, if no server can be used until somebody mends that."""
         self._grace = 0.0
-        self._keep_alive = 0.0
+        self._keep_alive: float = 0.0
+        self._heard: float = 0.0
+        """When something was last received on the link, as far as `_tick` knows, in seconds of the loop's clock."""
+        self._sent: float = 0.0
+        """The same for what was sent."""
+        self._number: int = 0
+        """The number of the last batch that had been sent then."""
+        self._ticking: asyncio.TimerHandle | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._announced = ""
         """The last message about what was reached, which is not repeated."""
@@ -273,30 +280,39 @@ class Upstream:
         relay = self.relay
         link = relay.link
         taken = link.taken
-        keep_alive = reply.keep_alive or _TICK_SECONDS
-        interval = min(_TICK_SECONDS, keep_alive / 2)
-        loop = asyncio.get_running_loop()
-        heard = sent = loop.time()
-        number = link.number
-        while not self._over.is_set():
-            try:
-                await asyncio.wait_for(self._over.wait(), interval)
-                break
-            except asyncio.TimeoutError:
-                relay.tick()
-            now = loop.time()
-            if relay.heard:
-                heard, relay.heard = now, False
-            if link.number != number:
-                sent, number = now, link.number
-            if now - heard >= _MISSED * keep_alive:
-                relay.disconnect()
-                self._lost(f"nothing received for {now - heard:.0f} s")
-            elif not link.is_acknowledged() or now - sent >= keep_alive:
-                sent = now
-                relay.acknowledge()
+        self._keep_alive = reply.keep_alive or _TICK_SECONDS
+        self._heard = self._sent = asyncio.get_running_loop().time()
+        self._number = link.number
+        self._expect_tick()
+        try:
+            await self._over.wait()
+        finally:
+            if self._ticking is not None:
+                self._ticking.cancel()
         relay.disconnect()
         return link.taken > taken
+
+    def _expect_tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._ticking = loop.call_later(min(_TICK_SECONDS, self._keep_alive / 2), self._tick)
+
+    def _tick(self) -> None:
+        """Do what is due once in a while; keep the connection alive, or notice that it is not."""
+        self._expect_tick()
+        relay = self.relay
+        relay.tick()
+        now = relay.loop.time()
+        number = relay.link.number
+        if relay.heard:
+            self._heard, relay.heard = now, False
+        if self._number != number:
+            self._sent, self._number = now, number
+        if now - self._heard >= _MISSED * self._keep_alive:
+            relay.disconnect()
+            self._lost(f"nothing received for {now - self._heard:.0f} s")
+        elif now - self._sent >= self._keep_alive:
+            self._sent = now
+            relay.acknowledge()
 
     def _lost(self, reason: str) -> None:
         """The connection is lost: the link goes on if there is another one in time."""

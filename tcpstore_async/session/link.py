@@ -13,7 +13,7 @@ from collections import deque
 from typing import Final
 
 import msgspec
-from librt.strings import read_i64_le
+from librt.strings import BytesWriter, read_i64_le, write_i32_le, write_i64_le
 
 from ..errors import ProtocolError, counted
 from ..wire.link import (
@@ -32,12 +32,17 @@ from ..wire.link import (
     SAME_BYTES,
     SAME_SESSIONS,
     SESSION_MASK,
-    U32,
     UNNUMBERED,
     WINDOW_BYTES,
 )
 
 _FLAGS_SHIFT: Final = 32
+
+_MAX_I32: Final = 2**31 - 1
+_TWO_TO_32: Final = 2**32
+
+_LEAST_SAME: Final = 8
+"""Bytes of a SAME for one session, without a payload."""
 
 _COST_SHIFT: Final = 6
 """A delivery costs one unit, and one for each 64 bytes: as many of the shortest commands take as long."""
@@ -81,16 +86,17 @@ class Link:
         self.kept_bytes: int = 0
         self._spent: int = 0
         """The cost of what the present call of `take` has delivered."""
-        self._frames: list[bytes] = []
-        """Frames of the next batch."""
+        self._frames: BytesWriter | None = None
+        """Frames of the next batch, or the last ones if a long payload precedes them."""
+        self._before: list[bytes] = []
+        """What precedes those: long payloads, which are not copied, and the frames between them."""
         self._frames_bytes: int = 0
+        """Bytes of all frames of the next batch."""
         self._same_payload: bytes = b""
         self._same: list[int] = []
         """Sessions of the last DATA frame, which is not in `_frames` yet."""
-        self._told: int = 0
-        """The highest `taken` that was sent to the peer."""
         self._untold_bytes: int = 0
-        """Bytes of batches taken since."""
+        """Bytes of batches taken of which the peer has not been told."""
         self._incoming: int = 0
         """The number of the batch that is being handled."""
         self._incoming_bytes: int = 0
@@ -101,7 +107,7 @@ class Link:
         self._same_done: int = 0
         """How many of these are of the SAME frame that comes next."""
         self._to_skip: int = 0
-        """The same when the connection broke: the peer sends that batch again."""
+        """How many had been made when the connection broke: the peer sends that batch again."""
 
     # Sending
 
@@ -117,13 +123,13 @@ class Link:
 
     def add_data(self, session: int, payload: bytes) -> None:
         """Add bytes of a session's stream to the next batch."""
-        if payload == self._same_payload and self._same:
-            self._same.append(session)
-            self._frames_bytes += 4
-            if len(self._same) == SAME_SESSIONS:
-                self._close_same()
-            return
         if self._same:
+            if payload == self._same_payload:
+                self._same.append(session)
+                self._frames_bytes += 4
+                if len(self._same) == SAME_SESSIONS:
+                    self._close_same()
+                return
             self._close_same()
         size = len(payload)
         if size <= SAME_BYTES:
@@ -141,17 +147,25 @@ class Link:
         if self._same:
             self._close_same()
         frames = self._frames
-        if frames:
+        if frames is not None:
             self.number += 1
-            frames[0] = BATCH_HEAD.pack(self._frames_bytes, 0, self.number, self.taken)
-            batch = b"".join(frames)
-            self._frames = []
+            head = BytesWriter()
+            write_i64_le(head, self._frames_bytes)
+            write_i64_le(head, self.number)
+            write_i64_le(head, self.taken)
+            if self._before:
+                batch = b"".join([head.getvalue(), *self._before, frames.getvalue()])
+                self._before = []
+            else:
+                head.write(frames.getvalue())
+                batch = head.getvalue()
+            self._frames = None
             self._frames_bytes = 0
             self.kept.append(batch)
             self.kept_bytes += len(batch)
             if self.connected:
                 self.out.append(batch)
-                self._note_told()
+                self._untold_bytes = 0
         elif self._untold_bytes >= ACKNOWLEDGE_BYTES:
             self.acknowledge()
 
@@ -159,7 +173,7 @@ class Link:
         """Put a batch without frames into `out`: it says what was taken, and that this end is alive."""
         if self.connected:
             self.out.append(BATCH_HEAD.pack(0, UNNUMBERED, 0, self.taken))
-            self._note_told()
+            self._untold_bytes = 0
 
     def held_bytes(self) -> int:
         """Return the bytes of frames that the peer has not acknowledged."""
@@ -168,43 +182,49 @@ class Link:
     def forget(self) -> None:
         """Drop all frames: the link is over."""
         self.kept.clear()
-        self._frames = []
-        self._same = []
+        self._frames = None
+        self._before = []
+        self._same.clear()
         self.kept_bytes = self._frames_bytes = 0
-
-    def is_acknowledged(self) -> bool:
-        """Return whether the peer has been told of every batch that was taken."""
-        return self._told == self.taken
 
     def peer_taken(self) -> int:
         """Return the number of the last batch that the peer has acknowledged."""
         return self.number - len(self.kept)
 
-    def _note_told(self) -> None:
-        self._told = self.taken
-        self._untold_bytes = 0
-
     def _close_same(self) -> None:
         """Append the DATA frame that further sessions might have shared."""
         sessions = self._same
         payload = self._same_payload
-        self._same = []
-        self._frames_bytes -= len(payload) + FRAME_HEAD_BYTES + 4 * (len(sessions) - 1)
-        if len(sessions) == 1:
-            self._append(DATA, sessions[0], payload)
+        count = len(sessions)
+        size = len(payload)
+        frames = self._frames
+        if frames is None:
+            frames = self._frames = BytesWriter()
+        if count == 1:
+            write_i64_le(frames, sessions[0] | size << LENGTH_SHIFT | DATA << KIND_SHIFT)
         else:
-            numbers = b"".join([session.to_bytes(4, "little") for session in sessions])
-            self._append(SAME, 0, U32.pack(len(sessions)) + numbers + payload)
+            write_i64_le(frames, (4 + 4 * count + size) << LENGTH_SHIFT | SAME << KIND_SHIFT)
+            write_i32_le(frames, count)
+            for session in sessions:
+                write_i32_le(frames, session if session <= _MAX_I32 else session - _TWO_TO_32)
+            self._frames_bytes += FRAME_HEAD_BYTES
+        frames.write(payload)
+        sessions.clear()
+        if self._frames_bytes >= BATCH_BYTES:
+            self.close_batch()
 
     def _append(self, kind: int, session: int, payload: bytes) -> None:
         frames = self._frames
-        if not frames:
-            frames.append(b"")  # the place of the batch's head
+        if frames is None:
+            frames = self._frames = BytesWriter()
         size = len(payload)
-        # compiled, `to_bytes` is a call in C, and `Struct.pack` is not
-        frames.append((session | size << LENGTH_SHIFT | kind << KIND_SHIFT).to_bytes(FRAME_HEAD_BYTES, "little"))
-        if size:
-            frames.append(payload)
+        write_i64_le(frames, session | size << LENGTH_SHIFT | kind << KIND_SHIFT)
+        if size > SAME_BYTES:
+            self._before.append(frames.getvalue())
+            self._before.append(payload)
+            frames.truncate(0)
+        elif size:
+            frames.write(payload)
         self._frames_bytes += FRAME_HEAD_BYTES + size
         if self._frames_bytes >= BATCH_BYTES:
             self.close_batch()
@@ -266,12 +286,14 @@ class Link:
         if left < 0 or size > PIECE_BYTES:
             raise ProtocolError(f"frame of {size} bytes exceeds its batch or the maximum of {PIECE_BYTES} bytes")
         stop = start + size
-        payload = data[start:stop]
         if kind == SAME:
-            if not self._take_same(payload, most):
+            if not self._take_same(data, start, stop, most):
                 return at
         else:
-            self._deliver(kind, head & SESSION_MASK, payload)
+            self._handled += 1
+            if self._handled > self._to_skip:
+                self._spent += 1 + (size >> _COST_SHIFT)
+                self.handle(kind, head & SESSION_MASK, data[start:stop])
         if not left:
             self.taken = self._incoming
             self._untold_bytes += self._incoming_bytes
@@ -280,28 +302,26 @@ class Link:
             self._left = left
         return stop
 
-    def _take_same(self, payload: bytes, most: int) -> bool:
-        """Deliver a payload to many sessions. Returns whether that is done; it stops as `take` does."""
-        count = U32.unpack_from(payload)[0] if len(payload) >= 4 else 0
-        start = 4 + 4 * count
-        if not 0 < count <= SAME_SESSIONS or not start <= len(payload) <= start + SAME_BYTES:
+    def _take_same(self, data: bytes, at: int, stop: int, most: int) -> bool:
+        """Deliver the payload of a SAME to its sessions. Returns whether that is done; it stops as `take` does."""
+        count = read_i64_le(data, at) & SESSION_MASK if stop - at >= _LEAST_SAME else 0
+        start = at + 4 + 4 * count
+        if not 0 < count <= SAME_SESSIONS or not start <= stop <= start + SAME_BYTES:
             raise ProtocolError(
-                f"SAME for {count} sessions in {len(payload)} bytes (max {SAME_SESSIONS} sessions, {SAME_BYTES} bytes)"
+                f"SAME for {count} sessions in {stop - at} bytes (max {SAME_SESSIONS} sessions, {SAME_BYTES} bytes)"
             )
-        same = payload[start:]
-        for at in range(4 + 4 * self._same_done, start, 4):
+        payload = data[start:stop]
+        cost = 1 + (len(payload) >> _COST_SHIFT)
+        for number in range(at + 4 * self._same_done, start - 4, 4):
             if self._spent >= most or not self.connected:
                 return False
             self._same_done += 1
-            self._deliver(DATA, read_i64_le(payload, at - 4) >> 32 & SESSION_MASK, same)
+            self._handled += 1
+            if self._handled > self._to_skip:
+                self._spent += cost
+                self.handle(DATA, read_i64_le(data, number) >> 32 & SESSION_MASK, payload)
         self._same_done = 0
         return True
-
-    def _deliver(self, kind: int, session: int, payload: bytes) -> None:
-        self._handled += 1
-        if self._handled > self._to_skip:
-            self._spent += 1 + (len(payload) >> _COST_SHIFT)
-            self.handle(kind, session, payload)
 
     def _acknowledged(self, number: int) -> None:
         """Drop the batches that the peer has taken."""
@@ -318,7 +338,7 @@ class Link:
         self._acknowledged(taken)
         self.connected = True
         self.out = list(self.kept)
-        self._note_told()
+        self._untold_bytes = 0
 
     def disconnect(self) -> None:
         """Stop using the connection, which is gone."""

@@ -427,6 +427,6 @@ class ServerLink(Link):
                 self.end(f"it had no connection for {now - self._lost:.0f} s")
         elif now - self._heard >= 3 * registry.keep_alive:
             self.drop_carrier(ProtocolError(f"nothing received on a link for {now - self._heard:.0f} s"))
-        elif not self.is_acknowledged() or now - self._sent >= registry.keep_alive:
+        elif now - self._sent >= registry.keep_alive:
             self.acknowledge()
             self.send()

@@ -168,6 +168,16 @@ class LinkedSession(Transport):
             link.wait(self)
         out.clear()
 
+    def wake(self, reply: bytes) -> bool:
+        session = self.session
+        link = self.link
+        if session.unsent or len(reply) > self.credit or link.over or session.engine.evicted or not link.has_room():
+            return False
+        self.credit -= len(reply)
+        link.add_data(self.number, reply)
+        link.note()
+        return True
+
     def send_piece(self) -> bool:
         """Send a piece of what did not fit. Returns whether there is more, and credit for it."""
         session = self.session

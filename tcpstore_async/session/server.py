@@ -562,6 +562,13 @@ class Transport:
         """Go on soon with what the session, which comes from another connection, has kept back."""
         raise NotImplementedError
 
+    def wake(self, reply: bytes) -> bool:
+        """Send the reply that ends a wait, if that costs less than to flush it later and nothing is ahead of it.
+
+        Returns whether it is sent. This must not fail.
+        """
+        return False
+
     def pass_over(self, engine: Engine, queue: bytes) -> bool:
         """See `Waiter.pass_over`."""
         return False
@@ -1142,6 +1149,9 @@ class ServerSession(Holder):
             behind.extend([_WOKEN] if value is None else value if isinstance(value, list) else [value])
             return
         if value is None:
+            owner = self.owner
+            if isinstance(owner, Transport) and owner.wake(_WOKEN):
+                return
             self.out.append(_WOKEN)
             self.unsent += 1
         elif isinstance(value, list):

@@ -186,11 +186,32 @@ def test_what_is_taken_is_acknowledged_without_anything_to_send() -> None:
         sender.add_data(1, bytes(PIECE_BYTES))
         sender.close_batch()
     receiver.receive(b"".join(sender.out))
-    assert not receiver.is_acknowledged()
+    assert not receiver.out
     receiver.close_batch()
-    assert receiver.is_acknowledged()
     sender.receive(b"".join(receiver.out))
     assert sender.held_bytes() == 0
+
+
+def test_the_layout_of_a_batch() -> None:
+    """The numbers of sessions are unsigned, and a long payload is behind what precedes it."""
+    link, _ = end()
+    long = bytes(SAME_BYTES + 1)
+    sessions = [1, 2**31 - 1, 2**31, 2**32 - 1]
+    for session in sessions:
+        link.add_data(session, b"x")
+    link.add_data(2**32 - 1, long)
+    link.add_data(2, b"y")
+    link.add(CLOSE, 2**31, b"\1")
+    assert link.held_bytes() > len(long)
+    link.close_batch()
+    frames = (
+        same(sessions, b"x"),
+        frame(DATA, 2**32 - 1, long),
+        frame(DATA, 2, b"y"),
+        frame(CLOSE, 2**31, b"\1"),
+    )
+    assert link.out == [batch(1, *frames)]
+    assert link.held_bytes() == len(link.out[0])
 
 
 def test_a_link_that_is_resumed_by_another_server() -> None:

@@ -623,7 +623,7 @@ def test_keep_alive() -> None:
     greeted(target, "a")
     session = target.carrier.session
     alive = struct.pack("<IIQQ", 0, 1, 0, server_end(target).taken)
-    for now, sent in ((1.0, alive), (2.0, b""), (5.0, b""), (6.0, alive), (7.0, b"")):
+    for now, sent in ((1.0, b""), (4.9, b""), (5.0, alive), (6.0, b""), (7.0, b"")):
         target.registry.tick(now)
         assert b"".join(session.out) == sent
         session.out.clear()
@@ -639,6 +639,32 @@ def test_keep_alive() -> None:
     assert target.registry.links
     target.registry.tick(52.0)
     assert not target.registry.links
+
+
+def test_sessions_that_are_woken_together_need_not_be_flushed(target: LinkTarget) -> None:
+    greeted(target, "a", "b")
+    for name in "ab":
+        target.say(name, wait(b"k"))
+    other = ServerSession(target.engine, None, "h", 1, 0.0)
+    other.receive(HANDSHAKE + set_(b"k", b""))
+    assert target.engine.pending_flush == []
+    target.serve()
+    target.exchange()
+    assert [heard(target, name) for name in "ab"] == [b"\0", b"\0"]
+
+
+@pytest.mark.parametrize(
+    "size", [CREDIT_BYTES - 8, CREDIT_BYTES + 1], ids=["no credit", "replies that wait for credit"]
+)
+def test_a_session_is_woken_behind_the_replies_that_wait(size: int) -> None:
+    target = LinkTarget(reads=False)
+    greeted(target, "a", "b")
+    target.say("b", set_(b"k", b"v" * size))
+    target.say("a", get(b"k") + wait(b"w"))
+    target.say("b", set_(b"w", b""))
+    assert heard(target, "a") == blob(b"v" * size)[:CREDIT_BYTES]
+    target.read("a")
+    assert heard(target, "a") == blob(b"v" * size)[CREDIT_BYTES:] + b"\0"
 
 
 def test_what_a_suspended_link_is_given_is_kept_and_counted() -> None:
