@@ -162,6 +162,34 @@ def test_the_launchers_own_stores_are_addresses(server: Server, tmp_path: Path) 
     assert num_stores(server) == 0
 
 
+JOINS = """
+import sys
+import tcpstore_async.torch
+import torch.distributed as dist
+
+tcpstore_async.torch.install(client=sys.argv[1])
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+def test_the_server_that_a_job_joins_is_an_address(client: str, server: Server) -> None:
+    with tcpstore_server() as joined, ExitStack() as stack:
+        env = {
+            "TCPSTORE_SERVER_URL": f"tcp://127.0.0.1:{server.port}", "TCPSTORE_JOIN": "1", "TCPSTORE_JOB": "job",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(joined.port), "WORLD_SIZE": "2",
+        }  # fmt: skip
+        ranks = [stack.enter_context(Program(JOINS, client, env={**env, "RANK": str(rank)})) for rank in range(2)]
+        for rank in ranks:
+            assert rank.output() == "done\n", rank.errors()
+        with TCPStore("127.0.0.1", joined.port, timeout=LIMIT, server="") as store:
+            assert {key.split("/")[0] for key in store.list_keys()} == {"job"}
+    assert num_stores(server) == 0
+
+
 def num_stores(server: Server) -> int:
     """Return how many stores with names there were: each has a number."""
     with TCPStore("any", 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}") as store:
