@@ -190,6 +190,30 @@ def test_the_server_that_a_job_joins_is_an_address(client: str, server: Server) 
     assert num_stores(server) == 0
 
 
+WRONG = """
+import sys
+from datetime import timedelta
+import tcpstore_async.torch
+import torch.distributed as dist
+
+tcpstore_async.torch.install()
+for is_master in (True, False):
+    try:
+        dist.TCPStore(sys.argv[1], 0, None, is_master, timedelta(seconds=1))
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("url", "host", "why"), [
+    ("http://127.0.0.1:1", "127.0.0.1", "TCPSTORE_SERVER_URL: 'http://127.0.0.1:1' is not of the form"),
+    ("tcp://127.0.0.1:1", "x" * 600, "is too long for the name of a store"),
+])  # fmt: skip
+def test_a_wrong_name_is_no_reason_to_use_the_address(url: str, host: str, why: str) -> None:
+    with Program(WRONG, host, env={"TCPSTORE_SERVER_URL": url}) as program:
+        assert program.output().count(why) == 2, program.errors()
+
+
 def num_stores(server: Server) -> int:
     """Return how many stores with names there were: each has a number."""
     with TCPStore("any", 1, None, True, LIMIT, server=f"tcp://127.0.0.1:{server.port}") as store:
