@@ -38,7 +38,7 @@ how, rank, world, groups, *ports = sys.argv[1:]
 rank, world = int(rank), int(world)
 if how != "stock":
     import tcpstore_async.torch
-    tcpstore_async.torch.install(client=how.removesuffix("-class"))
+    tcpstore_async.torch.install(client=how.removesuffix("-class"), classes=how == "python-class")
 for number in range(int(groups)):
     port = int(ports[number % len(ports)])
     if how.endswith("-class"):  # as frameworks do that make their stores themselves
@@ -98,7 +98,7 @@ class Ranks:
 
 
 @sizes
-@pytest.mark.parametrize("how", ["native", "python", "native-class"])
+@pytest.mark.parametrize("how", ["native", "python", "native-class", "python-class"])
 def test_no_address_is_in_use(how: str, processes: int, groups: int, ports: list[str], server: Server) -> None:
     with Ranks(how, processes, groups, ports, f"tcp://127.0.0.1:{server.port}") as ranks:
         for rank in range(processes):
