@@ -12,6 +12,7 @@ import click
 
 from ..client.credentials import find_token, read_token
 from ..client.server_url import ServerUrl
+from ..client.store_name import StoreName
 from ..client.tls_settings import wants_tls
 from ..errors import AccessDeniedError, DistError
 from ..secret_files import TlsFiles
@@ -34,6 +35,13 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
     return urls
 
 
+def _parse_store(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    try:
+        return StoreName(text).name
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
 @click.command("relay")
 @click.option(
     "--upstream",
@@ -47,7 +55,13 @@ def _parse_urls(ctx: click.Context, param: click.Parameter, text: str) -> list[S
 @log_format_option
 @grace_option
 @token_file_option
-@click.option("--store", default="", metavar="NAME", help="Have the ranks use this named store, which must exist.")
+@click.option(
+    "--store",
+    default="",
+    metavar="NAME",
+    callback=_parse_store,
+    help="Have the ranks use this named store, which must exist.",
+)
 @click.option(
     "--same-user",
     is_flag=True,

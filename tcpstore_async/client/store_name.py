@@ -7,7 +7,9 @@ mean the same store. A client that has been in a store enters that one again or 
 """
 
 import functools
+import ipaddress
 import os
+import re
 import socket
 from collections.abc import Generator
 from typing import Final
@@ -15,7 +17,18 @@ from typing import Final
 from ..addresses import format_address
 from ..errors import AccessDeniedError, DistNetworkError
 from ..session.client import ClientSession, PendingCall
-from ..session.identity import ENTERED, LOST, NAMES, REFUSED, TAKEN, Identity, read_enter_reply, with_store
+from ..session.identity import (
+    ENTERED,
+    LOST,
+    MAX_ID,
+    MAX_NAME,
+    NAMES,
+    REFUSED,
+    TAKEN,
+    Identity,
+    read_enter_reply,
+    with_store,
+)
 from ..values import unpack
 from . import requests
 from .server_url import ServerUrl, parse_server_url
@@ -25,8 +38,10 @@ SERVER_URL: Final = "TCPSTORE_SERVER_URL"
 
 ATTEMPT: Final = "TCPSTORE_ATTEMPT"
 
-_LOOPBACK: Final = ("localhost", "::1", "::", "0.0.0.0")
-"""Beside 127.*: addresses that mean this host, whichever that is."""
+_LOOPBACK: Final = re.compile(
+    r"|(.*\.)?localhost|localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)|0+|127(\.[0-9]+){1,3}"
+)
+"""Names and short forms that mean this host, whichever that is, beside what `ipaddress` knows."""
 
 
 class StoreEndedError(DistNetworkError):
@@ -52,11 +67,20 @@ def find_server(given: str | None) -> ServerUrl | None:
 
 
 def name_of(host: str, port: int) -> str:
-    """Return the name that an address is on a server: a loopback one is a name within this host, network and user."""
+    """Return the name that an address is on a server: a loopback one is a name within this host, network and user.
+
+    How an IP address is written makes no difference.
+    """
     host = host.lower().rstrip(".")
-    if host in _LOOPBACK or host.startswith("127.") or not host:
-        return f"{this_network()}/{os.getuid()}/localhost:{port}"
-    return format_address(host, port)
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        local = _LOOPBACK.fullmatch(host) is not None
+    else:
+        address = getattr(address, "ipv4_mapped", None) or address
+        local = address.is_loopback or address.is_unspecified
+        host = str(address)
+    return f"{this_network()}/{os.getuid()}/localhost:{port}" if local else format_address(host, port)
 
 
 @functools.cache
@@ -104,11 +128,22 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def _check_length(wrong: str, text: str, most: int) -> None:
+    size = len(text.encode())
+    if size > most:
+        raise ValueError(f"{wrong}: {size} bytes (max {most})")
+
+
 class StoreName:
     """A store with a name, as one client is in it."""
 
     def __init__(self, name: str, owner: str = "", shares: str = "", joins: int = 0, attempt: str = "") -> None:
-        """The owner gives an id of its own, what it shares the store by, and how many ranks it expects."""
+        """The owner gives an id of its own, what it shares the store by, and how many ranks it expects.
+
+        Raises ValueError for a name or an attempt that no server takes.
+        """
+        _check_length(f"{name[:32]!r}… is too long for the name of a store", name, MAX_NAME)
+        _check_length(f"{ATTEMPT} is too long", attempt, MAX_ID)
         self.name = name
         self.owner = owner
         self.shares = shares
@@ -185,4 +220,8 @@ class StoreName:
 
     def missing(self) -> str:
         """Return why a connection that was being put into the store was not, for lack of time."""
-        return f"the store {self.name!r} has not been created there" if self.asked and not self.owner else ""
+        if not self.asked or self.owner:
+            return ""
+        return f"the store {self.name!r} has not been created there" + (
+            f" by attempt {self.attempt} of the job" if self.attempt else ""
+        )

@@ -73,6 +73,12 @@ LOST: Final = "lost"
 none; it may be about to end, as all connections of its owner are broken."""
 
 
+MAX_NAME: Final = 512
+"""Bytes of the name of a store."""
+
+MAX_ID: Final = 64
+"""Bytes of an owner's id, of what it shares the store by, and of an attempt."""
+
 CLOSED: Final = "has closed it"
 """The end of the reason why a store has ended, if its owner wanted that."""
 

@@ -27,6 +27,8 @@ from .identity import (
     ENDED,
     ENTERED,
     LOST,
+    MAX_ID,
+    MAX_NAME,
     REFUSED,
     TAKEN,
     EnterReply,
@@ -35,12 +37,6 @@ from .identity import (
     with_store,
 )
 from .server import Engine, ServerSession, Transport, printable
-
-MAX_NAME: Final = 512
-"""Bytes of a name."""
-
-_MAX_ID: Final = 64
-"""Bytes of an owner's id, of what it shares the store by, and of an attempt."""
 
 _MAX_ENTER: Final = 4096
 """Bytes of all items."""
@@ -84,17 +80,17 @@ class Entry:
         said = {name: unpack(value) for name, value in items}
         self.session = session
         self.name = _text(said, b"name", MAX_NAME)
-        self.owner = _text(said, b"owner", _MAX_ID)
+        self.owner = _text(said, b"owner", MAX_ID)
         """The id of the owner, whose connections all give it; empty for others."""
-        self.shares = _text(said, b"shares", _MAX_ID)
+        self.shares = _text(said, b"shares", MAX_ID)
         """Owners that give the same, unless it is empty, own a store together."""
-        self.incarnation = _text(said, b"incarnation", _MAX_ID)
+        self.incarnation = _text(said, b"incarnation", MAX_ID)
         """The only one that it enters; empty for any."""
-        self.attempt = printable(_text(said, b"attempt", _MAX_ID).encode())
+        self.attempt = printable(_text(said, b"attempt", MAX_ID).encode())
         """Which attempt of its job the session belongs to, if that is known."""
         self.waits = said.get(b"wait", b"1") != b"0"
         self.host = printable(said.get(b"host", b""))[:_MAX_TEXT] or session.host
-        self.pid = printable(_text(said, b"pid", _MAX_ID).encode())
+        self.pid = printable(_text(said, b"pid", MAX_ID).encode())
         joins = said.get(b"joins", b"0")
         if not self.name or not joins.isdigit() or len(joins) > 18:
             raise ProtocolError("ENTER without a name, or with an invalid number")

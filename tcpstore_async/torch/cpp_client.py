@@ -184,6 +184,7 @@ def open_native(
         tls=place.tls,
         began=deadline.began,
         rank_token=rank_token,
+        server="" if place.prefix else None,  # TCPSTORE_JOIN names keys, not a store
     )
     store = joining.native
     joined(joining)

@@ -11,14 +11,18 @@ the plain store's business.
 import atexit
 import functools
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .. import errors
+from ..client.store_name import StoreTakenError, name_of
 from ..coercion import Text, Timeout, to_seconds
 from ..deadline import DEFAULT_TIMEOUT, Deadline
 from ..stores import base, file, hash, tcp
@@ -169,9 +173,9 @@ class Store(_Methods, dist.Store, _StandsFor, metaclass=_Kind):
         return repr(self._plain)
 
 
-def _make(kind: type[base.Store], *given: Any, **named: Any) -> base.Store:
+def _make(make: Callable[..., base.Store], *given: Any, **named: Any) -> base.Store:
     try:
-        return kind(*given, **named)
+        return make(*given, **named)
     except errors.DistError as error:
         raise joint(error) from error.__cause__
 
@@ -180,6 +184,48 @@ class _PlainTCPStore(tcp.TCPStore):
     """Never runs its server as a thread: two methods of PyTorch's C++ client hold the GIL while they wait for it."""
 
     _may_be_thread = False
+
+
+def _host(host: str, port: int, make: Callable[[], base.Store]) -> base.Store:
+    """Return what `make` does, if need be after closing stores that hold this address and that the program has dropped.
+
+    PyTorch's own stores would have been gone with their last reference: a program that asks for an address again has
+    no use for the store that held it before.
+    """
+    try:
+        return make()
+    except errors.DistNetworkError as error:
+        in_use = isinstance(error, StoreTakenError) or "EADDRINUSE" in str(error)
+        dropped = [one for one in _dropped() if one._holds(host, port)] if in_use else []
+        if not dropped:
+            raise
+    for one in dropped:
+        close_with_clones(one)
+    return make()
+
+
+def _dropped() -> "list[TCPStore]":
+    """Return the open stores to which Python refers only from here, and that no process group of PyTorch's uses.
+
+    A clone does not need the store that it is a clone of. What else in C++ uses one is not known.
+    """
+    clones = Counter(id(one._origin) for one in _open)
+    used = {id(_lowest(store)) for _, store in distributed_c10d._world.pg_map.values()}
+    kept = [one for one in _open if isinstance(one, TCPStore)]
+    alone = [object()]
+    fewest = sys.getrefcount(alone[0])  # depends on the interpreter
+    counts = [sys.getrefcount(kept[place]) for place in range(len(kept))]
+    return [
+        one
+        for one, count in zip(kept, counts, strict=True)
+        if count == fewest + 1 + clones[id(one)] and id(one) not in used  # 1: `_open`
+    ]
+
+
+def _lowest(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 class TCPStore(Store):
@@ -211,8 +257,22 @@ class TCPStore(Store):
     ) -> None:
         flags = (wait_for_workers, multi_tenant, master_listen_fd, use_libuv)
         where = (host_name, port, world_size, is_master, timeout)
-        more = {"token": token, "tls": tls, "token_keys": token_keys, "require_auth": require_auth, "server": server}
-        super().__init__(_make(_PlainTCPStore, *where, *flags, bind_host=bind_host, **more))
+        more: dict[str, Any] = {
+            "token": token,
+            "tls": tls,
+            "token_keys": token_keys,
+            "require_auth": require_auth,
+            "server": server,
+        }
+        make = functools.partial(_PlainTCPStore, *where, *flags, bind_host=bind_host, **more)
+        super().__init__(_make(_host, host_name, port, make) if is_master else _make(make))
+
+    def _holds(self, host: str, port: int) -> bool:
+        """Whether this store hosts a server on this port or, if it has a name, owns the one with this address."""
+        plain = self._plain
+        if port != plain.port or not (plain._hosted is not None or plain._owns):
+            return False
+        return plain._server is None or name_of(plain.host, port) == name_of(host, port)
 
     @property
     def host(self) -> str:

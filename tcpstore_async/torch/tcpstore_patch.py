@@ -76,12 +76,13 @@ def _is_launchers(constructor: FrameType | None) -> bool:
 def _our_options(given: tuple[Any, ...], named: dict[str, Any], launchers: bool) -> dict[str, Any] | None:
     """Return the arguments of a master, and of any store whose address is a name.
 
-    None for other clients, and where PyTorch's own constructor raises at once.
+    None for other clients, and where PyTorch's own constructor raises at once. Raises ValueError for a wrong
+    TCPSTORE_SERVER_URL.
     """
     is_master = bool(given[_MASTER] if len(given) > _MASTER else named.get("is_master"))
+    if (launchers or find_server(None) is None) and not is_master:
+        return None  # before `bind`, which takes longer than all else that a client needs
     try:
-        if not is_master and (launchers or find_server(None) is None):
-            return None  # before `bind`, which takes longer than all else that a client needs
         options = dict(_PARAMETERS.bind(*given, **named).arguments)
         options["is_master"] = is_master
         if to_seconds("timeout", options.get("timeout", 1)) <= 0:
@@ -102,6 +103,8 @@ def _host(stock: Init, store: Any, given: tuple[Any, ...], named: dict[str, Any]
     except dist.DistError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
+        if options["server"] is None and find_server(None) is not None:
+            raise  # the others look for a name: nobody would come to PyTorch's server
         why = error
     else:
         if hosted is not None:

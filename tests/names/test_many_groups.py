@@ -38,7 +38,7 @@ how, rank, world, groups, *ports = sys.argv[1:]
 rank, world = int(rank), int(world)
 if how != "stock":
     import tcpstore_async.torch
-    tcpstore_async.torch.install(client=how.removesuffix("-class"))
+    tcpstore_async.torch.install(client=how.removesuffix("-class"), classes=how == "python-class")
 for number in range(int(groups)):
     port = int(ports[number % len(ports)])
     if how.endswith("-class"):  # as frameworks do that make their stores themselves
@@ -98,7 +98,7 @@ class Ranks:
 
 
 @sizes
-@pytest.mark.parametrize("how", ["native", "python", "native-class"])
+@pytest.mark.parametrize("how", ["native", "python", "native-class", "python-class"])
 def test_no_address_is_in_use(how: str, processes: int, groups: int, ports: list[str], server: Server) -> None:
     with Ranks(how, processes, groups, ports, f"tcp://127.0.0.1:{server.port}") as ranks:
         for rank in range(processes):
@@ -160,6 +160,58 @@ def test_the_launchers_own_stores_are_addresses(server: Server, tmp_path: Path) 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * LIMIT)
     assert (done.returncode, done.stdout) == (0, "done done "), done.stderr
     assert num_stores(server) == 0
+
+
+JOINS = """
+import sys
+import tcpstore_async.torch
+import torch.distributed as dist
+
+tcpstore_async.torch.install(client=sys.argv[1])
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("client", ["native", "python"])
+def test_the_server_that_a_job_joins_is_an_address(client: str, server: Server) -> None:
+    with tcpstore_server() as joined, ExitStack() as stack:
+        env = {
+            "TCPSTORE_SERVER_URL": f"tcp://127.0.0.1:{server.port}", "TCPSTORE_JOIN": "1", "TCPSTORE_JOB": "job",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(joined.port), "WORLD_SIZE": "2",
+        }  # fmt: skip
+        ranks = [stack.enter_context(Program(JOINS, client, env={**env, "RANK": str(rank)})) for rank in range(2)]
+        for rank in ranks:
+            assert rank.output() == "done\n", rank.errors()
+        with TCPStore("127.0.0.1", joined.port, timeout=LIMIT, server="") as store:
+            assert {key.split("/")[0] for key in store.list_keys()} == {"job"}
+    assert num_stores(server) == 0
+
+
+WRONG = """
+import sys
+from datetime import timedelta
+import tcpstore_async.torch
+import torch.distributed as dist
+
+tcpstore_async.torch.install()
+for is_master in (True, False):
+    try:
+        dist.TCPStore(sys.argv[1], 0, None, is_master, timedelta(seconds=1))
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("url", "host", "why"), [
+    ("http://127.0.0.1:1", "127.0.0.1", "TCPSTORE_SERVER_URL: 'http://127.0.0.1:1' is not of the form"),
+    ("tcp://127.0.0.1:1", "x" * 600, "is too long for the name of a store"),
+])  # fmt: skip
+def test_a_wrong_name_is_no_reason_to_use_the_address(url: str, host: str, why: str) -> None:
+    with Program(WRONG, host, env={"TCPSTORE_SERVER_URL": url}) as program:
+        assert program.output().count(why) == 2, program.errors()
 
 
 def num_stores(server: Server) -> int:

@@ -22,7 +22,13 @@ from support import LIMIT, Server, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, TCPStore
 from tcpstore_async.client import aio
 from tcpstore_async.client.admin import ask
-from tcpstore_async.client.store_name import StoreEndedError, attempt_from_environment, find_server, name_of
+from tcpstore_async.client.store_name import (
+    StoreEndedError,
+    attempt_from_environment,
+    find_server,
+    name_of,
+    this_network,
+)
 from tcpstore_async.server.backends import BACKENDS
 
 
@@ -330,12 +336,23 @@ def test_attempts(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DistNetworkError, match="belongs to attempt 2, but this rank belongs to attempt 1"):
             TCPStore(name, 1, timeout=LIMIT, server=url)
         monkeypatch.setenv("TCPSTORE_ATTEMPT", "3")
+        with pytest.raises(DistNetworkError, match="has not been created there by attempt 3 of the job"):
+            TCPStore(name, 1, timeout=0.1, server=url)
         thread, found = opened(lambda: TCPStore(name, 1, timeout=LIMIT, server=url))
         owner.set("k", "old")
     with TCPStore(name, 1, None, True, LIMIT, server=url):
         thread.join()
         assert found[0].list_keys() == []
     found[0].close()
+
+
+def test_what_no_server_takes_is_an_error_at_once(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("x" * 511, "é" * 256):
+        with pytest.raises(ValueError, match=r"is too long for the name of a store: 51[34] bytes \(max 512\)"):
+            TCPStore(host, 1, None, True, LIMIT, server=url)
+    monkeypatch.setenv("TCPSTORE_ATTEMPT", "x" * 65)
+    with pytest.raises(ValueError, match=r"TCPSTORE_ATTEMPT is too long: 65 bytes \(max 64\)"):
+        TCPStore(name, 1, timeout=LIMIT, server=url)
 
 
 @pytest.mark.parametrize("backend", ["libuv", "legacy"])
@@ -386,9 +403,18 @@ def test_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_an_address_is_called() -> None:
     assert name_of("Node1.Example.", 29500) == "node1.example:29500"
     assert name_of("fe80::1", 1) == "[fe80::1]:1"
-    loopback = {name_of(host, 1) for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "::")}
-    assert len(loopback) == 1
-    assert loopback.pop().endswith(f"/{os.getuid()}/localhost:1")
+    assert name_of("2001:DB8:0:0::1", 1) == name_of("2001:db8::1", 1) == "[2001:db8::1]:1"
+    assert name_of("127.example", 1) == "127.example:1"
+    assert name_of("localhost.example", 1) == "localhost.example:1"
+
+
+@pytest.mark.parametrize("host", [
+    "localhost", "127.0.0.1", "127.1.2.3", "127.1", "::1", "0.0.0.0", "0", "::", "", "0:0:0:0:0:0:0:1",
+    "::ffff:127.0.0.1", "Localhost.", "node.localhost", "localhost.localdomain", "localhost4",
+    "localhost6.localdomain6", "ip6-localhost", "ip6-loopback",
+])  # fmt: skip
+def test_a_loopback_address_is_local_however_it_is_written(host: str) -> None:
+    assert name_of(host, 1) == f"{this_network()}/{os.getuid()}/localhost:1"
 
 
 @pytest.mark.parametrize(("environment", "attempt"), [

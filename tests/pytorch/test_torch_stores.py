@@ -246,6 +246,22 @@ def test_closing_a_store_frees_its_port() -> None:
 
 
 @pytest.mark.needs_proc
+def test_a_master_may_take_the_address_of_one_that_was_dropped() -> None:
+    first = ours.TCPStore("127.0.0.1", 0, 1, True, LIMIT)
+    number = first.port
+    first.set("k", "v")
+    with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):  # it is still in use
+        ours.TCPStore("127.0.0.1", number, 1, True, LIMIT)
+    dist.init_process_group("gloo", store=first, rank=0, world_size=1)
+    del first
+    gc.collect()
+    with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):  # by the group
+        ours.TCPStore("127.0.0.1", number, 1, True, LIMIT)
+    dist.destroy_process_group()
+    with ours.TCPStore("127.0.0.1", number, 1, True, LIMIT) as second:
+        assert not second.check(["k"])
+
+
 def test_closed_stores_leave_no_descriptors(port: int) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(30):

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from click.testing import CliRunner
 
 from client.test_sync import until
 from conformance.frames import wait
 from support import HANDSHAKE, LIMIT, RawPeer, Server, blob, resting, tcpstore_relay, tcpstore_server, torch_server
 from tcpstore_async import TCPStore
+from tcpstore_async.cli import main
 from tcpstore_async.server.backends import BACKENDS
 
 NAME = "node7:4711"
@@ -90,3 +92,10 @@ def test_a_server_without_named_stores_gets_no_rank() -> None:
         RawPeer(relay.port),
     ):
         until(lambda: "it does not support named stores" in relay.log())
+
+
+def test_a_name_that_no_server_takes_is_an_error() -> None:
+    words = ["relay", "--upstream", "tcp://127.0.0.1:1", "--port", "0", "--store", "x" * 600]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert "Invalid value for '--store': 'xxxx" in result.stderr
