@@ -506,9 +506,10 @@ class Keyspace(JoinRegistry):
             self.size -= PARKED_BYTES + len(key)
         if not self.waiters:
             return
+        passed_over: set[bytes] = set()
         for key, _ in leased:
-            if key in self.waiters:
-                self._wake_next(key, handed_on=True)
+            if key in self.waiters and key not in passed_over and not self._wake_next(key, handed_on=True):
+                passed_over.add(key)
 
     # Reserved keys: information about the server
 

@@ -70,7 +70,10 @@ class WaiterRegistry:
         self.portion = portion
         """Keys, or waiters, that a command handles at once; a command with more is carried out in steps."""
         self._most_at_once: int = portion if portion == UNCUT else min(_FEW, portion)
-        """Registrations of a waiter that has gone which are dropped at once."""
+        """Registrations of a waiter that has gone which are dropped at once, and of a key that are used up at once in
+        any case."""
+        self._woken: int = 0
+        """Registrations that writes have used up at once since the last step."""
         self.incremental: IncrementalCommand | None = None
         """Set by a command that has to go on in steps; its return value is then void. The caller takes it."""
         self.work: deque[DeferredWork] = deque()
@@ -150,9 +153,11 @@ class WaiterRegistry:
     def step(self) -> None:
         """Do a portion of the deferred work. There must be some."""
         work = self.work[0]
+        self._woken = -self.portion  # a step of `WakeKeys` stops by itself
         if work.step(self.portion):
             self.work.popleft()
             self.working = len(self.work) > 0
+        self._woken = 0
 
     def postpones(self, waiter: Waiter) -> bool:
         """Whether a waiter may have more registrations for `waking` to use up than `resolve` uses up at once.
@@ -426,12 +431,17 @@ class WaiterRegistry:
             return stale
         return registered
 
+    def _too_many(self, count: int) -> bool:
+        """Whether using up so many registrations is deferred: one peer may send hundreds of writes at once."""
+        return count > self.portion or (count > self._most_at_once and self._woken + count > self.portion)
+
     def wake_all(self, key: bytes) -> None:
         """Use up all registrations under a key that was written."""
         registered = self._take_registrations(key)
-        if len(registered) > self.portion:
+        if self._too_many(len(registered)):
             self._wake_many(key, registered)
             return
+        self._woken += len(registered)
         for waiter, count in registered.items():
             ended = self._count_down(waiter, key, count if count > 0 else -count)  # abs() is a call, here too
             if ended == AWAITING_KEYS:
@@ -510,15 +520,16 @@ class WaiterRegistry:
         elif ended != IDLE:
             self._fire(waiter, ended)
 
-    def _wake_next(self, key: bytes, handed_on: bool = False) -> None:
+    def _wake_next(self, key: bytes, handed_on: bool = False) -> bool:
         """Count an item down for the waiters under its queue, up to and including the first that it wakes to take it.
 
+        False if nobody is to take it; then nobody would take a second one either.
         Of a group that is the first member only; the others stay registered. A FETCH ends without taking the item. An
         item that is handed on skips waiters in a barrier of that name. See also `Waiter.pass_over`.
         """
         self.finish_waking(key)
         if key not in self.waiters:
-            return
+            return False
         registered = self.waiters[key]
         stale = []
         counted: list[Waiter] = []
@@ -545,10 +556,12 @@ class WaiterRegistry:
                 counted.append(waiter)
         if stale:
             self._set_aside(key, stale)
+        found = taker is not None or member is not None
         removed = len(stale) + len(counted)
-        if len(counted) > self.portion:
+        if self._too_many(len(counted)):
             self._wake_later(key, registered, counted, taker)
             counted = [] if taker is None else [taker]
+        self._woken += len(counted)
         for waiter in counted:
             ended = self._count_down(waiter, key, registered.pop(waiter))
             if ended != IDLE:
@@ -564,6 +577,7 @@ class WaiterRegistry:
             self._leave_group(member, member.group)
             member.handoff = self.new_handoff(key)
             member.fire(None)
+        return found
 
     def _wake_later(
         self, key: bytes, registered: dict[Waiter, int], counted: list[Waiter], taker: Waiter | None

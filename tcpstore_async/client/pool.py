@@ -162,6 +162,7 @@ class TCPClient:
     def close(self) -> None:
         """Close every connection. Calls in progress in other threads fail, and so do later ones."""
         if not self.closed:
+            self._resume_broken()
             self._return_stranded()
             if not self._end_named_store():
                 self._send_farewell()
@@ -412,6 +413,42 @@ class TCPClient:
 
         value: bytes | None = self._on_a_connection(pop, wait or request, Deadline.of_a_call(seconds, began), seconds)
         return value
+
+    def _resume_broken(self) -> None:
+        """Before closing: go on with broken connections that no call uses, if that takes no more than a second.
+
+        So the server gets what was sent last, and ends their sessions at once, not after its grace period.
+        """
+        if background.is_running_here():
+            return  # the loop may be replacing one, and cannot wait for itself
+        deadline = Deadline(MIN_ROUND_TRIP)
+        try:
+            for connection in [connection for connection in self._connections if connection.can_resume()]:
+                self._resume_if_broken(connection, deadline)
+        except (OSError, ProtocolError, DeadlineExceeded):
+            pass  # the sessions end with the grace period, or have ended with the server
+
+    def _resume_if_broken(self, connection: SyncConnection, deadline: Deadline) -> None:
+        """Lease a connection, unless a call has it, and go on with it if it is broken, up to the last reply."""
+        me = get_ident()
+        ticket = Ticket()
+        try:
+            while not self._lost:
+                with self._lock:
+                    self._free_queue.join(ticket)
+                    if not connection.user:
+                        connection.user = me
+                if connection.user != _LOOP:
+                    break
+                self._wait(ticket, deadline, briefly=True)  # notified of any free connection, not only of this one
+            if connection.user == me and not self._lost:
+                error = connection.down or connection.loss()
+                if error is not None and is_break(error):
+                    if connection.down is None:
+                        connection.mark_down(error)
+                    connection.settle(deadline)
+        finally:
+            self._give_up(connection, ticket, me)
 
     def _end_named_store(self) -> bool:
         """Before closing: end the store, if this client owns it, so that its name is free when this returns.

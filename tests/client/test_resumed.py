@@ -700,6 +700,41 @@ def test_unsent_bytes_of_a_connection_whose_end_the_server_has_not_noticed_are_s
             assert bytes(found) == expected
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_store_that_closes_while_its_connection_is_broken_withholds_no_item(backend: str) -> None:
+    with (
+        tcpstore_server("--backend", backend, "--link-grace", "600") as server,
+        resetter(server.port) as proxy,
+        opened(proxy.port) as store,
+        TCPStore("127.0.0.1", server.port, timeout=LIMIT) as other,
+    ):
+        other.queue_push("withheld", "item")
+        with ThreadPoolExecutor(1) as threads:
+            proxy.mutes = True  # the server leases the item, and its reply does not arrive
+            store.set_timeout(1.0)
+            pop = threads.submit(store.queue_pop, "withheld")
+            until(lambda: other.queue_len("withheld") == 0)
+            proxy.target = 1  # nobody is there: the proxy closes what it accepts
+            proxy.reset()
+            with pytest.raises(StoreTimeoutError):
+                pop.result(LIMIT)
+        proxy.mutes = False
+        proxy.target = server.port
+        store.close()
+        assert other.queue_pop("withheld") == b"item"
+
+
+def test_closing_a_store_whose_server_does_not_answer_takes_a_second(port: int) -> None:
+    with resetter(port) as proxy, opened(proxy.port) as store:
+        connection = _connection(store)
+        proxy.mutes = True
+        proxy.reset()
+        until(lambda: connection.down is not None)
+        store.close()
+        with pytest.raises(DistNetworkError, match="closed"):
+            store.check(["k"])
+
+
 def test_an_async_client_that_closes_while_it_resumes(port: int) -> None:
     """It gives up the connection on which the session was to continue; the session is the server's until it ends."""
 

@@ -252,6 +252,38 @@ def test_one_multi_set_wakes_the_waiters_of_many_keys_in_steps(engine: Engine) -
     assert nothing_is_left(engine)
 
 
+def test_many_writes_at_once_wake_the_waiters_of_their_keys_in_steps() -> None:
+    engine = Engine(Limits(), portion=100)
+    waiting = [greeted(engine) for _ in range(50)]
+    for number, session in enumerate(waiting):
+        ask(session, "wait", [b"other%d" % number])
+        ask(session, "wait", KEYS)  # not in a group
+    left = left_of(*waiting)
+    assert left == (len(KEYS) + 1) * len(waiting)
+    greeted(engine).receive(b"".join([Command("set", key, pack(b"v")).frame for key in KEYS]))
+    assert left - left_of(*waiting) <= engine.keyspace.portion
+    while engine.keyspace.work:
+        engine.keyspace.step()
+    assert left - left_of(*waiting) == len(KEYS) * len(waiting)
+
+
+def test_leases_that_go_back_look_once_for_waiters_whom_they_pass_over() -> None:
+    engine = Engine(Limits())
+    other = greeted(engine)
+    sessions = [greeted(engine) for _ in range(3)]
+    holder = greeted(engine)
+    for ticket in range(5):
+        ask(other, "queue_push", b"q", pack(b"v"))
+        ask(holder, "lease", b"q", ticket)
+    for session in sessions:
+        ask(session, "barrier", b"q", 9)
+    looked: list[bytes] = []
+    engine.keyspace.finish_waking = looked.append  # type: ignore[assignment]
+    holder.leave()
+    assert looked == [b"q"]
+    assert engine.keyspace.queue_len(b"q") == 5
+
+
 @pytest.mark.parametrize("wait", [("fetch", b"k9"), ("lease_later", b"k9", 1)])
 def test_what_follows_does_not_change_what_waiters_of_a_multi_set_receive(
     engine: Engine, wait: tuple[str, object]
