@@ -558,10 +558,9 @@ class WaiterRegistry:
             self._set_aside(key, stale)
         found = taker is not None or member is not None
         removed = len(stale) + len(counted)
-        if self._too_many(len(counted)):
+        if len(counted) > self.portion:
             self._wake_later(key, registered, counted, taker)
             counted = [] if taker is None else [taker]
-        self._woken += len(counted)
         for waiter in counted:
             ended = self._count_down(waiter, key, registered.pop(waiter))
             if ended != IDLE:
