@@ -431,6 +431,8 @@ class TCPClient:
     def _resume_if_broken(self, connection: SyncConnection, deadline: Deadline) -> None:
         """Lease a connection, unless a call has it, and go on with it if it is broken, up to the last reply."""
         me = get_ident()
+        if connection.user == me:
+            return  # a signal handler closes the store, and has interrupted the call
         ticket = Ticket()
         try:
             while not self._lost:

@@ -231,7 +231,7 @@ def test_without_the_gil_a_connection_is_released_with_the_lock(
         store.set(key, "2")
         assert store.add(key, 1) == 3
         store.wait([key])
-    assert locked == [True] * 3
+        assert locked == [True] * 3
 
 
 @pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")

@@ -20,6 +20,7 @@ from tcpstore_async.server import base
 from tcpstore_async.server.backends import DEFAULT_GRACE
 from tcpstore_async.server.listen_socket import listen
 from tcpstore_async.session.single_client import ClientSingleLink
+from tcpstore_async.session.tls import MISMATCH
 from tcpstore_async.wire.commands import BY_METHOD
 
 MIB = 1 << 20
@@ -124,6 +125,8 @@ GARBAGE = {
 def test_garbage_is_closed(server: Server, other: RawPeer, kind: str, handshake: bytes) -> None:
     with RawPeer(server.port, validate=False) as peer:
         peer.send(handshake + GARBAGE[kind])
+        if kind == "tls" and not handshake:
+            assert peer.read(len(MISMATCH)) == MISMATCH
         assert peer.closed()
     other.ping()
 

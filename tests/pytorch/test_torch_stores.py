@@ -262,6 +262,7 @@ def test_a_master_may_take_the_address_of_one_that_was_dropped() -> None:
         assert not second.check(["k"])
 
 
+@pytest.mark.needs_proc
 def test_closed_stores_leave_no_descriptors(port: int) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(30):
