@@ -96,7 +96,7 @@ linger_option = click.option(
     type=click.FloatRange(0, 1e9),
     callback=lambda ctx, param, number: number if number is None else _seconds(ctx, param, number),
     metavar="[SECONDS]",
-    help="Exit once no client has been connected for this many seconds, after one has written a key.  "
+    help="Once a client has written a key, exit when no client has been connected for this many seconds.  "
     f"[default without a number: {LINGER:g}]",
 )
 

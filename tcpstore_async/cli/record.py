@@ -146,7 +146,8 @@ def replay(context: ClientContext, file: Path, ranks: int | None, speed: float, 
 
     Reopens every recorded connection and sends the same requests at the recorded times. A request that depended on
     requests from other ranks is sent after them. Values that were not recorded are replaced by others of the same
-    length. Compares the numbers, types and lengths of replies, and their contents if they were recorded. Use an empty
+    length. Compares the numeric values, types and lengths of
+    replies, and their contents if those were recorded. Use an empty
     server.
 
     --ranks does not make the job larger: with --ranks 20, three copies of a job of 8 ranks are played at once. The

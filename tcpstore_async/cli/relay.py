@@ -99,8 +99,8 @@ def relay_command(
     waiting rank's connection, and the rank retries until its own timeout. If the relay loses its connection for longer
     than the server keeps the link, or if the server restarts, the ranks' connections are closed.
 
-    If the server refuses the relay's token at startup, or if the server and the relay do not agree on TLS and each
-    other's certificates, the relay exits with status 5. If that happens later, for example because the token was
+    If the server refuses the relay's token at startup, or if the server and the relay do not agree on whether to use
+    TLS, or either rejects the other's certificate, the relay exits with status 5. If that happens later, for example because the token was
     revoked, ranks that use this package's client get an error with the reason, and the connections of other ranks are
     closed; the relay keeps trying, and rereads its files each time.
 

@@ -82,7 +82,7 @@ def create(
 
     Anyone who has the token can do what it allows: keep it in a file that only its owner can read, and pass that file
     to clients and relays as TCPSTORE_TOKEN_FILE. The token's id, which is needed to revoke it, and the keys that it
-    gives access to are logged on standard error.
+    gives access to are logged to standard error.
     """
     log_without_blocking()
     try:

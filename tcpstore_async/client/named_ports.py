@@ -305,7 +305,7 @@ class _Port:
         """Return what has become of the connections, and what to do."""
         if isinstance(error, ConnectionRefusedError):
             return (
-                f"no process listens at {self.server} any more, so this host's processes have lost the store "
+                f"no process is listening at {self.server} any more, so this host's processes have lost the store "
                 f"{self.name.name!r} there: the server has ended, or its machine was restarted. Start it again, and "
                 "restart the job"
             )
