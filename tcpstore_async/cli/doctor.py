@@ -78,8 +78,8 @@ def doctor_command(
     """Check whether this machine and the connection to a server are ready for a job.
 
     Each check is ok, warn (works, but badly or not everywhere), fail (a job of N ranks will not start) or skip (cannot
-    be checked on this system). For each problem, a command that fixes it is shown. Nothing is changed, and nothing but the
-    resolver and the server at --url is contacted.
+    be checked on this system). For each problem, a command that fixes it is shown. Nothing is changed, and nothing but
+    the resolver and the server at --url is contacted.
 
     Exit status: 0 if no check fails, 1 otherwise.
     """

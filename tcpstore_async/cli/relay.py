@@ -100,9 +100,9 @@ def relay_command(
     than the server keeps the link, or if the server restarts, the ranks' connections are closed.
 
     If the server refuses the relay's token at startup, or if the server and the relay do not agree on whether to use
-    TLS, or either rejects the other's certificate, the relay exits with status 5. If that happens later, for example because the token was
-    revoked, ranks that use this package's client get an error with the reason, and the connections of other ranks are
-    closed; the relay keeps trying, and rereads its files each time.
+    TLS, or either rejects the other's certificate, the relay exits with status 5. If that happens later, for example
+    because the token was revoked, ranks that use this package's client get an error with the reason, and the
+    connections of other ranks are closed; the relay keeps trying, and rereads its files each time.
 
     Prints one line of JSON once it is ready to accept connections. On SIGTERM, open connections get up to --grace
     seconds to finish; SIGINT stops at once.
