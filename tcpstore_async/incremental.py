@@ -182,6 +182,8 @@ class SetItems(IncrementalCommand):
         self.items = items
         self.left = len(items)
         """How many are not prepared yet. Preparing begins at the end of the list, see `FreeItems`."""
+        self.counted: int = 0
+        """Bytes that it holds once it is prepared."""
         self.growth: int = 0
         self.waking = WakeKeys(keyspace)
         self.keeps = True
@@ -190,8 +192,12 @@ class SetItems(IncrementalCommand):
         keyspace = self.keyspace
         items = self.items
         if self.left == 0:
-            if keyspace.waking is not None:
-                return False  # one at a time
+            if keyspace.waking is not None:  # one at a time; meanwhile the request counts
+                self.held = self.counted
+                return False
+            if self.held:  # it is about to be in the store, and must not count twice
+                self.held = 0
+                return False
             keyspace.set_items(items, self.growth, self.waking)
             return True
         stop = max(0, self.left - most)
@@ -207,7 +213,7 @@ class SetItems(IncrementalCommand):
                     items[at] = (stored.key, value)
         self.left = stop
         if stop == 0:
-            self.held = 0  # it is about to be in the store
+            self.counted = self.held
         return False
 
     def abandon(self) -> None:

@@ -343,7 +343,7 @@ class Keyspace(JoinRegistry):
                 if key in self.waiters:
                     self.wake_all(key)
         elif self.waiters:
-            self.wake_later(waking)
+            self.begin_waking(waking)
             if self.counters:
                 for key, _ in items:
                     counter = self.counters.get(key)

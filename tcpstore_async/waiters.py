@@ -456,7 +456,7 @@ class WaiterRegistry:
         if counter is not None:
             self.counter_changed(counter)
 
-    def wake_later(self, work: WakeKeys) -> None:
+    def begin_waking(self, work: WakeKeys) -> None:
         """Let this work wake the waiters of the keys that it expects, which have all been written."""
         self.set_waking(work)
         self.weigh_awaited(work.keys)

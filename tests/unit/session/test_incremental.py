@@ -9,7 +9,7 @@ import pytest
 from properties.fleet import Command
 from properties.session_driver import greeted
 from tcpstore_async.errors import PeerError
-from tcpstore_async.incremental import ParkOnKeys, ReadKeys
+from tcpstore_async.incremental import AWAITED_BYTES, ParkOnKeys, ReadKeys
 from tcpstore_async.keyspace import MAX_LEASES
 from tcpstore_async.limits import Limits
 from tcpstore_async.serving import build
@@ -129,6 +129,23 @@ def test_a_second_multi_set_of_awaited_keys_follows_the_first(engine: Engine) ->
     finish(first)
     assert (heard(many), heard(fetching)) == (b"\0", NEW)
     assert engine.keyspace.values[b"k9"] == pack(b"newer")
+    assert nothing_is_left(engine)
+
+
+def test_a_multi_set_that_follows_another_counts_while_it_waits(engine: Engine) -> None:
+    many, first, second = greeted(engine), greeted(engine), greeted(engine)
+    ask(many, "wait", KEYS)
+    finish(many)
+    ask(first, "multi_set", PAIRS)
+    while first.incremental is not None:
+        first.receive(b"")
+    ask(second, "multi_set", PAIRS)
+    for _ in KEYS:
+        second.receive(b"")
+    assert engine.keyspace.waking is not None
+    assert second.held > len(PAIRS) * AWAITED_BYTES
+    finish(second)
+    assert second.held == 0
     assert nothing_is_left(engine)
 
 
