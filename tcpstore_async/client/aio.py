@@ -157,8 +157,15 @@ class AsyncTCPStore(AsyncMethods):
 
     async def close(self) -> None:
         """Close every connection. Calls in progress fail, and so do later ones."""
-        if self._stranded and self._lost is None:
-            await asyncio.wait(self._stranded, timeout=MIN_ROUND_TRIP)
+        if self._lost is None:
+            last: list[asyncio.Future[Any]] = [*self._stranded]
+            connection = self._ready_connection()
+            if connection is not None and connection.link is not None and connection.session.unconfirmed():
+                connection.send_fence()  # if it breaks it is resumed, and sends the writes again
+                assert connection.fence is not None
+                last.append(connection.fence)
+            if last:
+                await asyncio.wait(last, timeout=MIN_ROUND_TRIP)
         self._lose(DistNetworkError("the store has been closed"), closed=True)
         tasks = [task for task in (self._opening, self._identifying, *self._probing.values()) if task]
         if tasks:

@@ -162,7 +162,7 @@ class TCPClient:
     def close(self) -> None:
         """Close every connection. Calls in progress in other threads fail, and so do later ones."""
         if not self.closed:
-            self._resume_broken()
+            self._finish_writes()
             self._return_stranded()
             if not self._end_named_store():
                 self._send_farewell()
@@ -414,22 +414,23 @@ class TCPClient:
         value: bytes | None = self._on_a_connection(pop, wait or request, Deadline.of_a_call(seconds, began), seconds)
         return value
 
-    def _resume_broken(self) -> None:
-        """Before closing: go on with broken connections that no call uses, if that takes no more than a second.
+    def _finish_writes(self) -> None:
+        """Before closing: wait until the server has executed the last writes, if that takes no more than a second.
 
-        So the server gets what was sent last, and ends their sessions at once, not after its grace period.
+        Connections that break meanwhile, or are broken, are resumed, so that the server gets what was sent last and
+        ends their sessions at once, not after its grace period. Calls of other threads are not waited for.
         """
         if background.is_running_here():
             return  # the loop may be replacing one, and cannot wait for itself
         deadline = Deadline(MIN_ROUND_TRIP)
         try:
             for connection in [connection for connection in self._connections if connection.can_resume()]:
-                self._resume_if_broken(connection, deadline)
+                self._finish_writes_on(connection, deadline)
         except (OSError, ProtocolError, DeadlineExceeded):
             pass  # the sessions end with the grace period, or have ended with the server
 
-    def _resume_if_broken(self, connection: SyncConnection, deadline: Deadline) -> None:
-        """Lease a connection, unless a call has it, and go on with it if it is broken, up to the last reply."""
+    def _finish_writes_on(self, connection: SyncConnection, deadline: Deadline) -> None:
+        """Lease a connection, unless a call has it; resume it if it is broken, and have its last writes confirmed."""
         me = get_ident()
         if connection.user == me:
             return  # a signal handler closes the store, and has interrupted the call
@@ -449,6 +450,9 @@ class TCPClient:
                     if connection.down is None:
                         connection.mark_down(error)
                     connection.settle(deadline)
+                if connection.session.unconfirmed():
+                    connection.settle(deadline)
+                    connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
         finally:
             self._give_up(connection, ticket, me)
 

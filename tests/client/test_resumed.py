@@ -52,6 +52,8 @@ class Resetter:
         self._waker, self._woken = socket.socketpair()
         self._stopped = False
         self._refuses = False
+        self.holds = False
+        """Whether nothing is carried."""
         self.mutes = False
         """Whether what the server sends is dropped, but for the reply to the handshake."""
         self.breaks: list[tuple[bool, int]] = []
@@ -105,8 +107,14 @@ class Resetter:
                     self._accept()
                 elif fd == self._woken.fileno():
                     self._woken.recv(1)
-                else:
+                elif not self.holds:
                     self._carry(fd)
+
+    def held(self) -> int:
+        """Return how many bytes have arrived and are not carried."""
+        with self._lock:
+            ends = [one for one, _ in self._pairs.values()]
+            return sum([len(one.recv(1 << 16, socket.MSG_PEEK)) for one in ends if select.select([one], [], [], 0)[0]])
 
     def _accept(self) -> None:
         client, _ = self.listener.accept()
@@ -722,6 +730,46 @@ def test_a_store_that_closes_while_its_connection_is_broken_withholds_no_item(ba
         proxy.target = server.port
         store.close()
         assert other.queue_pop("withheld") == b"item"
+
+
+def test_what_was_written_last_outlives_a_reset_behind_the_close(port: int) -> None:
+    with (
+        resetter(port) as proxy,
+        opened(proxy.port) as store,
+        TCPStore("127.0.0.1", port, timeout=LIMIT) as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        proxy.holds = True
+        store.set("written last", "v")
+        until(lambda: proxy.held() > 0)
+        held = proxy.held()
+        closing = threads.submit(store.close)
+        until(lambda: closing.done() or proxy.held() > held)
+        proxy.reset()
+        proxy.holds = False
+        closing.result(LIMIT)
+        assert other.check(["written last"])
+
+
+def test_what_an_async_client_wrote_last_outlives_a_reset_behind_the_close(port: int) -> None:
+    async def main(proxy: Resetter) -> None:
+        store = await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT)
+        assert await store.server() is not None
+        assert await store.num_keys() >= 0
+        proxy.holds = True
+        await store.set("async, written last", "v")
+        while not (held := proxy.held()):
+            await asyncio.sleep(0)
+        closing = asyncio.ensure_future(store.close())
+        while not closing.done() and proxy.held() == held:
+            await asyncio.sleep(0)
+        proxy.reset()
+        proxy.holds = False
+        await closing
+
+    with resetter(port) as proxy, TCPStore("127.0.0.1", port, timeout=LIMIT) as other:
+        asyncio.run(main(proxy))
+        assert other.check(["async, written last"])
 
 
 def test_closing_a_store_whose_server_does_not_answer_takes_a_second(port: int) -> None:
