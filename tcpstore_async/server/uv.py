@@ -1,8 +1,9 @@
 """The event-driven server: one thread, callbacks on uvloop.
 
 Knows descriptors, and when to read, write, pause and close. Must not know opcodes, keys, or what a command means.
-Invariants: nothing here blocks. A turn of the loop writes to a peer once, whatever it has for it. A peer that does not
-read is not read from. Whatever a peer does, only its own connection closes.
+Invariants: nothing here blocks. A turn of the loop writes to a peer once, whatever it has for it, and a bounded number
+of bytes to all together. A peer that does not read is not read from. Whatever a peer does, only its own connection
+closes.
 """
 
 import errno
@@ -41,10 +42,10 @@ _READS_PER_TURN: Final = 2
 """Reads, of up to 33,000 of the shortest commands, after which a peer that keeps sending waits for the others."""
 
 _WRITTEN_PER_TURN: Final = 4 * 1024 * 1024
-"""Bytes handed to the kernel for one peer in one turn of the loop, however fast the peer reads."""
+"""Bytes of large replies handed to the kernel in one turn of the loop, for all peers, however fast they read."""
 
-_ENDS_PER_TURN: Final = 4
-"""Peers that hang up together and are dealt with at once; the others are put off."""
+_ENDS_SECONDS: Final = 0.001
+"""Time for peers that the poller reports to have hung up; the rest of them are put off."""
 
 _RESUMED_SECONDS: Final = 0.002
 """Time per turn of the loop for connections that were put off; the rest of them go on in the next turn."""
@@ -160,20 +161,24 @@ class Connection(Transport):
         out.clear()
 
     def _flush_large(self, out: list[Framed]) -> None:
-        """Flush replies that are not worth a copy, up to the share of one turn of the loop."""
-        at = written = 0
+        """Flush replies that are not worth a copy, as far as this turn of the loop allows."""
+        server = self.server
+        at = 0
         while at < len(out):
             batch: list[Any] = out[at : at + PIECES]
             size = length(batch)
-            if written + size > _WRITTEN_PER_TURN:
-                batch = first_bytes(batch, _WRITTEN_PER_TURN - written)
-            count = self._hand_over(batch)
+            room = server.room_to_write()
+            if room <= 0:
+                self.keep(out[at:], 0)
+                server.write_later(self)
+                return
+            count = self._hand_over(first_bytes(batch, room) if size > room else batch)
             if count < 0:
                 return
+            server.written += count
             if count < size:
                 self.keep(out[at:], count)
                 return
-            written += count
             at += PIECES
 
     def keep(self, replies: list[Framed], taken: int) -> None:
@@ -273,20 +278,20 @@ class Connection(Transport):
 
     def _write_unsent(self) -> None:
         session = self.session
+        server = self.server
         backlog = session.backlog
-        written = 0
         while backlog is not None:
-            if written >= _WRITTEN_PER_TURN:
-                self.server.write_later(self)
+            room = server.room_to_write()
+            if room <= 0:
+                server.write_later(self)
                 return
-            batch = first_bytes(backlog.batch(), _WRITTEN_PER_TURN - written)
-            count = self._hand_over(batch)
+            count = self._hand_over(first_bytes(backlog.batch(), room))
             if count <= 0:
                 return
+            server.written += count
             if backlog.took(count):
                 session.backlog = None
                 return
-            written += count
 
 
 class TlsConnection(Connection):
@@ -460,12 +465,16 @@ class UvServer(base.Server):
         self.poller = watch_with(self.loop, self.ready)
         self._put_off: list[Connection] = []
         """Connections that have more to read."""
-        self._ends: int = 0
-        """Peers that have hung up, of those that the poller is reporting."""
+        self._ends_until: float = 0.0
+        """When time is up for the ends of those that the poller is reporting; 0 before the first."""
         self._to_begin: deque[TlsConnection] = deque()
         """Connections whose TLS handshake has not begun."""
+        self.written: int = 0
+        """Bytes of large replies that the kernel has taken in this turn of the loop."""
+        self._writing = False
+        """Whether `_write_more` will be called, in the next turn."""
         self._to_write: dict[Connection, None] = {}
-        """Connections that have been written to as much as one turn of the loop allows."""
+        """Connections to which more could be written than a turn of the loop allows."""
         self.acceptor = Acceptor(self.loop, listener, self._serve, self._served, self.log_limited)
 
     def start(self) -> None:
@@ -499,7 +508,7 @@ class UvServer(base.Server):
         pending_flush = self.engine.pending_flush
         times = self.times
         began = 0.0 if times is None else times.begin()
-        self._ends = 0
+        self._ends_until = 0.0
         for fd, events in reported:
             connection = connections[fd]
             if connection is None:
@@ -580,16 +589,26 @@ class UvServer(base.Server):
         del self.tls_connections[connection.fd]
         self.connections[connection.fd] = connection
 
-    def write_later(self, connection: Connection) -> None:
-        """Go on writing in the next turn of the loop."""
-        if not self._to_write:
+    def room_to_write(self) -> int:
+        """Return how many bytes of large replies may be written before the next turn of the loop."""
+        if not self._writing:
+            self._writing = True
             self.call_soon(self._write_more)
+        return _WRITTEN_PER_TURN - self.written
+
+    def write_later(self, connection: Connection) -> None:
+        """Go on writing in the next turn of the loop. To be called when there is no room."""
         self._to_write[connection] = None
 
     def _write_more(self) -> None:
-        to_write = self._to_write
+        self._writing = False
+        self.written = 0
+        to_write = list(self._to_write)
         self._to_write = {}
-        for connection in to_write:
+        for at, connection in enumerate(to_write):
+            if self.written >= _WRITTEN_PER_TURN:
+                self._to_write = dict.fromkeys([*to_write[at:], *self._to_write])
+                return
             try:
                 connection.writable()
             except Exception:
@@ -619,13 +638,15 @@ class UvServer(base.Server):
                 self.give_up(connection)
 
     def ends_many(self) -> bool:
-        """Count a peer that has hung up. True if there are so many that this one is to be put off.
+        """Whether the ends of other peers have taken so long that one that has hung up is to be put off.
 
         What peers leave behind may take long to release: when the hosts of a job end together, others are served in
         between.
         """
-        self._ends += 1
-        return self._ends > _ENDS_PER_TURN
+        now = time.perf_counter()
+        if not self._ends_until:
+            self._ends_until = now + _ENDS_SECONDS
+        return now > self._ends_until
 
     def begin_later(self, connection: TlsConnection) -> None:
         """Begin a TLS handshake later: one in each turn of the loop, as it takes as long as 100 requests.
