@@ -15,7 +15,7 @@ BOUNDS: Final[tuple[float, ...]] = (
 )  # fmt: skip
 """Upper bounds of a histogram's buckets, in seconds; a last bucket is for what took longer."""
 
-_EVERY: Final = 13
+_EVERY: Final = 29
 """Of so many turns one is timed: a prime, so that it does not follow a pattern of the load."""
 
 
