@@ -437,6 +437,26 @@ def leased(request: bytes) -> Case:
     return case
 
 
+def leased_past(peers: int) -> Case:
+    """Disconnect a session with many leases of queues for which other peers have waited and do not wait any more."""
+
+    def case(loop: Loop) -> None:
+        queues = names(MAX_LEASES)
+        loop.prepare(b"".join([frame("queue_push", queue, V) for queue in queues]))
+        for number, queue in enumerate(queues):
+            loop.prepare(frame("lease", queue, number))
+        for _ in range(peers):
+            other = loop.connect()
+            loop.prepare(frame("wait", queues), other)
+            loop.prepare(frame("wait", [b"/other"]), other)
+        loop.prepare(frame("set", b"/other", V), loop.other)
+        gc.freeze()
+        loop.disconnect(loop.peer)
+        loop.finish(loop.other)
+
+    return case
+
+
 def delete_joined(loop: Loop) -> None:
     for number in range(WAITERS):
         loop.connect().receive(frame("join", b"init/", pack(b"%d" % number)))
@@ -612,7 +632,10 @@ CASES: dict[str, dict[str, Case]] = {
         "after a WAIT for 131,072": after_wait(frame("wait_count", b"/y", 1)),
     },
     "INTRODUCE": {"131,072 names": sending(frame("introduce", [(b"", pack(b""))] * KEYS_PER_REQUEST))},
-    "LEASE": {"4,096 of as many queues, disconnection": leased(b"")},
+    "LEASE": {
+        "4,096 of as many queues, disconnection": leased(b""),
+        "the same, 200 have waited for these": leased_past(200),
+    },
     "LEASE_LATER": {
         "after a WAIT for 131,072": after_wait(frame("lease_later", b"/y", 1)),
         "100,000, and a value": woken_by(frame("set", b"/k", V), LATER),

@@ -42,6 +42,9 @@ _LONG_KEY: Final = 256
 AWAITED_BYTES: Final = 80
 """Counted for a key that a MULTI_SET wrote and whose waiters are to be woken: its entry in a dict."""
 
+_TAKEN: Final = 5000
+"""Registrations, most of them stale, that are taken away in one step while items are offered: about a millisecond."""
+
 _HELD_BACK: Final = 2**40
 """Registrations that a waiter awaits in addition while it parks: more than can be used up meanwhile."""
 
@@ -88,6 +91,14 @@ class ReplyInPieces(IncrementalCommand):
         super().__init__()
         self.result = pieces
         self.determined = True
+
+
+class Pause(IncrementalCommand):
+    """The end of a command without a reply, to serve others before its session's next command."""
+
+    def step(self, most: int) -> bool:
+        self.result = []
+        return True
 
 
 class ReadKeys(IncrementalCommand):
@@ -430,6 +441,38 @@ class UnparkDeparted(DeferredWork):
         if self.waiters:
             return False
         registry.unparking = None
+        return True
+
+
+class OfferReturned(DeferredWork):
+    """Offer items that went back to their queues to the next waiters, in order.
+
+    At once if that is soon done; else others may take the items in between.
+    """
+
+    def __init__(self, registry: "WaiterRegistry", keys: deque[bytes]) -> None:
+        self.registry = registry
+        self.keys = keys
+        """The queues, one for each item."""
+        self.passed_over: set[bytes] = set()
+        """Queues of which nobody is to take an item."""
+        self.late = False
+        """Whether the items may have been taken, or offered already."""
+
+    def step(self, most: int) -> bool:
+        registry, keys = self.registry, self.keys
+        before = registry.taken
+        while keys:
+            if registry.taken - before > _TAKEN:
+                self.late = True
+                return False
+            key = keys.popleft()
+            if key in self.passed_over or key not in registry.waiters:
+                continue
+            if self.late and registry.queue_len(key) <= registry.handoffs.get(key, 0):
+                continue
+            if not registry.wake_next(key, handed_on=True):
+                self.passed_over.add(key)
         return True
 
 

@@ -22,7 +22,9 @@ from .incremental import (
     FreeItems,
     FreeValue,
     MarkStale,
+    OfferReturned,
     ParkOnKeys,
+    Pause,
     PostponedWaitCount,
     ReadKeys,
     ReplyInPieces,
@@ -400,7 +402,10 @@ class Keyspace(JoinRegistry):
         queue.append(value)
         self.size += growth
         if key in self.waiters:
-            self._wake_next(key)
+            self.wake_next(key)
+            if self._woken > self.portion:
+                self._woken = 0
+                self.incremental = Pause()
 
     def queue_pop(self, key: bytes) -> tuple[int, Framed | None]:
         """Return the length before the pop and, unless that is 0, the oldest item."""
@@ -504,12 +509,10 @@ class Keyspace(JoinRegistry):
                 self.size += len(key) + QUEUE_BYTES
             queue.appendleft(item)
             self.size -= PARKED_BYTES + len(key)
-        if not self.waiters:
-            return
-        passed_over: set[bytes] = set()
-        for key, _ in leased:
-            if key in self.waiters and key not in passed_over and not self._wake_next(key, handed_on=True):
-                passed_over.add(key)
+        if self.waiters:
+            offering = OfferReturned(self, deque([key for key, _ in leased if key in self.waiters]))
+            if not offering.step(self.portion):
+                self.defer(offering)
 
     # Reserved keys: information about the server
 

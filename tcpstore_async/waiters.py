@@ -73,7 +73,9 @@ class WaiterRegistry:
         """Registrations of a waiter that has gone which are dropped at once, and of a key that are used up at once in
         any case."""
         self._woken: int = 0
-        """Registrations that writes have used up at once since the last step."""
+        """Registrations that writes and items have used up at once since the last step."""
+        self.taken: int = 0
+        """Registrations that items have used up, or that were set aside as stale, so far."""
         self.incremental: IncrementalCommand | None = None
         """Set by a command that has to go on in steps; its return value is then void. The caller takes it."""
         self.work: deque[DeferredWork] = deque()
@@ -520,7 +522,7 @@ class WaiterRegistry:
         elif ended != IDLE:
             self._fire(waiter, ended)
 
-    def _wake_next(self, key: bytes, handed_on: bool = False) -> bool:
+    def wake_next(self, key: bytes, handed_on: bool = False) -> bool:
         """Count an item down for the waiters under its queue, up to and including the first that it wakes to take it.
 
         False if nobody is to take it; then nobody would take a second one either.
@@ -558,9 +560,12 @@ class WaiterRegistry:
             self._set_aside(key, stale)
         found = taker is not None or member is not None
         removed = len(stale) + len(counted)
+        self.taken += removed
         if len(counted) > self.portion:
             self._wake_later(key, registered, counted, taker)
             counted = [] if taker is None else [taker]
+        if len(counted) > self._most_at_once:
+            self._woken += len(counted)
         for waiter in counted:
             ended = self._count_down(waiter, key, registered.pop(waiter))
             if ended != IDLE:
@@ -709,14 +714,14 @@ class WaiterRegistry:
         else:
             del self.handoffs[key]
         if key in self.waiters and self.queue_len(key) > others:
-            self._wake_next(key, handed_on=True)
+            self.wake_next(key, handed_on=True)
 
     def offer(self, key: bytes) -> bool:
         """Offer an item of a queue for which waiters were passed over, if there is one; True if that woke somebody."""
         length, handoffs = self.queue_len(key), self.handoffs.get(key, 0)
         if key not in self.waiters or length <= handoffs:
             return False
-        self._wake_next(key, handed_on=True)
+        self.wake_next(key, handed_on=True)
         return self.queue_len(key) != length or self.handoffs.get(key, 0) != handoffs
 
     # Waiters for a number

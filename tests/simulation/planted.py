@@ -201,7 +201,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "an item that is returned is dropped": (Keyspace, "give_back", _after(_drops_leases_of)),
     "an item that is returned goes to the end": (Keyspace, "_restore", _instead(_to_the_end)),
-    "an item that is returned wakes nobody": (Keyspace, "_wake_next", _wakes_for_pushes_only),
+    "an item that is returned wakes nobody": (Keyspace, "wake_next", _wakes_for_pushes_only),
     "a confirmed item comes again": (
         Keyspace,
         "confirm",
@@ -209,7 +209,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "a rank that joins again counts twice": (Keyspace, "join", _ignores_token),
     "a hand-off is not passed on": (Keyspace, "end_handoff", _instead(_keeps_promise)),
-    "a queue wakes everybody without hand-offs": (Keyspace, "_wake_next", _instead(_is_no_more_promised)),
+    "a queue wakes everybody without hand-offs": (Keyspace, "wake_next", _instead(_is_no_more_promised)),
     "a waiter that leaves stays registered": (Keyspace, "leave", _instead(lambda store, waiter: None)),
     "a waiter that leaves keeps its hand-off": (
         Keyspace,

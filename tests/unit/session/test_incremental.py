@@ -285,6 +285,61 @@ def test_many_writes_at_once_wake_the_waiters_of_their_keys_in_steps() -> None:
     assert left - left_of(*waiting) == len(KEYS) * len(waiting)
 
 
+def test_many_pushes_at_once_let_others_in_between() -> None:
+    engine = Engine(Limits(), portion=100)
+    waiting = [greeted(engine) for _ in range(50)]
+    for number, session in enumerate(waiting):
+        ask(session, "wait", [b"other%d" % number])
+        ask(session, "wait", [*KEYS, b"none"])  # not in a group
+    left = left_of(*waiting)
+    session = greeted(engine)
+    session.receive(
+        b"".join([Command("queue_push", key, pack(b"v")).frame for key in KEYS]) + Command("queue_len", KEYS[-1]).frame
+    )
+    done = [left - left_of(*waiting)]
+    assert heard(session) == b""
+    while session.stalled():
+        left = left_of(*waiting)
+        session.receive(b"")
+        done.append(left - left_of(*waiting))
+    assert max(done) <= engine.keyspace.portion + len(waiting)
+    assert sum(done) == len(KEYS) * len(waiting)
+    assert heard(session) == (1).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_items_that_go_back_past_many_stale_registrations_are_offered_in_steps(taken: bool) -> None:
+    """Nobody is left asleep before an item, and an item that somebody else has taken is not offered."""
+    engine = Engine(Limits())
+    queues = [b"q%d" % number for number in range(1000)]
+    holder, other = greeted(engine), greeted(engine)
+    for ticket, queue in enumerate(queues):
+        ask(other, "queue_push", queue, pack(b"v"))
+        ask(holder, "lease", queue, ticket)
+    for _ in range(12):
+        stale = greeted(engine)
+        ask(stale, "wait", queues)
+        ask(stale, "wait", [b"z"])
+    ask(other, "set", b"z", pack(b"v"))
+    waiting = greeted(engine)
+    ask(waiting, "wait", queues[-1:])
+    heard(waiting)
+    before = engine.keyspace.taken
+    holder.leave()
+    steps = [engine.keyspace.taken - before]
+    assert engine.keyspace.queue_len(queues[-1]) == 1
+    assert heard(waiting) == b""
+    if taken:
+        ask(other, "queue_pop", queues[-1])
+    while engine.keyspace.work:
+        before = engine.keyspace.taken
+        engine.keyspace.step()
+        steps.append(engine.keyspace.taken - before)
+    assert max(steps) < 6000
+    assert sum(steps) >= 12 * 999
+    assert heard(waiting) == (b"" if taken else b"\0")
+
+
 @pytest.mark.skipif(build() == "compiled", reason="no method of a compiled class can be replaced")
 def test_leases_that_go_back_look_once_for_waiters_whom_they_pass_over() -> None:
     engine = Engine(Limits())
