@@ -24,8 +24,8 @@ lockstep of clients and server and let them work in batches.
 
 `looking` measures the same of the busy ones of many clients, of which the others wait for a list of keys, with and
 without `tcpstore stat -i 1`, `tcpstore top` and the page, which is asked once a second. These run on the CPU of
-the load while it is idle, so that the ratio shows what the server does for them. It needs root for a private network
-namespace, and fails if one of them is shown nothing.
+the load while it is idle, and look at another, idle server otherwise, so that the ratio shows what the server does for
+them. It needs root for a private network namespace, and fails if one of them is shown nothing.
 """
 
 from __future__ import annotations
@@ -365,8 +365,9 @@ def looking(options: argparse.Namespace) -> bool:
     generator = processes.load_generator()
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        admin = Path(folder) / "admin"
-        server = stack.enter_context(running(f"{options.server} --admin {admin}", FIRST_PORT))
+        looked_at, idle = Path(folder) / "admin", Path(folder) / "idle"
+        server = stack.enter_context(running(f"{options.server} --admin {looked_at}", FIRST_PORT))
+        stack.enter_context(running(f"{options.server} --admin {idle}", FIRST_PORT + 1))
         others = f"-p {server.port} -n {options.clients - options.busy} -c 512 -k 100 -m init,park,hold"
         held = subprocess.Popen(
             ["taskset", "-c", "1", str(generator), *others.split()],
@@ -387,13 +388,11 @@ def looking(options: argparse.Namespace) -> bool:
             found = {}
             for disturbed in (False, True) if pair % 2 else (True, False):
                 with ExitStack() as watching:
-                    if not disturbed:
-                        found[False] = load()
-                        continue
-                    lookers = Lookers(admin, watching)
+                    lookers = Lookers(looked_at if disturbed else idle, watching)
                     lookers.wait()
-                    found[True] = load()
-                    shown = lookers.shown()
+                    found[disturbed] = load()
+                    if disturbed:
+                        shown = lookers.shown()
             ratios.append(found[True]["p99_us"] / found[False]["p99_us"])
             print(
                 f"pair {pair + 1}: p99 {found[False]['p99_us']:.0f} µs without, {found[True]['p99_us']:.0f} µs with, "
