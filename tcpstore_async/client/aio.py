@@ -156,7 +156,10 @@ class AsyncTCPStore(AsyncMethods):
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection. Calls in progress fail, and so do later ones."""
+        """Close every connection. Calls in progress fail, and so do later ones.
+
+        A server of ours has executed all writes by then, unless it does not answer within a second.
+        """
         if self._lost is None:
             last: list[asyncio.Future[Any]] = [*self._stranded]
             connection = self._ready_connection()
