@@ -95,7 +95,7 @@ def extensions() -> list[Any]:
     try:
         from mypyc.build import mypycify
 
-        return list(mypycify(COMPILED, opt_level="3", group_name="tcpstore_async"))
+        return list(mypycify(COMPILED, opt_level="3", debug_level="0", group_name="tcpstore_async"))
     except (Exception, SystemExit) as error:
         give_up(f"mypyc failed: {error}")
         return []

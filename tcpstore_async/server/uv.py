@@ -167,12 +167,12 @@ class Connection(Transport):
         while at < len(out):
             batch: list[Any] = out[at : at + PIECES]
             size = length(batch)
-            room = server.room_to_write()
-            if room <= 0:
+            left = server.left_to_write()
+            if left <= 0:
                 self.keep(out[at:], 0)
                 server.write_later(self)
                 return
-            count = self._hand_over(first_bytes(batch, room) if size > room else batch)
+            count = self._hand_over(first_bytes(batch, left) if size > left else batch)
             if count < 0:
                 return
             server.written += count
@@ -281,11 +281,11 @@ class Connection(Transport):
         server = self.server
         backlog = session.backlog
         while backlog is not None:
-            room = server.room_to_write()
-            if room <= 0:
+            left = server.left_to_write()
+            if left <= 0:
                 server.write_later(self)
                 return
-            count = self._hand_over(first_bytes(backlog.batch(), room))
+            count = self._hand_over(first_bytes(backlog.batch(), left))
             if count <= 0:
                 return
             server.written += count
@@ -589,15 +589,15 @@ class UvServer(base.Server):
         del self.tls_connections[connection.fd]
         self.connections[connection.fd] = connection
 
-    def room_to_write(self) -> int:
-        """Return how many bytes of large replies may be written before the next turn of the loop."""
+    def left_to_write(self) -> int:
+        """Return how many more bytes of large replies may be written in this turn of the loop."""
         if not self._writing:
             self._writing = True
             self.call_soon(self._write_more)
         return _WRITTEN_PER_TURN - self.written
 
     def write_later(self, connection: Connection) -> None:
-        """Go on writing in the next turn of the loop. To be called when there is no room."""
+        """Go on writing in the next turn of the loop. To be called when `left_to_write` is 0."""
         self._to_write[connection] = None
 
     def _write_more(self) -> None:
