@@ -27,6 +27,9 @@ from .output import escape, print_json, print_result
 _ENOUGH: Final = 32
 """Ranks, or keys, that a line of text names; JSON has all."""
 
+_MOST_CLAIMING: Final = 4
+"""Processes with the same rank that are named."""
+
 _world_size_option = click.option(
     "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks, if the server does not know it."
 )
@@ -211,8 +214,15 @@ def _connection(session: Session, facts: Facts) -> dict[str, Any]:
 def _missing_lines(answer: Missing) -> Iterable[str]:
     size = "an unknown number of" if answer.world_size is None else str(answer.world_size)
     yield f"{answer.joined} of {size} ranks have joined"
+    for claim in answer.claimed[:_ENOUGH]:
+        yield f"rank {claim.rank} is claimed by {len(claim.by)} processes: {'; '.join(claim.by[:_MOST_CLAIMING])}"
+    if len(answer.claimed) > _ENOUGH:
+        yield f"and {counted(len(answer.claimed) - _ENOUGH, 'more rank')} by several processes"
     if not answer.waits:
-        yield "no rank is missing from any pending wait"
+        yield "no rank is missing from any pending barrier or key exchange"
+        if answer.waiting:
+            waiting = "1 session is" if answer.waiting == 1 else f"{answer.waiting} sessions are"
+            yield f"{waiting} waiting: see 'tcpstore waiters'"
     for one in answer.waits:
         yield from _pending_lines(one)
 
@@ -230,6 +240,9 @@ def _pending_lines(one: Pending) -> Iterable[str]:
         yield f"  and {len(one.elsewhere) - _ENOUGH} more connected"
     if one.unseen:
         yield f"  {one.unseen} not connected"
+    if one.unidentified:
+        whose = "its connection is" if one.unidentified == 1 else "their connections are"
+        yield f"  {one.unidentified} may be connected, but {whose} not known"
     for host in one.fewer_on[:_ENOUGH]:
         yield f"  from {host.host}: {host.arrived} ({host.usual} from most hosts)"
 

@@ -62,12 +62,21 @@ class Pending(msgspec.Struct):
     """By number, in the group that exchanges the keys; empty if they are not known."""
     elsewhere: list[Elsewhere]
     unseen: int
-    """How many of the missing are not connected, as far as is known."""
+    """How many of the missing are not connected."""
     waiting: int
     """Ranks that wait for it."""
     since: float
     """For how many seconds, the longest of them."""
     fewer_on: list[Hosted] = []
+    unidentified: int = 0
+    """How many more of the missing may be connected: there are connections of which the rank is not known."""
+
+
+class Claimed(msgspec.Struct):
+    """A rank that several connected processes say they are."""
+
+    rank: int
+    by: list[str]
 
 
 class Missing(msgspec.Struct):
@@ -76,6 +85,9 @@ class Missing(msgspec.Struct):
     world_size: int | None
     joined: int
     waits: list[Pending]
+    waiting: int = 0
+    """Sessions that wait for anything."""
+    claimed: list[Claimed] = []
 
 
 class Awaited(NamedTuple):
@@ -153,6 +165,8 @@ class _Search:
         self.roots: dict[str, _Exchange] = defaultdict(_Exchange)
         """By list of NCCL's IDs."""
         self._numbers_left = _MOST_NUMBERS
+        self._names: dict[str, str] | None = None
+        """By address: the name of the host, once it is needed."""
 
     def run(self, awaited: list[Awaited]) -> Missing:
         for one in awaited:
@@ -165,7 +179,11 @@ class _Search:
         waits += [self._exchange(family, exchange) for family, exchange in self.exchanges.items()]
         found = [one for one in waits if one is not None]
         found.sort(key=lambda one: (one.kind != "join", -one.waiting))
-        return Missing(self.ranks.world_size, self.joined_count, found)
+        waiting = len([session for session in self.facts.sessions if session.wait is not None])
+        claimed = [
+            Claimed(number, sorted(str(rank) for rank in ranks)) for number, ranks in sorted(self.ranks.claimed.items())
+        ]
+        return Missing(self.ranks.world_size, self.joined_count, found, waiting, claimed)
 
     def _sort(self, one: Awaited) -> None:
         """Note which barriers and exchanges these sessions wait for."""
@@ -259,20 +277,24 @@ class _Search:
         """Describe what is waited for until all have come; `others` are connected and have not come."""
         size = self.ranks.world_size
         numbers = {rank.number for rank in came if rank.number is not None}
+        numbers.update(number for number, ranks in self.ranks.claimed.items() if not came.isdisjoint(ranks))
         missing: list[int] = []
         count = None if expected is None else expected - arrived
+        candidates = len(others)
         if expected is not None and expected == size and expected <= _MOST_NUMBERS:
             rest = [number for number in range(expected) if number not in numbers]
             missing = rest if len(rest) == expected - arrived else []
         if missing:
             named = [rank for number in missing if (rank := self._connected(number)) is not None]
             nameless = [rank for rank in others if rank.number is None]
-            others = named + (nameless if len(named) + len(nameless) <= len(missing) else [])
+            candidates = len(named) + len(nameless)
+            others = named + (nameless if candidates <= len(missing) else [])
         elif len(came) < arrived and len(others) != count:
             others = []  # some of them have come, and it is not known which
         elsewhere = self._elsewhere(others)
-        unseen = 0 if count is None else max(0, count - len(elsewhere))
-        return Pending(kind, key, arrived, expected, missing, elsewhere, unseen, waiting, since, self._fewer_on(came))
+        unseen, unidentified = _absent(count or 0, len(elsewhere), candidates)
+        fewer_on = self._fewer_on(came)
+        return Pending(kind, key, arrived, expected, missing, elsewhere, unseen, waiting, since, fewer_on, unidentified)
 
     def _without(self, everybody: Iterable[Rank], came: set[Rank]) -> list[Rank]:
         """Return those who have not come, are connected, and may be ranks."""
@@ -291,12 +313,30 @@ class _Search:
         missing = sorted(exchange.awaited)
         if size is not None and roots <= size:
             missing = [root_rank(number, size, roots) for number in missing]
-        waiting, since = len(self._waiters(exchange)), self._since(exchange)
-        connected = [rank for number in missing if (rank := self._connected(number)) is not None]
-        elsewhere = self._elsewhere(connected)
-        arrived = max(0, roots - len(missing))
         key = name if roots == 1 else f"{name}*" if name.endswith(":") else f"{name}_*"
-        return Pending("keys", key, arrived, roots, missing, elsewhere, len(missing) - len(elsewhere), waiting, since)
+        return self._by_roots(key, roots, missing, exchange)
+
+    def _by_roots(self, key: str, roots: int, missing: list[int], exchange: _Exchange) -> Pending:
+        """Describe keys that some ranks write for all others."""
+        waiters = self._waiters(exchange)
+        named = [rank for number in missing if (rank := self._connected(number)) is not None]
+        nameless = self._nameless(waiters)
+        all_are_connected = self.ranks.world_size == len([rank for rank in self.ranks.all if rank.sessions])
+        candidates = len(named) + len(nameless)
+        listed = named + (nameless if all_are_connected and candidates <= len(missing) else [])
+        unseen, unidentified = _absent(len(missing), len(listed), candidates)
+        return Pending(
+            "keys",
+            key,
+            max(0, roots - len(missing)),
+            roots,
+            missing,
+            self._elsewhere(listed),
+            unseen,
+            len(waiters),
+            self._since(exchange),
+            unidentified=unidentified,
+        )
 
     def _exchange(self, family: Family, exchange: _Exchange) -> Pending | None:
         """Keys that each rank writes for the others, or one rank for all of them."""
@@ -309,10 +349,7 @@ class _Search:
         if not by_each and not exchange.listed:
             if not is_nccl_counter(family.key(0)):
                 return None  # nobody knows whether it is a rank's
-            root = self.ranks.by_number.get(0)
-            elsewhere = self._elsewhere([root] if root is not None and root.sessions else [])
-            key = family.key(min(exchange.awaited))
-            return Pending("keys", key, 0, 1, [0], elsewhere, 1 - len(elsewhere), waiting, since)
+            return self._by_roots(family.key(min(exchange.awaited)), 1, [0], exchange)
         involved = waiters | writers
         expected = self._expected(family, known, exchange, involved)
         missing = sorted(exchange.awaited)
@@ -323,18 +360,20 @@ class _Search:
             missing = sorted(exchange.awaited)
         if not missing:
             return None
-        elsewhere = self._elsewhere(self._who(missing, expected, involved))
+        found, candidates = self._who(missing, expected, involved)
+        unseen, unidentified = _absent(len(missing), len(found), candidates)
         return Pending(
             "keys",
             str(family),
             len(known.writers),
             len(known.writers) + len(missing),
             missing,
-            elsewhere,
-            len(missing) - len(elsewhere),
+            self._elsewhere(found),
+            unseen,
             waiting,
             since,
             self._fewer_on(writers),
+            unidentified,
         )
 
     def _expected(self, family: Family, known: Members, exchange: _Exchange, involved: set[Rank]) -> int:
@@ -348,19 +387,19 @@ class _Search:
             return size
         return least
 
-    def _who(self, missing: list[int], expected: int, involved: set[Rank]) -> list[Rank]:
-        """Return those of the missing that are connected."""
+    def _who(self, missing: list[int], expected: int, involved: set[Rank]) -> tuple[list[Rank], int]:
+        """Return those of the missing that are connected, and how many there may be."""
         size = self.ranks.world_size
-        if size is not None and expected != size:
-            return []  # these are numbers in a group, and who is in the group is not known
-        found = [rank for number in missing if (rank := self._connected(number)) is not None]
-        nameless = [
-            rank
-            for rank in self.joined or self.ranks.all
-            if rank.number is None and rank.sessions and rank not in involved and self._may_be_rank(rank)
-        ]
-        left = len(missing) - len(found)
-        return found + nameless if len(nameless) <= left else found
+        if size is not None and expected != size:  # these are numbers in a group, and who is in the group is not known
+            return [], len(self._without(self.joined or self.ranks.all, involved))
+        named = [rank for number in missing if (rank := self._connected(number)) is not None]
+        nameless = self._nameless(involved)
+        candidates = len(named) + len(nameless)
+        return named + (nameless if candidates <= len(missing) else []), candidates
+
+    def _nameless(self, involved: set[Rank]) -> list[Rank]:
+        """Return connected ranks without a number that are not involved."""
+        return [rank for rank in self._without(self.joined or self.ranks.all, involved) if rank.number is None]
 
     def _connected(self, number: int) -> Rank | None:
         rank = self.ranks.by_number.get(number)
@@ -387,13 +426,35 @@ class _Search:
 
     def _fewer_on(self, came: set[Rank]) -> list[Hosted]:
         """Return the hosts from which fewer have come than from most."""
-        hosts = Counter(map(_host_of, came))
+        counts = Counter(map(_host_of, came))
         for rank in self.joined - came:
-            hosts.setdefault(rank.host, 0)
-        if len(hosts) < 2:
+            counts.setdefault(rank.host, 0)
+        if len(counts) < 2:
             return []
+        hosts: Counter[str] = Counter()
+        for host, count in counts.items():
+            hosts[self._name_of(host)] += count
         usual = Counter(hosts.values()).most_common(1)[0][0]
         return sorted((Hosted(host, count, usual) for host, count in hosts.items() if count < usual), key=_host)
+
+    def _name_of(self, host: str) -> str:
+        """Return the name of the host with this address, as far as its ranks say one."""
+        if self._names is None:
+            names: dict[str, set[str]] = defaultdict(set)
+            for rank in self.ranks.described:
+                for one in rank.sessions[:1] or rank.departed[:1]:
+                    names[one.host].add(rank.host)
+            self._names = {address: found.pop() for address, found in names.items() if len(found) == 1}
+        return self._names.get(host, host)
+
+
+def _absent(count: int, listed: int, candidates: int) -> tuple[int, int]:
+    """Return how many of the missing are not connected, and of how many that is not known.
+
+    Some have been found; `candidates`, these included, are connected and may be among the missing.
+    """
+    unidentified = max(0, min(count, candidates) - listed)
+    return max(0, count - listed - unidentified), unidentified
 
 
 def _host(hosted: Hosted) -> tuple[int, str]:

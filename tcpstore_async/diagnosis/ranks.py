@@ -73,7 +73,9 @@ class Ranks:
         self.all: list[Rank] = []
         self.by_session: dict[int, Rank] = {}
         self.by_number: dict[int, Rank] = {}
-        self._described: list[Rank] = []
+        self.claimed: dict[int, list[Rank]] = {}
+        """By number: several connected ranks that all claim it, so that none has it."""
+        self.described: list[Rank] = []
         """Those of which their client says something."""
         self._make()
         self._environments = environments
@@ -104,7 +106,7 @@ class Ranks:
             rank = Rank((peer and peer.get("host")) or first.host, first.pid, peer, found)
             everyone.append(rank)
             if peer:
-                self._described.append(rank)
+                self.described.append(rank)
             if first.id:
                 by_session[first.id] = rank
         several += [((), departed) for departed in left.values()]
@@ -144,24 +146,28 @@ class Ranks:
                 self.by_session[one.id] = rank
         self.all.append(rank)
         if rank.peer:
-            self._described.append(rank)
+            self.described.append(rank)
 
     # Which number each has
 
     def _number(self) -> None:
         claims: dict[int, list[Rank]] = defaultdict(list)
-        for rank in self.all if self._environments else self._described:
-            number = said = _number_in(rank.peer.get("rank"))
+        for rank in self.all if self._environments else self.described:
+            number = _number_in(rank.peer.get("rank"))
             if number is None:
                 number = _number_in(self._environment(rank).get("RANK"))
             if number is not None:
-                rank.source = "environment" if said is None else "client"
                 claims[number].append(rank)
         for number, ranks in claims.items():
             if len(ranks) > 1:
                 ranks = [rank for rank in ranks if rank.sessions] or ranks
             if len(ranks) == 1:
-                self._give(ranks[0], number)
+                rank = ranks[0]
+                rank.number = number
+                rank.source = "environment" if _number_in(rank.peer.get("rank")) is None else "client"
+                self.by_number[number] = rank
+            elif ranks[0].sessions:
+                self.claimed[number] = ranks
         if self.world_size is None and self._environments:
             self.world_size = self._size_in_environments()
         for family, members in sorted(self.families.items(), key=lambda item: _evidence(*item), reverse=True):
@@ -169,10 +175,6 @@ class Ranks:
                 return
             if members.one_each and self._concerns_all(family, members):
                 self._name_writers(members)
-
-    def _give(self, rank: Rank, number: int) -> None:
-        rank.number = number
-        self.by_number[number] = rank
 
     def _name_writers(self, members: Members) -> None:
         """Number those who wrote the keys of a family, unless what is known already contradicts it."""
@@ -217,7 +219,7 @@ class Ranks:
         for wait in map(attrgetter("wait"), self.facts.sessions):
             if wait is not None and wait.target and wait.keys == [JOIN_COUNTER]:
                 return int(wait.target)
-        sessions = chain.from_iterable([rank.sessions for rank in self._described])
+        sessions = chain.from_iterable([rank.sessions for rank in self.described])
         return _most_common(Counter([one.peer.get("world_size") for one in sessions]))
 
     def _size_in_environments(self) -> int | None:

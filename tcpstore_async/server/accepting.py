@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from ..addresses import format_address
+from ..addresses import format_address, unmapped
 from .listen_socket import CONNECTION_ERRORS
 
 _ACCEPTS_PER_TURN: Final = 128
@@ -76,7 +76,7 @@ class Acceptor:
                 self._loop.call_later(_ACCEPT_PAUSE, self.resume)
                 break
             try:
-                self._serve(fd, address[0], address[1])
+                self._serve(fd, unmapped(address[0]), address[1])
             except Exception as error:
                 os.close(fd)
                 self._log("accept", f"rejected {format_address(address[0], address[1])}: {error!r}")

@@ -142,6 +142,7 @@ def _pending(one: Pending) -> dict[str, Any]:
         ],
         "more_elsewhere": max(0, len(one.elsewhere) - _NAMED),
         "unseen": one.unseen,
+        "unidentified": one.unidentified,
         "waiting": one.waiting,
         "since": round(one.since, 1),
         "fewer_on": [[clip(host.host), host.arrived, host.usual] for host in one.fewer_on[:_NAMED]],

@@ -17,7 +17,8 @@ from click.testing import Result
 
 from commands import run_command
 from support import LIMIT, RawPeer, Server, blob, keys, tcpstore_server
-from tcpstore_async.cli.who import _seconds
+from tcpstore_async.cli.who import _pending_lines, _seconds
+from tcpstore_async.diagnosis.missing import Pending
 from tcpstore_async.diagnosis.ranks import number_ranges
 from tcpstore_async.server import admin_path
 
@@ -85,6 +86,34 @@ def test_who_is_missing(server: Server) -> None:
     assert "of 5 ranks have joined" in text
     assert "barrier here: 1 of 4 have arrived, 1 waiting for" in text
     assert ", pid 77) is connected but has sent nothing since PING (last request" in text
+
+
+def test_a_rank_that_two_claim_and_a_wait_that_is_nobodys(module_sockets: Path) -> None:
+    with tcpstore_server("--host", "::") as server, RawPeer(server.port) as one, RawPeer(server.port) as two:
+        for number, peer in enumerate((one, two)):
+            items = b"".join(
+                blob(name.encode()) + blob(text.encode()) for name, text in (("rank", "1"), ("pid", f"7{number}"))
+            )
+            peer.send(b"\x43" + struct.pack("<Q", 2) + items)
+            peer.ping()
+        one.send(b"\x06" + keys(b"/nobody knows") + b"\x0d" + b"abcd")
+        one.read(4)
+        lines = run_command(server, "who", "--missing").stdout.splitlines()
+        assert "rank 1 is claimed by 2 processes: 127.0.0.1, pid 70; 127.0.0.1, pid 71" in lines
+        assert lines[-2:] == [
+            "no rank is missing from any pending barrier or key exchange",
+            "1 session is waiting: see 'tcpstore waiters'",
+        ]
+        who = json.loads(run_command(server, "who", "-o", "json").stdout)
+        assert {(one["rank"], one["known_by"], one["address"]) for one in who} == {(None, "", "127.0.0.1")}
+
+
+def test_what_may_be_connected() -> None:
+    pending = Pending("keys", "/pg/0", 0, 1, [0], [], 2, 7, 1.0, unidentified=1)
+    assert list(_pending_lines(pending))[-2:] == [
+        "  2 not connected",
+        "  1 may be connected, but its connection is not known",
+    ]
 
 
 def test_waiters(server: Server) -> None:

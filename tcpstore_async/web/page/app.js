@@ -285,6 +285,10 @@ function drawPending(look) {
     }
     if (one.more_elsewhere) item.append(paragraph(`and ${count(one.more_elsewhere)} more connected`));
     if (one.unseen) item.append(paragraph(`${count(one.unseen)} not connected`));
+    if (one.unidentified) {
+      const whose = one.unidentified === 1 ? "its connection is" : "their connections are";
+      item.append(paragraph(`${count(one.unidentified)} may be connected, but ${whose} not known`));
+    }
     for (const [host, arrived, usual] of one.fewer_on) {
       item.append(paragraph("from ", name(host), `: ${count(arrived)} (${count(usual)} from most hosts)`));
     }

@@ -167,7 +167,41 @@ def test_the_root_of_a_group_is_missing() -> None:
         world.wait(2, *names)
         found = [one for one in world.missing(size).waits if one.kind == "keys"]
         assert [one.missing_ranks for one in found] == [expected], names
-        assert found[0].unseen == len(expected)
+        assert (found[0].unseen, found[0].unidentified) == (len(expected) - 1, 1)
+
+
+def test_the_root_of_a_group_is_the_only_one_that_does_not_wait() -> None:
+    """All ranks are connected, and which is which is not known."""
+    world = World()
+    for client in range(8):
+        world.connect(client)
+    for client in range(1, 8):
+        world.wait(client, b"/default_pg/0//cuda//0")
+    found = only(world.missing(8))
+    assert [one.pid for one in found.elsewhere] == [1000]
+    assert (found.missing_ranks, found.unseen, found.unidentified) == ([0], 0, 0)
+
+
+def test_a_rank_of_a_larger_world_may_be_connected() -> None:
+    world = World()
+    for client in range(8):
+        world.connect(client)
+    gloo(world, {0, 1, 3, 4}, 5)
+    found = [one for one in world.missing(50).waits if one.kind == "keys"]
+    assert [(one.missing_ranks, one.elsewhere, one.unseen, one.unidentified) for one in found] == [([2], [], 0, 1)]
+
+
+def test_a_rank_that_two_processes_claim() -> None:
+    world = World()
+    for client, rank in enumerate((0, 1, 1, 3)):
+        world.connect(client)
+        world.introduce(client, rank=str(rank), world_size="4", host="node", pid=str(client))
+    world.barrier(0, b"/b", 4)
+    world.barrier(1, b"/b", 4)
+    world.barrier(3, b"/b", 4)
+    answer = world.missing()
+    assert [(one.rank, one.by) for one in answer.claimed] == [(1, ["node, pid 1", "node, pid 2"])]
+    assert [one.missing_ranks for one in answer.waits] == [[2]]
 
 
 def test_a_rank_that_gathers_is_not_missing_itself() -> None:
@@ -201,6 +235,7 @@ def test_a_group_of_some_ranks() -> None:
     gloo(world, {0, 1, 3}, 5, b"/default_pg/0//2//cpu//0/")
     found = only(world.missing(16))
     assert (found.arrived, found.expected, found.missing_ranks, found.elsewhere) == (3, 5, [2, 4], [])
+    assert (found.unseen, found.unidentified) == (0, 2)
 
 
 def test_hosts_from_which_fewer_have_come() -> None:
@@ -210,6 +245,16 @@ def test_hosts_from_which_fewer_have_come() -> None:
     world.store_based_barrier({*range(32)} - {9, 10, 11})
     found = only(world.missing(32))
     assert [(one.host, one.arrived, one.usual) for one in found.fewer_on] == [("10.0.0.1", 5, 8)]
+
+
+def test_a_host_counts_once_whether_its_ranks_say_its_name_or_not() -> None:
+    world = World()
+    for client in range(5):
+        world.connect(client, host="10.0.0.1")
+        if client:
+            world.introduce(client, rank=str(client), world_size="5", host="node", pid=str(client))
+    world.store_based_barrier(range(4))
+    assert only(world.missing()).fewer_on == []
 
 
 def test_a_rank_that_has_left_is_not_connected() -> None:
@@ -244,7 +289,8 @@ def test_nobody_is_blamed_when_it_is_not_known_who_has_come() -> None:
     for client in range(4):
         world.send(client, b"\x0c")
     found = only(world.missing(8))
-    assert (found.arrived, found.missing_ranks, found.elsewhere, found.unseen) == (6, [], [], 2)
+    assert (found.arrived, found.missing_ranks, found.elsewhere) == (6, [], [])
+    assert (found.unseen, found.unidentified) == (0, 2)
 
 
 def test_contradictory_ranks_are_none() -> None:
