@@ -54,6 +54,13 @@ _R: Final = ord("r")
 _S: Final = ord("s")
 """The last bytes of keys that open barriers."""
 
+_OPENERS: Final = (
+    (BARRIER_LAST, BARRIER_MEMBERS),
+    (COLLECTIVE_LAST, BARRIER_MEMBERS),
+    (GROUP_BARRIER_LAST, b""),
+)
+"""Suffixes of keys that open barriers, and those of their counters."""
+
 _MOST_ITEMS: Final = 1000
 """Pairs of one MULTI_SET that are noted, lest a long one holds the loop."""
 
@@ -65,6 +72,14 @@ _RECORDED: Final = frozenset(
 
 _NO_VALUES: Final = frozenset(("queue_push", "queue_pop", "lease", "lease_later", "meet", "attend"))
 """Methods that change what is stored under a key, but no value."""
+
+
+def counter_of(key: bytes) -> bytes:
+    """Return the counter of the barrier that a key opens; empty if it opens none."""
+    for suffix, counter in _OPENERS:
+        if key.endswith(suffix):
+            return key[: -len(suffix)] + counter
+    return b""
 
 
 class Barrier:
@@ -399,12 +414,9 @@ class History:
 
     def _note_opening(self, key: bytes) -> None:
         """Forget who came to a barrier if this key opens it."""
-        if key.endswith(BARRIER_LAST):
-            self._forget_barrier(key[: -len(BARRIER_LAST)] + BARRIER_MEMBERS)
-        elif key.endswith(COLLECTIVE_LAST):
-            self._forget_barrier(key[: -len(COLLECTIVE_LAST)] + BARRIER_MEMBERS)
-        elif key.endswith(GROUP_BARRIER_LAST):
-            self._forget_barrier(key[: -len(GROUP_BARRIER_LAST)])
+        counter = counter_of(key)
+        if counter:
+            self._forget_barrier(counter)
 
     def _come(self, barrier: Barrier) -> None:
         """Note that the session that is being served has added 1 to the counter of a barrier, or has joined."""

@@ -21,7 +21,7 @@ from ..similar_keys import Family, Search, family_of
 from ..values import PREFIX, Framed, pack, unpack
 from ..waiter_types import AWAITED, AWAITING_KEYS, IDLE, Counter, SharedWait
 from ..wire.commands import WORKERS_KEY
-from .history import NEVER, History
+from .history import NEVER, History, counter_of
 from .missing_reply import Absent, Elsewhere, Near, Report, Who, encode_report
 
 if TYPE_CHECKING:
@@ -228,6 +228,8 @@ class Question:
                     who = _WhoIsMissing(self._history, self._access)
                     if arrived is not None and arrived < self._expected:
                         yield from who.from_counter(self._counter, arrived, self._expected)
+                    elif arrived is None and (counter := self._counter_of_the_key()):
+                        yield from who.from_counter(counter, self._value_of(counter), 0)
                     elif arrived is None:
                         yield from who.from_keys(self._keys, absent)
                     yield from who.find_elsewhere()
@@ -256,12 +258,18 @@ class Question:
 
     def _arrived(self) -> int | None:
         """Return what the counter has reached; None without one."""
-        if not self._counter:
-            return None
+        return self._value_of(self._counter) if self._counter else None
+
+    def _value_of(self, counter: bytes) -> int:
         try:
-            return self._keyspace.number_at(self._counter)
+            return self._keyspace.number_at(counter)
         except ProtocolError:
             return 0
+
+    def _counter_of_the_key(self) -> bytes:
+        """Return the counter of the barrier that the only key would open; empty if there is none."""
+        counter = counter_of(self._keys[0]) if len(self._keys) == 1 else b""
+        return counter if counter in self._keyspace.values and self._may_see(counter) else b""
 
     def _exists(self, name: str) -> bool:
         key = name.encode()
@@ -319,11 +327,13 @@ class _WhoIsMissing:
         """Those that are missing, if no ranks are known."""
 
     def from_counter(self, counter: bytes, arrived: int, expected: int) -> Iterator[None]:
-        """Find who has not counted at a barrier or in joining."""
-        if expected > _MOST_EXPECTED:
-            return
+        """Find who has not counted at a barrier or in joining. If `expected` is 0, all ranks of the world are."""
         members: list[ServerSession] = []
-        yield from self._history.members(counter, members, _PORTION)
+        if expected <= _MOST_EXPECTED:
+            yield from self._history.members(counter, members, _PORTION)
+        expected = expected or next(filter(None, map(_world_size, members)), 0)
+        if not arrived < expected <= _MOST_EXPECTED:
+            return
         came = bytearray(expected)
         known = 0
         world = str(expected)
@@ -426,6 +436,12 @@ def rank_of(peer: dict[str, str]) -> int | None:
     """Return the rank that a client says it is; None if it says none."""
     text = peer.get("rank", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def _world_size(session: "ServerSession") -> int:
+    """Return the number of ranks that a client has named; 0 if it has named none."""
+    text = session.peer.get("world_size", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else 0
 
 
 def who_is(session: "ServerSession") -> Who:

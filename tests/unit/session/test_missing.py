@@ -88,6 +88,25 @@ def test_the_ranks_that_have_not_arrived(counter: bytes) -> None:
     ]
 
 
+@pytest.mark.parametrize(("counter", "opener"), [
+    (b"/store_based_barrier_key:g", b"/store_based_barrier_key:g:last_worker"),
+    (b"/step/num_members", b"/step/last_member"), (b"/step/num_members", b"/step/last_members"),
+])  # fmt: skip
+def test_the_ranks_for_which_a_barrier_over_keys_is_not_open(counter: bytes, opener: bytes) -> None:
+    world = world_of(4)
+    for rank in (1, 2):
+        world.add(rank, counter)
+        world.wait(rank, opener)
+    world.fetch(3, b"/weights")
+    report = world.ask(1, opener)
+    assert (report.missing, report.ranks) == (1, [0, 3])
+    assert [(one.who.rank, one.does) for one in report.elsewhere] == [
+        (0, "has sent nothing since INTRODUCE"),
+        (3, "is waiting for weights"),
+    ]
+    assert world.ask(1, b"/other:last_worker").ranks == []
+
+
 def test_a_barrier_of_a_part_of_the_world_names_no_ranks() -> None:
     world = world_of(8)
     world.barrier(5, b"/bar", 2)
