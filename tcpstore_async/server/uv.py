@@ -499,30 +499,36 @@ class UvServer(base.Server):
     # Called by the poller
 
     def ready(self, reported: list[tuple[int, int]]) -> None:
-        """Serve the descriptors that the poller reports, each with its events.
+        """Serve the descriptors that the poller reports, each with its events."""
+        times = self.times
+        began = 0.0 if times is None else times.begin()
+        self._ends_until = 0.0
+        if not began or times is None:
+            self._serve_reported(reported)
+            return
+        for one in reported:
+            self._serve_reported([one])
+            times.served(began)
+        times.end(began)
+
+    def _serve_reported(self, reported: list[tuple[int, int]]) -> None:
+        """Serve descriptors.
 
         The common case, one short request and its reply, is inlined here: the calls saved are worth 0.1 µs of the 5
         that an operation costs in plain Python. `Connection.attend` does everything else.
         """
         connections = self.connections
         pending_flush = self.engine.pending_flush
-        times = self.times
-        began = 0.0 if times is None else times.begin()
-        self._ends_until = 0.0
         for fd, events in reported:
             connection = connections[fd]
             if connection is None:
                 if self.tls_connections:
                     self._ready_with_tls(fd, events)
-                    if began and times is not None:
-                        times.served(began)
                 continue
             session = connection.session
             try:
                 if events != READ or session.unsent or session.partial is not None or connection.queued:
                     connection.attend(events)
-                    if began and times is not None:
-                        times.served(began)
                     continue
                 chunk = _read(fd, _FIRST_READ)
                 self.received += len(chunk)
@@ -545,8 +551,6 @@ class UvServer(base.Server):
                             connection.keep([data], count)
                 elif out:
                     connection.flush()
-                if began and times is not None:
-                    times.served(began)
                 if pending_flush:
                     self.flush_pending()
                 if len(chunk) == _FIRST_READ or not chunk or session.input_buffer is not None:
@@ -559,8 +563,6 @@ class UvServer(base.Server):
                 self.close_for(connection, error)
             except Exception:
                 self.give_up(connection)
-        if began and times is not None:
-            times.end(began)
 
     def _ready_with_tls(self, fd: int, events: int) -> None:
         connection = self.tls_connections.get(fd)

@@ -20,6 +20,7 @@ from ..keyspace import Keyspace
 from ..limits import Limits
 from ..mypyc_shim import mypyc_attr
 from ..values import PREFIX, Framed, length, pack, unpack
+from ..waiter_types import Handoff
 from ..wire.codecs import (
     COUNTED_KEYS,
     KEYS,
@@ -651,14 +652,12 @@ class ServerSession(Holder):
         Stops while more than `Limits.unsent_high_water` bytes of replies are unsent, and after each step of a long
         command; see `stalled`. Raises PeerError.
         """
-        kept = self.input_buffer
-        if kept is not None:
-            if len(kept) + len(chunk) < self.need:
-                kept += chunk
-                self._account()
+        # What rarely happens is in methods of its own: compiled, the common path then takes half as many cache lines.
+        if self.input_buffer is not None:
+            joined = self._join_kept(chunk)
+            if joined is None:
                 return
-            chunk = b"".join([kept, chunk])
-            self.input_buffer = None
+            chunk = joined
         engine = self.engine
         keyspace = engine.keyspace
         budget = engine.budget
@@ -674,24 +673,13 @@ class ServerSession(Holder):
         out = self.out
         end = len(chunk)
         at = held = 0
-        if keyspace.working and not keyspace.postpones(self):
-            keyspace.resolve(self)
-            if self.engine is not engine:  # it has been let into another store
-                self.receive(chunk)
-                return
-        if self.incremental is not None:
-            if (keyspace.waking is not None and keyspace.postpones(self)) or not self._go_on():
-                self._keep_for_incremental(chunk, 0)
-                return
-            if self.engine is not engine:  # ENTER: what follows is for another store
-                if chunk:
-                    self._keep_for_incremental(chunk, 0)
-                return
+        if (keyspace.working or self.incremental is not None) and not self._finish_before(engine, chunk):
+            return
         if self.unsent > high_water:
             self._stall(chunk, 0)
             return
         while at < end or self.partial is not None:
-            if keyspace.waking is not None and keyspace.postpones(self):
+            if keyspace.working and keyspace.postpones(self):
                 self.incremental = PostponedCommands(keyspace, self)
                 self._keep_for_incremental(chunk, at)
                 return
@@ -706,11 +694,7 @@ class ServerSession(Holder):
             else:
                 slot = self.slot
                 held = self.held
-                if held:
-                    self._count_held(0)  # executing the command may move what it holds to the store
-                result, stop = partial.decode(slot.call, chunk, at, end, limits)
-                if self.partial is partial and not partial.endless:  # LINK replaces it
-                    self.partial = None
+                result, stop = self._decode_more(partial, chunk, at)
                 if stop == 0 and result is partial:  # a link stopped early, within its first frame
                     self._stall(chunk, 0)
                     return
@@ -722,24 +706,14 @@ class ServerSession(Holder):
             if keyspace.working and not keyspace.postpones(self):  # it may have woken itself
                 keyspace.resolve(self)
             if keyspace.incremental is not None:
-                self._take_incremental(at if partial is None else max(held, at))
-                if handoff is not None:
-                    keyspace.end_handoff(self, handoff)
-                if not isinstance(self.incremental, ReplyInPieces) or not self._go_on():
-                    self._keep_for_incremental(chunk, at)
-                    return
-                if self.unsent > high_water:
-                    self._stall(chunk, at)
+                if not self._begin_steps(keyspace, handoff, chunk, at, at if partial is None else max(held, at)):
                     return
                 continue
             if slot.encode is not None:
                 result = slot.encode(result)
             if result:
                 if slot.in_pieces:
-                    size = length(result)
-                    self.check_reply_size(size)
-                    out.extend(result)
-                    self.unsent += size
+                    self._add_pieces(result)
                 else:
                     out.append(result)
                     self.unsent += len(result)
@@ -750,6 +724,70 @@ class ServerSession(Holder):
                 return
         if self.held:
             self._account()
+
+    def _join_kept(self, chunk: bytes) -> bytes | None:
+        """Return the bytes that were kept and those that follow; None if they do not suffice, and are kept too."""
+        kept = self.input_buffer
+        assert kept is not None
+        if len(kept) + len(chunk) < self.need:
+            kept += chunk
+            self._account()
+            return None
+        self.input_buffer = None
+        return b"".join([kept, chunk])
+
+    def _finish_before(self, engine: Engine, chunk: bytes) -> bool:
+        """Do what has to precede the next command: work that concerns this session, and the rest of the last command.
+
+        Returns whether commands follow now; if not, `chunk` has been dealt with.
+        """
+        keyspace = engine.keyspace
+        if keyspace.working and not keyspace.postpones(self):
+            keyspace.resolve(self)
+            if self.engine is not engine:  # it has been let into another store
+                self.receive(chunk)
+                return False
+        if self.incremental is not None:
+            if keyspace.postpones(self) or not self._go_on():
+                self._keep_for_incremental(chunk, 0)
+                return False
+            if self.engine is not engine:  # ENTER: what follows is for another store
+                if chunk:
+                    self._keep_for_incremental(chunk, 0)
+                return False
+        return True
+
+    def _decode_more(self, partial: PartialRequest, chunk: bytes, at: int) -> tuple[Any, int]:
+        """Decode more of a request, and execute it if it is complete. Returns what `PartialRequest.decode` does."""
+        if self.held:
+            self._count_held(0)  # executing the command may move what it holds to the store
+        result, stop = partial.decode(self.slot.call, chunk, at, len(chunk), self.engine.limits)
+        if self.partial is partial and not partial.endless:  # LINK replaces it
+            self.partial = None
+        return result, stop
+
+    def _begin_steps(self, keyspace: Keyspace, handoff: Handoff | None, chunk: bytes, at: int, size: int) -> bool:
+        """Begin with the rest of a command that is carried out in steps, whose request has `size` bytes.
+
+        Returns whether it is done, so that others follow now; if not, the rest of `chunk` is held back.
+        """
+        self._take_incremental(size)
+        if handoff is not None:
+            keyspace.end_handoff(self, handoff)
+        if not isinstance(self.incremental, ReplyInPieces) or not self._go_on():
+            self._keep_for_incremental(chunk, at)
+            return False
+        if self.unsent > self.engine.limits.unsent_high_water:
+            self._stall(chunk, at)
+            return False
+        return True
+
+    def _add_pieces(self, pieces: list[Framed]) -> None:
+        """Add a reply in pieces. Raises LimitError."""
+        size = length(pieces)
+        self.check_reply_size(size)
+        self.out.extend(pieces)
+        self.unsent += size
 
     def large_value(self) -> LargeValue | None:
         """Return the large value under way, if any.
@@ -889,10 +927,7 @@ class ServerSession(Holder):
         if slot.encode is not None and not isinstance(result, list):
             result = slot.encode(result)
         if isinstance(result, list):
-            size = length(result)
-            self.check_reply_size(size)
-            self.out.extend(result)
-            self.unsent += size
+            self._add_pieces(result)
         elif result:
             self.out.append(result)
             self.unsent += len(result)
