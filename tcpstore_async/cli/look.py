@@ -28,6 +28,7 @@ from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store
 from .client import ping_milliseconds
 from .context import OTHER_SERVER, ClientContext, client_command
 from .output import escape, print_json, print_result, to_json
+from .seconds import Seconds
 
 _FIRST_INTERVAL: Final = 0.3
 """Seconds between the two looks of a `stat` that prints once."""
@@ -182,7 +183,7 @@ _STORE_COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = 
 @click.option(
     "-i",
     "--interval",
-    type=click.FloatRange(0.1, 86400),
+    type=Seconds(0.1, 86400),
     metavar="SECONDS",
     help="Print a line at this interval until interrupted; without it, print one line, measured over 0.3 s.",
 )
