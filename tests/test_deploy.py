@@ -26,8 +26,13 @@ DEPLOY = ROOT / "deploy"
 UNITS = sorted([*DEPLOY.glob("*.service"), *DEPLOY.glob("*.socket")])
 SCRIPTS = sorted(DEPLOY.glob("*.sh"))
 
-TO_THIS_MACHINE = {"::": "127.0.0.1", "29500": "0", "tcp://store.example:29500": "tcp://127.0.0.1:1"}
-"""What is replaced in command lines, so that a test neither listens on the network nor fights for a port."""
+TO_THIS_MACHINE = {
+    "::": "127.0.0.1",
+    "29500": "0",
+    "tcp://store.example:29500": "tcp://127.0.0.1:1",
+    "/run/tcpstore/admin.sock": "admin.sock",
+}
+"""What is replaced in command lines, so that a test neither listens on the network nor fights for a port or a path."""
 
 
 def name(path: Path) -> str:
@@ -97,6 +102,21 @@ def test_systemd_takes_the_units() -> None:
 def test_the_socket_is_that_of_the_service() -> None:
     port = setting(DEPLOY / "tcpstore.socket", "ListenStream").rpartition(":")[2]
     assert shlex.split(setting(DEPLOY / "tcpstore.service", "ExecStart"))[-1] == port
+
+
+def test_root_can_look_into_the_service(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Its /tmp is hidden from others; its runtime directory is not."""
+    unit = DEPLOY / "tcpstore.service"
+    words = shlex.split(setting(unit, "ExecStart"))
+    path = Path(words[words.index("--admin") + 1])
+    assert path.parent == Path("/run", setting(unit, "RuntimeDirectory"))
+    command = f"tcpstore who --admin {path}"
+    assert command in unit.read_text()
+    assert command in (ROOT / "docs" / "howto.md").read_text()
+    with started(words, tmp_path, environment):
+        asking = [TO_THIS_MACHINE.get(word, word) for word in shlex.split(command)]
+        done = subprocess.run(asking, cwd=tmp_path, env=environment, timeout=LIMIT, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 # The container

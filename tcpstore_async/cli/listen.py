@@ -1,6 +1,5 @@
 """The options of commands that listen: where, for how long after a signal, and the file that tells scripts the port."""
 
-import math
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +8,11 @@ from typing import Any, Final
 import click
 
 from ..server.backends import DEFAULT_GRACE, LINK_GRACE
+from .seconds import Seconds
 from .stdio import LOG_FORMATS, TEXT
 
 LINGER: Final = 60.0
 """Seconds that `--linger` without a number stands for: a job that restarts is back by then."""
-
-
-def _seconds(ctx: click.Context, param: click.Parameter, number: float) -> float:
-    if math.isnan(number):
-        raise click.BadParameter("nan is not a number of seconds", ctx, param)
-    return number
 
 
 _OPTIONS: Final = (
@@ -69,9 +63,7 @@ def tls_server_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _seconds_option(name: str, default: float, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option(
-        name, default=default, show_default=True, type=click.FloatRange(0, 1e9), callback=_seconds, help=text
-    )
+    return click.option(name, default=default, show_default=True, type=Seconds(0, 1e9), help=text)
 
 
 grace_option = _seconds_option("--grace", DEFAULT_GRACE, "Seconds that open connections get to finish after SIGTERM.")
@@ -93,8 +85,7 @@ linger_option = click.option(
     "--linger",
     is_flag=False,
     flag_value=LINGER,
-    type=click.FloatRange(0, 1e9),
-    callback=lambda ctx, param, number: number if number is None else _seconds(ctx, param, number),
+    type=Seconds(0, 1e9),
     metavar="[SECONDS]",
     help="Once a client has written a key, exit when no client has been connected for this many seconds.  "
     f"[default without a number: {LINGER:g}]",

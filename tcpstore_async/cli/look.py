@@ -6,6 +6,7 @@ clients cannot be told; the others ask that socket. They do not know how a reque
 
 import asyncio
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..diagnosis.facts import Facts, read_facts
 from ..diagnosis.rates import Histogram, Interval, Look, between, read_look
 from ..diagnosis.samples import Sample, read_samples
 from ..errors import DistError, DistNetworkError, StoreTimeoutError, counted
-from ..keys import caller_key
+from ..keys import caller_key, readable
 from ..limits import Limits
 from ..serving import build
 from ..version import VERSION
@@ -28,6 +29,7 @@ from .asking import admin_option, asked, find_admin, in_bytes, in_seconds, store
 from .client import ping_milliseconds
 from .context import OTHER_SERVER, ClientContext, client_command
 from .output import escape, print_json, print_result, to_json
+from .seconds import Seconds
 
 _FIRST_INTERVAL: Final = 0.3
 """Seconds between the two looks of a `stat` that prints once."""
@@ -116,7 +118,7 @@ def _described_by_admin(context: ClientContext, admin: Path) -> dict[str, Any]:
 
 @click.command()
 @click.option("--prefix", default="", help="List only keys with this prefix.")
-@click.option("--raw", is_flag=True, help="Do not escape anything.")
+@click.option("--raw", is_flag=True, help="Do not escape control characters.")
 @click.option(
     "--sort",
     type=click.Choice(["name", "size"]),
@@ -130,24 +132,27 @@ def _described_by_admin(context: ClientContext, admin: Path) -> dict[str, Any]:
 def keys(context: ClientContext, prefix: str, raw: bool, sort: str, store: str | None, admin: Path | None) -> None:
     """List the keys, sorted, one per line.
 
-    Control characters in keys are escaped unless --raw is given. Only the output of -o json is unambiguous.
+    Control characters in keys are escaped unless --raw is given; bytes that are not UTF-8 are shown as \\xff, for
+    example. --raw prints even those unchanged, except with --sort size. The output of -o json is unambiguous, except
+    that such a byte looks like the four characters \\xff.
     """
     if sort == "size":
         _keys_by_size(context, prefix, raw, store, admin)
         return
     context.store = store
-    found: list[str] = context.run(lambda store: store.list_keys())
-    names = sorted(name for name in found if name.startswith(prefix))
+    found: list[bytes] = context.run(lambda store: store._list_keys_as_bytes())
+    names = sorted(name for name in found if name.startswith(os.fsencode(prefix)))
     if context.output == "json":
-        print_json({"keys": names})
+        print_json({"keys": list(map(readable, names))})
     elif names:
-        print_result("\n".join(names if raw else map(escape, names)))
+        print_result(b"\n".join(names) if raw else "\n".join(escape(readable(name)) for name in names))
 
 
 def _keys_by_size(context: ClientContext, prefix: str, raw: bool, store: str | None, admin: Path | None) -> None:
     facts: Facts = asked(context, admin, lambda path, timeout: read_facts(ask(path, ["keys"], timeout, store=store)))
     found = [(caller_key(one.key), one) for one in facts.keys]
-    rows = sorted((-one.size, name, one.age) for name, one in found if name.startswith(prefix))
+    start = readable(os.fsencode(prefix))
+    rows = sorted((-one.size, name, one.age) for name, one in found if name.startswith(start))
     if context.output == "json":
         print_json({"keys": [{"key": name, "bytes": -size, "age": age} for size, name, age in rows]})
     elif rows:
@@ -182,7 +187,7 @@ _STORE_COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = 
 @click.option(
     "-i",
     "--interval",
-    type=click.FloatRange(0.1, 86400),
+    type=Seconds(0.1, 86400),
     metavar="SECONDS",
     help="Print a line at this interval until interrupted; without it, print one line, measured over 0.3 s.",
 )

@@ -26,6 +26,7 @@ from .asking import admin_option, asked, in_bytes, in_seconds, store_option
 from .context import ClientContext, client_command
 from .look import look_at, store_figures
 from .output import escape, print_json
+from .seconds import Seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +44,7 @@ _MOST_ROWS: Final = 10
 @click.option(
     "-i",
     "--interval",
-    type=click.FloatRange(0.1, 3600),
+    type=Seconds(0.1, 3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

@@ -17,6 +17,9 @@ from ..errors import DistNetworkError, StoreTimeoutError
 _WANTED: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 _MOST_ENVIRONMENT: Final = 1024 * 1024
 
+_CONNECT_AGAIN: Final = 0.05
+"""Seconds after which connecting is tried again while the backlog is full."""
+
 
 def ask(path: Path, parts: list[str], timeout: float | None, endless: bool = False, **more: object) -> Iterator[bytes]:
     """Yield the lines of the reply to a request for these parts, with `more` fields.
@@ -28,7 +31,7 @@ def ask(path: Path, parts: list[str], timeout: float | None, endless: bool = Fal
     with socket.socket(socket.AF_UNIX) as peer:
         try:
             peer.settimeout(timeout)
-            peer.connect(str(path))
+            _connect(peer, path, deadline)
             peer.sendall(json.dumps({"ask": parts, **more}).encode() + b"\n")
             rest = b""
             while True:
@@ -52,6 +55,22 @@ def ask(path: Path, parts: list[str], timeout: float | None, endless: bool = Fal
             ) from None
         except OSError as error:
             raise DistNetworkError(f"cannot use the admin socket {path}: {error.strerror}") from None
+
+
+def _connect(peer: socket.socket, path: Path, deadline: float | None) -> None:
+    """Connect, while the backlog of a server that accepts nobody may be full.
+
+    Only without a timeout does the kernel wait for it. Raises OSError, and StoreTimeoutError.
+    """
+    while True:
+        try:
+            return peer.connect(str(path))
+        except BlockingIOError:
+            if deadline is not None and time.monotonic() > deadline:
+                raise StoreTimeoutError(
+                    f"the server is not accepting queries: the queue of its admin socket {path} is full"
+                ) from None
+            time.sleep(_CONNECT_AGAIN)
 
 
 def is_local(host: str) -> bool:

@@ -265,8 +265,12 @@ class AsyncTCPStore(AsyncMethods):
 
     async def list_keys(self) -> list[str]:
         """Return all keys, unordered, without PyTorch's own. Raises UnicodeDecodeError if one is not UTF-8."""
+        return decode_keys(await self._list_keys_as_bytes())
+
+    async def _list_keys_as_bytes(self) -> list[bytes]:
+        """Return all keys as bytes: one that is not UTF-8 must not hide the others."""
         await self._require(capabilities.LIST_KEYS, requests.LIST_KEYS)
-        return decode_keys(caller_keys(await self._call(requests.LIST_KEYS)))
+        return caller_keys(await self._call(requests.LIST_KEYS))
 
     async def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """Return the values as soon as all keys exist."""

@@ -40,7 +40,8 @@ from .tls import ClientTls, TlsFailed, tls_required
 _LAST_TRY: Final = 0.05
 """Seconds reserved for the last attempt."""
 
-_NO_ANSWER: Final = "no answer"
+NO_ANSWER: Final = "no answer"
+"""Given as the reason if nothing else is known: somebody may hold the port and be silent."""
 
 _HANG_UPS: Final = 2
 """Handshakes cut off in a row before the next one is made without PING, or with it again. One may be a reset."""
@@ -105,9 +106,9 @@ class _Tries:
             self._hung_up = 0
             self.pings = not self.pings
         cause = _cause(error) + (_FULL if isinstance(error, _HungUp) else "")
-        if cause == _NO_ANSWER and self.name is not None:
+        if cause == NO_ANSWER and self.name is not None:
             cause = self.name.missing() or cause
-        if cause != _NO_ANSWER or not self._short or not self.cause:
+        if cause != NO_ANSWER or not self._short or not self.cause:
             self.cause = cause
         left = self.deadline.left()
         if left is not None and left <= _LAST_TRY:
@@ -123,7 +124,7 @@ class _Tries:
 
 def _cause(error: Exception) -> str:
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, BlockingIOError)):
-        return _NO_ANSWER
+        return NO_ANSWER
     if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
         return os.strerror(error.errno)  # asyncio's own text says that it failed, not why
     return reason_of(error)

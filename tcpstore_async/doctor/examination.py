@@ -3,6 +3,7 @@
 Knows where the kernel and the resolver say what the checks need. Must not know what is good or bad.
 """
 
+import functools
 import os
 import resource
 import socket
@@ -68,7 +69,7 @@ def examine(
     `port` is where a server is to be started on this machine, None if it is not; `way` leads to one that runs, perhaps
     on this machine too. What concerns a server's machine is left out on others.
     """
-    serves = port is not None or (way is not None and _leads_here(way.host, seconds))
+    serves = port is not None or (way is not None and bool(_own_addresses(way.host, seconds)))
     store_port = port if port is not None else way.port if way is not None else None
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("host name", lambda: names.check_name(machine.name, look_up, is_local, own_address(), seconds))
@@ -89,7 +90,8 @@ def examine(
         ("NCCL", lambda: [job.check_nccl(machine.environ, ranks)]),
     ]
     if way is not None:
-        checks.append(("server", lambda: server.check_server(way, seconds)))
+        find_listener = functools.partial(_find_listener, machine, way, seconds)
+        checks.append(("server", lambda: server.check_server(way, seconds, find_listener)))
     for name, check in checks:
         try:
             yield from within(_LOOK_UPS * seconds, check)
@@ -124,12 +126,21 @@ def _holder(machine: Machine) -> Callable[[int], Holder | None]:
     return lambda port: find_holder("::", port, machine.proc)
 
 
-def _leads_here(host: str, seconds: float) -> bool:
-    """Whether a name or address is this machine's."""
+def _find_listener(machine: Machine, way: server.Way, seconds: float) -> Holder | None:
+    """Return who listens at the end of a way, if that is this machine."""
+    for address in _own_addresses(way.host, seconds):
+        found = find_holder(address, way.port, machine.proc)
+        if found is not None and not found.peer:
+            return found
+    return None
+
+
+def _own_addresses(host: str, seconds: float) -> list[str]:
+    """Return those addresses of a name that are this machine's."""
     try:
-        return any(map(is_local, within(seconds, lambda: look_up(host))))
+        return list(filter(is_local, within(seconds, lambda: look_up(host))))
     except (OSError, TooSlow):
-        return False
+        return []
 
 
 # The resolver and sockets

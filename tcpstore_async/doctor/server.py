@@ -8,7 +8,9 @@ from typing import Final, NamedTuple
 
 from ..addresses import format_address
 from ..client.aio import AsyncTCPStore
+from ..client.connect import NO_ANSWER
 from ..errors import AccessDeniedError, DistError
+from ..server.port_holder import Holder
 from ..session.identity import Identity
 from .finding import FAIL, OK, WARN, Finding
 
@@ -27,14 +29,22 @@ class Way(NamedTuple):
     """Returns a store, which is closed after use. Raises DistError."""
 
 
-def check_server(way: Way, seconds: float) -> list[Finding]:
-    """Check a server, ours or PyTorch's, within so many seconds."""
+def check_server(way: Way, seconds: float, find_listener: Callable[[], Holder | None] = lambda: None) -> list[Finding]:
+    """Check a server, ours or PyTorch's, within so many seconds.
+
+    `find_listener` returns who listens there, if that is this machine and can be found out.
+    """
     host, port = way.host, way.port
+
+    def unreachable(reason: str) -> Finding:
+        listener = find_listener() if NO_ANSWER in reason else None
+        return _unreachable(host, port, reason) if listener is None else _silent(host, port, listener)
+
     connected: list[float] = []
     try:
         return asyncio.run(asyncio.wait_for(_examine(way, connected), seconds + 1))
     except asyncio.TimeoutError:
-        return [_unreachable(host, port, f"no answer within {seconds:g} s")]
+        return [unreachable(f"{NO_ANSWER} within {seconds:g} s")]
     except AccessDeniedError as error:
         text = f"{format_address(host, port)} refuses this client: {error}"
         return [Finding("server", FAIL, text, _credentials(str(error)))]
@@ -42,7 +52,7 @@ def check_server(way: Way, seconds: float) -> list[Finding]:
         if connected:
             text = f"{format_address(host, port)} accepts the connection and then closes it: {error}"
             return [Finding("server", FAIL, text, "see its log; if it requires a token, use --token-file FILE")]
-        return [_unreachable(host, port, str(error))]
+        return [unreachable(str(error))]
 
 
 def _credentials(refusal: str) -> str:
@@ -55,6 +65,18 @@ def _credentials(refusal: str) -> str:
 def _unreachable(host: str, port: int, reason: str) -> Finding:
     text = f"{format_address(host, port)} cannot be used: {reason}"
     return Finding("server", FAIL, text, f"on {host}: tcpstore serve --host :: --port {port}")
+
+
+def _silent(host: str, port: int, listener: Holder) -> Finding:
+    """Another server could not listen there, as this one still does."""
+    who = str(listener)
+    if listener.pid:
+        fix = f"see what that process is doing (T is stopped): ps -o stat,wchan:32,args -p {listener.pid}"
+    else:
+        who += ","
+        fix = "run this command as root, to see which process that is"
+    text = f"{format_address(host, port)} cannot be used: {who} holds the port and does not answer"
+    return Finding("server", FAIL, text, fix)
 
 
 async def _examine(way: Way, connected: list[float]) -> list[Finding]:

@@ -162,13 +162,20 @@ class Looker:
     # The threads
 
     def _follow(self) -> None:
+        failing = False
         while not self._ended.is_set():
             began = time.monotonic()
             try:
                 counters = read_look(ask(self._find(), ["stats", "oldest_stores"], _ANSWER_SECONDS))
             except (DistError, OSError) as error:
                 self.error = str(error)
+                if not failing:
+                    log.warning("cannot query the server, trying again every second: %s", error)
+                failing = True
             else:
+                if failing:
+                    log.info("the server answers queries now")
+                failing = False
                 self._answered_at = time.monotonic()
                 self.operations.add(counters.stats)
                 self.counters = counters

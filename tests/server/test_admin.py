@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from commands import run_command
 from support import LIMIT, RawPeer, blob, keys, tcpstore_server
 from tcpstore_async.client.admin import ask, find_local, is_local, read_environment
 from tcpstore_async.client.aio import AsyncTCPStore
@@ -224,6 +225,39 @@ def test_only_the_own_file_is_removed(tmp_path: Path) -> None:
         admin_path.remove(path, identity)
         admin_path.remove(path, None)
         assert path.read_text() == "another's"
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[socket.socket]:
+    """A listener at `tmp_path / "full"` with a backlog that is full, as of a server that has been stopped."""
+    path = str(tmp_path / "full")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(path)
+        listener.listen(0)
+        first.connect(path)
+        yield listener
+
+
+def test_a_backlog_that_stays_full_is_a_timeout(full: socket.socket) -> None:
+    path = full.getsockname()
+    with pytest.raises(StoreTimeoutError, match="the server is not accepting queries"):
+        list(ask(Path(path), [], 0.1))
+    done = run_command(None, "stat", "--admin", path, "--timeout", "0.1")
+    assert done.exit_code == 3
+    assert "is not accepting queries" in done.stderr
+
+
+def test_a_backlog_that_is_full_for_a_moment(full: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = []
+
+    def accept(seconds: float) -> None:
+        paused.append(seconds)
+        full.accept()[0].close()
+
+    monkeypatch.setattr(time, "sleep", accept)
+    with pytest.raises(StoreTimeoutError, match="no complete reply"):  # it has connected
+        list(ask(Path(full.getsockname()), [], 0.1))
+    assert len(paused) == 1
 
 
 @pytest.fixture

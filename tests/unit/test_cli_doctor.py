@@ -61,7 +61,12 @@ def test_a_peer_that_is_no_server() -> None:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         status, found = findings("--url", url, "--timeout", "0.2")
     assert status == 1
-    assert "no answer" in found["server"]["text"]
+    if Path("/proc/net/tcp").exists():
+        assert f"cannot be used: pid {os.getpid()} (" in found["server"]["text"]
+        assert found["server"]["text"].endswith(") holds the port and does not answer")
+        assert found["server"]["fix"].endswith(f"ps -o stat,wchan:32,args -p {os.getpid()}")
+    else:
+        assert "no answer" in found["server"]["text"]
 
 
 def test_a_server_with_tls(tmp_path: Path) -> None:

@@ -228,6 +228,19 @@ def test_a_server_that_cannot_be_asked(command: str) -> None:
         assert "there is no admin socket for port" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["stat", "-i", "nan"], ["top", "-i", "NaN"], ["serve", "--grace", "nan"], ["serve", "--linger", "nan"]],
+    ids=" ".join,
+)
+def test_nan_seconds_are_a_usage_error(words: list[str]) -> None:
+    """Neither less nor more than any limit, it would be no pause at all."""
+    done = run_command(None, *words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"Invalid value for '{'-i' if '-i' in words else words[1]}" in done.stderr
+    assert "is not a number of seconds" in done.stderr
+
+
 # What follows from the numbers
 
 

@@ -136,6 +136,23 @@ def test_name_is_escaped_on_a_terminal(named: str) -> None:
     assert b"\x1b" not in done.stdout
 
 
+def test_a_key_that_is_not_utf8_does_not_hide_the_others(url: str) -> None:
+    written = [b"\xffa", b"\\xffa", "bad\u00e4".encode(), b"bad\xe4"]
+    prepare(url, f"[store.set(key, 'value') for key in {written!r}]")
+    try:
+        assert run(url, "keys", "--prefix", "bad").stdout.splitlines() == [b"bad\xc3\xa4", b"bad\\xe4"]
+        assert set(written) <= set(run(url, "keys", "--raw").stdout.splitlines())
+        assert run(url, "keys", "--prefix", "\udcff", "--raw").stdout == b"\xffa\n"
+        shown = json.loads(run(url, "keys", "-o", "json").stdout)["keys"]
+        assert shown.count("\\xffa") == 2
+        by_size = json.loads(run(url, "keys", "--sort", "size", "-o", "json").stdout)["keys"]
+        assert sorted(one["key"] for one in by_size) == sorted(shown)
+        by_size = json.loads(run(url, "keys", "--sort", "size", "--prefix", "bad\udce4", "-o", "json").stdout)["keys"]
+        assert [one["key"] for one in by_size] == ["bad\\xe4"]
+    finally:
+        prepare(url, f"[store.delete_key(key) for key in {written!r}]")
+
+
 def test_json_has_no_control_characters(url: str) -> None:
     said = output.to_json({"keys": ["\x1b\x7f\x9b\u202e\ufeff", "ä"]})
     assert said == '{"keys":["\\u001b\\u007f\\u009b\\u202e\\ufeff","ä"]}'

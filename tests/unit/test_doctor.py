@@ -319,7 +319,7 @@ def test_the_server_is_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(examination, "look_up", lambda _: ["192.0.2.1"])
     monkeypatch.setattr(examination, "is_local", lambda _: False)
     monkeypatch.setattr(
-        server, "check_server", lambda way, seconds: [Finding("server", OK, f"{way.host}:{way.port} {seconds}")]
+        server, "check_server", lambda way, seconds, _: [Finding("server", OK, f"{way.host}:{way.port} {seconds}")]
     )
     found = {
         finding.check: finding for finding in examine(Machine(environ={}), 8, None, Way("store", 1, nowhere), LIMIT)
@@ -383,6 +383,25 @@ def test_a_server_that_does_not_answer() -> None:
 
     (found,) = check_server(Way("store", 1, connect), -0.99)
     assert found.text == "store:1 cannot be used: no answer within -0.99 s"
+
+
+@pytest.mark.parametrize(
+    ("listener", "who", "fix"),
+    [
+        (Holder("", 0, 7, "tcpstore serve"), "pid 7 (tcpstore serve)", "see what that process is doing "),
+        (Holder("", 9), "a process owned by uid 9, which is not visible from here,", "run this command as root"),
+    ],
+)
+def test_a_listener_that_does_not_answer(listener: Holder, who: str, fix: str) -> None:
+    """No other server can be started on its port."""
+
+    async def connect() -> AsyncTCPStore:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    (found,) = check_server(Way("store", 1, connect), -0.99, lambda: listener)
+    assert found.text == f"store:1 cannot be used: {who} holds the port and does not answer"
+    assert found.fix.startswith(fix)
 
 
 def test_a_server_that_closes_the_connection() -> None:

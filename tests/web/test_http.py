@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from support import LIMIT
+from tcpstore_async.errors import DistNetworkError
 from tcpstore_async.server.peer_user import PeerUsers, UnknownOwnerError
 from tcpstore_async.web import http, looking
 from web.requests import get, request, until
@@ -279,6 +284,36 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
         assert found["look"] is None
         assert "there is no admin socket" in found["failed"]
         assert get(port, "/")[0] == 200
+
+
+def test_queries_that_fail_are_logged_when_that_begins_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(looking, "_EVERY_SECONDS", 0.01)
+    caplog.set_level(logging.INFO)
+    attempts = itertools.count()
+    done = threading.Event()
+
+    def find() -> Path:
+        attempt = next(attempts)
+        if attempt > 9:
+            done.set()
+        if attempt in (0, 1, 2, 5, 6):
+            raise DistNetworkError(f"failed at {attempt}")
+        return admin.path
+
+    with AdminStub(tmp_path / "s", []) as admin, closing(looking.Looker(find)) as looker:
+        looker.start()
+        assert done.wait(LIMIT)
+    for thread in looker.threads:
+        thread.join(LIMIT)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said[:4] == [
+        ("WARNING", "cannot query the server, trying again every second: failed at 0"),
+        ("INFO", "the server answers queries now"),
+        ("WARNING", "cannot query the server, trying again every second: failed at 5"),
+        ("INFO", "the server answers queries now"),
+    ]
 
 
 def test_metrics_without_what_they_need(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
