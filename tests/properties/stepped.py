@@ -103,9 +103,13 @@ class SteppedFleet(Fleet):
             else:
                 under.begun = True
                 self._do(slot, connection, command, refused=False)
-        if self.engine.keyspace.work and (self.engine.keyspace.queues or self.model.queues):
-            self.finish_work()  # the moment of waking decides which item is leased
+        self._finish_work_for_queues()
         self.compare()
+
+    def _finish_work_for_queues(self) -> None:
+        """The moment of waking decides who leases which item, so it must not be later than the model's."""
+        if self.engine.keyspace.work and (self.engine.keyspace.queues or self.model.queues):
+            self.finish_work()
 
     def _do(
         self, slot: int, connection: Connection, command: Command, refused: bool, newer: bytes | None = None
@@ -172,6 +176,8 @@ class SteppedFleet(Fleet):
             raise Difference(f"{under.command} was refused")
         if self.connections[slot] is connection and done:
             under.begun = True
+        if done:
+            self._finish_work_for_queues()
         self.compare()
 
     def _park(self, connection: Connection, under: Under, done: bool) -> None:
