@@ -7,7 +7,7 @@ import click
 
 
 class Seconds(click.FloatRange):
-    """A range of numbers, without NaN, which is outside of no range."""
+    """A range that rejects NaN, which no bound excludes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)

@@ -652,7 +652,7 @@ class ServerSession(Holder):
         Stops while more than `Limits.unsent_high_water` bytes of replies are unsent, and after each step of a long
         command; see `stalled`. Raises PeerError.
         """
-        # What rarely happens is in methods of its own: compiled, the common path then takes half as many cache lines.
+        # What rarely happens is in methods of its own: compiled, the common path then takes fewer cache lines.
         if self.input_buffer is not None:
             joined = self._join_kept(chunk)
             if joined is None:
