@@ -251,7 +251,7 @@ class TCPClient:
                     link.unanswered += len(data)
                     if link.unanswered > UNANSWERED_BYTES:
                         deadline = deadline or Deadline.of_a_call(self.timeout)
-                        connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
+                        connection.confirm_writes(deadline)
                 if len(self._connections) > 1:
                     self._confirm_within(connection, me, deadline)
                 return None
@@ -423,11 +423,11 @@ class TCPClient:
         if background.is_running_here():
             return  # the loop may be replacing one, and cannot wait for itself
         deadline = Deadline(MIN_ROUND_TRIP)
-        try:
-            for connection in [connection for connection in self._connections if connection.can_resume()]:
+        for connection in [connection for connection in self._connections if connection.can_resume()]:
+            try:
                 self._finish_writes_on(connection, deadline)
-        except (OSError, ProtocolError, DeadlineExceeded):
-            pass  # the sessions end with the grace period, or have ended with the server
+            except (OSError, ProtocolError, DeadlineExceeded):
+                pass  # the session ends with the grace period, or has ended with the server
 
     def _finish_writes_on(self, connection: SyncConnection, deadline: Deadline) -> None:
         """Lease a connection, unless a call has it; resume it if it is broken, and have its last writes confirmed."""
@@ -452,7 +452,7 @@ class TCPClient:
                     connection.settle(deadline)
                 if connection.session.unconfirmed():
                     connection.settle(deadline)
-                    connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
+                    connection.confirm_writes(deadline)
         finally:
             self._give_up(connection, ticket, me)
 
@@ -752,7 +752,7 @@ class TCPClient:
                 if connection is not None and self._unconfirmed_beside(connection):
                     if connection.session.pending:
                         connection.settle(deadline)
-                    connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
+                    connection.confirm_writes(deadline)
                     self._release(connection)
                     connection = None
                 elif may_open:
@@ -781,7 +781,7 @@ class TCPClient:
         """
         if any(other is not connection and other.user == me for other in list(self._connections)):
             deadline = deadline or Deadline.of_a_call(self.timeout)
-            connection.read_until(connection.request(requests.NO_KEY, deadline), deadline)
+            connection.confirm_writes(deadline)
 
     def _wait(self, ticket: Ticket, deadline: Deadline, briefly: bool) -> None:
         """Wait until this thread is notified, or only briefly. Raises DeadlineExceeded."""

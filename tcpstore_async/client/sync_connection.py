@@ -333,6 +333,10 @@ class SyncConnection:
             self.broken = False
             sent.append(len(data))
 
+    def confirm_writes(self, deadline: Deadline) -> None:
+        """Wait until the server has executed all writes. Raises OSError, ProtocolError or DeadlineExceeded."""
+        self.read_until(self.request(requests.NO_KEY, deadline), deadline)
+
     def await_writes(self, deadline: Deadline) -> None:
         """In a signal handler that has interrupted a call on it: wait until earlier writes have been executed.
 

@@ -285,10 +285,7 @@ class _Search:
             rest = [number for number in range(expected) if number not in numbers]
             missing = rest if len(rest) == expected - arrived else []
         if missing:
-            named = [rank for number in missing if (rank := self._connected(number)) is not None]
-            nameless = [rank for rank in others if rank.number is None]
-            candidates = len(named) + len(nameless)
-            others = named + (nameless if candidates <= len(missing) else [])
+            others, candidates = self._identify(missing, [rank for rank in others if rank.number is None])
         elif len(came) < arrived and len(others) != count:
             others = []  # some of them have come, and it is not known which
         elsewhere = self._elsewhere(others)
@@ -319,11 +316,9 @@ class _Search:
     def _by_roots(self, key: str, roots: int, missing: list[int], exchange: _Exchange) -> Pending:
         """Describe keys that some ranks write for all others."""
         waiters = self._waiters(exchange)
-        named = [rank for number in missing if (rank := self._connected(number)) is not None]
-        nameless = self._nameless(waiters)
-        all_are_connected = self.ranks.world_size == len([rank for rank in self.ranks.all if rank.sessions])
-        candidates = len(named) + len(nameless)
-        listed = named + (nameless if all_are_connected and candidates <= len(missing) else [])
+        listed, candidates = self._identify(missing, self._nameless(waiters))
+        if self.ranks.world_size != len([rank for rank in self.ranks.all if rank.sessions]):
+            listed = [rank for rank in listed if rank.number is not None]  # the root may be one that is not connected
         unseen, unidentified = _absent(len(missing), len(listed), candidates)
         return Pending(
             "keys",
@@ -392,8 +387,14 @@ class _Search:
         size = self.ranks.world_size
         if size is not None and expected != size:  # these are numbers in a group, and who is in the group is not known
             return [], len(self._without(self.joined or self.ranks.all, involved))
+        return self._identify(missing, self._nameless(involved))
+
+    def _identify(self, missing: list[int], nameless: list[Rank]) -> tuple[list[Rank], int]:
+        """Return who of the missing is connected, and how many may be: some ranks have no number.
+
+        Those are among the missing if there are no more of them than it takes.
+        """
         named = [rank for number in missing if (rank := self._connected(number)) is not None]
-        nameless = self._nameless(involved)
         candidates = len(named) + len(nameless)
         return named + (nameless if candidates <= len(missing) else []), candidates
 

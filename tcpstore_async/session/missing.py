@@ -434,14 +434,16 @@ class _WhoIsMissing:
 
 def rank_of(peer: dict[str, str]) -> int | None:
     """Return the rank that a client says it is; None if it says none."""
-    text = peer.get("rank", "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+    return _number_said(peer.get("rank", ""))
 
 
 def _world_size(session: "ServerSession") -> int:
     """Return the number of ranks that a client has named; 0 if it has named none."""
-    text = session.peer.get("world_size", "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else 0
+    return _number_said(session.peer.get("world_size", "")) or 0
+
+
+def _number_said(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def who_is(session: "ServerSession") -> Who:
