@@ -68,10 +68,13 @@ def spawn(function, args=(), nprocs=1):
 mp.spawn = spawn
 example = sys.argv.pop(1)
 sys.argv[0] = example
-runpy.run_path(example, run_name="__main__")
+kept = runpy.run_path(example, run_name="__main__")
 """
 """Runs an example whose ranks are forked instead of spawned, which would import PyTorch in each. What spawning does is
 tried all the same: what a rank is given is pickled, and the example is imported under another name.
+
+What the example has defined is kept until the interpreter ends, as Python does for a program. Freed before, a DDP model
+can wait forever: it frees Gloo's process group, which joins a thread that needs the GIL (PyTorch's issue 190489).
 """
 
 
@@ -94,7 +97,7 @@ def forked(command, **options):
 subprocess.Popen = forked
 agent = sys.argv.pop(1)
 sys.argv[:] = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+kept = runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs an example that starts `torchrun` several times: the agents are forked, and so are their workers."""
 
@@ -128,7 +131,7 @@ AUTOLOADED = """
 import runpy, sys
 from tcpstore_async.autoload import autoload
 autoload()
-runpy.run_path(sys.argv[1], run_name="__main__")
+kept = runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 

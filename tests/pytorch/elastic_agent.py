@@ -2,12 +2,13 @@
 
     elastic_agent.py OPTIONS OF TORCHRUN
 
-test_torch_launchers.py runs agents and workers as users do, each with an interpreter of its own.
+With ELASTIC_LOG=1, it prints what our handler logs. test_torch_launchers.py runs agents and workers as users do, each with an interpreter of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -25,8 +26,9 @@ import runpy, sys
 from tcpstore_async.autoload import autoload
 autoload()
 sys.argv[:] = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+kept = runpy.run_path(sys.argv[0], run_name="__main__")
 """
+"""`kept`, as in the programs of example_runs.py."""
 
 
 class Worker(Forked):
@@ -64,5 +66,8 @@ class Handler(handlers.SubprocessHandler):
 if __name__ == "__main__":
     fork_from_here()
     handlers.SubprocessHandler = Handler  # type: ignore[misc]
+    if os.environ.get("ELASTIC_LOG"):
+        logging.getLogger("tcpstore_async").addHandler(logging.StreamHandler())
+        logging.getLogger("tcpstore_async").setLevel(logging.INFO)
     autoload()
     torchrun()
