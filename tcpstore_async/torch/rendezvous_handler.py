@@ -70,6 +70,9 @@ _ROUND_KEY: Final = "tcpstore.round"
 _HOST_KEY: Final = "tcpstore.host"
 """Which agent hosts the server; not there if none does."""
 
+_HOST_TRIES: Final = 10
+"""How often an agent looks which one hosts the server, at most once per second, before it takes it that none does."""
+
 _FRESH: Final = 1.0
 """Seconds for which the state of the rounds is not requested again, as in PyTorch."""
 
@@ -113,10 +116,10 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     named = bool(params.get_as_bool("named_store", True))
     store = _open_store(params, read_timeout, params.get_as_bool("tls"))
     try:
-        key = _enter(store, params.run_id)
         address = params.local_addr or socket.getfqdn()
         if store._plain._hosted is not None or store._plain._owns:
-            store.set(_HOST_KEY, _own_name(address))
+            store.set(_HOST_KEY, _own_name(address))  # first, as others may be connected already and look for it
+        key = _enter(store, params.run_id)
         return _Handler(params.run_id, store, key, options, address, relay, named)
     except (errors.DistError, NotImplementedError) as error:
         store.close()
@@ -169,6 +172,7 @@ class _Handler(RendezvousHandler):
         self._store = store
         self._host_name = ""
         """The agent that hosts the server; empty if none is known to do so."""
+        self._host_tries = _HOST_TRIES
         self._key = key
         self._address = address
         self._number = next(_numbers)
@@ -251,8 +255,11 @@ class _Handler(RendezvousHandler):
             self._seen = None
 
     def _find_host(self) -> None:
-        """Note which agent hosts the server, if one does."""
-        if not self._host_name and self._store.check([_HOST_KEY]):
+        """Note which agent hosts the server, if one does: it may only say so after others have formed a round."""
+        if self._host_name or not self._host_tries:
+            return
+        self._host_tries -= 1
+        if self._store.check([_HOST_KEY]):
             self._host_name = self._store.get(_HOST_KEY).decode()
 
     def _share(self, store: Store, found: Round) -> tuple[RendezvousStoreInfo, str]:
@@ -348,6 +355,7 @@ class _Handler(RendezvousHandler):
         if self._seen is None or now - self._seen_at >= _FRESH:
             self._seen = self._translated(self._agent.look)
             self._seen_at = now
+            self._translated(self._find_host)
         return self._seen
 
     def _translated(self, call: Any) -> Any:

@@ -2,7 +2,8 @@
 
     elastic_agent.py OPTIONS OF TORCHRUN
 
-With ELASTIC_LOG=1, it prints what our handler logs. test_torch_launchers.py runs agents and workers as users do, each with an interpreter of its own.
+With ELASTIC_LOG=1, it prints what our handler logs. test_torch_launchers.py runs agents and workers as users do, each
+with an interpreter of its own.
 """
 
 from __future__ import annotations

@@ -218,8 +218,9 @@ def test_a_killed_agent_comes_back(job: Job) -> None:
 def test_the_agents_server_ends_with_the_agent_that_hosts_it(job: Job) -> None:
     """The others, be they in the round or redundant, say so and do not wait for it."""
     first = hosting(job, "1:2")
-    second, third = (job.agent("hold", nodes="1:2") for _ in range(2))
+    second, third = (job.agent("hold", nodes="1:2", ELASTIC_LOG="1") for _ in range(2))
     job.until(lambda: sum(one["sum"] == 2 for one in job.seen()) >= 2)
+    job.until(lambda: all("attempts to join" in agent.errors() for agent in (second, third)))
     job.kill(first)
     job.until(lambda: all(agent.poll() is not None for agent in (second, third)))
     for agent in (second, third):
@@ -571,6 +572,22 @@ def test_a_server_that_has_gone(port: int) -> None:
         handler.is_closed()
     with pytest.raises(RendezvousConnectionError):
         handler.next_rendezvous()
+    assert not handler.shutdown()
+
+
+def test_a_host_that_says_so_after_the_round_is_formed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server accepts connections before the agent that hosts it has a connection of its own."""
+    monkeypatch.setattr(rendezvous_handler, "_FRESH", 0)
+    with tcpstore_server() as running:
+        handler = rendezvous_handler.create_handler(parameters(running.port))
+        handler.next_rendezvous()
+        with PlainTCPStore("127.0.0.1", running.port) as host:
+            host.set("tcpstore.host", "node-1 (pid 4711)")
+        assert not handler.is_closed()
+        running.process.kill()
+        running.process.wait()
+    with pytest.raises(RendezvousConnectionError, match=r"exits with the agent that hosts it, node-1 \(pid 4711\)"):
+        handler.is_closed()
     assert not handler.shutdown()
 
 
