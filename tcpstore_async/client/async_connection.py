@@ -63,6 +63,10 @@ class AsyncConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._futures: dict[PendingCall, asyncio.Future[Any]] = {}
         self._outbox: list[bytes] = []
+        self._last_call: PendingCall | None = None
+        """The last call whose request is in the outbox."""
+        self._up_to_call = 0
+        """How many items of the outbox come up to the end of that request."""
         self._longest = 0
         """Bytes of the longest request, once one was longer than the largest value a server accepts by default."""
         self._silent: list[asyncio.Future[Any]] = []
@@ -87,8 +91,6 @@ class AsyncConnection(asyncio.Protocol):
             raise self.lost
         data, call = self.session.request(command, fields)
         self._write(data, call)
-        if call is None and self.link is not None:
-            self._limit_unanswered(self.link, len(data))
         future: asyncio.Future[Any] = self._loop.create_future()
         if call is None:
             self._silent.append(future)
@@ -263,21 +265,35 @@ class AsyncConnection(asyncio.Protocol):
         self._held = False
         if not future.cancelled() and future.exception() is None and link.begun(unpack(future.result())):
             self.link = link
-            for data in self._outbox:
-                link.note(data)
         self._flush()
 
-    def _limit_unanswered(self, link: ClientSingleLink, size: int) -> None:
-        link.unanswered += size
-        free = self.session.waiting is None and (self.fence is None or self.fence.done())
-        if link.unanswered > UNANSWERED_BYTES and free:
-            self.send_fence()
+    def _note(self, link: ClientSingleLink, outbox: list[bytes], last: PendingCall | None, up_to: int) -> bytes:
+        """Join an outbox, and keep it until it has been replied to. `last` is the call of item `up_to`, from 1."""
+        data = taken = link.acknowledgement()
+        if taken:
+            link.note(taken)
+        if last is not None:
+            requests = b"".join(outbox[:up_to])
+            last.ends_batch = True
+            link.note(requests, last)
+            data += requests
+        if up_to < len(outbox):
+            silent = b"".join(outbox[up_to:])
+            link.note(silent)
+            link.unanswered += len(silent)
+            data += silent
+            free = self.session.waiting is None and (self.fence is None or self.fence.done())
+            if link.unanswered > UNANSWERED_BYTES and free:
+                self.send_fence()
+        return data
 
     def _acknowledge(self, link: ClientSingleLink, size: int, done: list[PendingCall]) -> None:
         """Forget requests that were replied to, and have the server forget long replies."""
         link.received += size
-        if done:
-            link.answered(done[-1])
+        for call in reversed(done):
+            if call.ends_batch:
+                link.answered(call)
+                break
         data = link.acknowledgement(ACKNOWLEDGED_AT_ONCE)
         if data:
             self._write(data)
@@ -310,8 +326,8 @@ class AsyncConnection(asyncio.Protocol):
             return
         self._resuming = None
         self._held = False
-        self._outbox = [rest] if rest else []  # what was in it has been noted: it is part of the rest
         self.resume_writing()
+        self.transport.write(rest)
         self._flush()
 
     def _is_over(self) -> bool:
@@ -324,19 +340,20 @@ class AsyncConnection(asyncio.Protocol):
     def _write(self, data: bytes, call: PendingCall | None = None) -> None:
         if not self._outbox:
             self._loop.call_soon(self._flush)
-        if self.link is not None:
-            taken = self.link.acknowledgement()
-            if taken:
-                data = taken + data
-            self.link.note(data, call)
         self._outbox.append(data)
+        if call is not None and not call.done:
+            self._last_call = call
+            self._up_to_call = len(self._outbox)
 
     def _flush(self) -> None:
         outbox = self._outbox
         if self._held or not (outbox or self._silent) or self.transport.is_closing():
             return
+        last, up_to = self._last_call, self._up_to_call
         self._outbox = []
-        data = b"".join(outbox)
+        self._last_call = None
+        self._up_to_call = 0
+        data = b"".join(outbox) if self.link is None else self._note(self.link, outbox, last, up_to)
         if len(data) > VALUE_BYTES:
             self._longest = max(self._longest, *map(len, outbox))
         if data:

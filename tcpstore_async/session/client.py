@@ -43,6 +43,8 @@ class PendingCall:
         self.result: Any = None
         self.done = False
         self.canceled = False
+        self.ends_batch = False
+        """Whether it is the last call of requests that were sent together, and kept together for a link."""
         self.woken = False
         """Whether the wake-up arrived before the reply to the cancel."""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,13 +27,16 @@ from conformance.frames import delete, get, i64, set_
 from support import LIMIT, blob, tcpstore_server
 from tcpstore_async import AsyncTCPStore, DistNetworkError, StoreTimeoutError, TCPStore
 from tcpstore_async.client import background
+from tcpstore_async.client.async_connection import AsyncConnection
 from tcpstore_async.client.connect import connect_blocking
 from tcpstore_async.client.requests import NO_KEY
 from tcpstore_async.client.resume import resume_blocking
 from tcpstore_async.client.sync_connection import DeadlineExceeded, SyncConnection
 from tcpstore_async.deadline import Deadline
 from tcpstore_async.server.backends import BACKENDS
-from tcpstore_async.session.single_client import ClientSingleLink
+from tcpstore_async.session.client import ClientSession
+from tcpstore_async.session.single_client import UNANSWERED_BYTES, ClientSingleLink
+from tcpstore_async.wire.commands import BY_METHOD
 
 _RESET = struct.pack("ii", 1, 0)
 _PING_BYTES = 4
@@ -509,6 +513,67 @@ def test_the_async_client(port: int) -> None:
 
     with resetter(port) as proxy:
         asyncio.run(main(proxy))
+
+
+def test_the_async_client_keeps_only_what_has_not_been_replied_to(port: int) -> None:
+
+    async def main() -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+            assert await store.server() is not None
+            (connection,) = store._connections
+            link = connection.link
+            assert link is not None
+            most = 0
+
+            async def work(number: int) -> None:
+                nonlocal most
+                for count in range(100):
+                    await store.add(f"async/kept {number % 3}", count)
+                    await store.set("async/kept", "v" * (number + count))
+                    assert await store.multi_get([]) == []
+                    most = max(most, sum(len(data) for _, data, _ in link.sent))
+
+            await asyncio.gather(*map(work, range(40)))
+            assert most < 100_000, "of 1,000,000"
+            value = b"v" * (UNANSWERED_BYTES // 8 - 100)
+            for _ in range(20):
+                await store.set("async/kept", value)
+                while link.unanswered > UNANSWERED_BYTES:  # a fence is under way
+                    await asyncio.sleep(0)
+            await store.ping()
+            assert len(link.sent) == 1
+            for key in ("", " 0", " 1", " 2"):
+                assert await store.delete_key(f"async/kept{key}")
+
+    asyncio.run(main())
+
+
+def test_replies_that_arrive_across_the_iterations_of_their_requests() -> None:
+    """The last reply of each read is for the first of two requests that were sent together."""
+
+    async def main() -> None:
+        def ignored(*_: object) -> None: ...
+
+        connection = AsyncConnection(ClientSession(), ignored, ignored)
+        connection.transport = Mock(is_closing=lambda: False)
+        link = connection.link = ClientSingleLink()
+
+        async def ask() -> list[asyncio.Future[Any]]:
+            both = [connection.call(BY_METHOD["check"], ([blob(b"k")],))[1] for _ in range(2)]
+            await asyncio.sleep(0)
+            return both
+
+        futures = await ask()
+        connection.data_received(b"\0")
+        for _ in range(10):
+            futures += await ask()
+            connection.data_received(b"\0\0")
+            assert len(link.sent) <= 3, "what the server has taken, and two iterations"
+        connection.data_received(b"\0")
+        assert len(link.sent) == 1
+        assert await asyncio.gather(*futures) == [True] * 22
+
+    asyncio.run(main())
 
 
 def test_a_server_that_has_not_kept_the_session_ends_the_store(port: int) -> None:
