@@ -35,7 +35,7 @@ BARRIERS = 10
 """Of a measurement, as over sockets."""
 BATCH = 64
 """Ranks of a start whose requests arrive between two flushes of the replies."""
-FIRST_READ, READ_ON = 960, 128 * 1024
+FIRST_READ, READ_ON = 479, 128 * 1024
 """Bytes that the server on uvloop reads at once, first and in the middle of a request (`server/uv.py`)."""
 KEYS_AT_ONCE = 100_000
 """Most keys for which one client waits as the job grows."""

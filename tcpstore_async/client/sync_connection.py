@@ -32,8 +32,8 @@ from ..wire.commands import BY_METHOD
 from . import requests
 from .requests import Request
 
-_SHORT: Final = (960,)
-"""Longer than most replies, and malloc has a fast path for buffers up to this size."""
+_SHORT: Final = (479,)
+"""Longer than most replies, and Python has a fast path for buffers up to this size: 512 bytes with the header."""
 
 _LONG: Final = (256 * 1024,)
 

@@ -31,8 +31,8 @@ _read_into: Final = os.readv
 _write: Final = os.write
 _write_pieces: Final = os.writev
 
-_FIRST_READ: Final = 960
-"""Most requests are this short, and malloc has a fast path for a buffer that is not longer."""
+_FIRST_READ: Final = 479
+"""Most requests are this short, and Python has a fast path for buffers up to this size: 512 bytes with the header."""
 
 _READ: Final = 16 * 1024
 _READ_ON: Final = 128 * 1024
