@@ -571,6 +571,20 @@ def test_everything_is_counted_and_released(server: Server) -> None:
     assert budget.lists == 0
 
 
+def test_what_a_leaving_session_releases_is_released_at_once(server: Server) -> None:
+    """Even if the last command was for another store."""
+    budget = server.engine.budget
+    server.owner("a")
+    rank, other = server.rank("a"), server.connect()
+    server.say(rank, wait(*[b"/%d" % number for number in range(500)]))
+    server.say(other, set_(b"/k", b"v"))
+    keyspace = server.named.stores["a"].engine.keyspace
+    used, size = budget.used(), keyspace.size
+    server.leave(rank)
+    assert size - keyspace.size > 10_000
+    assert budget.used() <= used - (size - keyspace.size)
+
+
 def test_the_largest_holder_goes_whichever_store_it_is_in() -> None:
     server = Server(limits=Limits(budget_bytes=16 * 1024 * 1024))
     hog, honest = server.owner("a"), server.owner("b")
