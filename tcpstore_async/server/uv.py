@@ -557,10 +557,8 @@ class UvServer(base.Server):
                     connection.go_on()
             except BlockingIOError:
                 self._blocked(connection)
-            except OSError as error:
-                connection.lost(error)
-            except PeerError as error:
-                self.close_for(connection, error)
+            except (OSError, PeerError) as error:
+                self._failed(connection, error)
             except Exception:
                 self.give_up(connection)
 
@@ -581,6 +579,16 @@ class UvServer(base.Server):
             if self.engine.pending_flush:
                 self.flush_pending()
             connection.go_on()
+        except Exception:
+            self.give_up(connection)
+
+    def _failed(self, connection: Connection, error: OSError | PeerError) -> None:
+        """The connection is lost, or has to be closed."""
+        try:
+            if isinstance(error, PeerError):
+                self.close_for(connection, error)
+            else:
+                connection.lost(error)
         except Exception:
             self.give_up(connection)
 

@@ -274,6 +274,36 @@ def test_a_wake_from_another_connection(run: Run, watch_with: WatchWith) -> None
     run(main)
 
 
+@pytest.mark.skipif(build() == "compiled", reason="compiled functions are not looked up")
+@pytest.mark.parametrize("method", ["close_for", "lost"])
+def test_a_defect_while_one_connection_is_closed_leaves_the_others_served(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """Of those, too, whose events were reported with that connection's: they are reported once."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    async def main() -> None:
+        async with Serving() as server, client(server.port) as other:
+            broken = socket.create_connection(("127.0.0.1", server.port))
+            broken.sendall(HANDSHAKE)
+            await until(lambda: server.count == 2)
+            await other.ping()
+            monkeypatch.setattr(server if method == "close_for" else uv.Connection, method, fail)
+            if method == "close_for":
+                broken.sendall(b"\xff")  # no command
+            else:
+                broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                broken.close()
+            await other.ping()
+            await until(lambda: server.count == 1)
+            broken.close()
+
+    run(main)
+    assert "after an internal error" in caplog.text
+
+
 @pytest.mark.parametrize("size", [0, 1, 458, 459, 460, 900, 65_535, 65_536, 70_000, 300_000, 5_000_000])
 def test_values_of_every_size(run: Run, watch_with: WatchWith, size: int) -> None:
     """Around every boundary of reading: the first buffer, the second, the large value."""
