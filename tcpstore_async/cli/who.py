@@ -217,7 +217,8 @@ def _missing_lines(answer: Missing) -> Iterable[str]:
     for claim in answer.claimed[:_ENOUGH]:
         yield f"rank {claim.rank} is claimed by {len(claim.by)} processes: {'; '.join(claim.by[:_MOST_CLAIMING])}"
     if len(answer.claimed) > _ENOUGH:
-        yield f"and {counted(len(answer.claimed) - _ENOUGH, 'more rank')} by several processes"
+        more = len(answer.claimed) - _ENOUGH
+        yield f"{counted(more, 'more rank')} {'is' if more == 1 else 'are'} claimed by several processes"
     if not answer.waits:
         yield "no rank is missing from any pending barrier or key exchange"
         if answer.waiting:

@@ -170,11 +170,11 @@ class Looker:
             except (DistError, OSError) as error:
                 self.error = str(error)
                 if not failing:
-                    log.warning("cannot query the server, trying again every second: %s", error)
+                    log.warning("cannot query the server; retrying every second: %s", error)
                 failing = True
             else:
                 if failing:
-                    log.info("the server answers queries now")
+                    log.info("the server is answering queries")
                 failing = False
                 self._answered_at = time.monotonic()
                 self.operations.add(counters.stats)

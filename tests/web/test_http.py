@@ -309,10 +309,10 @@ def test_queries_that_fail_are_logged_when_that_begins_and_ends(
         thread.join(LIMIT)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert said[:4] == [
-        ("WARNING", "cannot query the server, trying again every second: failed at 0"),
-        ("INFO", "the server answers queries now"),
-        ("WARNING", "cannot query the server, trying again every second: failed at 5"),
-        ("INFO", "the server answers queries now"),
+        ("WARNING", "cannot query the server; retrying every second: failed at 0"),
+        ("INFO", "the server is answering queries"),
+        ("WARNING", "cannot query the server; retrying every second: failed at 5"),
+        ("INFO", "the server is answering queries"),
     ]
 
 
