@@ -174,19 +174,34 @@ def _compare(
 
 
 def latency(host: Host, rounds: int, requests: int = 4000) -> None:
-    """One client, one ADD after the other, nothing else to do."""
+    """One client, one ADD after the other, nothing else to do.
+
+    It runs where ranks run: on the server's core it would not have to wake another one.
+    """
     print(f"\n# One client: {requests:,} ADDs, {rounds} interleaved repetitions\n")
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for way in (Way("direct", "uvloop"), Way("through a relay", "uvloop", 0, 64)):
             with bed(host, way, 2) as test:
                 test.prepare(hello())
-                times = one_by_one(test, requests)
+                with pinned(load_cores()):
+                    times = one_by_one(test, requests)
                 found.setdefault(way.name, []).append((times[len(times) // 2], times[len(times) * 99 // 100]))
     print("| | p50 | p99 |\n|---|---|---|")
     for name, quantiles in found.items():
         p50, p99 = (spread([one[at] * 1e6 for one in quantiles]) for at in (0, 1))
         print(f"| {name} | {p50} µs | {p99} µs |", flush=True)
+
+
+@contextmanager
+def pinned(cores: set[int]) -> Iterator[None]:
+    """Run this thread on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def one_by_one(test: TestBed, requests: int) -> list[float]:
