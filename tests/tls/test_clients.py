@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import select
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -274,6 +277,53 @@ def test_mutual_tls(backend: str, use_tls: Callable[..., None]) -> None:
         TCPStore("127.0.0.1", server.port, timeout=LIMIT) as store,
     ):
         assert store.add("counter", 1) == 1
+
+
+def test_a_loop_that_ends_before_its_store_says_so_to_the_server(use_tls: Callable[..., None]) -> None:
+    """The server sees the end of the TLS connection, which an attacker cannot forge, before that of TCP."""
+    use_tls()
+    pair = certificates().server
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(pair.cert, pair.key)
+    ends: list[bytes] = []
+
+    def serve(listener: socket.socket, plain_port: int) -> None:
+        """Accept one connection, and pass on what comes from its client and the replies."""
+        peer, _ = listener.accept()
+        with (
+            serving.wrap_socket(peer, server_side=True, suppress_ragged_eofs=False) as front,
+            socket.create_connection(("127.0.0.1", plain_port), LIMIT) as back,
+        ):
+            front.settimeout(0.01)
+            while not ends:
+                try:
+                    data = front.recv(1 << 16)
+                    if data:
+                        back.sendall(data)
+                    else:
+                        ends.append(data)
+                except TimeoutError:
+                    while select.select([back], [], [], 0)[0]:
+                        front.sendall(back.recv(1 << 16))
+
+    async def main(port: int) -> None:
+        store = await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT)
+        await store.set("k", "v")
+        assert await store.get("k") == b"v"
+        assert store._tls is not None
+        (bridge,) = store._tls.bridges
+        bridge.finish()  # as at the end of its loop
+        await store.close()
+
+    with (
+        tcpstore_server() as plain,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        served = pool.submit(serve, listener, plain.port)
+        asyncio.run(main(listener.getsockname()[1]))
+        served.result(LIMIT)
+    assert ends == [b""]
 
 
 def test_nobody_else_is_at_the_other_end() -> None:
