@@ -63,10 +63,9 @@ class AsyncConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._futures: dict[PendingCall, asyncio.Future[Any]] = {}
         self._outbox: list[bytes] = []
-        self._last_call: PendingCall | None = None
-        """The last call whose request is in the outbox."""
-        self._up_to_call = 0
-        """How many items of the outbox come up to the end of that request."""
+        self._ends: list[tuple[int, PendingCall]] = []
+        """The last call whose request is in the outbox and, behind it, a call that blocks; each with the number of
+        items up to the end of its request."""
         self._longest = 0
         """Bytes of the longest request, once one was longer than the largest value a server accepts by default."""
         self._silent: list[asyncio.Future[Any]] = []
@@ -267,18 +266,20 @@ class AsyncConnection(asyncio.Protocol):
             self.link = link
         self._flush()
 
-    def _note(self, link: ClientSingleLink, outbox: list[bytes], last: PendingCall | None, up_to: int) -> bytes:
-        """Join an outbox, and keep it until it has been replied to. `last` is the call of item `up_to`, from 1."""
+    def _note(self, link: ClientSingleLink, outbox: list[bytes], ends: list[tuple[int, PendingCall]]) -> bytes:
+        """Join an outbox, and keep its parts until the calls at their ends have been replied to."""
         data = taken = link.acknowledgement()
         if taken:
             link.note(taken)
-        if last is not None:
-            requests = b"".join(outbox[:up_to])
-            last.ends_batch = True
-            link.note(requests, last)
+        start = 0
+        for end, call in ends:
+            requests = b"".join(outbox[start:end])
+            call.ends_batch = True
+            link.note(requests, call)
             data += requests
-        if up_to < len(outbox):
-            silent = b"".join(outbox[up_to:])
+            start = end
+        if start < len(outbox):
+            silent = b"".join(outbox[start:])
             link.note(silent)
             link.unanswered += len(silent)
             data += silent
@@ -342,18 +343,18 @@ class AsyncConnection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         self._outbox.append(data)
         if call is not None and not call.done:
-            self._last_call = call
-            self._up_to_call = len(self._outbox)
+            if self._ends and not call.command.parks:
+                self._ends.pop()
+            self._ends.append((len(self._outbox), call))
 
     def _flush(self) -> None:
         outbox = self._outbox
         if self._held or not (outbox or self._silent) or self.transport.is_closing():
             return
-        last, up_to = self._last_call, self._up_to_call
+        ends = self._ends
         self._outbox = []
-        self._last_call = None
-        self._up_to_call = 0
-        data = b"".join(outbox) if self.link is None else self._note(self.link, outbox, last, up_to)
+        self._ends = []
+        data = b"".join(outbox) if self.link is None else self._note(self.link, outbox, ends)
         if len(data) > VALUE_BYTES:
             self._longest = max(self._longest, *map(len, outbox))
         if data:

@@ -548,6 +548,29 @@ def test_the_async_client_keeps_only_what_has_not_been_replied_to(port: int) -> 
     asyncio.run(main())
 
 
+def test_a_call_that_blocks_keeps_nothing_but_itself(port: int) -> None:
+    """What was written before it in the same iteration is forgotten once the server has it."""
+
+    async def main() -> None:
+        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+            assert await store.server() is not None
+            (connection,) = store._connections
+            link = connection.link
+            assert link is not None
+            setting = asyncio.ensure_future(store.set("async/large", "v" * 1_000_000))
+            waiting = asyncio.ensure_future(store.wait(["async/never"]))
+            await setting
+            while connection.session.waiting is None or connection.session.unconfirmed():
+                await asyncio.sleep(0)
+            assert sum(len(data) for _, data, _ in link.sent) < 100
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+            assert await store.delete_key("async/large")
+
+    asyncio.run(main())
+
+
 def test_replies_that_arrive_across_the_iterations_of_their_requests() -> None:
     """The last reply of each read is for the first of two requests that were sent together."""
 
