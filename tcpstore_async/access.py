@@ -106,7 +106,7 @@ class Access:
         if not scope:
             return ""
         if command.whole:
-            return f"{command.name} affects the whole store; {self._granted_keys()}"
+            return f"{command.name} covers the whole store; {self._granted_keys()}"
         for key in command.request.keys(fields):
             if not key.startswith(scope) and (command.mutates or key != SERVER_KEY):
                 return f"{command.name} of {show(key)}; {self._granted_keys()}"

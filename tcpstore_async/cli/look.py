@@ -332,8 +332,8 @@ def monitor(
 ) -> None:
     """Show the commands that a server on this machine executes in all stores, until interrupted.
 
-    Tokens are always hidden, and values unless --values is given. The server does not wait for this command: samples
-    that arrive faster than they are read are dropped, and the number dropped is shown.
+    Tokens are never shown, and values only with --values. The server does not wait for this command: entries that
+    arrive faster than they are read are dropped, and the number dropped is shown.
     """
     names = _RankNames()
 

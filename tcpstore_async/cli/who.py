@@ -245,7 +245,7 @@ def _pending_lines(one: Pending) -> Iterable[str]:
         whose = "its connection is" if one.unidentified == 1 else "their connections are"
         yield f"  {one.unidentified} may be connected, but {whose} not known"
     for host in one.fewer_on[:_ENOUGH]:
-        yield f"  from {host.host}: {host.arrived} ({host.usual} from most hosts)"
+        yield f"  from {host.host}: {host.arrived} (most hosts: {host.usual})"
 
 
 def _name(rank: Elsewhere) -> str:

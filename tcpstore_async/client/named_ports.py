@@ -306,8 +306,8 @@ class _Port:
         if isinstance(error, ConnectionRefusedError):
             return (
                 f"no process is listening at {self.server} any more, so this host's processes have lost the store "
-                f"{self.name.name!r} there: the server has ended, or its machine was restarted. Start it again, and "
-                "restart the job"
+                f"{self.name.name!r} there: the server has ended, or its machine was restarted. Restart the "
+                "server and the job"
             )
         return f"this host's processes have lost the store {self.name.name!r} at {self.server}: {reason_of(error)}"
 

@@ -53,10 +53,7 @@ def check_name(
 def _check_addresses(name: str, addresses: list[str], is_local: Callable[[str], bool], own_address: str) -> Finding:
     foreign = [address for address in addresses if not is_local(address)]
     if foreign:
-        text = (
-            f"{name} resolves to {_listed(foreign)}, which is not an address of this machine: ranks would connect "
-            "elsewhere"
-        )
+        text = f"{name} resolves outside this machine, to {_listed(foreign)}: ranks would connect elsewhere"
         return Finding("published address", FAIL, text, _entry(name, own_address, replaced=True))
     loopback = [address for address in addresses if _is_loopback(address)]
     if loopback:

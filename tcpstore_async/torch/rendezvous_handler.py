@@ -507,5 +507,5 @@ def _enter(store: Store, run_id: str) -> str:
         name = f"tcpstore.{run_id}.{epoch}"
         if not is_closed(store._plain, name):
             return name
-        log.info("epoch %d of %s is closed: entering the next one", epoch, run_id)
+        log.info("rendezvous %d of %s is closed: joining the next", epoch, run_id)
         store.compare_set(key, str(epoch), str(epoch + 1))  # another agent may have done so already

@@ -81,8 +81,8 @@ def test_who_has_lost_the_server_is_told_what_for_and_what_to_do(capfd: pytest.C
     [line] = [line for line in said.splitlines() if line.startswith("tcpstore: ")]
     assert line == (
         f"tcpstore: no process is listening at tcp://127.0.0.1:{server.port} any more, so this host's processes have "
-        "lost the store 'node7:4711' there: the server has ended, or its machine was restarted. Start it again, "
-        "and restart the job"
+        "lost the store 'node7:4711' there: the server has ended, or its machine was restarted. Restart "
+        "the server and the job"
     )
 
 
