@@ -9,6 +9,7 @@ connection. Cancelling a call leaves every connection in step.
 
 import asyncio
 import functools
+import logging
 import warnings
 import weakref
 from collections import deque
@@ -35,6 +36,8 @@ from .resume import resume
 from .store_name import StoreEndedError, StoreName, find_server, name_of
 from .tls import ClientTls
 from .tls_settings import files_from_environment, wants_tls
+
+log = logging.getLogger("tcpstore_async.client")
 
 _RETRY_SECONDS = 0.05
 """Seconds until a probe is repeated that failed for lack of time of another call."""
@@ -162,13 +165,17 @@ class AsyncTCPStore(AsyncMethods):
         """
         if self._lost is None:
             last: list[asyncio.Future[Any]] = [*self._stranded]
+            fence: asyncio.Future[Any] | None = None
             connection = self._ready_connection()
             if connection is not None and connection.link is not None and connection.session.unconfirmed():
                 connection.send_fence()  # if it breaks it is resumed, and sends the writes again
-                assert connection.fence is not None
-                last.append(connection.fence)
+                fence = connection.fence
+                assert fence is not None
+                last.append(fence)
             if last:
                 await asyncio.wait(last, timeout=MIN_ROUND_TRIP)
+            if fence is not None and not fence.done():
+                log.warning("%s", requests.unconfirmed_at_close(self.host, self.port))
         self._lose(DistNetworkError("the store has been closed"), closed=True)
         tasks = [task for task in (self._opening, self._identifying, *self._probing.values()) if task]
         if tasks:

@@ -426,8 +426,11 @@ class TCPClient:
         for connection in [connection for connection in self._connections if connection.can_resume()]:
             try:
                 self._finish_writes_on(connection, deadline)
-            except (OSError, ProtocolError, DeadlineExceeded):
-                pass  # the session ends with the grace period, or has ended with the server
+            except DeadlineExceeded:  # the session ends with the grace period
+                if connection.session.unconfirmed():
+                    log.warning("%s", requests.unconfirmed_at_close(self.host, self.port))
+            except (OSError, ProtocolError):
+                pass  # the session has ended with the server
 
     def _finish_writes_on(self, connection: SyncConnection, deadline: Deadline) -> None:
         """Lease a connection, unless a call has it; resume it if it is broken, and have its last writes confirmed."""

@@ -8,7 +8,9 @@ TypeError or ValueError here, before anything is sent.
 from itertools import count as count_from
 from typing import Any, Final
 
+from ..addresses import format_address
 from ..coercion import in_milliseconds, to_bytes, to_bytes_list, to_int64, to_pairs
+from ..deadline import MIN_ROUND_TRIP
 from ..errors import StoreTimeoutError
 from ..keys import stored_key, stored_keys, wait_timeout_message
 from ..limits import Limits
@@ -234,6 +236,14 @@ def late(request: Request, seconds: float, cause: BaseException | None = None) -
     error = StoreTimeoutError(timeout_message(request, seconds))
     error.__cause__ = cause
     return error
+
+
+def unconfirmed_at_close(host: str, port: int) -> str:
+    """Return what a client logs that could not find out, before it closed, whether its last writes were executed."""
+    return (
+        f"the server at {format_address(host, port)} did not answer within {MIN_ROUND_TRIP:g} s: the store is closed, "
+        "and its last writes may not have been executed"
+    )
 
 
 def size_hint(longest: int) -> str:

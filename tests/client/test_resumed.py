@@ -860,6 +860,28 @@ def test_what_an_async_client_wrote_last_outlives_a_reset_behind_the_close(port:
         assert other.check(["async, written last"])
 
 
+def test_what_a_closed_store_wrote_last_and_nobody_confirmed_is_logged(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        store = await AsyncTCPStore.connect("127.0.0.1", proxy.port, timeout=LIMIT)
+        assert await store.server() is not None
+        await store.num_keys()
+        proxy.holds = True
+        await store.set("async, never confirmed", "v")
+        await store.close()
+
+    with resetter(port) as proxy:
+        with opened(proxy.port) as store:
+            store.num_keys()
+            proxy.holds = True
+            store.set("never confirmed", "v")
+        proxy.holds = False
+        asyncio.run(main())
+    said = f"the server at 127.0.0.1:{proxy.port} did not answer within 1 s: the store is closed"
+    assert [record.getMessage().startswith(said) for record in caplog.records] == [True, True]
+
+
 def test_closing_a_store_whose_server_does_not_answer_takes_a_second(port: int) -> None:
     with resetter(port) as proxy, opened(proxy.port) as store:
         connection = _connection(store)
