@@ -22,7 +22,7 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 TESTED = sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
 """Modules of tests. This one quotes the words."""
 
-OTHERS = ("Makefile", "pyproject.toml", "setup.py", ".gitignore", ".pre-commit-config.yaml", ".readthedocs.yaml")
+OTHERS = ("Makefile", "pyproject.toml", "setup.py", ".gitignore", ".pre-commit-config.yaml")
 FOLDERS = (".ci", ".github", "bench/loadgen", "deploy", "docs", "examples", "tcpstore_async/web/page", "tools")
 SUFFIXES = {
     "",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tcpstore_async import AsyncTCPStore, FileStore, HashStore, PrefixStore, Store, TCPStore
-from tcpstore_async.client.methods import DECLARED
+from tcpstore_async.client.methods import DECLARED, SyncMethods
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 COMPATIBILITY, REFERENCE = DOCS / "compatibility.md", DOCS / "reference.md"
@@ -223,6 +223,12 @@ def public(store: type) -> set[str]:
     return {name for name in dir(store) if not name.startswith("_")} | ({"host", "port"} & _assigned(store))
 
 
+def _raises(store: type, name: str) -> bool:
+    """Whether it is a declared method, which raises NotImplementedError in a store that has no server."""
+    declared = issubclass(store, SyncMethods) and getattr(store, name, None) is getattr(SyncMethods, name, store)
+    return declared and all(getattr(store, own) is getattr(SyncMethods, own) for own in ("_perform", "_send"))
+
+
 def _assigned(store: type) -> set[str]:
     """Return the public attributes that instances have and the class does not."""
     return {"host", "port"} if store in (TCPStore, AsyncTCPStore) else set()
@@ -237,7 +243,7 @@ def notes() -> list[str]:
 
 
 def cell(store: type, name: str) -> str:
-    if name not in public(store):
+    if name not in public(store) or _raises(store, name):
         return "–"
     if store is AsyncTCPStore:
         return "yes"

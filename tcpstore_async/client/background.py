@@ -47,7 +47,7 @@ _SWEEP_SECONDS: Final = 1.0
 _SOON_SECONDS: Final = 0.1
 """Seconds by which `soon` is late: by then most process groups have formed."""
 
-_SIGNALS: Final = frozenset(signal.valid_signals()) if hasattr(signal, "pthread_sigmask") else frozenset()
+_SIGNALS: Final = frozenset(signal.valid_signals())
 """Found with the module, because that takes long."""
 
 _STOP_SECONDS: Final = 1.0
@@ -295,8 +295,7 @@ def uninterrupted(function: Callable[[], object]) -> None:
 
 
 def _block_signals() -> None:
-    if _SIGNALS:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 class _Late:
@@ -588,6 +587,5 @@ def _at_exit() -> None:
         carried.finish()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 atexit.register(_at_exit)

@@ -556,5 +556,4 @@ def _close_inherited() -> None:
     _bridges.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -765,9 +765,6 @@ def missing_takes_numbers_only(s: Script) -> None:
         s.peer(name).asks(missing((b"k", expected)), CLOSED)
 
 
-# What PyTorch's server says to it, and what a stock client sees
-
-
 # ENTER
 
 
@@ -800,6 +797,9 @@ def enter_closes_for_invalid_items(s: Script) -> None:
     e.asks(join(b"n", b"x"), i64(1))
     e.asks(enter("n"), CLOSED)
     s.peer("f").asks(END, CLOSED)
+
+
+# What PyTorch's server says to it, and what a stock client sees
 
 
 @control()
