@@ -161,7 +161,7 @@ class AsyncTCPStore(AsyncMethods):
     async def close(self) -> None:
         """Close every connection. Calls in progress fail, and so do later ones.
 
-        A server of ours has executed all writes by then, unless it does not answer within a second.
+        A server of ours has executed all writes by then, unless it does not answer within a second, which is logged.
         """
         if self._lost is None:
             last: list[asyncio.Future[Any]] = [*self._stranded]

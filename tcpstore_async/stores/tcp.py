@@ -352,7 +352,8 @@ class TCPStore(Store):
         """Close the connections and stop the server, if this is the last store that owns it.
 
         Calls in progress in other threads fail. The port is free on return; ranks that are still connected have 10
-        seconds to finish. A server of ours has executed all writes by then, unless it does not answer within a second.
+        seconds to finish. A server of ours has executed all writes by then, unless it does not answer within a second,
+        which is logged.
         """
         client, hosted = self._client, self._hosted
         if client is not None:
