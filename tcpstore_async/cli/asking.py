@@ -1,4 +1,4 @@
-"""What the commands have in common that ask a server of this machine over its admin socket: options, errors, units.
+"""What commands that query a local server over its admin socket have in common: options, errors, units.
 
 Knows where the socket is, and exit statuses. Must not know what a reply means.
 """

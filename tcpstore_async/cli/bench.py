@@ -179,7 +179,7 @@ def _identify(context: ClientContext) -> dict[str, str] | None:
 
 
 def _refusal(context: ClientContext) -> str:
-    """Return why the server refuses this client, which the load cannot say; "" if it does not say so."""
+    """Return why the server refuses this client, which the load cannot tell; "" if unknown."""
     brief = copy.copy(context)
     brief.timeout = 0.0  # one attempt
 

@@ -1,4 +1,4 @@
-"""What the commands have in common that use a server: its address, the timeout, the output format, credentials.
+"""What commands that use a server have in common: its address, the timeout, the output format, credentials.
 
 It knows options and exit statuses, and how a client is started, but not what a command asks for. Some commands only ask
 an admin socket, and must not wait for imports: what connects is imported by the method that does.
@@ -116,9 +116,9 @@ class ClientContext:
 
     @contextmanager
     def plain_address(self, key: str = "") -> Iterator[tuple[str, int]]:
-        """Give the host and port of a server for plain connections without tokens: of a relay, if it takes one.
+        """Yield a host and port for plain connections without tokens: a relay's if one is needed.
 
-        Raises DistError; AccessDeniedError if the token does not allow to write `key`, unless that is empty.
+        Raises DistError; AccessDeniedError if the token does not allow writing `key`, unless that is empty.
         """
         from ..client.credentials import find_token, read_token
         from ..relay.process import RelayProcess

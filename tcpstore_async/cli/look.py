@@ -32,13 +32,13 @@ from .output import escape, print_json, print_result, to_json
 from .seconds import Seconds
 
 _FIRST_INTERVAL: Final = 0.3
-"""Seconds between the two looks of a `stat` that prints once."""
+"""Seconds between the two samples of a `stat` that prints once."""
 
 _HEADER_EVERY: Final = 20
 """Rows between two headers."""
 
 _PAUSE: Final = 0.005
-"""Seconds between two round trips, so that measuring is no load."""
+"""Seconds between two round trips, so that measuring adds no load."""
 
 _BAR: Final = 40
 """Characters of the longest bar."""
@@ -180,7 +180,7 @@ _STORE_COLUMNS: Final[tuple[tuple[str, int, Callable[[Interval], str]], ...]] = 
     ("KEYS", 9, lambda one: str(one.keys)),
     ("BYTES", 10, lambda one: in_bytes(one.bytes)),
 )
-"""What there is for each store; the rest is of the server."""
+"""Fields that there are for each store; the rest are of the server."""
 
 
 @click.command()
@@ -372,7 +372,7 @@ class _RankNames:
         self._known: dict[int, str | None] = {}
 
     def rank(self, sample: Sample) -> str | None:
-        """Return the rank of who has sent a command, if it is known."""
+        """Return the rank that has sent a command, if it is known."""
         if sample.rank is not None or sample.pid is None:
             return sample.rank
         if sample.host not in self._local:

@@ -166,7 +166,7 @@ def _keys_at_once(terminal: int) -> Iterator[None]:
 
 
 def _quits(terminal: int, seconds: float) -> bool:
-    """Wait so long; return whether 'q' was pressed, or the terminal is gone."""
+    """Wait up to `seconds`; return whether 'q' was pressed, or the terminal is gone."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         if select.select([terminal], [], [], left)[0]:
@@ -182,7 +182,7 @@ def _quits(terminal: int, seconds: float) -> bool:
 def screen(
     look: Look, now: Interval, world_size: int | None, height: int, store: str | None = None
 ) -> "RenderableType":
-    """Return what is drawn of all stores, or of one. Text of peers is escaped, and is no markup."""
+    """Return what is drawn of all stores, or of one. Text of peers is escaped, and not taken for markup."""
     from rich.console import Group
     from rich.text import Text
 

@@ -31,23 +31,23 @@ _MOST_ANSWERS: Final = 64 * 1024
 is as long as what asks for it, so nothing is looked at before so many bytes have been fed."""
 
 _REASONS: Final = (
-    ("UNSUPPORTED_PROTOCOL", "it does not offer TLS 1.3"),
-    ("ALERT_PROTOCOL_VERSION", "it does not accept TLS 1.3"),
-    ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "it sent no certificate, which this side requires"),
-    ("ALERT_CERTIFICATE_REQUIRED", "it requires a certificate from this side (TCPSTORE_CERT and TCPSTORE_KEY)"),
-    ("ALERT_UNKNOWN_CA", "it does not trust the CA of this side's certificate"),
-    ("ALERT_CERTIFICATE_EXPIRED", "it says that this side's certificate has expired"),
-    ("ALERT_BAD_CERTIFICATE", "it does not accept this side's certificate"),
-    ("ALERT_CERTIFICATE_UNKNOWN", "it does not accept this side's certificate"),
-    ("ALERT_UNSUPPORTED_CERTIFICATE", "it does not accept this side's certificate"),
-    ("NO_SHARED_CIPHER", "it offers no TLS 1.3 cipher"),
-    ("WRONG_VERSION_NUMBER", "it sent something that is not TLS"),
-    ("HTTP_REQUEST", "it sent something that is not TLS"),
-    ("UNKNOWN_PROTOCOL", "it sent something that is not TLS"),
-    ("PACKET_LENGTH", "it sent something that is not TLS"),
-    ("BAD_RECORD_TYPE", "it sent something that is not TLS"),
-    ("ALERT_UNEXPECTED_MESSAGE", "it does not use TLS"),
-    ("UNEXPECTED_MESSAGE", "it sent something that is not TLS"),
+    ("UNSUPPORTED_PROTOCOL", "the peer does not offer TLS 1.3"),
+    ("ALERT_PROTOCOL_VERSION", "the peer does not accept TLS 1.3"),
+    ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "the peer did not send the required certificate"),
+    ("ALERT_CERTIFICATE_REQUIRED", "the peer requires a certificate (TCPSTORE_CERT and TCPSTORE_KEY)"),
+    ("ALERT_UNKNOWN_CA", "the peer does not trust our certificate's CA"),
+    ("ALERT_CERTIFICATE_EXPIRED", "the peer says that our certificate has expired"),
+    ("ALERT_BAD_CERTIFICATE", "the peer rejected our certificate"),
+    ("ALERT_CERTIFICATE_UNKNOWN", "the peer rejected our certificate"),
+    ("ALERT_UNSUPPORTED_CERTIFICATE", "the peer rejected our certificate"),
+    ("NO_SHARED_CIPHER", "the peer offers no TLS 1.3 cipher"),
+    ("WRONG_VERSION_NUMBER", "the peer sent something that is not TLS"),
+    ("HTTP_REQUEST", "the peer sent something that is not TLS"),
+    ("UNKNOWN_PROTOCOL", "the peer sent something that is not TLS"),
+    ("PACKET_LENGTH", "the peer sent something that is not TLS"),
+    ("BAD_RECORD_TYPE", "the peer sent something that is not TLS"),
+    ("ALERT_UNEXPECTED_MESSAGE", "the peer does not use TLS"),
+    ("UNEXPECTED_MESSAGE", "the peer sent something that is not TLS"),
 )
 """Parts of OpenSSL's names of errors, and what they mean to whoever reads the log."""
 
@@ -72,9 +72,9 @@ class TlsError(ProtocolError):
 
 
 def reason_of(error: ssl.SSLError) -> str:
-    """Say what was wrong with a peer, of which "it" is the pronoun."""
+    """Return what was wrong with the peer."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate was not accepted: certificate verify failed: {error.verify_message}"
+        return f"the peer's certificate was not accepted: certificate verify failed: {error.verify_message}"
     name = _name_of(error)
     for part, text in _REASONS:
         if part in name:
@@ -183,7 +183,7 @@ class TlsStream:
     def _read(self, size: int, space: memoryview | None) -> Any:
         """Read into `space` and return the number of bytes, or return the bytes if that is None; None for nothing."""
         if self._unanswered > _MOST_ANSWERS and self._outgoing.pending > _MOST_ANSWERS:
-            raise TlsError("TLS failed: it keeps requesting key updates", False)
+            raise TlsError("TLS failed: the peer keeps requesting key updates", False)
         try:
             found = self._object.read(size, space)
         except ssl.SSLWantReadError:

@@ -131,8 +131,8 @@ def test_a_relay_that_does_not_agree_on_tls_with_its_server_ends(tried: str) -> 
     known = certificates()
     options, ca, reason = {
         "another CA": (known.serving(), known.others.ca, "certificate verify failed: unable to get local issuer"),
-        "no certificate": (known.serving(ca=True), known.ours.ca, "it requires a certificate from this side"),
-        "no TLS there": ([], known.ours.ca, "TLS handshake failed: it does not use TLS"),
+        "no certificate": (known.serving(ca=True), known.ours.ca, "the peer requires a certificate"),
+        "no TLS there": ([], known.ours.ca, "TLS handshake failed: the peer does not use TLS"),
         "no TLS here": ([*known.serving(), "--require-tls"], known.ours.ca, "the server requires TLS: use tcps://"),
     }[tried]
     with tcpstore_server(*options) as server:

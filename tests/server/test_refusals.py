@@ -169,10 +169,10 @@ ATTACKS: dict[str, tuple[Callable[[Server], int], str]] = {
         "access only to keys with the prefix",
     ),
     **{f"a token {name}": (sends(auth(token.encode()) + WRITE), reason) for name, (token, reason) in REFUSED.items()},
-    "another CA": (tls_refused(context(certificates().stranger)), "its certificate was not accepted"),
+    "another CA": (tls_refused(context(certificates().stranger)), "the peer's certificate was not accepted"),
     "an expired certificate": (tls_refused(context(certificates().expired)), "certificate has expired"),
-    "no certificate": (tls_refused(context()), "it sent no certificate"),
-    "TLS 1.2": (tls_refused(old_version()), "it does not offer TLS 1.3"),
+    "no certificate": (tls_refused(context()), "the peer did not send the required certificate"),
+    "TLS 1.2": (tls_refused(old_version()), "the peer does not offer TLS 1.3"),
     "stops inside the handshake": (stops_in_the_handshake, "TLS handshake not finished within 2 s"),
     "stops before the token": (sends(b""), "no AUTH within 2 s"),
     "a LINK from a recording": (

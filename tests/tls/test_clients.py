@@ -210,9 +210,9 @@ both = pytest.mark.parametrize("error", [sync_error, async_error])
         ("server", "others", None, "certificate verify failed: unable to get local issuer certificate"),
         ("expired", "ours", None, "certificate verify failed: certificate has expired"),
         ("elsewhere", "ours", None, "certificate verify failed: IP address mismatch"),
-        ("mutual", "ours", None, "it requires a certificate from this side (TCPSTORE_CERT and TCPSTORE_KEY)"),
-        ("mutual", "ours", "stranger", "it does not trust the CA of this side's certificate"),
-        ("mutual", "ours", "expired", "it says that this side's certificate has expired"),
+        ("mutual", "ours", None, "the peer requires a certificate (TCPSTORE_CERT and TCPSTORE_KEY)"),
+        ("mutual", "ours", "stranger", "the peer does not trust our certificate's CA"),
+        ("mutual", "ours", "expired", "the peer says that our certificate has expired"),
     ],
 )
 def test_refusals_are_final_and_say_why(
@@ -238,7 +238,7 @@ def test_a_server_without_tls(backend: str, error: Callable[..., str], use_tls: 
     """A server of ours says so, and the error comes at once; PyTorch's closes the connection, as if it were full."""
     use_tls()
     with tcpstore_server("--backend", backend) as server:
-        assert error(server.port, timeout=-1).endswith("TLS handshake failed: it does not use TLS")
+        assert error(server.port, timeout=-1).endswith("TLS handshake failed: the peer does not use TLS")
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=_close_all, args=(other,), daemon=True).start()
         try:

@@ -74,10 +74,13 @@ def test_plain_and_encrypted_peers_on_one_port(backend: str) -> None:
 @pytest.mark.parametrize(
     ("using", "reason"),
     [
-        (lambda: context(ca=certificates().others.ca), "it does not trust the CA of this side's certificate"),
-        (old_version, "it does not offer TLS 1.3"),
-        (context, "it sent no certificate, which this side requires"),
-        (lambda: context(certificates().stranger), "its certificate was not accepted: certificate verify failed:"),
+        (lambda: context(ca=certificates().others.ca), "the peer does not trust our certificate's CA"),
+        (old_version, "the peer does not offer TLS 1.3"),
+        (context, "the peer did not send the required certificate"),
+        (
+            lambda: context(certificates().stranger),
+            "the peer's certificate was not accepted: certificate verify failed:",
+        ),
         (lambda: context(certificates().expired), "certificate has expired"),
     ],
     ids=["trusts another CA", "TLS 1.2", "no certificate", "of another CA", "expired"],
@@ -99,7 +102,7 @@ def test_what_is_no_tls(backend: str) -> None:
             peer.send(b"\x16" + b"GET / HTTP/1.1\r\n\r\n")
             while peer.socket.recv(100):  # an alert
                 pass
-        assert "it sent something that is not TLS" in logged(server, "TLS handshake failed")
+        assert "the peer sent something that is not TLS" in logged(server, "TLS handshake failed")
 
 
 def test_a_server_without_tls(backend: str) -> None:
