@@ -841,7 +841,7 @@ class ServerSession(Holder):
         if self in self.engine.evicted:
             return
         if self.engine.must_authenticate(self):
-            self.evict(self._stranger("leaving replies unread"))
+            self.evict(self._stranger("not reading its replies"))
             return
         if self.backlog is None:
             self.backlog = Unsent(self.engine.budget)

@@ -74,7 +74,7 @@ def test_who_has_lost_the_server_is_told_what_for_and_what_to_do(capfd: pytest.C
             def told() -> bool:
                 nonlocal said
                 said += capfd.readouterr().err
-                return "restart the job" in said
+                return "the server and the job" in said
 
             until(told, "the error is printed")
         port.close()

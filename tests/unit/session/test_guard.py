@@ -321,7 +321,7 @@ def test_little_is_held_before_authentication() -> None:
     assert of.unfinished == 0
     peer = session(of)
     peer.keep_unsent([bytes(100)], 0)
-    assert "leaving replies unread requires a token" in str(of.evicted[peer])
+    assert "not reading its replies requires a token" in str(of.evicted[peer])
     peer = session(of, WRITER)
     peer.receive(b"\x05" + i64(38_000) + keys)
     assert peer.held > len(keys)
