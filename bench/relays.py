@@ -253,9 +253,9 @@ def sending_without_end(test: TestBed) -> Iterator[None]:
     flood = encode_request("set", b"/flood", pack(b"x")) * 100
 
     def send(rank: Connection) -> None:
-        os.sched_setaffinity(0, load_cores())  # this thread's
-        while not over.is_set():
-            rank.call(flood, 0)
+        with pinned(load_cores()):
+            while not over.is_set():
+                rank.call(flood, 0)
 
     with Connection(port, LIMIT) as rank:
         for step in hello():

@@ -423,14 +423,16 @@ class TCPClient:
         if background.is_running_here():
             return  # the loop may be replacing one, and cannot wait for itself
         deadline = Deadline(MIN_ROUND_TRIP)
+        unconfirmed = False
         for connection in [connection for connection in self._connections if connection.can_resume()]:
             try:
                 self._finish_writes_on(connection, deadline)
             except DeadlineExceeded:  # the session ends with the grace period
-                if connection.session.unconfirmed():
-                    log.warning("%s", requests.unconfirmed_at_close(self.host, self.port))
+                unconfirmed = unconfirmed or connection.session.unconfirmed()
             except (OSError, ProtocolError):
                 pass  # the session has ended with the server
+        if unconfirmed:
+            log.warning("%s", requests.unconfirmed_at_close(self.host, self.port))
 
     def _finish_writes_on(self, connection: SyncConnection, deadline: Deadline) -> None:
         """Lease a connection, unless a call has it; resume it if it is broken, and have its last writes confirmed."""

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -515,14 +515,20 @@ def test_the_async_client(port: int) -> None:
         asyncio.run(main(proxy))
 
 
+@asynccontextmanager
+async def linked(port: int) -> AsyncIterator[tuple[AsyncTCPStore, AsyncConnection, ClientSingleLink]]:
+    """An async store, its connection, and the link that this is."""
+    async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
+        assert await store.server() is not None
+        (connection,) = store._connections
+        assert connection.link is not None
+        yield store, connection, connection.link
+
+
 def test_the_async_client_keeps_only_what_has_not_been_replied_to(port: int) -> None:
 
     async def main() -> None:
-        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
-            assert await store.server() is not None
-            (connection,) = store._connections
-            link = connection.link
-            assert link is not None
+        async with linked(port) as (store, _, link):
             most = 0
 
             async def work(number: int) -> None:
@@ -552,11 +558,7 @@ def test_a_call_that_blocks_keeps_nothing_but_itself(port: int) -> None:
     """What was written before it in the same iteration is forgotten once the server has it."""
 
     async def main() -> None:
-        async with await AsyncTCPStore.connect("127.0.0.1", port, timeout=LIMIT) as store:
-            assert await store.server() is not None
-            (connection,) = store._connections
-            link = connection.link
-            assert link is not None
+        async with linked(port) as (store, connection, link):
             setting = asyncio.ensure_future(store.set("async/large", "v" * 1_000_000))
             waiting = asyncio.ensure_future(store.wait(["async/never"]))
             await setting
