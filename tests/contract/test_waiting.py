@@ -334,6 +334,7 @@ def test_barrier_timeout(store: Store, key: str) -> None:
     store.set_timeout(0.1)
     with takes(0.1), pytest.raises(StoreTimeoutError, match="timeout after 100ms"):
         store.barrier(key, 3)
+    store.set_timeout(LIMIT)
     store.barrier(key, 3)
 
 
