@@ -82,9 +82,9 @@ $(CHROMIUM):
 AGAIN := $(BIN)/python -c 'import json; assert 0 < len(json.load(open(".pytest_cache/v/cache/lastfailed"))) <= 3' && \
 	echo "Trying what failed once more, alone." && $(BIN)/pytest -n 0 --last-failed
 
-# The compiler has a processor while the others are linting and testing.
+# The compiler has a processor while the other installs, lints and tests.
 .PHONY: check
-check: .venv/.test .venv/.torch
+check: .venv/.made
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(MAKE) build/compiled/.made & compiling=$$!; \
 	$(MAKE) lint && { $(MAKE) test-all ARGS='-m "not repeated" $(ARGS)' || \
