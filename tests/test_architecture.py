@@ -30,7 +30,11 @@ LAYERS = {
     "cli": 6, "torch": 6,
     "autoload": 7, "torchrun": 7, "__init__": 8, "__main__": 8,
 }  # fmt: skip
-MACHINE = {"socket", "asyncio", "threading", "time", "os", "logging", "click", "select"}
+MACHINE = {
+    *("asyncio", "click", "concurrent", "fcntl", "http", "io", "logging", "multiprocessing", "os", "pathlib", "queue"),
+    *("resource", "select", "selectors", "shutil", "socket", "subprocess", "tempfile", "threading", "time", "urllib"),
+    "uvloop",
+}
 KNOWS_TIME = {"deadline"}
 SAME_LAYER = {
     ("keyspace", "joins"),
