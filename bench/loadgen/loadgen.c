@@ -696,7 +696,7 @@ static void do_tput(int op) {
     }
     sendall(c, BB, p - BB);
   }
-  uint64_t TW = T0 + warm * 1e9, TE = TW + secs * 1e9;
+  uint64_t TW = T0 + warm * 1e9, TE = 0;
   uint64_t c0 = 0, m0 = 0, ops = 0, TS = 0;
   int measuring = 0;
   int outst = N * depth;
@@ -710,10 +710,11 @@ static void do_tput(int op) {
       c0 = srvcpu();
       m0 = mycpu();
       TS = now();
+      TE = TS + secs * 1e9;
       ops = 0;
       t = TS;
     }
-    if (!stop && t >= TE) {
+    if (!stop && ops && t >= TE) { // even if this process was off its core in the meantime
       stop = 1;
       T1 = t;
       c1 = srvcpu();
