@@ -20,7 +20,6 @@ from ..wire.commands import BY_METHOD, MAGIC
 from ..wire.link import (
     CLOSE,
     CREDIT,
-    CREDIT_BYTES,
     DATA,
     DESCRIBE,
     DESCRIPTION_BYTES,
@@ -29,6 +28,8 @@ from ..wire.link import (
     LINK,
     LOST,
     OPEN,
+    REPLY_CREDIT_BYTES,
+    REQUEST_CREDIT_BYTES,
     SESSION_MASK,
     U16,
     U32,
@@ -48,7 +49,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.number: int = 0
-        self.credit: int = CREDIT_BYTES
+        self.credit: int = REQUEST_CREDIT_BYTES
         """Bytes that may be sent."""
         self.consumed: int = 0
         """Bytes received and consumed for which the server has not been given credit."""
@@ -158,7 +159,7 @@ class ClientLink(Link):
     def consume(self, stream: Stream, count: int) -> None:
         """Allow the server to send as many more bytes."""
         stream.consumed += count
-        if stream.consumed >= CREDIT_BYTES // 2 and stream.number in self.streams:
+        if stream.consumed >= REPLY_CREDIT_BYTES // 2 and stream.number in self.streams:
             self.add(CREDIT, stream.number, U32.pack(stream.consumed))
             stream.consumed = 0
 

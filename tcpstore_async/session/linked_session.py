@@ -15,10 +15,12 @@ from ..values import length
 from ..wire.link import (
     CLOSE,
     CREDIT,
-    CREDIT_BYTES,
     LOST,
     PIECE_BYTES,
+    REPLY_CREDIT_BYTES,
+    REQUEST_CREDIT_BYTES,
     U32,
+    VALUE_CREDIT_BYTES,
 )
 from .server import NO_COMMANDS, Engine, Transport
 from .unsent import first_bytes
@@ -36,10 +38,12 @@ class LinkedSession(Transport):
     def __init__(self, engine: Engine, link: "ServerLink", number: int, host: str, port: int, now: float) -> None:
         self.link = link
         self.number = number
-        self.credit: int = CREDIT_BYTES
+        self.credit: int = REPLY_CREDIT_BYTES
         """Bytes that may be sent."""
-        self.received: int = 0
-        """Bytes received for which no CREDIT has been given."""
+        self.allowed: int = REQUEST_CREDIT_BYTES
+        """Bytes that may be received."""
+        self.low: int = REQUEST_CREDIT_BYTES // 2
+        """When no more may be received than this, the rank gets credit."""
         self.waiting = False
         """Whether replies did not fit: they are in the session's backlog."""
         self.in_turn = False
@@ -66,8 +70,8 @@ class LinkedSession(Transport):
     def receive(self, payload: bytes) -> None:
         """Execute what has arrived, or hold it back if requests before it are."""
         session = self.session
-        self.received += len(payload)
-        if self.received > CREDIT_BYTES:
+        self.allowed -= len(payload)
+        if self.allowed < 0:
             raise ProtocolError(f"DATA for session {self.number} exceeds its credit")
         if self.ended or session.table is NO_COMMANDS:
             return
@@ -130,10 +134,19 @@ class LinkedSession(Transport):
         """Allow the rank to send more, or close what it has ended."""
         if self.ended:
             self.close_if_done()
-        elif self.received >= CREDIT_BYTES // 2:
-            self.link.add(CREDIT, self.number, U32.pack(self.received))
+        elif self.allowed <= self.low:
+            self._allow_more()
+
+    def _allow_more(self) -> None:
+        session = self.session
+        kept = session.input_buffer is not None and session.need > REQUEST_CREDIT_BYTES
+        in_value = kept or session.large_value() is not None
+        most = VALUE_CREDIT_BYTES if in_value else REQUEST_CREDIT_BYTES
+        self.low = most // 2
+        if self.allowed <= self.low:
+            self.link.add(CREDIT, self.number, U32.pack(most - self.allowed))
             self.link.note()
-            self.received = 0
+            self.allowed = most
 
     def close_if_done(self) -> None:
         """Close, unless requests or replies are still under way."""

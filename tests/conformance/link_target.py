@@ -16,7 +16,7 @@ from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.linked_session import LinkedSession
 from tcpstore_async.session.named_stores import NamedStores
 from tcpstore_async.session.server import Engine, Transport
-from tcpstore_async.wire.link import CREDIT_BYTES
+from tcpstore_async.wire.link import REPLY_CREDIT_BYTES
 
 
 class _Carrier(Transport):
@@ -98,7 +98,7 @@ class LinkTarget:
     def read(self, peer: str) -> None:
         """Have a peer read what has arrived for it."""
         stream = self.peers[peer]
-        self.link.consume(stream, CREDIT_BYTES - self.session(peer).credit - stream.consumed)
+        self.link.consume(stream, REPLY_CREDIT_BYTES - self.session(peer).credit - stream.consumed)
         self.exchange()
 
     def session(self, peer: str) -> LinkedSession:

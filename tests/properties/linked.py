@@ -34,7 +34,7 @@ from tcpstore_async.session.link_client import ClientLink, Stream
 from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.server import Engine, ServerSession, Transport
-from tcpstore_async.wire.link import CREDIT_BYTES
+from tcpstore_async.wire.link import REPLY_CREDIT_BYTES, REQUEST_CREDIT_BYTES
 
 from .fleet import HANDSHAKE, LARGE, NAMES, WEIGHTS, Command, Connection, Difference, Fleet, Step, random_command
 from .model import Closed
@@ -110,7 +110,7 @@ class LinkedRank(Stream):
             raise Difference(f"a rank received {data[:100]!r} after {bytes(self.got[-100 - len(data) : -len(data)])!r}")
         if self.dozing:
             self.owed += len(data)
-            if self.owed > CREDIT_BYTES:
+            if self.owed > REPLY_CREDIT_BYTES:
                 raise Difference(f"a rank was sent {self.owed} bytes that it had given no credit for")
         else:
             self.link.consume(self, len(data))
@@ -123,7 +123,7 @@ class LinkedRank(Stream):
         connection = self.connection
         if self.leaving or connection is None or connection.expected == self.got:
             return
-        if not connection.failed or len(self.got) < CREDIT_BYTES:  # there was no credit for the rest
+        if not connection.failed or len(self.got) < REPLY_CREDIT_BYTES:  # there was no credit for the rest
             raise Difference(f"a rank received {self.got[-99:]!r} of {connection.expected[-99:]!r}")
 
     def read(self) -> None:
@@ -569,7 +569,7 @@ class LinkedFleet(Fleet):
                         self._do_resume(client, 0)
         for client in self.clients:
             for number, connection in client.connections.items():
-                if connection.rank.credit <= CREDIT_BYTES // 2 - 1 and not connection.rank.ended:
+                if connection.rank.credit <= REQUEST_CREDIT_BYTES // 2 - 1 and not connection.rank.ended:
                     raise Difference(f"rank {number} may send only {connection.rank.credit} bytes")
                 if connection.rank.got != connection.expected:
                     raise Difference(f"rank {number}: {connection.rank.got[-99:]!r} of {connection.expected[-99:]!r}")

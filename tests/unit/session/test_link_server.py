@@ -33,7 +33,15 @@ from tcpstore_async.session.link_client import ClientLink
 from tcpstore_async.session.link_registry import LinkRegistry
 from tcpstore_async.session.link_server import LINK_BYTES, ServerLink
 from tcpstore_async.session.server import Engine, ServerSession, Transport
-from tcpstore_async.wire.link import CLOSE, CREDIT_BYTES, END_OF_FILE, LINK, WINDOW_BYTES
+from tcpstore_async.wire.link import (
+    CLOSE,
+    END_OF_FILE,
+    LINK,
+    REPLY_CREDIT_BYTES,
+    REQUEST_CREDIT_BYTES,
+    VALUE_CREDIT_BYTES,
+    WINDOW_BYTES,
+)
 
 ID, SECRET = bytes(range(16)), bytes(16)
 
@@ -261,7 +269,7 @@ def test_a_link_without_sessions_is_resumed() -> None:
         [(3, 1, bytes(3))],
         [(3, 1, b"\xff\xff\xff\xff")],
         [(3, 1, b"\xff\xff\xff\x7f")],
-        [(3, 1, struct.pack("<I", 2**31 - CREDIT_BYTES))],
+        [(3, 1, struct.pack("<I", 2**31 - REPLY_CREDIT_BYTES))],
         [(2, 2, b"\1")],
         [(2, 1, b"")],
         [(2, 1, b"\7")],
@@ -318,9 +326,28 @@ def test_more_data_than_there_is_credit_for(target: LinkTarget) -> None:
     target.say("a", set_(b"k", b"v" * 300_000) + get(b"k"))
     heard(target, "a")
     session = target.session("a")
-    session.receive(set_(b"k", b"v" * 300_000)[: CREDIT_BYTES - session.received])
+    session.receive(set_(b"k", b"v" * 300_000)[: session.allowed])
     with pytest.raises(ProtocolError, match="exceeds its credit"):
-        session.receive(bytes(CREDIT_BYTES + 1))
+        session.receive(bytes(VALUE_CREDIT_BYTES + 1))
+
+
+@pytest.mark.parametrize("size", [40_000, 300_000])
+def test_commands_get_less_credit_than_a_long_value(target: LinkTarget, size: int) -> None:
+    """What a rank sends is executed before what others send after it; the bytes of a value are only stored."""
+    greeted(target, "a")
+    stream = target.peers["a"]
+    value = set_(b"k", b"v" * size)
+    target.say("a", value[:20_000])
+    assert stream.credit == VALUE_CREDIT_BYTES
+    target.say("a", value[20_000:])
+    assert stream.credit > VALUE_CREDIT_BYTES // 2
+    commands = set_(b"k", b"v") * 100
+    seen = []
+    for _ in range(2 * VALUE_CREDIT_BYTES // len(commands)):
+        target.say("a", commands)
+        seen.append(stream.credit)
+    assert min(seen) > REQUEST_CREDIT_BYTES // 2 - len(commands)
+    assert max(seen[len(seen) // 2 :]) <= REQUEST_CREDIT_BYTES
 
 
 def test_frames_after_the_end_of_the_link(target: LinkTarget) -> None:
@@ -356,7 +383,7 @@ def test_a_rank_that_reads_nothing_stops_itself_only() -> None:
     target = LinkTarget(reads=False)
     greeted(target, "a", "b")
     target.say("a", set_(b"k", b"v" * 100_000) + get(b"k") * 100)
-    assert len(heard(target, "a")) == CREDIT_BYTES
+    assert len(heard(target, "a")) == REPLY_CREDIT_BYTES
     linked = target.session("a")
     assert linked.session.stalled()
     assert linked.session.unsent <= MIB + 100_008
@@ -364,7 +391,7 @@ def test_a_rank_that_reads_nothing_stops_itself_only() -> None:
     target.say("a", add(b"n", 1))
     target.say("b", add(b"n", 10))
     assert heard(target, "b") == i64(10)
-    got = CREDIT_BYTES
+    got = REPLY_CREDIT_BYTES
     target.reads = True
     target.read("a")
     got += len(heard(target, "a"))
@@ -654,7 +681,7 @@ def test_sessions_that_are_woken_together_need_not_be_flushed(target: LinkTarget
 
 
 @pytest.mark.parametrize(
-    "size", [CREDIT_BYTES - 8, CREDIT_BYTES + 1], ids=["no credit", "replies that wait for credit"]
+    "size", [REPLY_CREDIT_BYTES - 8, REPLY_CREDIT_BYTES + 1], ids=["no credit", "replies that wait for credit"]
 )
 def test_a_session_is_woken_behind_the_replies_that_wait(size: int) -> None:
     target = LinkTarget(reads=False)
@@ -662,9 +689,9 @@ def test_a_session_is_woken_behind_the_replies_that_wait(size: int) -> None:
     target.say("b", set_(b"k", b"v" * size))
     target.say("a", get(b"k") + wait(b"w"))
     target.say("b", set_(b"w", b""))
-    assert heard(target, "a") == blob(b"v" * size)[:CREDIT_BYTES]
+    assert heard(target, "a") == blob(b"v" * size)[:REPLY_CREDIT_BYTES]
     target.read("a")
-    assert heard(target, "a") == blob(b"v" * size)[CREDIT_BYTES:] + b"\0"
+    assert heard(target, "a") == blob(b"v" * size)[REPLY_CREDIT_BYTES:] + b"\0"
 
 
 def test_what_a_suspended_link_is_given_is_kept_and_counted() -> None:
@@ -733,6 +760,8 @@ def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) 
     target = LinkTarget(engine=Engine(Limits(budget_bytes=16 * MIB)))
     greeted(target, "a", "b")
     before = target.engine.budget.used()
+    value = set_(b"k", bytes(200_000))
+    target.say("a", value[:20_000])  # for which the rest of the value gets credit
     link = server_end(target)
     carrier = target.carrier.session
     if whose == "connection":
@@ -742,7 +771,7 @@ def test_what_carries_a_session_is_evicted_by_what_the_session_does(whose: str) 
         link.kept_bytes += 8 * MIB
         link.number += 1
         link._count()
-    target.link.send(target.peers["a"], set_(b"k", bytes(200_000)))
+    target.link.send(target.peers["a"], value[20_000:])
     target.link.send(target.peers["b"], add(b"n", 1) + ping(b"pong"))
     target.link.close_batch()
     data = b"".join(target.link.out)
