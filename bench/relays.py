@@ -6,7 +6,10 @@
 * many:      connects all ranks over real sockets at once, behind six links and behind links of eight ranks each, and
              compares that with PyTorch's libuv server at the most ranks that it can hold;
 * ratios:    compares our server with and without links of eight ranks;
-* processes: compares relay processes of 64 and of 8 ranks with none, each rank with one request outstanding;
+* bursts:    the same on a server that is stopped for 20 ms whenever it sleeps, and so finds the requests of many ranks
+             when it goes on, as the server of a large job does: here one core has to do the work of all hosts;
+* processes: compares relay processes of 64 and of 8 ranks with none, each rank with one request outstanding, with the
+             ordinary scheduling policy and with SCHED_BATCH for the relays;
 * latency:   measures one client, with and without a relay;
 * fairness:  measures 1,000 ranks behind two relays, alone, and beside a rank that reads nothing and one that never
              stops sending.
@@ -17,12 +20,14 @@ What is compared alternates in one run. CPU time is the server's; that of the re
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 from bench import processes
@@ -57,7 +62,8 @@ LARGEST_DIRECT = 19_000
 """What 20,000 open files allow."""
 ONE_LINK = 16_384
 """Ranks of one relay process with a single link."""
-PARTS = ("many", "ratios", "processes", "latency", "fairness")
+PARTS = ("many", "ratios", "bursts", "processes", "latency", "fairness")
+STOPPED_SECONDS = 0.02
 LARGE_VALUES = 100
 """Values of a mebibyte that a rank asks for and does not read."""
 
@@ -70,6 +76,8 @@ class Way(NamedTuple):
     ranks_per_link: int = -1
     """-1: no relays; 0: one link for each relay process."""
     ranks_per_process: int = RANKS_PER_RELAY
+    policy: int = os.SCHED_OTHER
+    """The scheduling policy of the relays."""
 
 
 @contextmanager
@@ -78,12 +86,19 @@ def bed(host: Host, way: Way, ranks: int) -> Iterator[TestBed]:
         server = stack.enter_context(host.running(way.server, new=True))
         if way.ranks_per_link >= 0:
             server = stack.enter_context(relayed(server, ranks, way.ranks_per_link, way.ranks_per_process))
+            for one in server.relays:
+                os.sched_setscheduler(one.pid, way.policy, os.sched_param(0))
         yield stack.enter_context(loaded(server, ranks - 1, LIMIT))
 
 
-def start_and_barriers(host: Host, way: Way, ranks: int) -> dict[str, Measured]:
-    """Let all ranks join, then pass ten store-based barriers and ten BARRIERs, on the same connections."""
-    with bed(host, way, ranks) as test:
+def start_and_barriers(
+    host: Host, way: Way, ranks: int, beside: Callable[[int], AbstractContextManager[object]] = nullcontext
+) -> dict[str, Measured]:
+    """Let all ranks join, then pass ten store-based barriers and ten BARRIERs, on the same connections.
+
+    `beside` is entered meanwhile, with the server's process.
+    """
+    with bed(host, way, ranks) as test, beside(test.server.pid):
         idle = test.server.memory()
         found = {"init": test.join(ranks, WINDOW)}
         others = ranks - 1  # rank 0, of `join`, has gone
@@ -130,12 +145,28 @@ def many(host: Host, ranks: int, rounds: int) -> None:
 
 def ratios(host: Host, ranks: int, rounds: int) -> None:
     direct, eight = Way("direct", "uvloop"), Way("links of 8", "uvloop", RANKS_PER_LINK)
-    _compare(f"{ranks:,} ranks", direct, (eight,), rounds, lambda way: start_and_barriers(host, way, ranks), ranks)
+    _compare(f"{ranks:,} ranks", direct, (eight,), rounds, lambda way: start_and_barriers(host, way, ranks))
+
+
+def bursts(host: Host, ranks: int, rounds: int) -> None:
+    direct, eight = Way("direct", "uvloop"), Way("links of 8", "uvloop", RANKS_PER_LINK)
+
+    def run(way: Way) -> dict[str, Measured]:
+        return start_and_barriers(host, way, ranks, stopped_when_idle)
+
+    _compare(f"{ranks:,} ranks in bursts", direct, (eight,), rounds, run)
 
 
 def relay_processes(host: Host, ranks: int, rounds: int) -> None:
-    """Real relay processes: each wakes, and wakes the server, by itself."""
-    ways = [Way(f"relay processes of {each}", "uvloop", 0, each) for each in (64, 8)]
+    """Real relay processes: each wakes, and wakes the server, by itself.
+
+    One process sends for all ranks, on the relays' core: with the ordinary policy a relay that wakes interrupts it.
+    """
+    ways = [
+        Way(f"relay processes of {each}{how}", "uvloop", 0, each, policy)
+        for how, policy in (("", os.SCHED_OTHER), (", SCHED_BATCH", os.SCHED_BATCH))
+        for each in (64, 8)
+    ]
 
     def run(way: Way) -> dict[str, Measured]:
         with bed(host, way, ranks) as test:
@@ -144,7 +175,7 @@ def relay_processes(host: Host, ranks: int, rounds: int) -> None:
             test.play(steps, repeat=5)
             return {"ADD": test.play(steps, repeat=40)}
 
-    _compare(f"{ranks:,} ranks, one ADD outstanding", Way("direct", "uvloop"), ways, rounds, run, 1)
+    _compare(f"{ranks:,} ranks, one ADD outstanding", Way("direct", "uvloop"), ways, rounds, run)
 
 
 def _compare(
@@ -153,7 +184,6 @@ def _compare(
     ways: Sequence[Way],
     rounds: int,
     run: Callable[[Way], dict[str, Measured]],
-    ranks: int,
 ) -> None:
     print(f"\n# {title}: {rounds} interleaved repetitions\n")
     cpu: dict[tuple[str, str], list[float]] = {}
@@ -191,6 +221,29 @@ def latency(host: Host, rounds: int, requests: int = 4000) -> None:
     for name, quantiles in found.items():
         p50, p99 = (spread([one[at] * 1e6 for one in quantiles]) for at in (0, 1))
         print(f"| {name} | {p50} µs | {p99} µs |", flush=True)
+
+
+@contextmanager
+def stopped_when_idle(pid: int) -> Iterator[None]:
+    """Stop a process for a while, and each time when it has begun to sleep."""
+    over = threading.Event()
+
+    def run() -> None:
+        state = Path(f"/proc/{pid}/stat")
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(STOPPED_SECONDS)
+            os.kill(pid, signal.SIGCONT)
+            while not over.wait(0.001) and state.read_text().rpartition(")")[2].split()[0] == "R":
+                pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager
@@ -275,7 +328,7 @@ def _note(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = processes.parser(__doc__, PARTS)
-    most = f"ranks in `many`; `ratios` has at most {ONE_LINK:,} (%(default)s)"
+    most = f"ranks in `many`; `ratios` and `bursts` have at most {ONE_LINK:,} (%(default)s)"
     parser.add_argument("--ranks", type=int, default=98_304, help=most)
     few = "rounds of `many`; the other parts have at least five (%(default)s)"
     parser.add_argument("--rounds", type=int, default=2, help=few)
@@ -286,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = {
             "many": lambda: many(host, given.ranks, given.rounds),
             "ratios": lambda: ratios(host, min(given.ranks, ONE_LINK), rounds),
+            "bursts": lambda: bursts(host, min(given.ranks, ONE_LINK), rounds),
             "processes": lambda: relay_processes(host, 1024, rounds),
             "latency": lambda: latency(host, rounds),
             "fairness": lambda: fairness(host, rounds),

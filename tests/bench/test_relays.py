@@ -53,6 +53,7 @@ def test_all_parts_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     with hosting("libuv") as host:
         relays.many(host, 48, 1)
         relays.ratios(host, 24, 2)
+        relays.bursts(host, 24, 1)
         relays.relay_processes(host, 64, 1)
         relays.latency(host, 1, 50)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
