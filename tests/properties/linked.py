@@ -94,6 +94,8 @@ class LinkedRank(Stream):
         self.got = bytearray()
         self.wire = bytearray()
         """Bytes of commands that are not sent yet."""
+        self.due = 0
+        """How many of them are to be sent as soon as there is credit."""
         self.sent: list[Command] = []
         """All commands."""
         self.dozing = False
@@ -116,7 +118,15 @@ class LinkedRank(Stream):
             self.link.consume(self, len(data))
 
     def credited(self) -> None:
-        pass
+        self.send_due()
+
+    def send_due(self) -> None:
+        count = min(self.due, self.credit)
+        if count and self.link.has_room() and not self.over and not self.leaving:
+            chunk = bytes(self.wire[:count])
+            del self.wire[:count]
+            self.due -= count
+            self.link.send(self, chunk)
 
     def closed(self) -> None:
         self.over = True
@@ -232,7 +242,7 @@ class LinkedFleet(Fleet):
             client.link.close(rank)
         elif kind == "end":
             # Behind a reply that does not fit, a session closes some frames later: the model cannot know when.
-            if not rank.ended and not self.has_large:
+            if not rank.ended and not self.has_large and not rank.due:
                 rank.ended = True
                 client.link.end(rank)
         elif kind == "doze":
@@ -246,20 +256,20 @@ class LinkedFleet(Fleet):
         self, client: Client, rank: LinkedRank, commands: tuple[Command, ...], keep: int, drip: bool = False
     ) -> None:
         size = len(rank.wire) + sum(command.size for command in commands)
-        if rank.credit < size or not client.link.has_room() or rank.ended:
+        if rank.due or not client.link.has_room() or rank.ended:
             return
         for command in commands:
             rank.wire += command.frame
             rank.sent.append(command)
             self.has_large = self.has_large or command.size > 30_000
         count = max(0, size - keep)
-        chunk = bytes(rank.wire[:count])
-        del rank.wire[:count]
-        if drip and count < 1000:
+        if drip and count < min(1000, rank.credit):
             for at in range(count):
-                client.link.send(rank, chunk[at : at + 1])
-        elif chunk:
-            client.link.send(rank, chunk)
+                client.link.send(rank, bytes(rank.wire[at : at + 1]))
+            del rank.wire[:count]
+        else:
+            rank.due = count
+            rank.send_due()
 
     def _do_up(self, client: Client, count: int, part: bool = False) -> None:
         client.collect()
@@ -559,10 +569,13 @@ class LinkedFleet(Fleet):
                     rank.read()
             if client.carrier is None:
                 self._do_resume(client, 0)
-        before = -1
+        before = None
         while before != (before := self._received()):
             for _ in range(20):
                 for client in self.clients:
+                    for rank in client.ranks:
+                        if rank is not None:
+                            rank.send_due()
                     self._do_up(client, -1)
                     self._do_down(client, -1)
                     if client.carrier is None:
@@ -574,9 +587,10 @@ class LinkedFleet(Fleet):
                 if connection.rank.got != connection.expected:
                     raise Difference(f"rank {number}: {connection.rank.got[-99:]!r} of {connection.expected[-99:]!r}")
 
-    def _received(self) -> int:
-        """Return how many bytes the ranks have received: large replies take many rounds of credit."""
-        return sum(len(rank.got) for client in self.clients for rank in client.opened.values())
+    def _received(self) -> tuple[int, int]:
+        """Return how many bytes the ranks have received, and have to send: large ones take many rounds of credit."""
+        ranks = [rank for client in self.clients for rank in client.opened.values()]
+        return sum(len(rank.got) for rank in ranks), sum(rank.due for rank in ranks)
 
     def finish(self) -> None:
         """Let everything arrive, then end all links and delete everything; nothing may be left."""
