@@ -138,10 +138,16 @@ class LinkedSession(Transport):
             self._allow_more()
 
     def _allow_more(self) -> None:
+        """Give credit for the shortest commands, and for what is missing of a long value."""
         session = self.session
-        kept = session.input_buffer is not None and session.need > REQUEST_CREDIT_BYTES
-        in_value = kept or session.large_value() is not None
-        most = VALUE_CREDIT_BYTES if in_value else REQUEST_CREDIT_BYTES
+        value = session.large_value()
+        kept = session.input_buffer
+        missing = 0
+        if value is not None:
+            missing = value.size - value.filled
+        elif kept is not None:
+            missing = session.need - len(kept)
+        most = min(REQUEST_CREDIT_BYTES + max(missing, 0), VALUE_CREDIT_BYTES)
         self.low = most // 2
         if self.allowed <= self.low:
             self.link.add(CREDIT, self.number, U32.pack(most - self.allowed))

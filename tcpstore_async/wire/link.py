@@ -76,7 +76,7 @@ the link's other sessions for half a millisecond.
 """
 
 VALUE_CREDIT_BYTES: Final = 256 * 1024
-"""The same within a long value, whose bytes the server only has to store."""
+"""The most within a long value, whose bytes the server only has to store."""
 
 WINDOW_BYTES: Final = 1024 * 1024
 """Unacknowledged bytes from which on no more DATA is put on a link."""
