@@ -106,7 +106,13 @@ NOT_COMPILED = (
     *("server/test_server_process.py", "server/test_server_master.py", "simulation/test_proxied.py"),
     *("server/test_server_log.py", "server/test_server_log_handlers.py", "server/test_server_listening.py"),
     *("server/test_server_port_holder.py", "server/test_server_systemd.py"),
-    *("relay/test_without_links.py", "unit/test_cli_doctor.py", "unit/test_doctor.py", "unit/test_cli_look.py"),
+    *(
+        "client/test_load_replay.py",
+        "relay/test_without_links.py",
+        "unit/test_cli_doctor.py",
+        "unit/test_doctor.py",
+        "unit/test_cli_look.py",
+    ),
     *("unit/test_cli_top.py", "unit/web"),
 )
 """Of these folders, what tries code that is never compiled, or processes."""
@@ -174,9 +180,12 @@ REPEATED = re.compile(
     r"|^tests/(conformance/test_vectors|unit/session/test_(guard|server|link_server)|unit/load/test_recording)\.py"
     r"|^tests/contract/test_(values|waiting|table)\.py"
     r"|^tests/(tls|relay)/"
+    r"|^tests/client/test_(resumed|pops)\.py"
+    r"|^tests/server/test_(auth|refusals|reloading|server_threaded)\.py"
+    r"|^tests/faults/test_fault_(abuse|clients|limits|peers)\.py"
 )
-"""Tests of sessions and engines that are long or many, or try the same commands in another way: marked `repeated`.
-`make check` runs them on the compiled build only, `make test` and `make test-all` on the interpreted one.
+"""Tests of sessions, engines and their servers that are long or many, or try the same commands in another way: marked
+`repeated`. `make check` runs them on the compiled build only, `make test` and `make test-all` on the interpreted one.
 """
 
 
