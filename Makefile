@@ -82,7 +82,7 @@ $(CHROMIUM):
 AGAIN := $(BIN)/python -c 'import json; assert 0 < len(json.load(open(".pytest_cache/v/cache/lastfailed"))) <= 3' && \
 	echo "Trying what failed once more, alone." && $(BIN)/pytest -n 0 --last-failed
 
-# The compiler has a processor while the other installs, lints and tests.
+# One processor compiles while the other installs, lints and tests.
 .PHONY: check
 check: .venv/.made
 	@rm -f .pytest_cache/v/cache/lastfailed

@@ -225,10 +225,9 @@ def latency(host: Host, rounds: int, requests: int = 4000) -> None:
 
 @contextmanager
 def stopped_when_idle(pid: int) -> Iterator[None]:
-    """Stop a process for a while, and each time when it has begun to sleep."""
-    over = threading.Event()
+    """Stop a process for `STOPPED_SECONDS`, and again whenever it has begun to sleep."""
 
-    def run() -> None:
+    def run(over: threading.Event) -> None:
         state = Path(f"/proc/{pid}/stat")
         while not over.is_set():
             os.kill(pid, signal.SIGSTOP)
@@ -237,7 +236,15 @@ def stopped_when_idle(pid: int) -> Iterator[None]:
             while not over.wait(0.001) and state.read_text().rpartition(")")[2].split()[0] == "R":
                 pass
 
-    thread = threading.Thread(target=run)
+    with in_thread(run):
+        yield
+
+
+@contextmanager
+def in_thread(run: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Call `run` in a thread, with an event that is set when it is to return."""
+    over = threading.Event()
+    thread = threading.Thread(target=run, args=[over])
     thread.start()
     try:
         yield
@@ -302,24 +309,19 @@ def reading_nothing(test: TestBed) -> Iterator[None]:
 def sending_without_end(test: TestBed) -> Iterator[None]:
     """Send SETs as fast as they are taken, behind the last relay, on the cores of the load."""
     port = test.server.relays[-1].port if test.server.relays else test.server.port
-    over = threading.Event()
     flood = encode_request("set", b"/flood", pack(b"x")) * 100
 
-    def send(rank: Connection) -> None:
-        with pinned(load_cores()):
-            while not over.is_set():
-                rank.call(flood, 0)
-
     with Connection(port, LIMIT) as rank:
+
+        def send(over: threading.Event) -> None:
+            with pinned(load_cores()):
+                while not over.is_set():
+                    rank.call(flood, 0)
+
         for step in hello():
             rank.call(step.request, step.reply)
-        thread = threading.Thread(target=send, args=[rank])
-        thread.start()
-        try:
+        with in_thread(send):
             yield
-        finally:
-            over.set()
-            thread.join()
 
 
 def _note(text: str) -> None:

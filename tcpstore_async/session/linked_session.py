@@ -43,7 +43,7 @@ class LinkedSession(Transport):
         self.allowed: int = REQUEST_CREDIT_BYTES
         """Bytes that may be received."""
         self.low: int = REQUEST_CREDIT_BYTES // 2
-        """When no more may be received than this, the rank gets credit."""
+        """Once `allowed` is no more than this, the rank gets credit."""
         self.waiting = False
         """Whether replies did not fit: they are in the session's backlog."""
         self.in_turn = False
@@ -138,7 +138,7 @@ class LinkedSession(Transport):
             self._allow_more()
 
     def _allow_more(self) -> None:
-        """Give credit for the shortest commands, and for what is missing of a long value."""
+        """Give credit for commands, and for the missing part of a long value."""
         session = self.session
         value = session.large_value()
         kept = session.input_buffer

@@ -71,12 +71,12 @@ REPLY_CREDIT_BYTES: Final = 256 * 1024
 """Bytes of DATA that the server may send for a new session before any CREDIT."""
 
 REQUEST_CREDIT_BYTES: Final = 32 * 1024
-"""Bytes of DATA that the client may send for a new session before any CREDIT: so many of the shortest commands hold up
-the link's other sessions for half a millisecond.
+"""Bytes of DATA that the client may send for a new session before any CREDIT. The shortest commands in them delay the
+link's other sessions by half a millisecond.
 """
 
 VALUE_CREDIT_BYTES: Final = 256 * 1024
-"""The most within a long value, whose bytes the server only has to store."""
+"""The most credit within a long value, whose bytes the server only has to store."""
 
 WINDOW_BYTES: Final = 1024 * 1024
 """Unacknowledged bytes from which on no more DATA is put on a link."""
